@@ -1,0 +1,1 @@
+"""Configuration: frozen dataclasses (`schema`), filled from file < environment < flags (`load`)."""

@@ -1,0 +1,167 @@
+"""Every setting of Baton, with its default, in one place. Frozen; each part is handed only its section.
+
+Units stand in the names. `None` means "decide at start from what the machine has"; what was decided is logged.
+"""
+
+from dataclasses import dataclass, field
+
+from baton.ids import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is held.
+
+    Attributes:
+        model: Directory or Hugging Face hub id; empty for the demo model that comes with Baton.
+        revision: Hub revision to pin.
+        served_model_name: Names clients may use; empty for the model's own.
+        dtype: `auto`, `float32`, `float16` or `bfloat16`.
+        max_model_len: Prompt and output together, in tokens; None for what the model was made for.
+        seed: Seeds what a request leaves open.
+    """
+
+    model: str = ""
+    revision: str | None = None
+    served_model_name: tuple[str, ...] = ()
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine's limits.
+
+    Attributes:
+        device: `auto`, `cpu` or `cuda`.
+        block_size: Tokens per KV page, one number in the whole cluster; None for 64 on GPU and 16 on CPU.
+        kv_cache_memory_bytes: Bytes of KV pages per worker; None derives it from the machine.
+        gpu_memory_utilization: Share of the GPU's memory for weights and KV.
+        max_num_seqs: Sequences that run at once.
+        max_num_batched_tokens: Token budget of one step.
+        enable_prefix_caching: Keep finished blocks for later prompts.
+        num_threads: Threads for computing on the CPU; None divides the machine's cores among its workers.
+    """
+
+    device: str = "auto"
+    block_size: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The HTTP surface and how it chooses workers.
+
+    Attributes:
+        host: Interface that HTTP binds to.
+        port: HTTP port.
+        api_keys: Accepted bearer keys; empty accepts everyone.
+        policy: `prefix_affinity`, `least_loaded` or `round_robin`.
+        max_body_bytes: Larger bodies get 413.
+        request_timeout_s: Deadline of one request, queueing included.
+        max_attempts: How often the legs of a request may be started before it fails.
+        max_queued_bytes_per_client: Output a slow client may leave unread before its request is cancelled.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    policy: str = "prefix_affinity"
+    max_body_bytes: int = 32 * 1024 * 1024
+    request_timeout_s: float = 600.0
+    max_attempts: int = 3
+    max_queued_bytes_per_client: int = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """How KV pages are handed over.
+
+    Attributes:
+        backends: Allowed backends, preferred first.
+        reserve_timeout_s: How long a decode worker may leave a reservation unanswered for lack of room.
+        quiesce_timeout_s: How long an aborted transfer may stay unacknowledged before its peer is fenced.
+    """
+
+    backends: tuple[str, ...] = ("shm",)
+    reserve_timeout_s: float = 60.0
+    quiesce_timeout_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One worker process.
+
+    Attributes:
+        worker_id: Stable name, such as `prefill-0`.
+        role: What it serves.
+        address: gRPC address it binds: `unix:/path` or `host:port`.
+        stall_timeout_s: Work without progress for this long turns health to NOT_SERVING.
+        drain_timeout_s: How long a drain waits for what is in flight.
+    """
+
+    worker_id: str
+    role: Role
+    address: str
+    stall_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """How many of what, and how they are supervised.
+
+    Attributes:
+        prefill_workers: Number of prefill workers to start.
+        decode_workers: Number of decode workers to start.
+        hybrid_workers: Number of workers that do both.
+        workers: Addresses of workers that run elsewhere; the router joins them to the ones started here.
+        runtime_dir: Directory of this cluster's sockets; empty for one made at start and removed at the end.
+        secret: Cluster secret in hex (32 bytes); empty draws a new one at start.
+        restart_backoff_s: First wait before a dead process is started again; doubles up to `restart_backoff_max_s`.
+        restart_backoff_max_s: Longest such wait.
+        startup_timeout_s: How long a process may take to become ready without showing progress.
+        drain_timeout_s: How long a stop waits for requests in flight.
+    """
+
+    prefill_workers: int = 1
+    decode_workers: int = 1
+    hybrid_workers: int = 0
+    workers: tuple[str, ...] = ()
+    runtime_dir: str = ""
+    secret: str = ""
+    restart_backoff_s: float = 0.5
+    restart_backoff_max_s: float = 30.0
+    startup_timeout_s: float = 300.0
+    drain_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """Logs of every process.
+
+    Attributes:
+        level: `debug`, `info`, `warning` or `error`.
+        format: `text` for people, `json` for machines.
+    """
+
+    level: str = "info"
+    format: str = "text"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatonConfig:
+    """The whole configuration; the keys of cluster.yaml are the names of its fields."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    log: LogConfig = field(default_factory=LogConfig)

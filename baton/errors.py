@@ -1,0 +1,204 @@
+"""The one tree of errors, and the one table that says what each means over HTTP and gRPC.
+
+Expected outcomes (no room, not found in a cache) are return values, never exceptions. What stands here ends a request,
+a session or a process. An error crosses a process boundary as `(code, message, param)` and is rebuilt by `from_code`.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+class BatonError(Exception):
+    """Base of every fault that Baton raises on purpose.
+
+    Args:
+        message: One clear sentence for the person who has to act on it.
+        param: The request field or option at fault, if one is.
+    """
+
+    code: ClassVar[str] = "internal"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvariantError(BatonError):
+    """Our own bug: a refused transition or a broken count. Tests let it raise; production counts and fails typed."""
+
+    code = "invariant"
+
+
+class InvalidRequestError(BatonError):
+    """The client asked for something malformed or out of range; `param` names the field."""
+
+    code = "invalid_request"
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt with what it asks for can never fit this cluster."""
+
+    code = "context_length_exceeded"
+
+
+class PayloadTooLargeError(BatonError):
+    """The request body is over the limit."""
+
+    code = "payload_too_large"
+
+
+class AuthenticationError(BatonError):
+    """No API key, or one that is not known."""
+
+    code = "invalid_api_key"
+
+
+class ModelNotFoundError(BatonError):
+    """The model name is not served here."""
+
+    code = "model_not_found"
+
+
+class RouteNotFoundError(BatonError):
+    """There is no such path or method."""
+
+    code = "route_not_found"
+
+
+class OverloadedError(BatonError):
+    """Refused up front; trying again later is right."""
+
+    code = "overloaded"
+
+
+class UnavailableError(BatonError):
+    """No worker can serve this now."""
+
+    code = "unavailable"
+
+
+class WorkerLostError(UnavailableError):
+    """A worker died or was cut off while it held the request."""
+
+    code = "worker_lost"
+
+
+class DrainingError(UnavailableError):
+    """The worker is leaving and takes nothing new."""
+
+    code = "draining"
+
+
+class DeadlineError(BatonError):
+    """The request outlived its deadline."""
+
+    code = "deadline_exceeded"
+
+
+class CancelledByPeerError(BatonError):
+    """Another leg or the client ended the request."""
+
+    code = "cancelled"
+
+
+class TransferError(BatonError):
+    """KV could not be handed over."""
+
+    code = "transfer_failed"
+
+
+class IncompatibleError(BatonError):
+    """Two peers cannot work together; the message names the differing field."""
+
+    code = "incompatible"
+
+
+class StaleIncarnationError(BatonError):
+    """A message names an incarnation that is gone."""
+
+    code = "stale_incarnation"
+
+
+class ConfigError(BatonError):
+    """A config file, environment variable or flag is wrong; `param` names it."""
+
+    code = "config"
+
+
+class ModelLoadError(BatonError):
+    """The model directory cannot be served: missing file, unknown architecture, corrupt weights."""
+
+    code = "model_load"
+
+
+class OutOfMemoryError(BatonError):
+    """The asked KV size does not fit this machine."""
+
+    code = "out_of_memory"
+
+
+class EngineError(BatonError):
+    """A step of the engine failed; only the sequences in it are affected."""
+
+    code = "engine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disposition:
+    """What one error code means to a client.
+
+    Attributes:
+        http: Status code.
+        grpc: Name of the `grpc.StatusCode`.
+        openai_type: `error.type` in OpenAI's error shape.
+        retryable: Whether the same request may succeed later or elsewhere.
+    """
+
+    http: int
+    grpc: str
+    openai_type: str
+    retryable: bool
+
+
+def _row(http: int, grpc: str, openai_type: str, *, retryable: bool = False) -> Disposition:
+    return Disposition(http=http, grpc=grpc, openai_type=openai_type, retryable=retryable)
+
+
+DISPOSITIONS: dict[type[BatonError], Disposition] = {
+    BatonError: _row(500, "INTERNAL", "server_error"),
+    InvariantError: _row(500, "INTERNAL", "server_error"),
+    InvalidRequestError: _row(400, "INVALID_ARGUMENT", "invalid_request_error"),
+    PromptTooLongError: _row(400, "INVALID_ARGUMENT", "invalid_request_error"),
+    PayloadTooLargeError: _row(413, "INVALID_ARGUMENT", "invalid_request_error"),
+    AuthenticationError: _row(401, "UNAUTHENTICATED", "authentication_error"),
+    ModelNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),
+    RouteNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),
+    OverloadedError: _row(429, "RESOURCE_EXHAUSTED", "rate_limit_error", retryable=True),
+    UnavailableError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
+    WorkerLostError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
+    DrainingError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
+    DeadlineError: _row(504, "DEADLINE_EXCEEDED", "timeout_error", retryable=True),
+    CancelledByPeerError: _row(499, "CANCELLED", "cancelled_error"),
+    TransferError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
+    IncompatibleError: _row(503, "FAILED_PRECONDITION", "service_unavailable_error"),
+    StaleIncarnationError: _row(
+        503, "FAILED_PRECONDITION", "service_unavailable_error", retryable=True
+    ),
+    ConfigError: _row(500, "FAILED_PRECONDITION", "server_error"),
+    ModelLoadError: _row(500, "FAILED_PRECONDITION", "server_error"),
+    OutOfMemoryError: _row(500, "RESOURCE_EXHAUSTED", "server_error"),
+    EngineError: _row(500, "INTERNAL", "server_error", retryable=True),
+}
+
+_BY_CODE = {error.code: error for error in DISPOSITIONS}
+
+
+def disposition(error: BatonError) -> Disposition:
+    """The table's row for `error`."""
+    return DISPOSITIONS[type(error)]
+
+
+def from_code(code: str, message: str, param: str | None = None) -> BatonError:
+    """Rebuilds an error that crossed a process boundary; an unknown code becomes the base class."""
+    return _BY_CODE.get(code, BatonError)(message, param=param or None)

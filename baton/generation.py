@@ -1,0 +1,122 @@
+"""What is asked of a model and what it gives back, as every process speaks of it.
+
+The router makes `SamplingParams` from a client's JSON (and checks ranges there), the engine obeys them, and both carry
+`TokenSample`s. Nothing here knows of HTTP, protobuf or torch.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a sample ended; the values are OpenAI's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the smallest set of tokens whose probability reaches top_p; 1 keeps all.
+        min_p: Drop tokens less likely than min_p times the likeliest; 0 drops none.
+        presence_penalty: Subtracted once from the logit of each token generated before.
+        frequency_penalty: Subtracted per occurrence among generated tokens.
+        repetition_penalty: Divides (multiplies, if negative) the logits of tokens in prompt or output; 1 is off.
+        seed: Always set, so that retries and migrations draw the same tokens. A draw depends on (seed, sample, position)
+            and never on the batch.
+        logit_bias: Token id to a number added to its logit.
+        logprobs: None for none; k for the drawn token's and the k likeliest tokens' log-probabilities of the model
+            itself (before penalties and temperature).
+        stop_token_ids: Generation ends after one of these, besides the model's own end-of-sequence ids.
+        max_tokens: Generated tokens at most.
+        min_tokens: End-of-sequence and stop ids cannot be drawn before this many generated tokens.
+        ignore_eos: The model's end-of-sequence ids do not end generation.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the model itself.
+
+    Attributes:
+        logprob: Of the drawn token.
+        rank: 1 for the likeliest token.
+        top: (token id, logprob), likeliest first.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSample:
+    """One drawn token of one sample. `finish` is set on the last one."""
+
+    sample: int
+    token: int
+    logprobs: TokenLogprobs | None = None
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt and what is drawn from it.
+
+    Attributes:
+        prompt_tokens: Token ids, at least one.
+        output_tokens: Generated before, elsewhere (resumption); only with a single sample.
+        samples: Sample indices to draw, each its own random stream.
+        sampling: How.
+        cache_scope: Tenant scope of the prefix cache.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...] = ()
+    samples: tuple[int, ...] = (0,)
+    sampling: SamplingParams
+    cache_scope: str = ""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Everything whose KV must exist before the next token is drawn."""
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """A worker's report on itself; the fields are those of the protobuf message."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    draining: bool = False
+    prefill_tokens_pending: int = 0

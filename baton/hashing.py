@@ -1,0 +1,60 @@
+"""Keys that name KV blocks in engine, router and pool alike.
+
+A block's key is keyed BLAKE3 (16 bytes) over its parent's key and its token ids, so a key stands for the block *and*
+everything before it. The root is keyed with the cluster secret over tenant scope, model fingerprint, adapter and layout:
+tenants cannot probe each other's prefixes, and a client's salt only ever narrows the scope.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+from blake3 import blake3
+
+from baton.ids import BlockKey
+from baton.layout import KvLayout
+
+KEY_BYTES = 16
+
+
+def root_key(secret: bytes, *, scope: str, layout: KvLayout, adapter: str = "") -> BlockKey:
+    """The parent of every chain in one scope.
+
+    Args:
+        secret: The cluster secret, 32 bytes.
+        scope: Tenant scope, already narrowed by any client salt.
+        layout: Layout of the pages; includes the model's fingerprint.
+        adapter: LoRA adapter's name, or empty.
+
+    Raises:
+        ValueError: `secret` is not 32 bytes.
+    """
+    parts = [part.encode() for part in (scope, layout.model_fingerprint, adapter, layout.digest())]
+    message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    return BlockKey(blake3(message, key=secret).digest(length=KEY_BYTES))
+
+
+def chain_keys(
+    secret: bytes, parent: BlockKey, tokens: Sequence[int], block_tokens: int
+) -> list[BlockKey]:
+    """Keys of the full blocks of `tokens`, in order; a last, partial block has none.
+
+    Args:
+        secret: The cluster secret, 32 bytes.
+        parent: Key of what stands before `tokens`: a root, or the key of the block before.
+        tokens: Token ids.
+        block_tokens: Tokens per block.
+    """
+    packed = memoryview(array("I", tokens).tobytes())
+    step = block_tokens * 4
+    keys: list[BlockKey] = []
+    for start in range(0, len(packed) - step + 1, step):
+        hasher = blake3(parent, key=secret)
+        hasher.update(packed[start : start + step])
+        parent = BlockKey(hasher.digest(length=KEY_BYTES))
+        keys.append(parent)
+    return keys
+
+
+def narrow_scope(scope: str, salt: str | None) -> str:
+    """The scope that a client's `cache_salt` narrows; any text is allowed, none can widen."""
+    return scope if not salt else f"{len(scope)}:{scope}/{salt}"

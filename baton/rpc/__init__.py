@@ -1,0 +1,1 @@
+"""gRPC between Baton's processes: generated stubs, conversions at the edge, channels and servers."""

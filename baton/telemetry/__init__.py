@@ -1,0 +1,1 @@
+"""Structured logs and the base of every package's `metrics.py`."""

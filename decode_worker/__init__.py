@@ -1,0 +1,1 @@
+"""The memory-bound leg: takes KV pages and streams tokens."""

@@ -1,0 +1,1 @@
+"""Kernels: one file each, with a checked wrapper and a pure-torch twin in reference.py."""

@@ -1,0 +1,140 @@
+"""What an engine is told and what it tells. Plain frozen data, so that the port works across threads and processes.
+
+A sequence's life on a prefill-only engine: `Prefill` → `PrefillStarted` → `Sampled` (first tokens) → pages stay pinned until
+`Release`. On a decode engine: `Reserve` → `Reserved` → (KV arrives) → `Start` → `Sampled`… . On a hybrid one: `Generate` →
+`PrefillStarted` → `Sampled`…. `Abort` is right at any moment, also for a sequence that is gone. Every sequence ends in
+exactly one of: its samples' `finish`es (local and started sequences), `Released`, `Failed`.
+"""
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.generation import Prompt, TokenSample, WorkerLoad
+from baton.ids import BlockId, SeqId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """Prefill and decode here."""
+
+    seq_id: SeqId
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """Prefill for another worker: draw the first token of each sample, then keep the pages until `Release`."""
+
+    seq_id: SeqId
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Take pages for the whole prompt, all or nothing; waits in line while there is no room."""
+
+    seq_id: SeqId
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The reserved pages hold the prompt's KV; decode from these first tokens.
+
+    Samples whose first token already finished them (`finish` set) are not run. With no sample left to run the pages
+    are released at once.
+    """
+
+    seq_id: SeqId
+    first_tokens: tuple[TokenSample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The prefilled pages have been handed over; unpin them (their full blocks stay in the prefix cache)."""
+
+    seq_id: SeqId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Stop and give back every page. Answered with `Released` if the sequence was still here."""
+
+    seq_id: SeqId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushCache:
+    """Drop every cached block that no sequence uses."""
+
+
+Command = Generate | Prefill | Reserve | Start | Release | Abort | FlushCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillStarted:
+    """The first chunk is scheduled in the step that begins now. Sent again after a preemption.
+
+    Attributes:
+        num_blocks: Pages that the whole prompt takes.
+        cached_tokens: Leading tokens found in this engine's prefix cache.
+    """
+
+    seq_id: SeqId
+    num_blocks: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """Pages are taken for the whole prompt.
+
+    Attributes:
+        blocks: All pages of the prompt, in order.
+        held_blocks: So many leading ones hold the right KV already (shared prefix) and must not be written.
+    """
+
+    seq_id: SeqId
+    blocks: tuple[BlockId, ...]
+    held_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """Tokens drawn for one sequence in one step, at most one per sample."""
+
+    seq_id: SeqId
+    tokens: tuple[TokenSample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """The sequence is gone and its pages are free or cached: the answer to `Release` and `Abort`."""
+
+    seq_id: SeqId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The sequence is gone: it can never fit, or its step failed. No other sequence is touched."""
+
+    seq_id: SeqId
+    error: BatonError
+
+
+SeqEvent = PrefillStarted | Reserved | Sampled | Released | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvents:
+    """All that one turn of the engine loop has to tell, delivered at once.
+
+    Attributes:
+        step: Number of the step; a turn that computed nothing repeats the last number.
+        events: In the order in which they happened.
+        load: Counts after the turn.
+    """
+
+    step: int
+    events: tuple[SeqEvent, ...]
+    load: WorkerLoad

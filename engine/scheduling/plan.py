@@ -1,0 +1,69 @@
+"""One step of the engine: what the scheduler asks of the runner, and what comes back."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.generation import TokenLogprobs
+from baton.ids import BlockId
+from engine.ports import PageExport
+from engine.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sequence's share of a step.
+
+    Attributes:
+        seq: The sequence; its `blocks` cover everything up to `start + num_tokens`.
+        start: Position of the first token to compute; the KV of everything before is in the pages.
+        num_tokens: How many of `seq.tokens` from `start` on are computed: 1 in decode, a chunk in prefill.
+        samples: Sample indices to draw from the last token's logits; empty for a chunk that does not end the prompt.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step.
+
+    Attributes:
+        step: Its number.
+        rows: Decodes first, then prefill chunks.
+        copies: Pages (source, target) to copy in every layer before anything is computed (copy on write).
+        exports: Prefilled pages that leave this engine, told to the layer sink after each layer.
+    """
+
+    step: int
+    rows: tuple[Row, ...]
+    copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    exports: tuple[PageExport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """One drawn token."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step produced: for each row of the plan, one `Drawn` per entry of `row.samples`."""
+
+    drawn: tuple[tuple[Drawn, ...], ...]
+
+
+class StepRunner(Protocol):
+    """Computes steps. Executing the same plan twice writes the same KV and draws the same tokens."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs one step; blocks until its tokens are on the host.
+
+        Raises:
+            EngineError: A row cannot be computed. Nothing but the pages of the plan's rows was written.
+        """

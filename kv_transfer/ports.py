@@ -1,0 +1,78 @@
+"""The pair of ports every backend implements: the decode worker's receiver, the prefill worker's sender.
+
+Only bytes and where they go; who may write when is the ledger's business (`ledger.py`), and the control messages travel
+in a session (`session.py`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.errors import TransferError
+from baton.ids import BlockId, XferId
+from baton.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionHandle:
+    """What a receiver gives to a peer so that it can write into the receiver's arena.
+
+    Attributes:
+        backend: Which backend understands `opaque`.
+        opaque: The backend's own bytes; never a raw address that is used unchecked.
+        num_blocks: Pages of the region; a block id at or above it is refused.
+    """
+
+    backend: str
+    opaque: bytes
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """Pages of one layer to be written into the peer.
+
+    Attributes:
+        xfer_id: The transfer it belongs to.
+        layer_index: Index into `KvLayout.layers`.
+        source: Pages in the local arena.
+        target: Pages in the peer's arena, as many.
+    """
+
+    xfer_id: XferId
+    layer_index: int
+    source: tuple[BlockId, ...]
+    target: tuple[BlockId, ...]
+
+
+class KvReceiver(Protocol):
+    """A decode worker's side of one backend."""
+
+    def handle(self) -> RegionHandle:
+        """What a peer needs in order to write here."""
+
+    def close(self) -> None:
+        """Takes back what `handle` gave; peers that attach later are refused."""
+
+
+class KvWriter(Protocol):
+    """A prefill worker's open way into one peer's region."""
+
+    def push(self, push: Push, done: Callable[[TransferError | None], None]) -> None:
+        """Queues a write and returns at once. `done` is called from any thread once the bytes are in the peer's
+        memory and visible there, or cannot be. Pushes of one transfer complete in any order.
+        """
+
+    def close(self) -> None:
+        """Waits until nothing more is written, then lets go of the region."""
+
+
+class KvSender(Protocol):
+    """A prefill worker's side of one backend."""
+
+    def connect(self, handle: RegionHandle, layout: KvLayout) -> KvWriter:
+        """Opens the peer's region. Blocks for at most a few seconds.
+
+        Raises:
+            TransferError: The handle resolves to nothing, or to something of another size.
+        """

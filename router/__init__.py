@@ -1,0 +1,1 @@
+"""Takes requests over HTTP, picks the workers for both legs, streams tokens back."""
