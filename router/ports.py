@@ -1,0 +1,121 @@
+"""What the HTTP face asks of the rest of the router.
+
+One `Generator` stands between the OpenAI endpoints (tokens out of JSON, JSON out of tokens) and the dispatch of legs to
+workers. Everything that crosses it is token ids; text stays on the HTTP side.
+"""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.generation import Prompt, TokenSample
+from baton.ids import RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationJob:
+    """One prompt to be generated; a request with several prompts makes several jobs.
+
+    Attributes:
+        request_id: Names the job in logs, traces and `stop_sample`; unique among the jobs in flight.
+        prompt: What to generate; `samples` holds the indices of all samples wanted.
+        deadline_s: Seconds from now until the job is given up.
+    """
+
+    request_id: RequestId
+    prompt: Prompt
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Some samples advanced."""
+
+    samples: tuple[TokenSample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Where the time of one job went; the last event of a job. The fields are the keys of the JSON that clients see.
+
+    Attributes:
+        prefill_worker: Who prefilled.
+        decode_worker: Who decoded; equal to `prefill_worker` on a hybrid worker.
+        route_s: Choosing the pair.
+        queue_s: Waiting in the prefill worker before the first chunk.
+        prefill_s: From the first chunk to the first token.
+        first_token_s: From the job's arrival at the router to its first token.
+        handoff_s: From the first pushed page to the commit that the decode worker answered.
+        unhidden_s: The part of the hand-off that the decode worker waited for after the first token.
+        decode_s: From the first token to the last.
+        total_s: From the job's arrival to its last token.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Those whose KV a prefix cache held.
+        output_tokens: Generated tokens over all samples.
+        blocks_sent: Pages pushed.
+        bytes_sent: Bytes pushed.
+    """
+
+    prefill_worker: str
+    decode_worker: str
+    route_s: float
+    queue_s: float
+    prefill_s: float
+    first_token_s: float
+    handoff_s: float
+    unhidden_s: float
+    decode_s: float
+    total_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    blocks_sent: int
+    bytes_sent: int
+
+
+GenerationEvent = Tokens | Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the workers said about the model they hold.
+
+    Attributes:
+        max_model_len: Prompt and output together, in tokens.
+        vocab_size: Token ids lie below it.
+    """
+
+    max_model_len: int
+    vocab_size: int
+
+
+class Generator(Protocol):
+    """Turns prompts into tokens with whatever workers there are. Used from one event loop."""
+
+    def generate(self, job: GenerationJob) -> AsyncGenerator[GenerationEvent, None]:
+        """Yields `Tokens` until every sample has finished (`finish` set, or `stop_sample`), then one `Timing`.
+
+        Closing the generator early cancels all legs. A consumer that reads slowly is served slowly: what waits for it
+        is bounded.
+
+        Raises:
+            UnavailableError: No worker can serve this now.
+            OverloadedError: Refused up front.
+            DeadlineError: `deadline_s` passed.
+            BatonError: Any other fault of the job.
+        """
+
+    def stop_sample(self, request_id: RequestId, sample: int) -> None:
+        """No more tokens of this sample are wanted; it counts as finished. Unknown or finished ones are ignored."""
+
+    def model(self) -> ServedModel | None:
+        """What is served, or None until a worker said hello."""
+
+    def ready(self) -> bool:
+        """Whether a prefill and decode pair or a hybrid worker can take a request now."""
+
+    def healthy(self) -> bool:
+        """Whether the links to workers make progress: false when events wait and nothing moves them."""
+
+    def in_flight(self) -> int:
+        """Jobs accepted and not finished."""
