@@ -1,0 +1,59 @@
+# Every target works on a fresh clone: the first one that needs it makes .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Where torch comes from; `https://download.pytorch.org/whl/cpu` avoids the CUDA libraries on a machine without a GPU.
+TORCH_INDEX ?=
+TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
+PACKAGES := baton bench cluster decode_worker engine kv_transfer kvpool prefill_worker router tests
+
+.PHONY: help install demo serve test test-slow check format chaos bench proto clean
+
+help: ## Show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(VENV)/.installed ## Make .venv with Baton and what development needs
+
+# torch goes first and alone, so that nothing else decides which build of it is taken.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Baton needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(TORCH_ARGS) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: install ## A cluster on this machine answers a prompt and shows where the time went
+	$(BIN)/baton demo
+
+serve: install ## Serve the demo model on http://127.0.0.1:8000 until Ctrl-C
+	$(BIN)/baton serve
+
+test: install ## The default suite: no GPU, no network, a few minutes
+	$(BIN)/python -m pytest -m 'not gpu and not slow and not chaos and not redis and not ray'
+
+test-slow: install ## The suites left out of `make test`, but for the GPU's
+	$(BIN)/python -m pytest -m '(slow or redis or ray) and not gpu'
+
+check: install ## Format, lint, types, import rows, fresh stubs, true README
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m baton.rpc.regenerate --check
+	$(BIN)/python -m pytest --quiet tests/test_docs.py
+
+format: install ## Let ruff put the code in shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+chaos: install ## Kill and stop processes of a serving cluster and count what is lost
+	$(BIN)/python -m pytest -m chaos
+
+bench: install ## Throughput and latency of a cluster on this machine, into bench/results/
+	$(BIN)/python -m bench.serving --json bench/results/serving.json
+
+proto: install ## Regenerate the gRPC stubs from proto/
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m baton.rpc.regenerate
+
+clean: ## Remove .venv and caches
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
