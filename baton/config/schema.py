@@ -122,7 +122,8 @@ class ClusterConfig:
         decode_workers: Number of decode workers to start.
         hybrid_workers: Number of workers that do both.
         workers: Addresses of workers that run elsewhere; the router joins them to the ones started here.
-        runtime_dir: Directory of this cluster's sockets; empty for one made at start and removed at the end.
+        runtime_dir: Directory of this cluster's sockets; empty for one named after the HTTP port, in the machine's
+            directory for temporary files. Made at start and removed at the end.
         secret: Cluster secret in hex (32 bytes); empty draws a new one at start.
         restart_backoff_s: First wait before a dead process is started again; doubles up to `restart_backoff_max_s`.
         restart_backoff_max_s: Longest such wait.

@@ -1,0 +1,63 @@
+"""The one module that touches `os.environ`: settings from `BATON_<SECTION>_<FIELD>`, and what children inherit."""
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+
+from baton.config.setting import SECTIONS, TYPES, Setting
+from baton.errors import ConfigError
+
+PREFIX = "BATON_"
+
+PATHS = {PREFIX + path.replace(".", "_").upper(): path for path in TYPES}
+"""Name of the variable of every setting."""
+
+# Kubernetes describes each service of the namespace in variables of these forms. A service named `baton-router` thus
+# makes BATON_ROUTER_SERVICE_HOST and even BATON_ROUTER_PORT=tcp://10.0.0.7:8000, which nobody meant as a setting.
+_SERVICE_LINK_NAME = re.compile(r"_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)$")
+_SERVICE_LINK_VALUE = re.compile(r"^(tcp|udp)://")
+
+
+def settings(environ: Mapping[str, str] | None = None) -> list[Setting]:
+    """The settings that the environment gives. An empty value counts as not given.
+
+    Raises:
+        ConfigError: A variable has the form of a setting of a known section, but there is no such setting.
+    """
+    found = []
+    for name, value in _ours(os.environ if environ is None else environ):
+        if name not in PATHS:
+            raise ConfigError(f"{name}: no such setting{_suggestion(name)}", param=name)
+        found.append(Setting(path=PATHS[name], value=value, source=name, is_text=True))
+    return found
+
+
+def child_environment(*, num_threads: int, import_path: str | None = None) -> dict[str, str]:
+    """What a child process inherits: everything but our settings, which it gets over its lifeline.
+
+    Args:
+        num_threads: For OpenMP, whose pool is sized before any of our code in the child can speak.
+        import_path: Directory to import Baton from when it is not installed.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in PATHS}
+    inherited["OMP_NUM_THREADS"] = str(num_threads)
+    # The router has no torch on purpose; transformers need not advise on it at every start.
+    inherited["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    if import_path is not None:
+        rest = inherited.get("PYTHONPATH")
+        inherited["PYTHONPATH"] = f"{import_path}{os.pathsep}{rest}" if rest else import_path
+    return inherited
+
+
+def _ours(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    sections = tuple(f"{PREFIX}{section.upper()}_" for section in SECTIONS)
+    for name, value in sorted(environ.items()):
+        is_link = _SERVICE_LINK_NAME.search(name) or _SERVICE_LINK_VALUE.match(value)
+        if name.startswith(sections) and value and not is_link:
+            yield name, value
+
+
+def _suggestion(name: str) -> str:
+    near = difflib.get_close_matches(name, PATHS, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

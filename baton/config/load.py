@@ -1,0 +1,161 @@
+"""Builds the one `BatonConfig` of a process: file < environment < flags, checked before anything starts.
+
+Every error is one line that names the place of the value at fault: `cluster.yaml: router.port: expected int, got 'abc'`.
+"""
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import msgspec
+import yaml
+
+from baton.config.rules import RULES, contradiction
+from baton.config.schema import BatonConfig
+from baton.config.setting import SECRETS, SECTIONS, TYPES, Setting, section_fields
+from baton.config.sizes import parse_size
+from baton.errors import ConfigError
+
+
+def load(
+    file: Path | None = None,
+    *,
+    environment: Iterable[Setting] = (),
+    flags: Iterable[Setting] = (),
+) -> BatonConfig:
+    """The configuration; a later source wins over an earlier one, setting by setting.
+
+    Raises:
+        ConfigError: The file cannot be read, or a value is unknown, of the wrong type, or out of range.
+    """
+    given: dict[str, tuple[Setting, object]] = {}
+    for source in (read_file(file) if file is not None else (), environment, flags):
+        given |= {setting.path: (setting, _convert(setting)) for setting in source}
+    _check(given)
+    config = _assemble({path: value for path, (_, value) in given.items()})
+    if (problem := contradiction(config)) is not None:
+        raise ConfigError(f"{file}: {problem}" if file is not None else problem)
+    return config
+
+
+def read_file(file: Path) -> list[Setting]:
+    """The settings of a YAML file: sections, each with fields, both named as in the schema.
+
+    Raises:
+        ConfigError: It cannot be read, is not YAML, or names what is not in the schema.
+    """
+    document = _parse(file)
+    if document is None:
+        return []
+    if not isinstance(document, dict):
+        raise ConfigError(f"{file}: expected sections such as `router:`, got {document!r}")
+    return [setting for name, body in document.items() for setting in _section(file, name, body)]
+
+
+def to_json(config: BatonConfig) -> bytes:
+    """One line of JSON that `from_json` reads back; holds the secrets too, so it goes nowhere but over a lifeline."""
+    return msgspec.json.encode(config)
+
+
+def from_json(line: bytes) -> BatonConfig:
+    """The configuration that `to_json` wrote.
+
+    Raises:
+        ConfigError: The line is not such a configuration.
+    """
+    try:
+        return msgspec.json.decode(line, type=BatonConfig)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"configuration of a child process: {error}") from error
+
+
+def _parse(file: Path) -> object:
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {(error.strerror or str(error)).lower()}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text") from error
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{file}{line}: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: {str(error).splitlines()[0]}") from error
+
+
+def _section(file: Path, section: object, body: object) -> Iterator[Setting]:
+    if section not in SECTIONS:
+        raise ConfigError(f"{file}: {section}: no such section{_suggestion(section, SECTIONS)}")
+    name = str(section)
+    if body is None:
+        return
+    if not isinstance(body, dict):
+        raise ConfigError(f"{file}: {name}: expected settings, got {body!r}")
+    for key, value in body.items():
+        path = f"{name}.{key}"
+        if path not in TYPES:
+            hint = _suggestion(key, section_fields(name))
+            raise ConfigError(f"{file}: {path}: no such setting{hint}", param=path)
+        yield Setting(path=path, value=value, source=f"{file}: {path}")
+
+
+def _suggestion(name: object, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _convert(setting: Setting) -> object:
+    declared: Any = TYPES[setting.path]
+    value = setting.value
+    if _is_size(setting.path) and isinstance(value, str):
+        value = parse_size(value)
+        if value is None:
+            raise ConfigError(
+                f"{setting.source}: expected a size such as 4GiB, got {setting.value!r}",
+                param=setting.path,
+            )
+    if setting.is_text and get_origin(declared) is tuple:
+        value = [item.strip() for item in str(value).split(",")]
+    try:
+        return msgspec.convert(value, declared, strict=not setting.is_text)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_mismatch(setting, declared), param=setting.path) from error
+
+
+def _is_size(path: str) -> bool:
+    return "_bytes" in path
+
+
+def _mismatch(setting: Setting, declared: object) -> str:
+    expected = f"{setting.source}: expected {_type_name(declared)}"
+    return expected if setting.path in SECRETS else f"{expected}, got {setting.value!r}"
+
+
+def _type_name(declared: object) -> str:
+    if get_origin(declared) in (Union, types.UnionType):
+        return " or ".join(_type_name(option) for option in get_args(declared))
+    if get_origin(declared) is tuple:
+        return f"a list of {_type_name(get_args(declared)[0])}"
+    if declared is types.NoneType:
+        return "null"
+    return declared.__name__ if isinstance(declared, type) else str(declared)
+
+
+def _check(given: dict[str, tuple[Setting, object]]) -> None:
+    for rule in RULES:
+        if rule.path not in given:
+            continue
+        setting, value = given[rule.path]
+        if value is not None and not rule.holds(value):
+            shown = "" if rule.path in SECRETS else f", not {setting.value!r}"
+            raise ConfigError(f"{setting.source}: {rule.demand}{shown}", param=rule.path)
+
+
+def _assemble(values: dict[str, object]) -> BatonConfig:
+    sections = {}
+    for section, owner in SECTIONS.items():
+        names = [name for name in section_fields(section) if f"{section}.{name}" in values]
+        sections[section] = owner(**{name: values[f"{section}.{name}"] for name in names})
+    return BatonConfig(**sections)

@@ -1,0 +1,124 @@
+"""What a setting's value must satisfy beyond its type. A table; `load` names the place of a value that breaks it."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.config.schema import BatonConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One demand on one setting. None, which means "decide at start", satisfies every rule.
+
+    Attributes:
+        path: The setting, such as `router.port`.
+        holds: Whether a value satisfies it. A NaN never does: every comparison with it is false.
+        demand: Reads on after the setting's name: `must be at least 1`.
+    """
+
+    path: str
+    holds: Callable[[Any], bool]
+    demand: str
+
+
+def _at_least(low: float, *paths: str) -> list[Rule]:
+    return [
+        Rule(path=path, holds=lambda v: low <= v < float("inf"), demand=f"must be at least {low}")
+        for path in paths
+    ]
+
+
+def _above_zero(*paths: str) -> list[Rule]:
+    return [
+        Rule(path=path, holds=lambda v: 0 < v < float("inf"), demand="must be above 0")
+        for path in paths
+    ]
+
+
+def _one_of(path: str, choices: Sequence[str]) -> Rule:
+    return Rule(path=path, holds=lambda v: v in choices, demand=f"must be {_any_of(choices)}")
+
+
+def _any_of(choices: Sequence[str]) -> str:
+    return f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
+
+
+POLICIES = ("prefix_affinity", "least_loaded", "round_robin")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+BACKENDS = ("shm",)
+
+RULES: tuple[Rule, ...] = (
+    _one_of("model.dtype", DTYPES),
+    *_at_least(1, "model.max_model_len"),
+    Rule(path="model.seed", holds=lambda v: 0 <= v < 2**64, demand="must be from 0 to 2**64 - 1"),
+    Rule(path="model.served_model_name", holds=all, demand="must not hold an empty name"),
+    _one_of("engine.device", DEVICES),
+    Rule(
+        path="engine.block_size",
+        holds=lambda v: 1 <= v <= 256 and v & (v - 1) == 0,
+        demand="must be a power of two from 1 to 256",
+    ),
+    Rule(
+        path="engine.gpu_memory_utilization",
+        holds=lambda v: 0 < v <= 1,
+        demand="must be above 0 and at most 1",
+    ),
+    *_at_least(
+        1,
+        "engine.kv_cache_memory_bytes",
+        "engine.max_num_seqs",
+        "engine.max_num_batched_tokens",
+        "engine.num_threads",
+    ),
+    Rule(path="router.host", holds=bool, demand="must not be empty"),
+    Rule(path="router.port", holds=lambda v: 0 <= v <= 65535, demand="must be from 0 to 65535"),
+    Rule(path="router.api_keys", holds=all, demand="must not hold an empty key"),
+    _one_of("router.policy", POLICIES),
+    *_at_least(
+        1, "router.max_body_bytes", "router.max_attempts", "router.max_queued_bytes_per_client"
+    ),
+    Rule(
+        path="transfer.backends",
+        holds=lambda v: bool(v) and set(v) <= set(BACKENDS),
+        demand=f"must name at least one of: {', '.join(BACKENDS)}",
+    ),
+    *_at_least(0, "cluster.prefill_workers", "cluster.decode_workers", "cluster.hybrid_workers"),
+    Rule(path="cluster.workers", holds=all, demand="must not hold an empty address"),
+    Rule(
+        path="cluster.secret",
+        holds=lambda v: v == "" or re.fullmatch(r"[0-9a-fA-F]{64}", v) is not None,
+        demand="must be 64 hexadecimal digits (32 bytes)",
+    ),
+    *_above_zero(
+        "router.request_timeout_s",
+        "transfer.reserve_timeout_s",
+        "transfer.quiesce_timeout_s",
+        "cluster.restart_backoff_s",
+        "cluster.restart_backoff_max_s",
+        "cluster.startup_timeout_s",
+    ),
+    *_at_least(0, "cluster.drain_timeout_s"),
+    _one_of("log.level", LOG_LEVELS),
+    _one_of("log.format", LOG_FORMATS),
+)
+
+
+def contradiction(config: BatonConfig) -> str | None:
+    """What does not fit together between settings that are each in order, or None."""
+    cluster = config.cluster
+    if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
+        return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
+    can_prefill = cluster.prefill_workers + cluster.hybrid_workers > 0
+    can_decode = cluster.decode_workers + cluster.hybrid_workers > 0
+    if not cluster.workers and not (can_prefill and can_decode):
+        return (
+            "the cluster needs a prefill and a decode worker, or a hybrid one: it has"
+            f" {cluster.prefill_workers} prefill, {cluster.decode_workers} decode"
+            f" and {cluster.hybrid_workers} hybrid"
+        )
+    return None

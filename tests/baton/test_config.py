@@ -1,0 +1,194 @@
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.config import env
+from baton.config.load import from_json, load, to_json
+from baton.config.rules import RULES
+from baton.config.schema import BatonConfig
+from baton.config.setting import TYPES, Setting
+from baton.errors import ConfigError
+
+
+def flag(path: str, value: object) -> Setting:
+    return Setting(path=path, value=value, source=f"--{path}")
+
+
+@pytest.fixture
+def cluster_yaml(tmp_path: Path):
+    def write(text: str) -> Path:
+        file = tmp_path / "cluster.yaml"
+        file.write_text(text)
+        return file
+
+    return write
+
+
+def refusal(file: Path | None = None, **sources) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(file, **sources)
+    message = caught.value.message
+    assert "\n" not in message
+    return message.replace(str(file), "cluster.yaml")
+
+
+def test_with_no_source_every_setting_has_its_default():
+    assert load() == BatonConfig()
+
+
+def test_an_empty_file_and_empty_sections_change_nothing(cluster_yaml):
+    assert load(cluster_yaml("")) == BatonConfig()
+    assert load(cluster_yaml("router:\nengine: {}\n")) == BatonConfig()
+
+
+def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(cluster_yaml):
+    file = cluster_yaml("router: {port: 1, host: file}\nlog: {level: error}\nmodel: {seed: 3}")
+    environment = env.settings({"BATON_ROUTER_PORT": "2", "BATON_ROUTER_HOST": "environment"})
+    config = load(file, environment=environment, flags=[flag("router.port", 3)])
+    assert (config.router.port, config.router.host) == (3, "environment")
+    assert (config.log.level, config.model.seed) == ("error", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("router: {port: abc}", "cluster.yaml: router.port: expected int, got 'abc'"),
+        ("router: {port: '80'}", "cluster.yaml: router.port: expected int, got '80'"),
+        ("router: {port: true}", "cluster.yaml: router.port: expected int, got True"),
+        ("router: {port: 65536}", "cluster.yaml: router.port: must be from 0 to 65535, not 65536"),
+        ("router: {prot: 1}", "cluster.yaml: router.prot: no such setting; did you mean port?"),
+        ("ruoter: {}", "cluster.yaml: ruoter: no such section; did you mean router?"),
+        ("router: 7", "cluster.yaml: router: expected settings, got 7"),
+        ("[1]", "cluster.yaml: expected sections such as `router:`, got [1]"),
+        ("engine: {block_size: 24}", "engine.block_size: must be a power of two from 1 to 256"),
+        ("engine: {block_size: x}", "engine.block_size: expected int or null, got 'x'"),
+        ("engine: {gpu_memory_utilization: 0}", "must be above 0 and at most 1"),
+        ("engine: {gpu_memory_utilization: .nan}", "must be above 0 and at most 1"),
+        ("engine: {kv_cache_memory_bytes: 4 apples}", "expected a size such as 4GiB"),
+        ("cluster: {decode_workers: -1}", "cluster.decode_workers: must be at least 0, not -1"),
+        ("cluster: {decode_workers: 0}", "needs a prefill and a decode worker, or a hybrid one"),
+        ("cluster: {restart_backoff_s: .inf}", "cluster.restart_backoff_s: must be above 0"),
+        ("cluster: {workers: a:1}", "cluster.workers: expected a list of str, got 'a:1'"),
+        ("transfer: {backends: [pigeon]}", "transfer.backends: must name at least one of: shm"),
+        ("log: {level: loud}", "log.level: must be debug, info, warning or error, not 'loud'"),
+        ("router: {port: 1\n", "cluster.yaml:2: expected ',' or '}', but got '<stream end>'"),
+        ("a: !!python/object:os.system x", "could not determine a constructor"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line_that_names_the_place(cluster_yaml, text, message):
+    assert message in refusal(cluster_yaml(text))
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    assert refusal(tmp_path / "absent.yaml") == "cluster.yaml: no such file or directory"
+
+
+def test_an_environment_variable_is_read_by_the_type_of_its_setting():
+    environment = env.settings(
+        {
+            "BATON_ENGINE_ENABLE_PREFIX_CACHING": "false",
+            "BATON_ROUTER_API_KEYS": "one, two",
+            "BATON_ENGINE_KV_CACHE_MEMORY_BYTES": "512M",
+            "BATON_CLUSTER_DRAIN_TIMEOUT_S": "1.5",
+            "BATON_MODEL_SERVED_MODEL_NAME": "",
+            "UNRELATED": "x",
+        }
+    )
+    config = load(environment=environment)
+    assert config.engine.enable_prefix_caching is False
+    assert config.router.api_keys == ("one", "two")
+    assert config.engine.kv_cache_memory_bytes == 512 * 2**20
+    assert config.cluster.drain_timeout_s == 1.5
+    assert config.model.served_model_name == ()
+
+
+def test_a_wrong_environment_variable_is_named():
+    environment = env.settings({"BATON_ROUTER_PORT": "abc"})
+    assert refusal(environment=environment) == "BATON_ROUTER_PORT: expected int, got 'abc'"
+
+
+def test_a_misspelt_environment_variable_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match=r"no such setting; did you mean BATON_ROUTER_PORT\?"):
+        env.settings({"BATON_ROUTER_PROT": "1"})
+
+
+def test_variables_that_kubernetes_makes_for_a_service_named_baton_router_are_no_settings():
+    links = {
+        "BATON_ROUTER_PORT": "tcp://10.0.0.7:8000",
+        "BATON_ROUTER_SERVICE_HOST": "10.0.0.7",
+        "BATON_ROUTER_SERVICE_PORT_HTTP": "8000",
+        "BATON_ROUTER_PORT_8000_TCP_ADDR": "10.0.0.7",
+    }
+    assert env.settings(links) == []
+
+
+def test_a_wrong_flag_is_named():
+    settings = [Setting(path="router.port", value=70000, source="--port")]
+    assert refusal(flags=settings) == "--port: must be from 0 to 65535, not 70000"
+
+
+def test_a_secret_is_never_repeated_in_an_error(cluster_yaml):
+    assert "hunter2" not in refusal(cluster_yaml("cluster: {secret: hunter2}"))
+    assert "4711" not in refusal(cluster_yaml("router: {api_keys: [4711]}"))
+
+
+def test_workers_elsewhere_make_workers_here_optional(cluster_yaml):
+    file = cluster_yaml(
+        "cluster: {prefill_workers: 0, decode_workers: 0, workers: ['10.0.0.1:9000']}"
+    )
+    assert load(file).cluster.workers == ("10.0.0.1:9000",)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("4GiB", 4 * 2**30),
+        ("512M", 512 * 2**20),
+        ("1.5g", 3 * 2**29),
+        ("2 GB", 2 * 10**9),
+        ("64k", 2**16),
+        ("100", 100),
+        ("100B", 100),
+    ],
+)
+def test_a_size_may_be_written_with_a_unit(cluster_yaml, text, size_bytes):
+    file = cluster_yaml(f"engine: {{kv_cache_memory_bytes: '{text}'}}")
+    assert load(file).engine.kv_cache_memory_bytes == size_bytes
+
+
+def test_every_rule_is_about_a_setting_that_exists():
+    assert {rule.path for rule in RULES} <= set(TYPES)
+
+
+def test_every_default_satisfies_the_rules():
+    config = BatonConfig()
+    for rule in RULES:
+        section, name = rule.path.split(".")
+        value = getattr(getattr(config, section), name)
+        assert value is None or rule.holds(value), rule.path
+
+
+@given(port=st.integers(0, 65535), keys=st.lists(st.text(min_size=1)), seed=st.integers(0, 2**63))
+def test_a_child_reads_back_exactly_the_configuration_it_is_sent(port, keys, seed):
+    flags = [flag("router.port", port), flag("router.api_keys", keys), flag("model.seed", seed)]
+    config = load(flags=flags)
+    line = to_json(config)
+    assert b"\n" not in line
+    assert from_json(line) == config
+
+
+def test_a_child_refuses_a_line_that_is_no_configuration():
+    with pytest.raises(ConfigError, match="child process"):
+        from_json(b'{"router": {"port": "x"}}')
+
+
+def test_children_inherit_no_setting_and_so_no_secret(monkeypatch):
+    monkeypatch.setenv("BATON_ROUTER_API_KEYS", "hunter2")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    inherited = env.child_environment(num_threads=3, import_path="/here")
+    assert not [name for name, value in inherited.items() if "hunter2" in value]
+    assert inherited["OMP_NUM_THREADS"] == "3"
+    assert re.fullmatch(r"/here:/elsewhere", inherited["PYTHONPATH"])
