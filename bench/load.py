@@ -1,0 +1,135 @@
+"""A closed-loop load generator: so many clients, each sending its next streamed request when the last one ended."""
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass
+
+import httpx
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One level of load.
+
+    Attributes:
+        concurrency: Clients.
+        requests: Requests in all.
+        input_tokens: Random token ids per prompt, all prompts different.
+        output_tokens: Tokens generated per request, whatever they are.
+        vocab: Token ids are drawn below this.
+    """
+
+    concurrency: int
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """When things happened to one request, in seconds of `perf_counter`."""
+
+    sent_s: float
+    arrivals_s: tuple[float, ...]
+    output_tokens: int
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.arrivals_s[0] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per output token after the first."""
+        return (self.arrivals_s[-1] - self.arrivals_s[0]) / max(1, self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one level of load measured."""
+
+    output_tok_s: float
+    ttft_ms: float
+    ttft_p99_ms: float
+    tpot_ms: float
+    tpot_p99_ms: float
+
+
+async def run_load(url: str, model: str, load: Load, *, seed: int) -> Outcome:
+    """Sends the load and waits for all of it.
+
+    Raises:
+        RuntimeError: A request failed or gave another number of tokens than asked.
+    """
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randrange(2, load.vocab) for _ in range(load.input_tokens)]
+        for _ in range(load.requests)
+    ]
+    timelines: list[Timeline] = []
+    limits = httpx.Limits(max_connections=load.concurrency)
+    async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits) as client:
+
+        async def worker() -> None:
+            while prompts:
+                timelines.append(await _request(client, model, prompts.pop(), load.output_tokens))
+
+        started_s = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(load.concurrency):
+                group.create_task(worker())
+        elapsed_s = time.perf_counter() - started_s
+    return _summary(timelines, elapsed_s)
+
+
+async def _request(
+    client: httpx.AsyncClient, model: str, prompt: list[int], output_tokens: int
+) -> Timeline:
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": output_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    arrivals: list[float] = []
+    generated = 0
+    sent_s = time.perf_counter()
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:500]!r}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            arrivals.append(time.perf_counter())
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise RuntimeError(f"stream failed: {chunk['error']}")
+            if chunk.get("usage"):
+                generated = chunk["usage"]["completion_tokens"]
+                arrivals.pop()
+    if generated != output_tokens:
+        raise RuntimeError(f"{generated} tokens generated, {output_tokens} asked")
+    return Timeline(sent_s=sent_s, arrivals_s=tuple(arrivals), output_tokens=generated)
+
+
+def _summary(timelines: list[Timeline], elapsed_s: float) -> Outcome:
+    ttfts = sorted(timeline.ttft_s * 1e3 for timeline in timelines)
+    tpots = sorted(timeline.tpot_s * 1e3 for timeline in timelines)
+    return Outcome(
+        output_tok_s=sum(timeline.output_tokens for timeline in timelines) / elapsed_s,
+        ttft_ms=statistics.median(ttfts),
+        ttft_p99_ms=_percentile(ttfts, 0.99),
+        tpot_ms=statistics.median(tpots),
+        tpot_p99_ms=_percentile(tpots, 0.99),
+    )
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

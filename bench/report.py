@@ -1,0 +1,67 @@
+"""What every benchmark writes: figures, and all that is needed to believe them."""
+
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+_VERSIONS = ("torch", "transformers", "grpcio", "fastapi", "uvicorn", "numpy")
+
+Setting = str | int | float | bool | None | list[int] | list[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """One run of one benchmark.
+
+    Attributes:
+        benchmark: Its name, as in `python -m bench.NAME`.
+        settings: Every setting that shapes the figures.
+        figures: Flat map of name to number; units stand in the names.
+    """
+
+    benchmark: str
+    settings: dict[str, Setting]
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Writes the JSON file, making its directory."""
+        document = {
+            "benchmark": self.benchmark,
+            "figures": {name: round(value, 4) for name, value in sorted(self.figures.items())},
+            "settings": self.settings,
+            "revision": _revision(),
+            "hardware": _hardware(),
+            "versions": {"python": sys.version.split()[0]}
+            | {name: metadata.version(name) for name in _VERSIONS},
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _revision() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    described = subprocess.run(command, capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
+
+
+def _hardware() -> dict[str, str | int | float]:
+    return {
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "cores": psutil.cpu_count() or 0,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": "none",
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,37 @@
+"""Starts `baton serve` as a user would, and stops it."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_READY = re.compile(r"ready on (http://\S+)")
+
+
+@contextmanager
+def serving(model: str, *flags: str) -> Iterator[str]:
+    """A cluster serving `model` under the name `bench` on a free port; yields its URL.
+
+    Raises:
+        RuntimeError: It ended before it was ready; what it printed is in the message.
+    """
+    command = [sys.executable, "-m", "cluster.cli", "serve", model, "--port", "0"]
+    command += ["--served-model-name", "bench", "--log-level", "warning", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield _wait_ready(process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+
+
+def _wait_ready(process: subprocess.Popen[str]) -> str:
+    printed: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        printed.append(line)
+        if found := _READY.search(line):
+            return found.group(1)
+    raise RuntimeError("the cluster did not start:\n" + "".join(printed[-20:]))
