@@ -7,7 +7,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench import load as load_module
 from bench.load import Load, run_load
 from bench.report import Report
 
@@ -37,7 +36,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     def with_transport(**settings: object) -> httpx.AsyncClient:
         return client(transport=_transport(2, seen), base_url="http://bench")
 
-    monkeypatch.setattr(load_module.httpx, "AsyncClient", with_transport)
+    monkeypatch.setattr("bench.load.httpx.AsyncClient", with_transport)
     return seen
 
 

@@ -1,0 +1,135 @@
+"""A cluster started as a user starts it, seen from outside: HTTP, `baton status --json`, process ids."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+READY = re.compile(r"ready on (http://\S+)")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Served:
+    """A running `baton serve`.
+
+    Attributes:
+        process: The launcher.
+        url: Base URL.
+        runtime_dir: Where its sockets are.
+        output: Everything printed so far.
+    """
+
+    process: subprocess.Popen[str]
+    url: str
+    runtime_dir: Path
+    output: list[str] = field(default_factory=list)
+
+    def client(self, **settings: object) -> httpx.Client:
+        """An HTTP client of the cluster."""
+        return httpx.Client(base_url=self.url, timeout=60.0, **settings)  # type: ignore[arg-type]
+
+    def status(self) -> dict[str, object]:
+        """What `baton status --json` says."""
+        command = [sys.executable, "-m", "cluster.cli", "status", "--json"]
+        command += ["--runtime-dir", str(self.runtime_dir)]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(shown.stdout)  # type: ignore[no-any-return]
+
+    def workers(self) -> list[dict[str, object]]:
+        """The workers of `status`."""
+        return self.status()["workers"]  # type: ignore[return-value]
+
+    def children(self) -> list[psutil.Process]:
+        """The launcher's child processes."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def child(self, role: str) -> psutil.Process:
+        """The one child that runs `role` (as its command line shows)."""
+        found = [p for p in self.children() if f"cluster.roles {role}" in " ".join(p.cmdline())]
+        assert len(found) == 1, [p.cmdline() for p in self.children()]
+        return found[0]
+
+
+def eventually(holds: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    """Waits until `holds`; fails naming `what` when it does not come true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def serve(model: str | None, *flags: str) -> Iterator[Served]:
+    """Runs a cluster; at the end stops it and asserts that it left nothing behind."""
+    directory = tempfile.mkdtemp(prefix="baton-e2e-")
+    runtime_dir = Path(directory) / "run"
+    command = [sys.executable, "-m", "cluster.cli", "serve", *([model] if model else [])]
+    command += ["--port", "0", "--runtime-dir", str(runtime_dir), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    shared_before = set(os.listdir("/dev/shm"))
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    output: list[str] = []
+    served: Served | None = None
+    try:
+        url = _wait_ready(process, output)
+        served = Served(process=process, url=url, runtime_dir=runtime_dir, output=output)
+        threading.Thread(target=_drain, args=(process, output), daemon=True).start()
+        yield served
+        assert_at_rest(served)
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=30)
+        assert_gone(children)
+    assert not runtime_dir.exists(), list(runtime_dir.iterdir())
+    assert set(os.listdir("/dev/shm")) <= shared_before
+    os.rmdir(directory)
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    """Every one of `processes` has ended."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert [p.cmdline() for p in alive] == []
+
+
+def assert_at_rest(served: Served) -> None:
+    """Nothing is in flight, and each worker's pages add up with none in use."""
+
+    def at_rest() -> bool:
+        status = served.status()
+        loads = [worker["load"] for worker in status["workers"]]  # type: ignore[attr-defined]
+        return status["requests_in_flight"] == 0 and all(
+            load["running"] == load["waiting"] == load["blocks_used"] == 0
+            and load["blocks_free"] + load["blocks_cached"] == load["blocks_total"] > 0
+            for load in loads
+        )
+
+    eventually(at_rest, "cluster at rest")
+
+
+def _wait_ready(process: subprocess.Popen[str], output: list[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        output.append(line)
+        if found := READY.search(line):
+            return found.group(1)
+    raise AssertionError("the cluster did not start:\n" + "".join(output))
+
+
+def _drain(process: subprocess.Popen[str], output: list[str]) -> None:
+    assert process.stdout is not None
+    output.extend(process.stdout)

@@ -1,0 +1,75 @@
+"""What the documents promise exists: make targets, commands and their flags, files, tests named as proof."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def _commands(document: Path) -> list[str]:
+    """Lines of indented or fenced code that begin with one of our commands."""
+    lines = [line.strip().removeprefix("$ ") for line in document.read_text().splitlines()]
+    return [line for line in lines if re.match(r"(make|baton|python -m bench\.)\s?\w", line)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_make_targets_that_a_document_names_exist(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        word
+        for command in _commands(document)
+        if command.startswith("make ")
+        for word in command.partition("#")[0].split()[1:]
+        if "=" not in word
+    }
+    named |= set(re.findall(r"`make ([a-z-]+)`", document.read_text()))
+    assert named <= targets
+
+
+def test_the_readme_shows_commands_at_all() -> None:
+    commands = _commands(ROOT / "README.md")
+    assert "make demo" in {command.partition("#")[0].strip() for command in commands}
+    assert any(command.startswith("baton ") for command in commands)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_flags_that_a_document_shows_are_flags_of_that_command(document: Path) -> None:
+    for command in _commands(document):
+        words = command.partition("#")[0].split()
+        if words[0] != "baton":
+            continue
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        shown = subprocess.run(
+            [sys.executable, "-m", "cluster.cli", words[1], "--help"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert shown.returncode == 0, f"{command}: {shown.stderr}"
+        assert [flag for flag in flags if flag not in shown.stdout] == [], command
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_a_document_links_exist(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text())
+    missing = [link for link in links if not (document.parent / link).exists()]
+    assert missing == []
+
+
+def test_every_fault_in_the_failure_model_names_a_test_that_exists() -> None:
+    text = (ROOT / "docs" / "failure-model.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    proofs = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(rows) > 5
+    assert all("`tests/" in row for row in rows if not row.startswith("|---"))
+    absent = [
+        f"{file}::{name}"
+        for file, name in proofs
+        if f"def {name}(" not in (ROOT / file).read_text()
+    ]
+    assert absent == []
