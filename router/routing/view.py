@@ -1,0 +1,171 @@
+"""The workers as this router sees them: who is up, what they reported, and what the router itself has in flight there.
+
+The router's own counts lead, because a report is always older than the last decision. Reports only add what they show
+beyond them: the work of other routers.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from baton.errors import IncompatibleError, InvariantError
+from baton.generation import WorkerLoad
+from baton.ids import WorkerId, WorkerIdentity
+from baton.layout import KvLayout
+from baton.rpc.convert import WorkerHello
+from router.routing.index import PrefixIndex
+
+
+@dataclass(slots=True, eq=False)
+class WorkerView:
+    """One connected worker. The dispatcher's legs count up and down on it.
+
+    Attributes:
+        hello: What it said of itself.
+        address: Where it was reached.
+        slot: Its bit in the prefix index.
+        layout_group: Equal exactly for workers with equal layouts; pairs are made within a group.
+        load: Its last report.
+        draining: It takes nothing new.
+        legs: Legs of this router on it.
+        prefill_tokens: Prompt tokens this router sent whose KV is not computed yet.
+        decode_sequences: Samples this router decodes there.
+        decode_tokens: Tokens of context of those samples.
+        foreign_prefill_tokens: Pending prompt tokens that are not this router's, by the last report.
+        foreign_sequences: The same for sequences.
+        progress_s: When it last showed progress, or when it last became busy.
+        last_pick: Number of the last decision that chose it.
+    """
+
+    hello: WorkerHello
+    address: str
+    slot: int
+    layout_group: int
+    progress_s: float
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    draining: bool = False
+    legs: int = 0
+    prefill_tokens: int = 0
+    decode_sequences: int = 0
+    decode_tokens: int = 0
+    foreign_prefill_tokens: int = 0
+    foreign_sequences: int = 0
+    last_pick: int = 0
+
+    @property
+    def identity(self) -> WorkerIdentity:
+        """Name and incarnation."""
+        return self.hello.identity
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Prompt tokens that stand before a new prompt."""
+        return self.prefill_tokens + self.foreign_prefill_tokens
+
+    @property
+    def sequences(self) -> int:
+        """Sequences a new one would share steps with."""
+        return self.decode_sequences + self.foreign_sequences
+
+    def report(self, load: WorkerLoad, now_s: float) -> None:
+        """Takes a load report: corrects what is not this router's own."""
+        if load.steps != self.load.steps:
+            self.progress_s = now_s
+        self.load = load
+        self.draining = load.draining
+        # A leg is one sequence to the worker until its samples fork.
+        own = max(self.legs, self.decode_sequences)
+        self.foreign_prefill_tokens = max(0, load.prefill_tokens_pending - self.prefill_tokens)
+        self.foreign_sequences = max(0, load.running + load.waiting - own)
+
+    def stalled(self, now_s: float, timeout_s: float) -> bool:
+        """Whether it holds work of this router and has shown no progress for `timeout_s`."""
+        return self.legs > 0 and now_s - self.progress_s > timeout_s
+
+
+class ClusterView:
+    """Every connected worker, at most one incarnation of each.
+
+    Args:
+        index: Told of incarnations that are gone.
+        stall_timeout_s: Work without progress for this long keeps a worker from being chosen.
+    """
+
+    def __init__(self, index: PrefixIndex, *, stall_timeout_s: float = 60.0) -> None:
+        self._index = index
+        self._stall_timeout_s = stall_timeout_s
+        self._workers: dict[WorkerId, WorkerView] = {}
+        self._groups: dict[KvLayout, int] = {}
+
+    @property
+    def workers(self) -> Collection[WorkerView]:
+        """All of them, in the order in which they joined."""
+        return self._workers.values()
+
+    def find(self, worker_id: WorkerId) -> WorkerView | None:
+        """The connected incarnation of this worker."""
+        return self._workers.get(worker_id)
+
+    def layouts(self) -> dict[int, KvLayout]:
+        """Layout of each group that has a worker."""
+        present = {worker.layout_group for worker in self.workers}
+        return {group: layout for layout, group in self._groups.items() if group in present}
+
+    def join(self, hello: WorkerHello, address: str, now_s: float) -> WorkerView:
+        """Adds a worker.
+
+        Raises:
+            IncompatibleError: A worker of this name is connected, or it holds another model than the rest.
+        """
+        identity = hello.identity
+        if identity.worker_id in self._workers:
+            held = self._workers[identity.worker_id]
+            raise IncompatibleError(f"{identity} at {address}: {held.address} has this name")
+        self._check_model(hello)
+        worker = WorkerView(
+            hello=hello,
+            address=address,
+            slot=self._index.admit(identity),
+            layout_group=self._groups.setdefault(hello.layout, len(self._groups)),
+            progress_s=now_s,
+        )
+        self._workers[identity.worker_id] = worker
+        return worker
+
+    def lose(self, identity: WorkerIdentity) -> WorkerView | None:
+        """Removes a worker; None if that incarnation is not here. Its blocks stay known: it may come back."""
+        worker = self._workers.get(identity.worker_id)
+        if worker is None or worker.identity != identity:
+            return None
+        return self._workers.pop(identity.worker_id)
+
+    def usable(self, now_s: float) -> list[WorkerView]:
+        """Those that may be given new work: neither draining nor stalled."""
+        timeout_s = self._stall_timeout_s
+        return [
+            worker
+            for worker in self._workers.values()
+            if not worker.draining and not worker.stalled(now_s, timeout_s)
+        ]
+
+    def state(self, worker: WorkerView, now_s: float) -> str:
+        """One word for operators."""
+        if worker.draining:
+            return "draining"
+        return "stalled" if worker.stalled(now_s, self._stall_timeout_s) else "ready"
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` when a count is negative or left over without a leg."""
+        for worker in self.workers:
+            counts = (worker.prefill_tokens, worker.decode_sequences, worker.decode_tokens)
+            if worker.legs < 0 or min(counts) < 0:
+                raise InvariantError(f"{worker.identity}: {worker.legs} legs, counts {counts}")
+            if worker.legs == 0 and any(counts):
+                raise InvariantError(f"{worker.identity}: no leg, but counts {counts}")
+
+    def _check_model(self, hello: WorkerHello) -> None:
+        for other in self.workers:
+            theirs, mine = other.hello.layout.model_fingerprint, hello.layout.model_fingerprint
+            if theirs != mine:
+                raise IncompatibleError(
+                    f"{hello.identity} holds model {mine}, {other.identity} holds {theirs}"
+                )
