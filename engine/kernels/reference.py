@@ -1,0 +1,151 @@
+"""Pure-torch twins of every kernel: the oracle in tests, and what serves where no faster kernel runs.
+
+Written to be read, not to be fast; they work on any device and in any floating dtype, and compute in float32.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from engine.kernels.ports import HeadNorms, PagedBatch, Rotation
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight.float()).to(x.dtype)
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotates `x` `[num_tokens, heads, head_dim]`; element i pairs with element i + head_dim / 2 (Hugging Face's order)."""
+    cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def write_pages(
+    pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Scatters keys and values `[num_tokens, num_kv_heads, head_dim]` into the pages at `slots` `[num_tokens]`."""
+    block_tokens = pages.shape[3]
+    blocks, offsets = slots // block_tokens, slots % block_tokens
+    pages[blocks, :, 0, offsets] = key
+    pages[blocks, :, 1, offsets] = value
+
+
+def copy_pages(pages: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copies whole pages (source, target) of one layer; no page is both a source and a target."""
+    sources, targets = zip(*pairs, strict=True)
+    pages[list(targets)] = pages[list(sources)]
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    norms: HeadNorms | None,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """See `KernelSet.rotate_and_store`."""
+    _, num_kv_heads, _, _, head_dim = pages.shape
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if norms is not None:
+        query = rms_norm(query, norms.query, norms.eps)
+        key = rms_norm(key, norms.key, norms.eps)
+    write_pages(pages, rotate(key, rotation), value, slots)
+    return rotate(query, rotation)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """See `KernelSet.paged_attention`."""
+    output = torch.empty_like(query)
+    starts = batch.query_starts.tolist()
+    for row, context in enumerate(batch.context_lens.tolist()):
+        begin, end = starts[row], starts[row + 1]
+        key, value = _gather(pages, batch.block_tables[row], context)
+        positions = torch.arange(context - (end - begin), context, device=query.device)
+        output[begin:end] = _attend(query[begin:end], key, value, positions, scale, window)
+    return output
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """Silu of the first half of the last dimension times the second half."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(x.dtype)
+
+
+def _gather(
+    pages: torch.Tensor, table: torch.Tensor, context: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_blocks = -(-context // pages.shape[3])
+    # [blocks, heads, 2, tokens, dim] -> [2, heads, blocks, tokens, dim] -> [2, heads, context, dim]
+    taken = pages[table[:num_blocks].long()].permute(2, 1, 0, 3, 4)
+    flat = taken.reshape(2, pages.shape[1], -1, pages.shape[4])[:, :, :context].float()
+    return flat[0], flat[1]
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    num_kv_heads, context, head_dim = key.shape
+    grouped = query.float().view(query.shape[0], num_kv_heads, -1, head_dim)
+    scores = torch.einsum("qhgd,hkd->hgqk", grouped, key) * scale
+    behind = positions.unsqueeze(1) - torch.arange(context, device=query.device)
+    hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hgqk,hkd->qhgd", weights, value).reshape(query.shape).to(query.dtype)
+
+
+class ReferenceKernels:
+    """The twins above as a `KernelSet`."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `KernelSet.rms_norm`."""
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """See `KernelSet.add_rms_norm`."""
+        return rms_norm(residual.add_(x), weight, eps)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `KernelSet.rotate_and_store`."""
+        return rotate_and_store(qkv, rotation, norms, pages, slots)
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See `KernelSet.paged_attention`."""
+        return paged_attention(query, pages, batch, scale, window)
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See `KernelSet.silu_mul`."""
+        return silu_mul(x)

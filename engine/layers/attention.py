@@ -1,0 +1,46 @@
+"""The attending half of a decoder layer, over paged KV."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.ports import HeadNorms, KernelSet, PagedBatch, Rotation
+from engine.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedSelfAttention:
+    """Grouped-query attention with rotary positions.
+
+    Attributes:
+        qkv: Queries, keys and values in one matrix, `[(num_heads + 2 * num_kv_heads) * head_dim, hidden]`.
+        output: Back to the hidden size.
+        norms: Per-head norms, where the model has them.
+        scale: Of the products of queries and keys.
+        window: Sliding window in tokens; None for none.
+    """
+
+    qkv: Linear
+    output: Linear
+    norms: HeadNorms | None
+    scale: float
+    window: int | None
+    kernels: KernelSet
+
+    def __call__(
+        self, x: torch.Tensor, rotation: Rotation, pages: torch.Tensor, batch: PagedBatch
+    ) -> torch.Tensor:
+        """Writes the tokens' keys and values into `pages`, then attends.
+
+        Args:
+            x: `[num_tokens, hidden]`.
+            rotation: Of the tokens' positions.
+            pages: This layer's arena, `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]`.
+            batch: Rows and their pages.
+
+        Returns:
+            `[num_tokens, hidden]`.
+        """
+        query = self.kernels.rotate_and_store(self.qkv(x), rotation, self.norms, pages, batch.slots)
+        attended = self.kernels.paged_attention(query, pages, batch, self.scale, self.window)
+        return self.output(attended.flatten(1))

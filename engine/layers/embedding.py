@@ -1,0 +1,30 @@
+"""Where token ids become vectors, and where vectors become scores over the vocabulary."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from engine.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """The embedding matrix, `[vocab, hidden]`."""
+
+    weight: torch.Tensor
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Vectors `[num_tokens, hidden]` of token ids `[num_tokens]`."""
+        return functional.embedding(tokens, self.weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageHead:
+    """The output head; with tied embeddings its weight is the embedding matrix itself."""
+
+    linear: Linear
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits `[num_rows, vocab]` float32 of the rows that sample, and of no others."""
+        return self.linear(hidden).float()

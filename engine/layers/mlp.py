@@ -1,0 +1,21 @@
+"""The gated feed-forward half of a decoder layer."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.ports import KernelSet
+from engine.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMlp:
+    """`down(silu(gate(x)) * up(x))`, with gate and up fused into one matrix `[2 * intermediate, hidden]`."""
+
+    gate_up: Linear
+    down: Linear
+    kernels: KernelSet
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[num_tokens, hidden]` to the same shape."""
+        return self.down(self.kernels.silu_mul(self.gate_up(x)))

@@ -1,0 +1,89 @@
+"""One decoder for every family served: they differ only in a few flags of the `ModelSpec`.
+
+The runner calls it once per step with the flat tokens of all rows; it writes their KV into the arena as it goes and gives
+logits for the rows that sample.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.cache.arena import KvArena
+from engine.kernels.ports import PagedBatch
+from engine.layers.attention import PagedSelfAttention
+from engine.layers.embedding import Embedding, LanguageHead
+from engine.layers.mlp import GatedMlp
+from engine.layers.norm import RmsNorm
+from engine.layers.rotary import RotaryEmbedding
+from engine.models.config import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """One layer; each half adds to the residual stream."""
+
+    input_norm: RmsNorm
+    attention: PagedSelfAttention
+    post_attention_norm: RmsNorm
+    mlp: GatedMlp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderInput:
+    """The flat tokens of one step, on the device.
+
+    Attributes:
+        tokens: `[num_tokens]` int64.
+        positions: `[num_tokens]` int64.
+        batch: Rows and their pages.
+        logit_tokens: `[num_logits]` int64, indices into `tokens` of those whose logits are wanted.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    batch: PagedBatch
+    logit_tokens: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """A model with its weights on one device."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    embedding: Embedding
+    rotary: RotaryEmbedding
+    layers: tuple[DecoderLayer, ...]
+    final_norm: RmsNorm
+    head: LanguageHead
+
+    @torch.inference_mode()
+    def forward(
+        self, step: DecoderInput, arena: KvArena, layer_done: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """Computes one step.
+
+        Args:
+            step: Its tokens.
+            arena: Where KV lives; the pages of the step's rows are written.
+            layer_done: Called with a layer's index once its pages hold the step's keys and values.
+
+        Returns:
+            Logits `[num_logits, vocab]` float32.
+        """
+        rotation = self.rotary(step.positions)
+        residual = self.embedding(step.tokens)
+        x: torch.Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            norm = layer.input_norm
+            x = norm(residual) if x is None else norm.add(x, residual)
+            x = layer.attention(x, rotation, arena.layer(index), step.batch)
+            if layer_done is not None:
+                layer_done(index)
+            x = layer.mlp(layer.post_attention_norm.add(x, residual))
+        if x is not None:
+            residual = residual.index_select(0, step.logit_tokens)
+            residual.add_(x.index_select(0, step.logit_tokens))
+        return self.head(self.final_norm(residual))

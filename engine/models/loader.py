@@ -1,0 +1,196 @@
+"""Reads a checkpoint's weights into a `Decoder`: at the start of every worker, once.
+
+Files are mapped, and each tensor is converted into its final place one at a time, so that loading takes the memory of the
+model plus one tensor. Queries, keys and values become one matrix, gate and up another.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from baton.errors import ModelLoadError
+from engine.kernels.ports import HeadNorms, KernelSet
+from engine.kernels.select import select_kernels
+from engine.layers.attention import PagedSelfAttention
+from engine.layers.embedding import Embedding, LanguageHead
+from engine.layers.linear import Linear
+from engine.layers.mlp import GatedMlp
+from engine.layers.norm import RmsNorm
+from engine.layers.rotary import RotaryEmbedding
+from engine.models.checkpoint import Checkpoint, OpenFile, open_safetensors, read_checkpoint
+from engine.models.config import ModelSpec
+from engine.models.decoder import Decoder, DecoderLayer
+
+Progress = Callable[[str, float], None]
+"""Told what is being done and the fraction of it that is done, 0 to 1."""
+
+
+def load_decoder(
+    path: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    kernels: KernelSet | None = None,
+) -> Decoder:
+    """Loads the model in `path`. Blocks while reading.
+
+    Args:
+        path: Model directory.
+        spec: What `load_spec(path)` said.
+        dtype: To hold the weights in.
+        device: To hold the weights on.
+        progress: Called after each layer.
+        kernels: What to compute with; None chooses the fastest that this machine can run.
+
+    Raises:
+        ModelLoadError: A tensor is missing or has the wrong shape, or a file is corrupt.
+    """
+    chosen = kernels or select_kernels(device, dtype)
+    with ExitStack() as files:
+        weights = _Weights(read_checkpoint(path), dtype, device, files)
+        return _Assembly(spec, weights, chosen).decoder(progress or _ignore)
+
+
+def _ignore(what: str, fraction: float) -> None:
+    """Progress that nobody asked for."""
+
+
+class _Weights:
+    """Tensors of a checkpoint, converted on the way; each file is mapped once, until `files` closes."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, files: ExitStack
+    ) -> None:
+        self._checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
+        self._files = files
+        self._open: dict[Path, OpenFile] = {}
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """One tensor of one dimension."""
+        return self._stack([(name, size)], ())
+
+    def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """One tensor of two dimensions."""
+        return self._stack([(name, rows)], (columns,))
+
+    def linear(self, parts: list[tuple[str, int]], inputs: int, *, bias: bool) -> Linear:
+        """Several projections `(name, outputs)` of one input as a single matrix."""
+        weight = self._stack([(f"{name}.weight", size) for name, size in parts], (inputs,))
+        if not bias:
+            return Linear(weight=weight)
+        return Linear(
+            weight=weight, bias=self._stack([(f"{name}.bias", size) for name, size in parts], ())
+        )
+
+    def _stack(self, parts: list[tuple[str, int]], tail: tuple[int, ...]) -> torch.Tensor:
+        total = sum(rows for _, rows in parts)
+        target = torch.empty((total, *tail), dtype=self.dtype, device=self.device)
+        begin = 0
+        for name, rows in parts:
+            target[begin : begin + rows].copy_(self._read(name, (rows, *tail)))
+            begin += rows
+        return target
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        stored = self._checkpoint.require(name, shape)
+        if stored.dtype not in ("F32", "F16", "BF16", "F64"):
+            raise ModelLoadError(
+                f"{stored.file}: tensor {name} is stored as {stored.dtype}; quantised weights are not supported"
+            )
+        if stored.file not in self._open:
+            self._open[stored.file] = self._files.enter_context(open_safetensors(stored.file))
+        return self._open[stored.file].get_tensor(name)
+
+
+class _Assembly:
+    """Puts a model's parts together, layer by layer."""
+
+    def __init__(self, spec: ModelSpec, weights: _Weights, kernels: KernelSet) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._kernels = kernels
+
+    def decoder(self, progress: Progress) -> Decoder:
+        spec, weights = self._spec, self._weights
+        progress("loading weights", 0.0)
+        embedding = weights.matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        layers = []
+        for index in range(spec.num_layers):
+            layers.append(self._layer(index))
+            progress("loading weights", (index + 1) / (spec.num_layers + 1))
+        head = self._head(embedding)
+        progress("loading weights", 1.0)
+        return Decoder(
+            spec=spec,
+            dtype=weights.dtype,
+            device=weights.device,
+            embedding=Embedding(weight=embedding),
+            rotary=RotaryEmbedding(spec.rope, spec.head_dim, weights.device),
+            layers=tuple(layers),
+            final_norm=self._norm("model.norm"),
+            head=head,
+        )
+
+    def _layer(self, index: int) -> DecoderLayer:
+        name = self._spec.layer_names[index]
+        return DecoderLayer(
+            input_norm=self._norm(f"{name}.input_layernorm"),
+            attention=self._attention(f"{name}.self_attn", self._spec.windows[index]),
+            post_attention_norm=self._norm(f"{name}.post_attention_layernorm"),
+            mlp=self._mlp(f"{name}.mlp"),
+        )
+
+    def _attention(self, name: str, window: int | None) -> PagedSelfAttention:
+        spec = self._spec
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        parts = [
+            (f"{name}.q_proj", queries),
+            (f"{name}.k_proj", keys),
+            (f"{name}.v_proj", keys),
+        ]
+        output = [(f"{name}.o_proj", spec.hidden_size)]
+        return PagedSelfAttention(
+            qkv=self._weights.linear(parts, spec.hidden_size, bias=spec.qkv_bias),
+            output=self._weights.linear(output, queries, bias=spec.output_bias),
+            norms=self._head_norms(name) if spec.qk_norm else None,
+            scale=spec.head_dim**-0.5,
+            window=window,
+            kernels=self._kernels,
+        )
+
+    def _head_norms(self, name: str) -> HeadNorms:
+        return HeadNorms(
+            query=self._weights.vector(f"{name}.q_norm.weight", self._spec.head_dim),
+            key=self._weights.vector(f"{name}.k_norm.weight", self._spec.head_dim),
+            eps=self._spec.rms_norm_eps,
+        )
+
+    def _mlp(self, name: str) -> GatedMlp:
+        spec = self._spec
+        width, hidden, bias = spec.intermediate_size, spec.hidden_size, spec.mlp_bias
+        gate_up = [(f"{name}.gate_proj", width), (f"{name}.up_proj", width)]
+        return GatedMlp(
+            gate_up=self._weights.linear(gate_up, hidden, bias=bias),
+            down=self._weights.linear([(f"{name}.down_proj", hidden)], width, bias=bias),
+            kernels=self._kernels,
+        )
+
+    def _norm(self, name: str) -> RmsNorm:
+        return RmsNorm(
+            weight=self._weights.vector(f"{name}.weight", self._spec.hidden_size),
+            eps=self._spec.rms_norm_eps,
+            kernels=self._kernels,
+        )
+
+    def _head(self, embedding: torch.Tensor) -> LanguageHead:
+        if self._spec.tied_embeddings:
+            return LanguageHead(linear=Linear(weight=embedding))
+        vocab, hidden = self._spec.vocab_size, self._spec.hidden_size
+        return LanguageHead(
+            linear=Linear(weight=self._weights.matrix("lm_head.weight", vocab, hidden))
+        )

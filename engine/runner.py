@@ -1,0 +1,58 @@
+"""Computes the steps that the scheduler plans: copies, layers, sampling. One per rank, on the engine loop's thread."""
+
+from collections.abc import Callable
+
+import torch
+
+from baton.errors import EngineError
+from engine.cache.arena import KvArena
+from engine.models.decoder import Decoder
+from engine.models.inputs import InputBuilder
+from engine.ports import LayerSink
+from engine.sampling.sampler import Sampler
+from engine.scheduling.plan import StepPlan, StepResult
+
+
+class ModelRunner:
+    """A `StepRunner` over one model and its arena.
+
+    Args:
+        model: Weights and layers, on one device.
+        arena: Pages on the same device.
+        sink: Told after each layer which pages may leave; None where nothing is handed over.
+    """
+
+    def __init__(self, model: Decoder, arena: KvArena, sink: LayerSink | None = None) -> None:
+        self._model = model
+        self._arena = arena
+        self._sink = sink
+        self._inputs = InputBuilder(arena.layout.block_tokens, arena.num_blocks, model.device)
+        self._sampler = Sampler(model.spec.eos_token_ids)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs one step; blocks until its tokens are on the host.
+
+        Raises:
+            EngineError: A row cannot be computed. Nothing but the pages of the plan's rows was written.
+        """
+        try:
+            return self._execute(plan)
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise EngineError(f"step {plan.step} failed: {error}") from error
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        self._arena.copy_pages(plan.copies)
+        if not plan.rows:
+            return StepResult(drawn=())
+        step = self._inputs.build(plan.rows)
+        logits = self._model.forward(step, self._arena, self._layer_done(plan))
+        sampling = [row for row in plan.rows if row.samples]
+        drawn = iter(self._sampler.sample(logits, sampling) if sampling else ())
+        return StepResult(drawn=tuple(next(drawn) if row.samples else () for row in plan.rows))
+
+    def _layer_done(self, plan: StepPlan) -> Callable[[int], None] | None:
+        sink = self._sink
+        if sink is None or not plan.exports:
+            return None
+        return lambda layer_index: sink.layer_ready(layer_index, plan.exports)
