@@ -1,0 +1,65 @@
+"""What the launcher tells a child over its lifeline, in two lines: the configuration, then the child's own part in it.
+
+Both lines go over the socket and never through arguments or environment: they hold the cluster secret and the API keys.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from baton.config.load import from_json, to_json
+from baton.config.schema import BatonConfig, WorkerConfig
+from baton.errors import ConfigError
+from baton.ids import Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One child's own part.
+
+    Attributes:
+        name: `router`, or the worker's id.
+        incarnation: New at every start.
+        worker: What it serves; None for the router.
+        worker_addresses: Every worker's gRPC address; only for the router.
+        http_fds: Listening sockets that it inherits; only for the router.
+        lock_fd: Holds the cluster's runtime directory as long as any of its processes lives.
+    """
+
+    name: str
+    incarnation: Incarnation
+    worker: WorkerConfig | None = None
+    worker_addresses: tuple[str, ...] = ()
+    http_fds: tuple[int, ...] = ()
+    lock_fd: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """The configuration of the cluster and one child's part in it."""
+
+    config: BatonConfig
+    part: Part
+
+    @property
+    def inherited_fds(self) -> tuple[int, ...]:
+        """Descriptors that the child must inherit under the same numbers."""
+        return (*self.part.http_fds, self.part.lock_fd)
+
+
+def encode(assignment: Assignment) -> bytes:
+    """Two lines."""
+    return to_json(assignment.config) + b"\n" + msgspec.json.encode(assignment.part) + b"\n"
+
+
+def decode(config_line: bytes, part_line: bytes) -> Assignment:
+    """The assignment that `encode` wrote.
+
+    Raises:
+        ConfigError: The lines are not one: the launcher is of another version, or was cut off.
+    """
+    try:
+        part = msgspec.json.decode(part_line, type=Part)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"assignment of a child process: {error}") from error
+    return Assignment(config=from_json(config_line), part=part)

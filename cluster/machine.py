@@ -1,0 +1,74 @@
+"""Facts of this machine that more than one command needs. Reads files of the kernel; imports nothing heavy."""
+
+import os
+from pathlib import Path
+
+import psutil
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and the CPU quota of its cgroup where that is less."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _read(_CGROUP / "cpu.max").split()
+    if len(quota) == 2 and quota[0] != "max":
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of the first core as the kernel names them, such as `avx512_bf16` and `amx_tile`."""
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def memory_limit_bytes() -> int | None:
+    """The limit that the cgroup sets, or None."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        text = _read(_CGROUP / name).strip()
+        # Version 1 writes "no limit" as a number near 2**63.
+        if text.isdigit() and int(text) < 2**60:
+            return int(text)
+    return None
+
+
+def available_memory_bytes() -> int:
+    """Memory that could be taken now without swapping, within the cgroup's limit."""
+    free = psutil.virtual_memory().available
+    limit = memory_limit_bytes()
+    if limit is None:
+        return free
+    return max(0, min(free, limit - _cgroup_use_bytes()))
+
+
+def huge_pages() -> tuple[int, int]:
+    """Huge pages (free, configured) of the default size."""
+    counts = {}
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        name, _, value = line.partition(":")
+        counts[name] = value.split()[0]
+    return int(counts.get("HugePages_Free", "0")), int(counts.get("HugePages_Total", "0"))
+
+
+def _cgroup_use_bytes() -> int:
+    current = _read(_CGROUP / "memory.current").strip()
+    if not current.isdigit():
+        return 0
+    # Cached file pages count as use but are given up on demand.
+    cached = 0
+    for line in _read(_CGROUP / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == "inactive_file":
+            cached = int(value)
+    return int(current) - cached
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

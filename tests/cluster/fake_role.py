@@ -1,0 +1,76 @@
+"""A child of the launcher that speaks the real protocol and serves nothing; what it does stands in its model's name.
+
+The launcher starts it as `python -m tests.cluster.fake_role ROLE --name NAME --lifeline FD`. `model.model` is a list of
+`NAME:BEHAVIOUR`, separated by spaces.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from baton.errors import ModelLoadError
+from cluster.child import Child, run
+
+
+async def fake(child: Child) -> None:
+    part = child.assignment.part
+    behaviours = dict(
+        item.split(":", 1) for item in child.assignment.config.model.model.split() if ":" in item
+    )
+    behaviour = behaviours.get(part.name, "")
+    child.progress("loading weights", 0.5)
+    if behaviour == "fatal":
+        raise ModelLoadError("no config.json in /nowhere", param="model")
+    if behaviour == "bug":
+        raise ZeroDivisionError("oops")
+    if behaviour == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "loads-for-ever":
+        await asyncio.to_thread(threading.Event().wait)
+    if behaviour == "ignores-sigterm":
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if part.worker is not None:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(part.worker.address.removeprefix("unix:"))
+            await _serve(child)
+    else:
+        await _serve_http(child)
+
+
+async def _serve(child: Child) -> None:
+    child.ready()
+    await child.stop.wait()
+    _record_end(child)
+
+
+async def _serve_http(child: Child) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"{child.assignment.part.incarnation}\n".encode())
+        writer.close()
+
+    sock = socket.socket(fileno=child.assignment.part.http_fds[0])
+    server = await asyncio.start_server(answer, sock=sock)
+    await _serve(child)
+    server.close()
+
+
+def _record_end(child: Child) -> None:
+    """Appends this child's name to a file beside the runtime directory: the order in which children ended."""
+    record = Path(child.assignment.config.cluster.runtime_dir).with_suffix(".ends")
+    with record.open("a") as file:
+        file.write(child.assignment.part.name + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role")
+    parser.add_argument("--name")
+    parser.add_argument("--lifeline", type=int)
+    arguments = parser.parse_args(sys.argv[1:])
+    run(fake, arguments.lifeline)
