@@ -120,8 +120,10 @@ def _orphaned(child: Child, loop: asyncio.AbstractEventLoop) -> None:
     except RuntimeError:
         return  # The loop is closed: this process is ending already.
     time.sleep(child.assignment.config.cluster.drain_timeout_s + _ORPHAN_GRACE_S)
-    _take_leave(child.assignment)
-    os._exit(1)
+    try:
+        _take_leave(child.assignment)
+    finally:
+        os._exit(1)
 
 
 def _take_leave(assignment: Assignment) -> None:
