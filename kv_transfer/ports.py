@@ -49,7 +49,16 @@ class KvReceiver(Protocol):
     """A decode worker's side of one backend."""
 
     def handle(self) -> RegionHandle:
-        """What a peer needs in order to write here."""
+        """What one peer needs in order to write here; a fresh one for every session."""
+
+    def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
+        """Fences the peer that got `handle`: nobody attaches by it any more.
+
+        Args:
+            handle: One that `handle()` gave.
+            gone: Called once, from any thread, as soon as the peer can never write here again: at once where its
+                access can be taken back, else when it has let go of the region or died.
+        """
 
     def close(self) -> None:
         """Takes back what `handle` gave; peers that attach later are refused."""

@@ -1,0 +1,131 @@
+"""In-memory twins of the transfer ports, for tests: two arenas in one process, pushes that wait until told to land."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.errors import TransferError
+from baton.layout import KvLayout
+from kv_transfer.plan import check_pages
+from kv_transfer.ports import Push, RegionHandle
+from kv_transfer.shm import layer_pages
+
+Done = Callable[[TransferError | None], None]
+
+
+@dataclass(slots=True, eq=False)
+class FakeFabric:
+    """What connects fake senders with fake receivers: handles that resolve to memory."""
+
+    regions: dict[bytes, tuple[memoryview, int]] = field(default_factory=dict)
+
+
+class FakeReceiver:
+    """Receives into plain memory."""
+
+    def __init__(self, fabric: FakeFabric, memory: memoryview, *, num_blocks: int) -> None:
+        self._fabric = fabric
+        self._memory = memory
+        self._num_blocks = num_blocks
+        self._handed: set[bytes] = set()
+
+    def handle(self) -> RegionHandle:
+        """A handle that any sender of the same fabric resolves."""
+        token = secrets.token_bytes(8)
+        self._fabric.regions[token] = (self._memory, self._num_blocks)
+        self._handed.add(token)
+        return RegionHandle(backend="fake", opaque=token, num_blocks=self._num_blocks)
+
+    def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
+        """Takes access back at once, as an RDMA key can be."""
+        self._fabric.regions.pop(handle.opaque, None)
+        gone()
+
+    def close(self) -> None:
+        """Forgets every handle it gave."""
+        for token in self._handed:
+            self._fabric.regions.pop(token, None)
+
+
+class FakeSender:
+    """Sends from plain memory.
+
+    Args:
+        fabric: Where handles resolve.
+        memory: The local arena.
+        num_blocks: Its pages.
+        held: Pushes wait for `FakeWriter.land` instead of landing at once.
+    """
+
+    def __init__(
+        self, fabric: FakeFabric, memory: memoryview, *, num_blocks: int, held: bool = False
+    ) -> None:
+        self._fabric = fabric
+        self._memory = memory
+        self._num_blocks = num_blocks
+        self._held = held
+        self.writers: list[FakeWriter] = []
+
+    def connect(self, handle: RegionHandle, layout: KvLayout) -> "FakeWriter":
+        """Opens the peer's memory."""
+        if handle.opaque not in self._fabric.regions:
+            raise TransferError("the handle resolves to nothing")
+        writer = FakeWriter(self._fabric, handle, layout, self._memory, self._num_blocks)
+        writer.held = self._held
+        self.writers.append(writer)
+        return writer
+
+
+class FakeWriter:
+    """Copies on the caller's thread; a revoked handle fails the push instead."""
+
+    def __init__(
+        self,
+        fabric: FakeFabric,
+        handle: RegionHandle,
+        layout: KvLayout,
+        memory: memoryview,
+        num_blocks: int,
+    ) -> None:
+        self._fabric = fabric
+        self._handle = handle
+        self._layout = layout
+        self._source = layer_pages(memory, layout, num_blocks)
+        self._waiting: list[tuple[Push, Done]] = []
+        self.held = False
+        self.closed = False
+
+    def push(self, push: Push, done: Done) -> None:
+        """Lands now, or with the next `land`."""
+        self._waiting.append((push, done))
+        if not self.held:
+            self.land()
+
+    def land(self) -> None:
+        """Carries out every push that waits."""
+        waiting, self._waiting = self._waiting, []
+        for push, done in waiting:
+            try:
+                self._copy(push)
+            except TransferError as error:
+                done(error)
+            else:
+                done(None)
+
+    def close(self) -> None:
+        """Lands what waits."""
+        self.land()
+        self.closed = True
+
+    def _copy(self, push: Push) -> None:
+        found = self._fabric.regions.get(self._handle.opaque)
+        if found is None:
+            raise TransferError("the region was taken back")
+        memory, num_blocks = found
+        if not 0 <= push.layer_index < len(self._source) or len(push.source) != len(push.target):
+            raise TransferError("malformed push")
+        check_pages(push.source, len(self._source[push.layer_index]))
+        check_pages(push.target, num_blocks)
+        target = layer_pages(memory, self._layout, num_blocks)[push.layer_index]
+        for source_page, target_page in zip(push.source, push.target, strict=True):
+            target[target_page] = self._source[push.layer_index][source_page]

@@ -1,0 +1,120 @@
+"""Which bytes go where: from the pages a prefill step completed to the pages that the decode worker granted.
+
+Pure. Both workers of a pair have the same layout here, so a page is written whole; a worker with another tensor
+parallelism will take a contiguous slice of heads of each page, and that is decided here too.
+
+    prompt blocks   0   1   2   3   4   5        6 blocks, the first 2 are held by the decode worker
+    granted                 7   9   4   1        its pages for the rest, in prompt order
+    exported            31  32  33               this step completed blocks 1 to 3
+    pushed                  32→7  33→9
+"""
+
+from dataclasses import dataclass
+
+from baton.errors import TransferError
+from baton.ids import BlockId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Pages of one transfer whose KV is complete in one layer.
+
+    Attributes:
+        layer_index: Index into `KvLayout.layers`.
+        first_block: Index in the prompt of the first page.
+        source: Pages in the local arena.
+    """
+
+    layer_index: int
+    first_block: int
+    source: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Pages on the decode worker.
+
+    Attributes:
+        held_blocks: Leading blocks of the prompt that are there already and are not sent.
+        blocks: Pages for the blocks from `held_blocks` on, in prompt order.
+    """
+
+    held_blocks: int
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagePlan:
+    """Pages of one layer to copy; `first_block` is the prompt's index of the first of them."""
+
+    first_block: int
+    source: tuple[BlockId, ...]
+    target: tuple[BlockId, ...]
+
+
+def check_grant(grant: Grant, *, num_blocks: int, region_blocks: int) -> None:
+    """Refuses a grant that does not cover the prompt exactly or names pages outside the peer's region.
+
+    Raises:
+        TransferError: Names what is wrong.
+    """
+    if grant.held_blocks + len(grant.blocks) != num_blocks:
+        raise TransferError(
+            f"granted {grant.held_blocks} held and {len(grant.blocks)} new pages for {num_blocks} blocks"
+        )
+    check_pages(grant.blocks, region_blocks)
+    if len(set(grant.blocks)) != len(grant.blocks):
+        raise TransferError("granted the same page twice")
+
+
+def check_export(export: Export, *, num_blocks: int, num_layers: int) -> None:
+    """Refuses pages that lie outside the prompt or name no layer.
+
+    Raises:
+        TransferError: Names what is wrong.
+    """
+    if not 0 <= export.layer_index < num_layers:
+        raise TransferError(f"layer {export.layer_index} of {num_layers}")
+    end = export.first_block + len(export.source)
+    if export.first_block < 0 or end > num_blocks:
+        raise TransferError(f"blocks {export.first_block} to {end} of a prompt of {num_blocks}")
+
+
+def check_pages(pages: tuple[BlockId, ...], region_blocks: int) -> None:
+    """Refuses page ids outside a region.
+
+    Raises:
+        TransferError: Names the id.
+    """
+    if pages and not (min(pages) >= 0 and max(pages) < region_blocks):
+        wrong = min(pages) if min(pages) < 0 else max(pages)
+        raise TransferError(f"page {wrong} of a region of {region_blocks}")
+
+
+def plan_pages(export: Export, grant: Grant) -> PagePlan | None:
+    """The pages of `export` that have to be sent, or None when the peer holds all of them."""
+    skipped = max(grant.held_blocks - export.first_block, 0)
+    source = export.source[skipped:]
+    if not source:
+        return None
+    first = export.first_block + skipped
+    begin = first - grant.held_blocks
+    return PagePlan(
+        first_block=first, source=source, target=grant.blocks[begin : begin + len(source)]
+    )
+
+
+def runs(source: tuple[BlockId, ...], target: tuple[BlockId, ...]) -> list[tuple[int, int, int]]:
+    """Splits a copy into (source, target, count) runs that are contiguous on both sides."""
+    found: list[tuple[int, int, int]] = []
+    begin = 0
+    for index in range(1, len(source) + 1):
+        if (
+            index < len(source)
+            and source[index] == source[index - 1] + 1
+            and target[index] == target[index - 1] + 1
+        ):
+            continue
+        found.append((source[begin], target[begin], index - begin))
+        begin = index
+    return found

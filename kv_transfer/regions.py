@@ -1,0 +1,183 @@
+"""Shared memory in which a worker's KV arenas live, so that a peer on the same host can write into them.
+
+A region is an anonymous file (memfd): it has no name anywhere, so nothing is left behind whoever is killed. Its size is
+sealed: a peer that could shrink it would make the owner's next access a SIGBUS. The descriptor reaches peers through
+`region_server.py`.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+import psutil
+
+from baton.errors import InvariantError, OutOfMemoryError, TransferError
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_CGROUP_UNLIMITED = 1 << 60
+
+
+class SharedRegion:
+    """One mapped, sealed memfd. The owner creates it, peers attach to it by descriptor.
+
+    Closing drops the descriptor and this mapping; views that others still hold keep the memory alive until they go.
+    """
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """Maps `fd` and takes ownership of it; use `create` or `attach`."""
+        self._fd = fd
+        self._mapping = mmap.mmap(fd, size_bytes)
+        self._view = memoryview(self._mapping)
+        self._closed = False
+
+    @classmethod
+    def create(cls, size_bytes: int) -> "SharedRegion":
+        """A new zeroed region whose memory is taken now, not at first touch.
+
+        Raises:
+            OutOfMemoryError: The machine or its cgroup has not got that much.
+        """
+        available = available_bytes()
+        if size_bytes > available:
+            raise _out_of_memory(size_bytes, available)
+        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, size_bytes)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+                raise _out_of_memory(size_bytes, available) from error
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, size_bytes: int) -> "SharedRegion":
+        """Maps a peer's region and takes ownership of `fd`.
+
+        Raises:
+            TransferError: It is not of that size, or its owner could still shrink it.
+        """
+        try:
+            found = os.fstat(fd).st_size
+            if found != size_bytes:
+                raise TransferError(f"the peer's region has {found} bytes, expected {size_bytes}")
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise TransferError("the peer's region is not sealed against resizing")
+            return cls(fd, size_bytes)
+        except (OSError, TransferError) as error:
+            os.close(fd)
+            if isinstance(error, OSError):
+                raise TransferError(f"the peer's region cannot be mapped: {error}") from error
+            raise
+
+    @property
+    def fd(self) -> int:
+        """Descriptor to hand to peers; stays this object's."""
+        return self._fd
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the region."""
+        return len(self._mapping)
+
+    @property
+    def memoryview(self) -> memoryview:
+        """The region's bytes, writable."""
+        return self._view
+
+    def close(self) -> None:
+        """Drops the descriptor and the mapping; harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self._fd)
+        try:
+            self._view.release()
+            self._mapping.close()
+        except BufferError:
+            # Somebody (an engine's tensors) still looks at the bytes; the mapping goes with the last such view.
+            return
+
+
+class SharedMemoryArena:
+    """Gives an engine its KV memory from one shared region (implements `engine.ports.ArenaMemory`)."""
+
+    def __init__(self) -> None:
+        self._region: SharedRegion | None = None
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Writable, zeroed, page-aligned bytes that stay valid until the process ends. One call per arena.
+
+        Raises:
+            OutOfMemoryError: This machine has not got them.
+        """
+        if self._region is not None:
+            raise InvariantError("an arena is allocated once: its layers lie in one region")
+        self._region = SharedRegion.create(size_bytes)
+        return self._region.memoryview
+
+    @property
+    def region(self) -> SharedRegion:
+        """The allocated region.
+
+        Raises:
+            InvariantError: The engine has not allocated it yet.
+        """
+        if self._region is None:
+            raise InvariantError("the engine has not allocated its arena yet")
+        return self._region
+
+
+def available_bytes() -> int:
+    """Memory that can be taken now: the machine's, or what its cgroups leave if that is less."""
+    return min(psutil.virtual_memory().available, _cgroup_bytes_left())
+
+
+def _cgroup_bytes_left() -> int:
+    """What the tightest cgroup on the way to the root leaves (v2, or v1's memory controller)."""
+    left = _CGROUP_UNLIMITED
+    for folder in _cgroup_folders():
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, used = _number(folder / limit_name), _number(folder / used_name)
+            if limit is not None and used is not None:
+                left = min(left, max(limit - used, 0))
+    return left
+
+
+def _cgroup_folders() -> list[Path]:
+    """This process's memory cgroup folders, innermost first; empty where there are none."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = Path("/sys/fs/cgroup") / controllers
+        folder = root / path.lstrip("/")
+        folders += [folder, *(p for p in folder.parents if p.is_relative_to(root))]
+    return folders
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _out_of_memory(asked: int, available: int) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"KV pages of {asked} bytes ({asked / 2**30:.2f} GiB) were asked for, "
+        f"{available} bytes ({available / 2**30:.2f} GiB) are available",
+        param="kv_cache_memory_bytes",
+    )

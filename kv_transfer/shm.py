@@ -1,0 +1,160 @@
+"""The backend for two workers on one host: the sender maps the receiver's region and copies pages into it.
+
+One copy per page, made by a thread of its own so that neither the engine nor the event loop waits for memory.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import TransferError
+from baton.layout import KvLayout
+from kv_transfer.plan import check_pages, runs
+from kv_transfer.ports import Push, RegionHandle
+from kv_transfer.region_server import TOKEN_BYTES, Attachment, RegionServer, attach
+from kv_transfer.regions import SharedRegion
+
+BACKEND = "shm"
+_MAGIC = b"BSHM\x01"
+
+Pages = npt.NDArray[np.uint8]
+"""One layer's arena as rows: `[num_blocks, page_layer_bytes]`."""
+
+
+class ShmReceiver:
+    """A decode worker's arena, open to peers that hold a handle."""
+
+    def __init__(self, region: SharedRegion, *, path: str, num_blocks: int) -> None:
+        """Serves the region's descriptor on the Unix socket `path`.
+
+        Raises:
+            OSError: The socket cannot be bound.
+        """
+        self._server = RegionServer(region, path)
+        self._num_blocks = num_blocks
+
+    def handle(self) -> RegionHandle:
+        """A handle that lets one peer attach once."""
+        opaque = _MAGIC + self._server.grant() + self._server.path.encode()
+        return RegionHandle(backend=BACKEND, opaque=opaque, num_blocks=self._num_blocks)
+
+    def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
+        """Calls `gone` once the peer has unmapped the region or died."""
+        token, _ = _parse(handle)
+        self._server.revoke(token, gone)
+
+    def attached(self) -> int:
+        """How many peers map the region now."""
+        return self._server.attached()
+
+    def close(self) -> None:
+        """Refuses later peers and removes the socket file."""
+        self._server.close()
+
+
+class ShmSender:
+    """A prefill worker's arena, from which pages are copied to peers."""
+
+    def __init__(self, arena: memoryview, *, num_blocks: int) -> None:
+        self._arena = arena
+        self._num_blocks = num_blocks
+
+    def connect(self, handle: RegionHandle, layout: KvLayout) -> "ShmWriter":
+        """Maps the peer's region. Blocks for at most a few seconds.
+
+        Raises:
+            TransferError: The handle is not ours, resolves to nothing, or to a region of another size.
+        """
+        token, path = _parse(handle)
+        local = layer_pages(self._arena, layout, self._num_blocks)
+        remote = attach(path, token, layout.region_bytes(handle.num_blocks))
+        return ShmWriter(local, remote, layout, num_blocks=handle.num_blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    push: Push
+    done: Callable[[TransferError | None], None]
+
+
+class ShmWriter:
+    """An open way into one peer's region, with the thread that copies."""
+
+    def __init__(
+        self, local: list[Pages], remote: Attachment, layout: KvLayout, *, num_blocks: int
+    ) -> None:
+        self._local = local
+        self._remote = remote
+        self._target = layer_pages(remote.region.memoryview, layout, num_blocks)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._copy_all, name="kv-pusher", daemon=True)
+        self._thread.start()
+
+    def push(self, push: Push, done: Callable[[TransferError | None], None]) -> None:
+        """Queues a write; `done` is called from the copying thread, in the order of the pushes."""
+        self._jobs.put(_Job(push=push, done=done))
+
+    def close(self) -> None:
+        """Waits until everything queued is written, then unmaps and lets the peer know. Blocks."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+            self._target.clear()
+            self._remote.close()
+
+    def _copy_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._copy(job.push)
+            except TransferError as error:
+                job.done(error)
+            except Exception as error:  # noqa: BLE001  # one bad push must not end the thread and hang all others
+                job.done(TransferError(f"copying pages failed: {error!r}"))
+            else:
+                job.done(None)
+
+    def _copy(self, push: Push) -> None:
+        if not 0 <= push.layer_index < len(self._local):
+            raise TransferError(f"layer {push.layer_index} of {len(self._local)}")
+        if len(push.source) != len(push.target):
+            raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
+        source, target = self._local[push.layer_index], self._target[push.layer_index]
+        check_pages(push.source, len(source))
+        check_pages(push.target, len(target))
+        # Slices of runs: a fancy index would copy through a temporary, twice the traffic.
+        for begin, to, count in runs(push.source, push.target):
+            target[to : to + count] = source[begin : begin + count]
+
+
+def layer_pages(memory: memoryview, layout: KvLayout, num_blocks: int) -> list[Pages]:
+    """A region's bytes as one `[num_blocks, page_layer_bytes]` array per layer, without copying.
+
+    Raises:
+        TransferError: The region is smaller than the layout says.
+    """
+    if len(memory) < layout.region_bytes(num_blocks):
+        raise TransferError(f"a region of {len(memory)} bytes cannot hold {num_blocks} pages")
+    flat = np.frombuffer(memory, dtype=np.uint8)
+    size = layout.page_layer_bytes * num_blocks
+    starts = [layout.layer_offset(index, num_blocks) for index in range(len(layout.layers))]
+    return [flat[at : at + size].reshape(num_blocks, layout.page_layer_bytes) for at in starts]
+
+
+def _parse(handle: RegionHandle) -> tuple[bytes, str]:
+    """Token and socket path of a handle.
+
+    Raises:
+        TransferError: It is another backend's, or malformed.
+    """
+    begin, end = len(_MAGIC), len(_MAGIC) + TOKEN_BYTES
+    if (
+        handle.backend != BACKEND
+        or not handle.opaque.startswith(_MAGIC)
+        or len(handle.opaque) <= end
+    ):
+        raise TransferError("not a handle of the shm backend")
+    return handle.opaque[begin:end], handle.opaque[end:].decode(errors="replace")
