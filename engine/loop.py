@@ -1,0 +1,172 @@
+"""The engine's loop: commands in, one step after the other, events out. Synchronous; one thread runs it (`engine.host`)."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+
+from baton.clock import Clock
+from baton.errors import BatonError, EngineError
+from engine.messages import Command, SeqEvent, StepEvents
+from engine.scheduling.plan import Drawn, Row, StepPlan, StepResult, StepRunner
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+INTEGRITY_CHECK_AFTER_S = 1.0
+"""Idle for this long, the loop checks the scheduler's books once; a check is too dear to delay the next request by."""
+
+
+class EngineLoop:
+    """Drains commands, schedules, executes, applies, tells; sleeps on its inbox when nothing can run.
+
+    A step that raises is executed again row by row, so that only the sequences that cannot be computed fail. Any other
+    exception ends the loop and stays visible in `failure`.
+
+    Args:
+        scheduler: Owned by the loop from now on.
+        runner: Computes the steps.
+        emit: Receives the events, on the thread that runs the loop. What is known before a step is told before it runs,
+            so that a hand-off can be prepared while the step computes.
+        clock: For `progress_s`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        emit: Callable[[StepEvents], None],
+        clock: Clock,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._emit = emit
+        self._clock = clock
+        self._inbox: SimpleQueue[Command | None] = SimpleQueue()
+        self._busy_since_s: float | None = None
+        self._failure: BaseException | None = None
+        self._is_closing = False
+
+    def submit(self, command: Command) -> None:
+        """Queues a command from any thread."""
+        self._inbox.put(command)
+
+    def close(self) -> None:
+        """Ends the loop, from any thread, after the step in flight."""
+        self._inbox.put(None)
+
+    def progress_s(self) -> float | None:
+        """Seconds since the last sign of progress while there is work; None when idle."""
+        since = self._busy_since_s
+        return None if since is None else max(0.0, self._clock.now_s() - since)
+
+    def failure(self) -> BaseException | None:
+        """What ended the loop; None while it lives or after it was closed."""
+        return self._failure
+
+    def run(self) -> None:
+        """Runs until closed or broken. Blocks; never raises."""
+        try:
+            while not self._is_closing:
+                if not self.turn():
+                    self._busy_since_s = None
+                    self._await_command()
+        except BaseException as error:
+            logger.critical("the engine loop ended", exc_info=error)
+            self._failure = error
+
+    def _await_command(self) -> None:
+        """Blocks until there is something to do."""
+        try:
+            command = self._inbox.get(timeout=INTEGRITY_CHECK_AFTER_S)
+        except Empty:
+            self._scheduler.check_integrity()
+            command = self._inbox.get()
+        self._busy_since_s = self._clock.now_s()
+        self._tell(self._take(command))
+
+    def turn(self) -> bool:
+        """One turn: takes the commands that are there, computes at most one step.
+
+        Returns:
+            Whether a step was computed; if not, nothing will change before another command comes.
+        """
+        events = self._drain()
+        if self._is_closing:
+            return False
+        plan, started = self._scheduler.schedule()
+        self._tell(events + started)
+        if plan is None:
+            return False
+        self._busy_since_s = self._clock.now_s()
+        failed, result = self._execute(plan)
+        self._busy_since_s = self._clock.now_s()
+        self._tell(failed + self._scheduler.apply(plan, result))
+        return True
+
+    def _drain(self) -> list[SeqEvent]:
+        events: list[SeqEvent] = []
+        while not self._is_closing:
+            try:
+                command = self._inbox.get_nowait()
+            except Empty:
+                break
+            events += self._take(command)
+        return events
+
+    def _take(self, command: Command | None) -> list[SeqEvent]:
+        if command is None:
+            self._is_closing = True
+            return []
+        return self._scheduler.handle(command)
+
+    def _tell(self, events: list[SeqEvent]) -> None:
+        if events:
+            scheduler = self._scheduler
+            load = scheduler.load()
+            self._emit(StepEvents(step=scheduler.step, events=tuple(events), load=load))
+
+    def _execute(self, plan: StepPlan) -> tuple[list[SeqEvent], StepResult]:
+        try:
+            return [], self._runner.execute(plan)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other rows
+            logger.warning("step %d failed, computing it row by row: %s", plan.step, error)
+            return self._execute_by_rows(plan)
+
+    def _execute_by_rows(self, plan: StepPlan) -> tuple[list[SeqEvent], StepResult]:
+        drawn: list[tuple[Drawn, ...]] = []
+        failures: list[tuple[Sequence, BatonError]] = []
+        for row in plan.rows:
+            try:
+                drawn += self._runner.execute(_only(plan, row)).drawn
+            except Exception as error:
+                logger.exception("sequence %s failed in step %d", row.seq.seq_id, plan.step)
+                failures.append((row.seq, _as_engine_error(error)))
+                drawn.append(())
+        # Only now: failing one sample takes the pages of its siblings, whose rows must still compute.
+        events = [event for seq, error in failures for event in self._scheduler.fail(seq, error)]
+        return events, StepResult(drawn=tuple(drawn))
+
+
+def _only(plan: StepPlan, row: Row) -> StepPlan:
+    """The part of `plan` that concerns one row.
+
+    Repeating a copy does no harm: the one slot of its source that this step may have written is the slot that the copy's
+    owner writes itself.
+    """
+    seq = row.seq
+    return replace(
+        plan,
+        rows=(row,),
+        copies=tuple(copy for copy in plan.copies if copy[1] in seq.blocks),
+        exports=tuple(export for export in plan.exports if export.seq_id == seq.seq_id),
+    )
+
+
+def _as_engine_error(error: Exception) -> BatonError:
+    if isinstance(error, BatonError):
+        return error
+    failed = EngineError(f"the step failed: {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed

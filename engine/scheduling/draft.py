@@ -1,0 +1,72 @@
+"""A step while the scheduler puts it together."""
+
+from collections.abc import Sequence
+
+from engine.ports import PageExport
+from engine.scheduling.pager import Copy
+from engine.scheduling.plan import Row, StepPlan
+from engine.scheduling.request import Branch, Mode
+
+
+class StepDraft:
+    """Rows of one step under a token budget.
+
+    Args:
+        budget: Tokens that may be computed.
+        block_tokens: Tokens per page.
+
+    Attributes:
+        budget: Tokens that are left.
+        copies: Pages to copy before anything is computed.
+        branches: Whose rows were added, in order.
+    """
+
+    def __init__(self, budget: int, *, block_tokens: int) -> None:
+        self.budget = budget
+        self.copies: list[Copy] = []
+        self.branches: list[Branch] = []
+        self._rows: list[Row] = []
+        self._exports: list[PageExport] = []
+        self._block_tokens = block_tokens
+
+    def add_decodes(self, running: Sequence[Branch]) -> None:
+        """One token for each running branch."""
+        self._rows += [
+            Row(seq=b.seq, start=b.seq.num_computed, num_tokens=1, samples=b.samples)
+            for b in running
+        ]
+        self.branches += running
+        self.budget -= len(running)
+
+    def add_chunk(self, branch: Branch) -> None:
+        """As much of a prompt as the budget allows; the rest of it draws the first tokens."""
+        seq = branch.seq
+        left = len(seq.tokens) - seq.num_computed
+        size = min(self.budget, left)
+        samples = branch.samples if size == left else ()
+        self._rows.append(Row(seq=seq, start=seq.num_computed, num_tokens=size, samples=samples))
+        self.branches.append(branch)
+        self.budget -= size
+        if branch.request.mode is Mode.PREFILL:
+            self._export(branch, seq.num_computed + size)
+
+    def _export(self, branch: Branch, computed: int) -> None:
+        """Pages that are complete once `computed` tokens are; the first time this includes the cached ones."""
+        seq, first = branch.seq, branch.num_exported
+        is_last = computed == len(seq.tokens)
+        end = len(seq.blocks) if is_last else computed // self._block_tokens
+        if end == first:
+            return
+        pages = tuple(seq.blocks[first:end])
+        export = PageExport(seq_id=seq.seq_id, first_block=first, blocks=pages, last=is_last)
+        self._exports.append(export)
+        branch.num_exported = end
+
+    def plan(self, step: int) -> StepPlan:
+        """The finished step."""
+        return StepPlan(
+            step=step,
+            rows=tuple(self._rows),
+            copies=tuple(self.copies),
+            exports=tuple(self._exports),
+        )

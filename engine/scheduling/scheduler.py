@@ -1,0 +1,320 @@
+"""Decides what runs in the next step, and turns what was drawn into events: the engine's head, beside the runner's hands.
+
+A step: running decodes first, one token each; then chunks of prompts that are being prefilled, first come first served,
+under what is left of the token budget; then newcomers. When pages run out, the last-arrived sequence that nobody else reads
+gives all of its pages back and recomputes later (vLLM's preemption by recompute), in chunks under the same budget,
+so that those still running go on decoding.
+"""
+
+from collections.abc import Iterable
+
+from baton.errors import BatonError, InvalidRequestError, InvariantError
+from baton.generation import FinishReason, Prompt, TokenSample, WorkerLoad
+from baton.ids import BlockId, SeqId
+from baton.layout import KvLayout
+from engine.cache.blocks import BlockManager
+from engine.messages import (
+    Abort,
+    Command,
+    Failed,
+    FlushCache,
+    Generate,
+    Prefill,
+    Release,
+    Released,
+    Reserve,
+    Sampled,
+    SeqEvent,
+    Start,
+)
+from engine.scheduling.admission import Admission
+from engine.scheduling.draft import StepDraft
+from engine.scheduling.limits import Limits
+from engine.scheduling.pager import Pager
+from engine.scheduling.plan import Drawn, StepPlan, StepResult
+from engine.scheduling.request import Branch, Mode, Request, State
+from engine.scheduling.roster import Roster
+from engine.scheduling.sequence import Sequence
+
+
+class Scheduler:
+    """Continuous batching over one arena of pages.
+
+    Pure: no torch, no clock, no thread. Its owner calls `handle` for each command, then `schedule`; a plan that comes back
+    must be executed and given to `apply` (rows that could not be computed to `fail` before) ahead of anything else.
+
+    Rows that are being exported are never preempted, nor are pages pinned for a hand-over: a transfer may be reading or
+    writing them.
+
+    Args:
+        limits: What this engine takes.
+        layout: Layout of the pages; goes into the block keys.
+        secret: The cluster secret, 32 bytes; keys the blocks.
+        eos_ids: The model's end-of-sequence tokens.
+        enable_prefix_caching: Whether full pages are shared and kept for later prompts.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        layout: KvLayout,
+        secret: bytes,
+        eos_ids: Iterable[int] = (),
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        if limits.block_tokens != layout.block_tokens:
+            raise ValueError("limits and layout disagree on the tokens per page")
+        self._limits = limits
+        self._eos_ids = frozenset(eos_ids)
+        self._blocks = BlockManager(limits.num_blocks)
+        self._pager = Pager(
+            self._blocks, layout=layout, secret=secret, share_prefixes=enable_prefix_caching
+        )
+        self._roster = Roster(limits.seats)
+        self._admission = Admission(self._roster, self._pager)
+        self._requests: dict[SeqId, Request] = {}
+        self._arrivals = 0
+        self._in_flight: list[Branch] | None = None
+        self._kept: list[BlockId] = []  # sources of this step's copies whose owner was preempted
+        self._steps = 0
+        self._preemptions = 0
+
+    @property
+    def limits(self) -> Limits:
+        """What this engine takes."""
+        return self._limits
+
+    @property
+    def step(self) -> int:
+        """Number of the last step."""
+        return self._steps
+
+    def handle(self, command: Command) -> list[SeqEvent]:
+        """Takes one command; returns what is to be told at once.
+
+        Raises:
+            InvariantError: A step is in flight.
+        """
+        if self._in_flight is not None:
+            raise InvariantError("a command came while a step was in flight")
+        match command:
+            case Generate():
+                return self._arrive(command.seq_id, Mode.GENERATE, command.prompt)
+            case Prefill():
+                return self._arrive(command.seq_id, Mode.PREFILL, command.prompt)
+            case Reserve():
+                return self._arrive(command.seq_id, Mode.RESERVE, command.prompt)
+            case Start():
+                return self._start(command)
+            case Release() | Abort():
+                return self._release(command.seq_id)
+            case FlushCache():
+                self._blocks.flush()
+                return []
+
+    def _arrive(self, seq_id: SeqId, mode: Mode, prompt: Prompt) -> list[SeqEvent]:
+        if (known := self._requests.get(seq_id)) is not None:
+            # The two cannot be told apart by their events, so neither may go on.
+            return self._end_with(known, InvariantError(f"sequence {seq_id} was submitted twice"))
+        refusal = self._limits.refusal(prompt, decodes_here=mode is not Mode.PREFILL)
+        if refusal is not None:
+            return [Failed(seq_id=seq_id, error=refusal)]
+        request = Request(
+            seq_id=seq_id,
+            mode=mode,
+            prompt=prompt,
+            arrival=self._arrivals,
+            stop_ids=self._stop_ids(prompt),
+            final_len=self._limits.final_len(prompt),
+        )
+        self._arrivals += 1
+        self._requests[seq_id] = request
+        self._roster.add(request.undivided(), State.WAITING)
+        return []
+
+    def _stop_ids(self, prompt: Prompt) -> frozenset[int]:
+        sampling = prompt.sampling
+        eos_ids = frozenset() if sampling.ignore_eos else self._eos_ids
+        return eos_ids.union(sampling.stop_token_ids)
+
+    def _start(self, command: Start) -> list[SeqEvent]:
+        request = self._requests.get(command.seq_id)
+        if request is None:
+            return []  # aborted while the KV was on its way
+        leader = request.branches[0]
+        if leader.state is not State.RESERVED:
+            error = InvariantError(f"sequence {request.seq_id} holds no reservation to start from")
+            return self._end_with(request, error)
+        wrong = self._limits.wrong_start(request.prompt, command.first_tokens)
+        if wrong is not None:
+            return self._end_with(request, InvalidRequestError(wrong))
+        leader.seq.num_computed = len(leader.seq.tokens)
+        request.has_kv = True
+        self._pager.publish(leader)
+        self._fan_out(leader, command.first_tokens)
+        return []
+
+    def _release(self, seq_id: SeqId) -> list[SeqEvent]:
+        request = self._requests.get(seq_id)
+        if request is None:
+            return []
+        self._end(request)
+        return [Released(seq_id=seq_id)]
+
+    def schedule(self) -> tuple[StepPlan | None, list[SeqEvent]]:
+        """Chooses what runs next.
+
+        Returns:
+            The step (None when nothing can run before another command comes), and what is to be told before it runs:
+            reservations that were granted, prompts that start.
+        """
+        if self._in_flight is not None:
+            raise InvariantError("a step was scheduled while another was in flight")
+        limits = self._limits
+        draft = StepDraft(limits.max_num_batched_tokens, block_tokens=limits.block_tokens)
+        self._place_next_tokens(draft)
+        draft.add_decodes(self._roster.running)
+        for branch in self._roster.prefilling:
+            if draft.budget > 0:
+                draft.add_chunk(branch)
+        events = self._admission.let_in(draft)
+        if not draft.branches:
+            self._close_step()
+            return None, events
+        self._steps += 1
+        self._in_flight = draft.branches
+        return draft.plan(self._steps), events
+
+    def _place_next_tokens(self, draft: StepDraft) -> None:
+        """Every running branch gets a place for the token it computes next, the oldest first, or is preempted."""
+        for branch in list(filter(self._pager.needs_page, self._roster.running)):
+            while branch.state is State.RUNNING and not self._pager.extend(branch, draft.copies):
+                self._preempt_youngest(draft)
+
+    def _preempt_youngest(self, draft: StepDraft) -> None:
+        victim = self._roster.youngest()
+        if victim is None:
+            raise InvariantError("a running sequence found no page and nobody to take one from")
+        # What an older sibling copies in this step must not be given to anybody before the step is over.
+        sources = {source for source, _ in draft.copies}.intersection(victim.seq.blocks)
+        self._blocks.share(sources)
+        self._kept += sources
+        self._pager.release(victim)
+        self._roster.move(victim, State.WAITING)
+        self._preemptions += 1
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
+        """Takes the outcome of the step in flight. Rows whose sequence was given to `fail` are passed over."""
+        branches, self._in_flight = self._in_flight, None
+        if branches is None or plan.step != self._steps:
+            raise InvariantError(f"step {plan.step} is not in flight")
+        sampled: dict[SeqId, list[TokenSample]] = {}
+        block_tokens = self._limits.block_tokens
+        for branch, row, drawn in zip(branches, plan.rows, result.drawn, strict=True):
+            if branch.state is State.ENDED:
+                continue
+            seq = branch.seq
+            seq.num_computed += row.num_tokens
+            if seq.num_computed >= (branch.num_published + 1) * block_tokens:
+                self._pager.publish(branch)
+            if drawn:
+                tokens = self._receive(branch, drawn)
+                sampled.setdefault(seq.seq_id, []).extend(tokens)
+        self._close_step()
+        return [Sampled(seq_id=seq_id, tokens=tuple(tokens)) for seq_id, tokens in sampled.items()]
+
+    def _close_step(self) -> None:
+        if self._kept:
+            self._blocks.release(self._kept)
+            self._kept.clear()
+
+    def _receive(self, branch: Branch, drawn: tuple[Drawn, ...]) -> tuple[TokenSample, ...]:
+        request, seq = branch.request, branch.seq
+        if branch.state is State.PREFILLING:
+            return self._end_prefill(branch, drawn)
+        (draw,) = drawn
+        seq.tokens.append(draw.token)
+        finish = request.finish_of(draw.token, len(seq.tokens))
+        if finish is not None:
+            self._finish(branch)
+        return (_sample(seq.sample, draw, finish),)
+
+    def _end_prefill(self, branch: Branch, drawn: tuple[Drawn, ...]) -> tuple[TokenSample, ...]:
+        request, length = branch.request, len(branch.seq.tokens) + 1
+        first_tokens = tuple(
+            _sample(sample, draw, request.finish_of(draw.token, length))
+            for sample, draw in zip(branch.samples, drawn, strict=True)
+        )
+        if request.mode is Mode.PREFILL:
+            self._roster.move(branch, State.HANDING_OVER)
+        else:
+            self._fan_out(branch, first_tokens)
+        return first_tokens
+
+    def _fan_out(self, leader: Branch, first_tokens: tuple[TokenSample, ...]) -> None:
+        """Lets each sample that is not finished run on its own: the first takes the leader's pages, the others share."""
+        going_on = [first for first in first_tokens if first.finish is None]
+        if not going_on:
+            self._finish(leader)
+            return
+        forks = [self._pager.fork(leader, first) for first in going_on[1:]]
+        first = going_on[0]
+        leader.seq.sample = first.sample
+        leader.seq.tokens.append(first.token)
+        self._roster.move(leader, State.RUNNING, samples=(first.sample,))
+        for fork in forks:
+            self._roster.add(fork, State.RUNNING)
+
+    def _finish(self, branch: Branch) -> None:
+        self._pager.release(branch)
+        self._roster.move(branch, State.ENDED)
+        if not branch.request.branches:
+            del self._requests[branch.request.seq_id]
+
+    def fail(self, seq: Sequence, error: BatonError) -> list[SeqEvent]:
+        """Ends the request that `seq` belongs to, because its row could not be computed; nobody else is touched."""
+        request = self._requests.get(seq.seq_id)
+        return [] if request is None else self._end_with(request, error)
+
+    def _end_with(self, request: Request, error: BatonError) -> list[SeqEvent]:
+        self._end(request)
+        return [Failed(seq_id=request.seq_id, error=error)]
+
+    def _end(self, request: Request) -> None:
+        for branch in tuple(request.branches):
+            self._finish(branch)
+
+    def load(self) -> WorkerLoad:
+        """Counts for routing and metrics; `draining` is for the service to set."""
+        roster, blocks = self._roster, self._blocks
+        return WorkerLoad(
+            running=len(roster.running) + len(roster.prefilling),
+            waiting=roster.num_waiting,
+            blocks_total=blocks.num_total,
+            blocks_free=blocks.num_free,
+            blocks_used=blocks.num_used,
+            blocks_cached=blocks.num_cached,
+            steps=self._steps,
+            preemptions=self._preemptions,
+            prefix_hit_tokens=self._admission.hit_tokens,
+            prefix_query_tokens=self._admission.query_tokens,
+            prefill_tokens_pending=roster.prefill_tokens_pending,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError unless every page is accounted for and every branch is in its place. O(pages)."""
+        requests = self._requests.values()
+        branches = [branch for request in requests for branch in request.branches]
+        self._roster.check_integrity(branches)
+        if not all(request.branches for request in requests):
+            raise InvariantError("a request without branches is still known")
+        held = list(self._kept)
+        for branch in branches:
+            branch.check_integrity(self._limits.block_tokens)
+            held += branch.seq.blocks + branch.parked
+        self._blocks.check_integrity(held)
+
+
+def _sample(sample: int, draw: Drawn, finish: FinishReason | None) -> TokenSample:
+    return TokenSample(sample=sample, token=draw.token, logprobs=draw.logprobs, finish=finish)
