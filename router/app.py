@@ -1,0 +1,153 @@
+"""The router's HTTP application: which paths there are, and who answers them.
+
+`create_app` puts together what the endpoints need around a `Generator`; whoever runs the server owns the generator and
+the tokenizer and closes them after it.
+"""
+
+import time
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CollectorRegistry
+
+from baton.clock import Clock, MonotonicClock
+from baton.config.schema import RouterConfig
+from baton.errors import UnavailableError
+from baton.telemetry.metrics import render
+from router.metrics import RouterMetrics
+from router.openai import description, errors
+from router.openai.access import AccessGate, ApiKeys
+from router.openai.chat import chat_completions
+from router.openai.completions import completions
+from router.openai.models import detokenize, model_card, model_list, tokenize
+from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
+from router.openai.sampling import SamplingDefaults
+from router.openai.serving import Serving
+from router.ports import Generator
+from router.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppSettings:
+    """What the HTTP face is told at start.
+
+    Attributes:
+        model_names: Names that clients may use for the model; at least one, the first is the model's own.
+        version: Baton's version, shown by /version.
+        router: Keys and limits.
+        defaults: How tokens are drawn where a request says nothing (`router.openai.sampling.read_defaults`).
+        cache_scope: Scope of the prefix cache.
+    """
+
+    model_names: tuple[str, ...]
+    version: str
+    router: RouterConfig
+    defaults: SamplingDefaults
+    cache_scope: str = ""
+
+
+def create_app(
+    settings: AppSettings,
+    generator: Generator,
+    tokenizer: Tokenizer,
+    registry: CollectorRegistry,
+    clock: Clock | None = None,
+) -> FastAPI:
+    """The application. It owns nothing: generator and tokenizer outlive it.
+
+    Args:
+        settings: Names, keys and limits.
+        generator: Makes tokens.
+        tokenizer: The served model's.
+        registry: Where the router's metrics go, and what /metrics shows.
+        clock: Measures what clients wait for.
+    """
+    metrics = RouterMetrics(registry, settings.model_names[0])
+    metrics.watch(generator)
+    serving = Serving(
+        model_names=settings.model_names,
+        created_s=int(time.time()),
+        generator=generator,
+        tokenizer=tokenizer,
+        defaults=settings.defaults,
+        metrics=metrics,
+        clock=clock or MonotonicClock(),
+        max_body_bytes=settings.router.max_body_bytes,
+        request_timeout_s=settings.router.request_timeout_s,
+        cache_scope=settings.cache_scope,
+    )
+    app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None)
+    app.add_middleware(AccessGate, keys=ApiKeys(settings.router.api_keys), metrics=metrics)
+    errors.install(app)
+    description.install(app)
+    _add_generation(app, serving)
+    _add_models(app, serving)
+    _add_operations(app, serving, settings.version)
+    return app
+
+
+def _add_generation(app: FastAPI, serving: Serving) -> None:
+    chat, plain = description.CHAT, description.COMPLETION
+
+    @app.post(
+        "/v1/chat/completions",
+        response_model=None,
+        openapi_extra=chat.openapi_extra,
+        responses=chat.responses,
+    )
+    async def post_chat_completions(request: Request) -> Response:
+        return await chat_completions(request, serving)
+
+    @app.post(
+        "/v1/completions",
+        response_model=None,
+        openapi_extra=plain.openapi_extra,
+        responses=plain.responses,
+    )
+    async def post_completions(request: Request) -> Response:
+        return await completions(request, serving)
+
+
+def _add_models(app: FastAPI, serving: Serving) -> None:
+    @app.get("/v1/models", responses=description.ERRORS)
+    async def get_models() -> ModelList:
+        return model_list(serving)
+
+    @app.get("/v1/models/{name:path}", responses=description.ERRORS)
+    async def get_model(name: str) -> ModelCard:
+        return model_card(name, serving)
+
+    into, back = description.TOKENIZE, description.DETOKENIZE
+
+    @app.post("/tokenize", openapi_extra=into.openapi_extra, responses=into.responses)
+    async def post_tokenize(request: Request) -> Tokenized:
+        return await tokenize(request, serving)
+
+    @app.post("/detokenize", openapi_extra=back.openapi_extra, responses=back.responses)
+    async def post_detokenize(request: Request) -> Detokenized:
+        return await detokenize(request, serving)
+
+
+def _add_operations(app: FastAPI, serving: Serving, version: str) -> None:
+    @app.get("/health", responses=description.ERRORS)
+    async def get_health() -> dict[str, str]:
+        """Alive, and what the workers send is being moved. Says nothing about whether there are workers."""
+        if not serving.generator.healthy():
+            raise UnavailableError("The links to the workers make no progress.")
+        return {"status": "ok"}
+
+    @app.get("/ready", responses=description.ERRORS)
+    async def get_ready() -> dict[str, str]:
+        """Whether a request could be served now."""
+        if not serving.generator.ready():
+            raise UnavailableError("No prefill and decode pair and no hybrid worker is ready.")
+        return {"status": "ready"}
+
+    @app.get("/metrics", response_class=Response)
+    async def get_metrics() -> Response:
+        text, content_type = render(serving.metrics.registry)
+        return Response(text, headers={"Content-Type": content_type})
+
+    @app.get("/version")
+    async def get_version() -> dict[str, str]:
+        return {"version": version}

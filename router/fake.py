@@ -1,0 +1,149 @@
+"""A generator without workers: plays back token ids, and remembers what was asked of it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError
+from baton.generation import FinishReason, TokenLogprobs, TokenSample
+from baton.ids import RequestId
+from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing, Tokens
+
+
+@dataclass(slots=True, eq=False)
+class FakeGenerator:
+    """Every sample gets the tokens of `script`, one per event; all that is done to it can be read afterwards.
+
+    Attributes:
+        script: Tokens of each sample, at least one; used again from its start for further samples.
+        served: What `model` answers.
+        eos_token: Appended to a sample that ends before `max_tokens`, as a model would.
+        fault: Raised instead of the token at `fault_after`.
+        fault_after: Tokens of the first sample that come before `fault`.
+        pause_after: Tokens after which `gate` is waited for; None never waits.
+        gate: Opened by the test.
+        paused: Set when something waits at `gate`.
+        is_ready: What `ready` answers.
+        is_healthy: What `healthy` answers.
+        jobs: Every job that was started.
+        stopped: What `stop_sample` was told.
+        cancelled: Jobs that were closed before their end.
+    """
+
+    script: Sequence[Sequence[int]] = ((0,),)
+    served: ServedModel | None = field(
+        default_factory=lambda: ServedModel(max_model_len=512, vocab_size=512)
+    )
+    eos_token: int | None = None
+    fault: BatonError | None = None
+    fault_after: int = 0
+    pause_after: int | None = None
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    paused: asyncio.Event = field(default_factory=asyncio.Event)
+    is_ready: bool = True
+    is_healthy: bool = True
+    jobs: list[GenerationJob] = field(default_factory=list)
+    stopped: list[tuple[RequestId, int]] = field(default_factory=list)
+    cancelled: list[RequestId] = field(default_factory=list)
+    _running: set[RequestId] = field(default_factory=set)
+
+    async def generate(self, job: GenerationJob) -> AsyncGenerator[GenerationEvent, None]:
+        """Plays the script for one job."""
+        self.jobs.append(job)
+        self._running.add(job.request_id)
+        ended = False
+        try:
+            output_tokens = 0
+            for step, samples in enumerate(self._steps(job)):
+                await self._before(step)
+                wanted = tuple(s for s in samples if (job.request_id, s.sample) not in self.stopped)
+                if wanted:
+                    output_tokens += len(wanted)
+                    yield Tokens(samples=wanted)
+            ended = True
+            yield _timing(job, output_tokens)
+        except BatonError:
+            ended = True
+            raise
+        finally:
+            self._running.discard(job.request_id)
+            if not ended:
+                self.cancelled.append(job.request_id)
+
+    def stop_sample(self, request_id: RequestId, sample: int) -> None:
+        """Remembers it; the sample gets nothing more."""
+        self.stopped.append((request_id, sample))
+
+    def model(self) -> ServedModel | None:
+        """`served`."""
+        return self.served
+
+    def ready(self) -> bool:
+        """`is_ready`."""
+        return self.is_ready
+
+    def healthy(self) -> bool:
+        """`is_healthy`."""
+        return self.is_healthy
+
+    def in_flight(self) -> int:
+        """Jobs started and not ended."""
+        return len(self._running)
+
+    async def _before(self, step: int) -> None:
+        await asyncio.sleep(0)  # a real generator always lets others run between two steps
+        if self.fault is not None and step == self.fault_after:
+            raise self.fault
+        if step == self.pause_after:
+            self.paused.set()
+            await self.gate.wait()
+
+    def _steps(self, job: GenerationJob) -> list[list[TokenSample]]:
+        lanes = [self._lane(job, sample) for sample in job.prompt.samples]
+        longest = max(len(lane) for lane in lanes)
+        return [[lane[i] for lane in lanes if i < len(lane)] for i in range(longest)]
+
+    def _lane(self, job: GenerationJob, sample: int) -> list[TokenSample]:
+        limit = job.prompt.sampling.max_tokens
+        tokens = list(self.script[sample % len(self.script)])
+        if self.eos_token is not None:
+            tokens.append(self.eos_token)
+        cut = tokens[:limit]
+        finish = FinishReason.STOP if cut[-1] == self.eos_token else FinishReason.LENGTH
+        last = len(cut) - 1
+        return [
+            TokenSample(
+                sample=sample,
+                token=token,
+                logprobs=_logprobs(token, job.prompt.sampling.logprobs),
+                finish=finish if i == last else None,
+            )
+            for i, token in enumerate(cut)
+        ]
+
+
+def _logprobs(token: int, count: int | None) -> TokenLogprobs | None:
+    if count is None:
+        return None
+    top = tuple((token + rank, -0.5 - rank) for rank in range(count))
+    return TokenLogprobs(logprob=-0.5, rank=1, top=top)
+
+
+def _timing(job: GenerationJob, output_tokens: int) -> Timing:
+    return Timing(
+        prefill_worker="prefill-0",
+        decode_worker="decode-0",
+        route_s=0.0001,
+        queue_s=0.001,
+        prefill_s=0.01,
+        first_token_s=0.0111,
+        handoff_s=0.002,
+        unhidden_s=0.0005,
+        decode_s=0.02,
+        total_s=0.0311,
+        prompt_tokens=len(job.prompt.prompt_tokens),
+        cached_tokens=len(job.prompt.prompt_tokens) // 2,
+        output_tokens=output_tokens,
+        blocks_sent=1,
+        bytes_sent=4096,
+    )

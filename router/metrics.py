@@ -1,0 +1,125 @@
+"""What the router counts. Names that dashboards for vLLM know keep that spelling; the rest is `baton_*`.
+
+All label values come from fixed sets: served model name, known routes, status codes, finish reasons, phases.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from baton.generation import FinishReason
+from baton.telemetry.metrics import (
+    REQUEST_LATENCY_BUCKETS_S,
+    SHORT_LATENCY_BUCKETS_S,
+    TOKEN_LATENCY_BUCKETS_S,
+)
+from router.ports import Generator, Timing
+
+
+class RouterMetrics:
+    """Metrics of one router on one registry."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self.registry = registry
+        self._http_requests = Counter(
+            "baton_http_requests",
+            "HTTP requests answered.",
+            ["route", "status"],
+            registry=registry,
+        )
+        self._disconnects = Counter(
+            "baton_client_disconnects", "Clients gone before their reply ended.", registry=registry
+        )
+        self._in_flight = Gauge(
+            "baton_requests_in_flight", "Prompts accepted and not finished.", registry=registry
+        )
+        self._model_name = model_name
+        self._define_counters()
+        self._define_histograms()
+
+    def watch(self, generator: Generator) -> None:
+        """Reads what is in flight from `generator` whenever the metrics are scraped."""
+        self._in_flight.set_function(generator.in_flight)
+
+    def http_answered(self, route: str, status: int) -> None:
+        """One HTTP request was answered; `route` is a declared path or `other`."""
+        self._http_requests.labels(route, str(status)).inc()
+
+    def client_gone(self) -> None:
+        """A client closed its connection before its reply ended."""
+        self._disconnects.inc()
+
+    def first_token(self, seconds: float) -> None:
+        """A prompt's first token came `seconds` after the request."""
+        self._first_token.observe(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        """A sample's next token came `seconds` after the one before."""
+        self._between_tokens.observe(seconds)
+
+    def sample_finished(self, reason: FinishReason) -> None:
+        """One sample reached its end."""
+        self._success[reason].inc()
+
+    def job_finished(self, timing: Timing) -> None:
+        """All samples of one prompt reached their end."""
+        self._prompt_tokens.inc(timing.prompt_tokens)
+        self._cached_tokens.inc(timing.cached_tokens)
+        self._generation_tokens.inc(timing.output_tokens)
+        self._end_to_end.observe(timing.total_s)
+        self._queue.observe(timing.queue_s)
+        self._prefill.observe(timing.prefill_s)
+        self._decode.observe(timing.decode_s)
+        self._inference.observe(timing.prefill_s + timing.decode_s)
+        self._route.observe(timing.route_s)
+        if timing.blocks_sent:
+            self._handoff.observe(timing.handoff_s)
+            self._unhidden.observe(timing.unhidden_s)
+            self._handoff_bytes.inc(timing.bytes_sent)
+
+    def _define_counters(self) -> None:
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens served.")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._cached_tokens = self._counter(
+            "baton_prompt_tokens_cached", "Prompt tokens whose KV a prefix cache held."
+        )
+        self._handoff_bytes = self._counter("baton_handoff_bytes", "KV bytes handed over.")
+        success = Counter(
+            "vllm:request_success",
+            "Samples that reached their end.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._success = {r: success.labels(self._model_name, r.value) for r in FinishReason}
+
+    def _define_histograms(self) -> None:
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From the request to its first token."
+        )
+        self._between_tokens = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens.", TOKEN_LATENCY_BUCKETS_S
+        )
+        self._end_to_end = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From the request to its last token."
+        )
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Waiting for prefill.")
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Prefilling.")
+        self._decode = self._histogram("vllm:request_decode_time_seconds", "Decoding.")
+        self._inference = self._histogram(
+            "vllm:request_inference_time_seconds", "Prefilling and decoding."
+        )
+        self._route = self._histogram(
+            "baton_route_seconds", "Choosing the workers.", SHORT_LATENCY_BUCKETS_S
+        )
+        self._handoff = self._histogram("baton_handoff_seconds", "First page sent to commit.")
+        self._unhidden = self._histogram(
+            "baton_handoff_unhidden_seconds", "The part of a hand-off that decoding waited for."
+        )
+
+    def _counter(self, name: str, text: str) -> Counter:
+        counter = Counter(name, text, ["model_name"], registry=self.registry)
+        return counter.labels(self._model_name)
+
+    def _histogram(
+        self, name: str, text: str, buckets: tuple[float, ...] = REQUEST_LATENCY_BUCKETS_S
+    ) -> Histogram:
+        histogram = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
+        return histogram.labels(self._model_name)

@@ -1,0 +1,166 @@
+"""From prompts to the HTTP reply, streamed or whole: the part that chat and plain completions have in common."""
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import msgspec
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.errors import InvalidRequestError
+from baton.generation import Prompt
+from baton.hashing import narrow_scope
+from baton.ids import RequestId
+from router.openai.choices import Delta, TextOptions
+from router.openai.connection import ClientGoneError, EventStream, while_connected
+from router.openai.jobs import JobRun, merged, usage_of
+from router.openai.replies import TimingReply, Usage
+from router.openai.requests import GenerationBody
+from router.openai.sampling import TokenLimit, sampling_params
+from router.openai.serving import Serving
+from router.openai.vocabulary import check_vocabulary
+from router.ports import GenerationJob
+
+TIMING_HEADER = "x-baton-timing"
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a reply that nobody waits for; it only shows in metrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyHead:
+    """What every reply and every chunk of one request repeats."""
+
+    request_id: RequestId
+    created: int
+    model: str
+
+    def as_json(self, kind: str) -> bytes:
+        """The beginning of an event's JSON object, up to and without its `choices`."""
+        fields = {"id": self.request_id, "object": kind, "created": self.created}
+        return b"data: " + msgspec.json.encode(fields | {"model": self.model})[:-1]
+
+
+class ReplyShape(Protocol):
+    """How one endpoint writes what was generated."""
+
+    def opening(self) -> bytes:
+        """What a stream begins with."""
+
+    def piece(self, delta: Delta) -> bytes:
+        """The event or events for one delta."""
+
+    def usage_piece(self, usage: Usage) -> bytes:
+        """The event that ends a stream whose client asked for usage."""
+
+    def whole(
+        self, choices: Sequence[Sequence[Delta]], usage: Usage, timings: Sequence[TimingReply]
+    ) -> BaseModel:
+        """The reply that is not streamed; `choices` holds the deltas of each, in order."""
+
+
+def plan_runs(
+    serving: Serving,
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int]],
+    *,
+    request_id: RequestId,
+    limit: TokenLimit,
+    logprobs: int | None,
+) -> list[JobRun]:
+    """One job per prompt, with the choices numbered as OpenAI does: all of the first prompt, then the next.
+
+    Raises:
+        InvalidRequestError: A prompt is empty, too long for what is asked, or not of this model's vocabulary.
+    """
+    model = serving.require_model()
+    count = body.n or 1
+    options = TextOptions(
+        stops=body.stops,
+        include_stop=bool(body.include_stop_str_in_output),
+        min_tokens=body.min_tokens or 0,
+    )
+    runs = []
+    for number, tokens in enumerate(prompts):
+        if not tokens:
+            raise InvalidRequestError("The prompt has no tokens.", param=limit.prompt_param)
+        check_vocabulary(tokens, model, limit.prompt_param)
+        sampling = sampling_params(
+            body,
+            serving.defaults,
+            model,
+            max_tokens=limit.resolve(len(tokens), model),
+            logprobs=logprobs,
+        )
+        prompt = Prompt(
+            prompt_tokens=tuple(tokens),
+            samples=tuple(range(count)),
+            sampling=sampling,
+            cache_scope=narrow_scope(serving.cache_scope, body.cache_salt),
+        )
+        job = GenerationJob(
+            request_id=RequestId(f"{request_id}-{number}" if number else request_id),
+            prompt=prompt,
+            deadline_s=serving.request_timeout_s,
+        )
+        runs.append(JobRun(job, serving, options, number * count))
+    return runs
+
+
+async def answer(
+    request: Request,
+    serving: Serving,
+    body: GenerationBody,
+    runs: Sequence[JobRun],
+    shape: ReplyShape,
+) -> Response:
+    """Runs the jobs and replies in the way that the client asked for."""
+    with_timing = request.headers.get(TIMING_HEADER) == "1"
+    if body.stream:
+        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        pieces = _pieces(runs, shape, with_usage=with_usage, with_timing=with_timing)
+        return EventStream(pieces, serving.metrics.client_gone)
+    try:
+        choices = await while_connected(
+            request.receive, _collect(runs), serving.metrics.client_gone
+        )
+    except ClientGoneError:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    timings = _timings(runs) if with_timing else []
+    reply = shape.whole(choices, usage_of(runs), timings)
+    left_out = set() if with_timing else {"baton"}
+    return Response(reply.model_dump_json(exclude=left_out), media_type="application/json")
+
+
+async def _collect(runs: Sequence[JobRun]) -> list[list[Delta]]:
+    by_choice = defaultdict[int, list[Delta]](list)
+    async with aclosing(_deltas(runs)) as batches:
+        async for batch in batches:
+            for delta in batch:
+                by_choice[delta.index].append(delta)
+    return [by_choice[index] for index in sorted(by_choice)]
+
+
+async def _pieces(
+    runs: Sequence[JobRun], shape: ReplyShape, *, with_usage: bool, with_timing: bool
+) -> AsyncGenerator[bytes, None]:
+    head = shape.opening()
+    async with aclosing(_deltas(runs)) as batches:
+        async for batch in batches:
+            yield head + b"".join(map(shape.piece, batch))
+            head = b""
+    tail = shape.usage_piece(usage_of(runs)) if with_usage else b""
+    for timing in _timings(runs) if with_timing else ():
+        tail += b": baton " + msgspec.json.encode(timing.model_dump()) + b"\n\n"
+    yield tail + b"data: [DONE]\n\n"
+
+
+def _deltas(runs: Sequence[JobRun]) -> AsyncGenerator[list[Delta], None]:
+    return runs[0].deltas() if len(runs) == 1 else merged([run.deltas() for run in runs])
+
+
+def _timings(runs: Sequence[JobRun]) -> list[TimingReply]:
+    return [TimingReply(**asdict(run.timing)) for run in runs if run.timing is not None]

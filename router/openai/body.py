@@ -1,0 +1,53 @@
+"""Bodies from outside: bounded while they are read, checked while they are parsed."""
+
+import logging
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from baton.errors import CancelledByPeerError, PayloadTooLargeError
+from router.openai.errors import from_validation
+
+_Body = TypeVar("_Body", bound=BaseModel)
+_LENGTH_DIGITS = 15
+_LOG = logging.getLogger(__name__)
+
+
+async def read_body(request: Request, schema: type[_Body], max_bytes: int) -> _Body:
+    """Reads a request's JSON as `schema`. Nesting deeper than 200, NaN, half surrogate pairs and bytes that are not
+    UTF-8 are refused by the parser.
+
+    Raises:
+        PayloadTooLargeError: More than `max_bytes`; the rest is not read.
+        InvalidRequestError: Not JSON, or not what `schema` allows.
+    """
+    raw = await _read_bounded(request, max_bytes)
+    try:
+        body = schema.model_validate_json(raw)
+    except ValidationError as error:
+        raise from_validation(error) from None
+    if body.model_extra and _LOG.isEnabledFor(logging.DEBUG):
+        _LOG.debug("ignoring %d unknown fields of a request", len(body.model_extra))
+    return body
+
+
+async def _read_bounded(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and (len(declared) > _LENGTH_DIGITS or int(declared) > max_bytes):
+        raise _too_large(max_bytes)
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise CancelledByPeerError("The client left while it sent its request.") from error
+    return b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"The request body is larger than {max_bytes} bytes.")

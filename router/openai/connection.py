@@ -1,0 +1,95 @@
+"""The client at the other end: whether it is still there, and how it gets a stream."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import BatonError
+from router.openai.errors import error_body
+
+_Result = TypeVar("_Result")
+_LOG = logging.getLogger(__name__)
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+async def while_connected(
+    receive: Receive, work: Coroutine[Any, Any, _Result], on_gone: Callable[[], None]
+) -> _Result:
+    """Does `work`, and cancels it as soon as the client goes away. The request's body must have been read.
+
+    Raises:
+        ClientGoneError: The client went away; `work` has ended.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+    on_gone()
+    raise ClientGoneError
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, each piece written as it comes.
+
+    Nothing is sent before the first piece: a request that is refused until then gets a plain error with its status.
+    A fault after that is the stream's last event. A client that reads slowly makes `send` wait, and thereby `pieces`.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, pieces: AsyncGenerator[bytes, None], on_gone: Callable[[], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._pieces = pieces
+        self._on_gone = on_gone
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream; returns when it is sent or the client has gone."""
+        try:
+            await while_connected(receive, self._send_pieces(send), self._on_gone)
+        except ClientGoneError:
+            _LOG.debug("client left %s", scope["path"])
+
+    async def _send_pieces(self, send: Send) -> None:
+        try:
+            async with aclosing(self._pieces) as pieces:
+                async for piece in pieces:
+                    await self._send(send, piece)
+        except BatonError as error:
+            await self._send_fault(send, error)
+        except Exception:  # noqa: BLE001  # logged; the client is owed an end to its stream
+            _LOG.exception("a stream failed")
+            await self._send_fault(send, BatonError("unexpected"))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, piece: bytes) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def _send_fault(self, send: Send, error: BatonError) -> None:
+        if not self._started:
+            raise error
+        _LOG.warning("a stream ended early: %s: %s", error.code, error.message)
+        await self._send(send, b"data: " + error_body(error) + b"\n\n")

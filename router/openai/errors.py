@@ -1,0 +1,113 @@
+"""Every error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, whatever went wrong and where."""
+
+import logging
+
+import msgspec
+from fastapi import FastAPI
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.errors import (
+    BatonError,
+    InvalidRequestError,
+    OverloadedError,
+    RouteNotFoundError,
+    disposition,
+)
+
+RETRY_AFTER_S = 1
+"""What a refused client is told to wait; it backs off further by itself."""
+
+_LOG = logging.getLogger(__name__)
+_JSON = "application/json"
+
+
+def error_body(error: BatonError) -> bytes:
+    """The JSON of one error. Faults of our own show no internals."""
+    row = disposition(error)
+    message = error.message if row.openai_type != "server_error" else "Internal server error."
+    fields = {
+        "message": message,
+        "type": row.openai_type,
+        "param": error.param,
+        "code": error.code,
+    }
+    return msgspec.json.encode({"error": fields})
+
+
+def error_response(error: BatonError) -> Response:
+    """The HTTP answer to one error."""
+    row = disposition(error)
+    headers = {}
+    if row.http in (429, 503) and (row.retryable or isinstance(error, OverloadedError)):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if row.http == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(error_body(error), row.http, headers, media_type=_JSON)
+
+
+def from_validation(error: ValidationError) -> InvalidRequestError:
+    """The first complaint of pydantic, with the name of the field it is about."""
+    errors = error.errors(include_url=False, include_input=False)
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequestError(f"The body is not valid JSON: {first['msg']}")
+    param = first.get("ctx", {}).get("param") or _param(first["loc"])
+    message = _message([e for e in errors if _param(e["loc"]) == _param(first["loc"])])
+    return InvalidRequestError(f"{param}: {message}" if param else message, param=param)
+
+
+def _message(errors: list[ErrorDetails]) -> str:
+    """One sentence about one field. A field of several types has a complaint for each; the one that got past the type
+    check is about what the client meant."""
+    meant = [e["msg"] for e in errors if not e["type"].endswith("_type")]
+    return meant[0] if meant else ", or: ".join(dict.fromkeys(e["msg"] for e in errors))
+
+
+def _param(location: tuple[int | str, ...]) -> str | None:
+    """`messages[0].content` from pydantic's path. Below a field that may have several types pydantic names the type it
+    tried; for those the field's own name says enough."""
+    if not location:
+        return None
+    name = str(location[0])
+    if name != "messages":
+        return name
+    for step in location[1:3]:
+        name += f"[{step}]" if isinstance(step, int) else f".{step}"
+    return name
+
+
+def install(app: FastAPI) -> None:
+    """Lets `app` answer all its errors in this shape."""
+    app.add_exception_handler(BatonError, _on_baton_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_exception)
+
+
+async def _on_baton_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BatonError)
+    if disposition(error).http >= 500:
+        _LOG.warning("%s failed: %s: %s", request.scope["path"], error.code, error.message)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: an unknown path, or a method that the path does not have."""
+    assert isinstance(error, HTTPException)
+    method = request.method
+    if error.status_code == 405:
+        text = f"{method} is not allowed here."
+    else:
+        text = f"There is no {method} {request.scope['path'][:200]} here."
+    response = Response(error_body(RouteNotFoundError(text)), error.status_code, media_type=_JSON)
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    return response
+
+
+async def _on_exception(_request: Request, _error: Exception) -> Response:
+    """A bug of ours. Starlette raises it on to the server, which logs it with its traceback."""
+    return error_response(BatonError("unexpected"))

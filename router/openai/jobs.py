@@ -1,0 +1,126 @@
+"""One request's jobs while they run: tokens of several prompts and samples become deltas of numbered choices."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from baton.errors import EngineError
+from baton.generation import TokenSample
+from router.openai.choices import Choice, Delta, TextOptions
+from router.openai.replies import PromptTokensDetails, Usage
+from router.openai.serving import Serving
+from router.ports import GenerationJob, Timing, Tokens
+
+_Item = TypeVar("_Item")
+
+
+class JobRun:
+    """One job and its choices. Run it once.
+
+    Attributes:
+        job: What is generated.
+        timing: Where its time went; None until it ended.
+    """
+
+    def __init__(
+        self, job: GenerationJob, serving: Serving, options: TextOptions, first_index: int
+    ) -> None:
+        self.job = job
+        self.timing: Timing | None = None
+        self._serving = serving
+        self._choices = {
+            sample: Choice(first_index + place, serving.tokenizer, options)
+            for place, sample in enumerate(job.prompt.samples)
+        }
+        self._started_s = serving.clock.now_s()
+        self._last_token_s: dict[int, float] = {}
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all its choices so far."""
+        return sum(choice.num_tokens for choice in self._choices.values())
+
+    async def deltas(self) -> AsyncGenerator[list[Delta], None]:
+        """What the choices gained, event by event. Closing it cancels the job.
+
+        Raises:
+            BatonError: As `Generator.generate`, or a choice was left without an end.
+        """
+        async with aclosing(self._serving.generator.generate(self.job)) as events:
+            async for event in events:
+                if isinstance(event, Timing):
+                    self.timing = event
+                    self._serving.metrics.job_finished(event)
+                elif gained := self._take(event):
+                    yield gained
+        if not all(choice.finished for choice in self._choices.values()):
+            raise EngineError("The output ended before all of it was there.")
+
+    def _take(self, event: Tokens) -> list[Delta]:
+        touched: dict[int, Choice] = {}
+        for sample in event.samples:
+            choice = touched[sample.sample] = self._choices[sample.sample]
+            if not choice.finished:
+                self._advance(choice, sample)
+        taken = (choice.take() for choice in touched.values())
+        return [delta for delta in taken if delta is not None]
+
+    def _advance(self, choice: Choice, sample: TokenSample) -> None:
+        self._measure(sample.sample)
+        choice.push(sample)
+        if choice.finish is None:
+            return
+        self._serving.metrics.sample_finished(choice.finish)
+        if sample.finish is None:
+            self._serving.generator.stop_sample(self.job.request_id, sample.sample)
+
+    def _measure(self, sample: int) -> None:
+        now_s = self._serving.clock.now_s()
+        if not self._last_token_s:
+            self._serving.metrics.first_token(now_s - self._started_s)
+        elif sample in self._last_token_s:
+            self._serving.metrics.next_token(now_s - self._last_token_s[sample])
+        self._last_token_s[sample] = now_s
+
+
+def usage_of(runs: Sequence[JobRun]) -> Usage:
+    """Token counts over all jobs of a request."""
+    prompt_tokens = sum(len(run.job.prompt.prompt_tokens) for run in runs)
+    output_tokens = sum(run.output_tokens for run in runs)
+    cached = sum(run.timing.cached_tokens for run in runs if run.timing is not None)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=output_tokens,
+        total_tokens=prompt_tokens + output_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+async def merged(sources: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:
+    """What all `sources` yield, as it comes. Never more than one item of each waits: a slow reader slows them all.
+
+    Closing it, or a fault of one source, closes every source.
+    """
+    waiting = {asyncio.ensure_future(_next(source)): source for source in sources}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source = waiting.pop(task)
+                for item in task.result():
+                    yield item
+                    waiting[asyncio.ensure_future(_next(source))] = source
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
+
+
+async def _next(source: AsyncIterator[_Item]) -> tuple[_Item, ...]:
+    """The next item of `source`, or none at its end."""
+    async for item in source:
+        return (item,)
+    return ()

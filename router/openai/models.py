@@ -1,0 +1,66 @@
+"""GET /v1/models, POST /tokenize and POST /detokenize: what is served, and how it reads text."""
+
+from starlette.requests import Request
+
+from router.openai.body import read_body
+from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
+from router.openai.requests import DetokenizeRequest, TokenizeRequest
+from router.openai.serving import Serving
+from router.openai.vocabulary import check_vocabulary
+
+
+def model_list(serving: Serving) -> ModelList:
+    """All names that the one model answers to."""
+    return ModelList(data=[_card(name, serving) for name in serving.model_names])
+
+
+def model_card(name: str, serving: Serving) -> ModelCard:
+    """One name.
+
+    Raises:
+        ModelNotFoundError: It is not served.
+    """
+    return _card(serving.require_name(name), serving)
+
+
+def _card(name: str, serving: Serving) -> ModelCard:
+    model = serving.generator.model()
+    return ModelCard(
+        id=name,
+        created=serving.created_s,
+        root=serving.model_names[0],
+        max_model_len=None if model is None else model.max_model_len,
+    )
+
+
+async def tokenize(request: Request, serving: Serving) -> Tokenized:
+    """The token ids of a prompt or a conversation."""
+    body = await read_body(request, TokenizeRequest, serving.max_body_bytes)
+    if body.model is not None:
+        serving.require_name(body.model)
+    model = serving.require_model()
+    tokens = await _token_ids(body, serving)
+    texts = serving.tokenizer.token_texts(tokens) if body.return_token_strs else None
+    return Tokenized(
+        count=len(tokens), max_model_len=model.max_model_len, tokens=tokens, token_strs=texts
+    )
+
+
+async def _token_ids(body: TokenizeRequest, serving: Serving) -> list[int]:
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        return await serving.tokenizer.encode(body.prompt, add_special_tokens=special)
+    return await serving.tokenizer.encode_chat(
+        [message.for_template() for message in body.messages or ()],
+        add_generation_prompt=body.add_generation_prompt,
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+
+
+async def detokenize(request: Request, serving: Serving) -> Detokenized:
+    """The text of token ids."""
+    body = await read_body(request, DetokenizeRequest, serving.max_body_bytes)
+    if body.model is not None:
+        serving.require_name(body.model)
+    check_vocabulary(body.tokens, serving.require_model(), "tokens")
+    return Detokenized(prompt=await serving.tokenizer.decode(body.tokens))

@@ -1,0 +1,222 @@
+"""What clients get back, as OpenAI's clients know it.
+
+Whole replies are built from these models. The chunks of a stream are written without them, for speed; their models
+stand in the API's description, and tests hold every chunk against them.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+FinishWord = Literal["stop", "length", "abort"]
+
+
+class PromptTokensDetails(BaseModel):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Token counts over all prompts and choices of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TimingReply(BaseModel):
+    """Where the time of one prompt went; asked for with the header `X-Baton-Timing: 1`."""
+
+    prefill_worker: str
+    decode_worker: str
+    route_s: float
+    queue_s: float
+    prefill_s: float
+    first_token_s: float
+    handoff_s: float
+    unhidden_s: float
+    decode_s: float
+    total_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    blocks_sent: int
+    bytes_sent: int
+
+
+class TopLogprob(BaseModel):
+    """A token that could have been drawn."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob):
+    """The token that was drawn, and the likeliest in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of a chat choice."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(BaseModel):
+    """The model's answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishWord
+
+
+class ChatCompletion(BaseModel):
+    """Reply of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    baton: TimingReply | None = None
+
+
+class ChatDelta(BaseModel):
+    """What a chunk adds to a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    """One choice's part of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishWord | None
+
+
+class ChatCompletionChunk(BaseModel):
+    """One `data:` line of a chat stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of a completion choice: lists with one entry per token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class CompletionChoice(BaseModel):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishWord
+
+
+class Completion(BaseModel):
+    """Reply of POST /v1/completions. `baton` has one entry per prompt if there are several."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    baton: TimingReply | list[TimingReply] | None = None
+
+
+class CompletionChunkChoice(BaseModel):
+    """One choice's part of a chunk."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishWord | None
+
+
+class CompletionChunk(BaseModel):
+    """One `data:` line of a completion stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """A name that requests may give as `model`."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "baton"
+    root: str
+    parent: None = None
+    max_model_len: int | None
+
+
+class ModelList(BaseModel):
+    """Reply of GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokenized(BaseModel):
+    """Reply of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    """Reply of POST /detokenize."""
+
+    prompt: str
+
+
+class ErrorDetails(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(BaseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorDetails

@@ -1,0 +1,150 @@
+"""How tokens are drawn, out of a request, the model's own defaults and what its context leaves."""
+
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from baton.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
+from baton.generation import SamplingParams
+from router.openai.requests import ChatCompletionRequest, CompletionRequest, GenerationBody
+from router.openai.vocabulary import check_vocabulary
+from router.ports import ServedModel
+
+DEFAULT_COMPLETION_TOKENS = 16
+_SEED_MASK = 2**64 - 1
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What holds where a request says nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+
+def read_defaults(directory: Path) -> SamplingDefaults:
+    """The model's recommendations from its generation_config.json, which vLLM's users expect to be applied.
+
+    Raises:
+        ModelLoadError: The file is there and is not what it should be.
+    """
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return SamplingDefaults()
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        known = {
+            k: v for k, v in stored.items() if k in SamplingDefaults.__slots__ and v is not None
+        }
+        return msgspec.convert(known, SamplingDefaults)
+    except (ValueError, AttributeError, msgspec.ValidationError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimit:
+    """How many tokens a request wants: `asked` in field `param`, or `default`, cut to what the context leaves.
+
+    A default of None is everything that the context leaves.
+    """
+
+    asked: int | None
+    default: int | None
+    param: str
+    prompt_param: str
+
+    def resolve(self, prompt_tokens: int, model: ServedModel) -> int:
+        """Tokens to generate at most.
+
+        Raises:
+            PromptTooLongError: The prompt leaves no room, or not as much as was asked for.
+        """
+        room = model.max_model_len - prompt_tokens
+        length = f"This model's maximum context length is {model.max_model_len} tokens"
+        if room < 1:
+            raise PromptTooLongError(
+                f"{length}, the prompt has {prompt_tokens}; no room is left for output.",
+                param=self.prompt_param,
+            )
+        if self.asked is None:
+            return room if self.default is None else min(room, self.default)
+        if self.asked > room:
+            raise PromptTooLongError(
+                f"{length}, the prompt has {prompt_tokens} and {self.param} asks for {self.asked}.",
+                param=self.param,
+            )
+        return self.asked
+
+
+def chat_limit(request: ChatCompletionRequest) -> TokenLimit:
+    """`max_completion_tokens`, or its older name; by default all that is left."""
+    newer = request.max_completion_tokens
+    return TokenLimit(
+        asked=request.max_tokens if newer is None else newer,
+        default=None,
+        param="max_tokens" if newer is None else "max_completion_tokens",
+        prompt_param="messages",
+    )
+
+
+def completion_limit(request: CompletionRequest) -> TokenLimit:
+    """`max_tokens`, by default 16."""
+    return TokenLimit(
+        asked=request.max_tokens,
+        default=DEFAULT_COMPLETION_TOKENS,
+        param="max_tokens",
+        prompt_param="prompt",
+    )
+
+
+def sampling_params(
+    request: GenerationBody,
+    defaults: SamplingDefaults,
+    model: ServedModel,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+) -> SamplingParams:
+    """What the engine is told. A request without a seed gets one here, so that every retry draws the same tokens.
+
+    Raises:
+        InvalidRequestError: A token id outside the vocabulary, or more tokens at least than at most.
+    """
+    logit_bias = request.logit_bias or {}
+    stop_token_ids = tuple(request.stop_token_ids or ())
+    check_vocabulary(logit_bias, model, "logit_bias")
+    check_vocabulary(stop_token_ids, model, "stop_token_ids")
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens is {min_tokens}, at most {max_tokens} can be generated.",
+            param="min_tokens",
+        )
+    seed = secrets.randbits(63) if request.seed is None else request.seed & _SEED_MASK
+    return SamplingParams(
+        temperature=_or(request.temperature, defaults.temperature),
+        top_k=max(0, _or(request.top_k, defaults.top_k)),
+        top_p=_or(request.top_p, defaults.top_p),
+        min_p=request.min_p or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
+        seed=seed,
+        logit_bias=dict(logit_bias),
+        logprobs=logprobs,
+        stop_token_ids=stop_token_ids,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=bool(request.ignore_eos),
+    )
+
+
+def _or(value: _Number | None, default: _Number) -> _Number:
+    return default if value is None else value

@@ -1,0 +1,62 @@
+"""What the endpoints share, handed to each of them, and the checks that each begins with."""
+
+from dataclasses import dataclass, field
+
+from baton.clock import Clock, MonotonicClock
+from baton.errors import ModelNotFoundError, UnavailableError
+from router.metrics import RouterMetrics
+from router.openai.sampling import SamplingDefaults
+from router.ports import Generator, ServedModel
+from router.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """One served model and everything that answers for it.
+
+    Attributes:
+        model_names: Names that clients may use; the first is the model's own.
+        created_s: When serving began, Unix time; shown with the model.
+        generator: Makes tokens.
+        tokenizer: The model's.
+        defaults: How tokens are drawn where a request says nothing.
+        metrics: The router's.
+        clock: Measures what clients wait for.
+        max_body_bytes: Larger bodies get 413.
+        request_timeout_s: Deadline of a request.
+        cache_scope: Scope of the prefix cache; a request's `cache_salt` narrows it.
+    """
+
+    model_names: tuple[str, ...]
+    created_s: int
+    generator: Generator
+    tokenizer: Tokenizer
+    defaults: SamplingDefaults
+    metrics: RouterMetrics
+    clock: Clock = field(default_factory=MonotonicClock)
+    max_body_bytes: int
+    request_timeout_s: float
+    cache_scope: str = ""
+
+    def require_name(self, model: str | None) -> str:
+        """The name, if it is served.
+
+        Raises:
+            ModelNotFoundError: It is missing or unknown.
+        """
+        if model is None:
+            raise ModelNotFoundError("The request names no model.", param="model")
+        if model not in self.model_names:
+            raise ModelNotFoundError(f"The model `{model[:200]}` does not exist.", param="model")
+        return model
+
+    def require_model(self) -> ServedModel:
+        """What the workers hold.
+
+        Raises:
+            UnavailableError: None has said so yet.
+        """
+        model = self.generator.model()
+        if model is None:
+            raise UnavailableError("No worker is ready yet.")
+        return model

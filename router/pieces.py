@@ -1,0 +1,74 @@
+"""The bytes that a single token stands for, as log-probabilities show them.
+
+Decoding a token alone loses what its neighbours would tell (half a character, a leading space), so the piece is read
+from the vocabulary. The two families that carry bytes are known: byte-level BPE writes each byte as a printable
+character, SentencePiece writes spaces as `▁` and bytes without a token as `<0xNN>`.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class PieceTable:
+    """Bytes of each token of one vocabulary; what was asked once is remembered."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken]
+    ) -> None:
+        decoders = _decoder_types(json.loads(backend.to_str())["decoder"])
+        self._byte_level = "ByteLevel" in decoders
+        self._backend = backend
+        self._known = {i: token.content.encode() for i, token in added.items()}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The token's bytes; none for an id that has no token."""
+        piece = self._known.get(token_id)
+        if piece is None:
+            piece = self._known[token_id] = self._read(token_id)
+        return piece
+
+    def text_of(self, token_id: int) -> str:
+        """The token's text; half a character shows as U+FFFD."""
+        return self.bytes_of(token_id).decode(errors="replace")
+
+    def label_of(self, token_id: int) -> str:
+        r"""The token's text, or `bytes:\x..` where it is none, as OpenAI labels tokens in objects keyed by them."""
+        piece = self.bytes_of(token_id)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+    def _read(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            known = [_BYTE_OF.get(char) for char in token]
+            return bytes(b for b in known if b is not None) if None not in known else token.encode()
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return token.replace("▁", " ").encode()
+
+
+def _decoder_types(decoder: object) -> set[str]:
+    if not isinstance(decoder, dict):
+        return set()
+    inner = [_decoder_types(part) for part in decoder.get("decoders", ())]
+    return {str(decoder.get("type"))}.union(*inner)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    shifted = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+_BYTE_OF = _byte_of_char()

@@ -1,0 +1,194 @@
+"""Text into token ids: the first thing that happens to a request, and the last place that sees its text as a whole.
+
+The tokenizer and its chat template come from the model's directory through `transformers`; encoding goes straight to
+the Rust tokenizer below it, which threads may share. Long prompts take long, so both run in a few threads of their own
+and never on the event loop. Code from a model's directory is never run; templates render in jinja2's immutable sandbox.
+"""
+
+import asyncio
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import jinja2
+import tokenizers
+
+from baton.errors import InvalidRequestError, ModelLoadError
+from router.pieces import PieceTable
+
+_Result = TypeVar("_Result")
+
+ChatMessage = Mapping[str, str]
+"""What a template sees of one message: `role`, `content` and, where given, `name` and `tool_call_id`."""
+
+_TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+
+
+class ChatRenderer(Protocol):
+    """The part of a `transformers` tokenizer that is used after loading."""
+
+    chat_template: Any
+
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any:
+        """The conversation as the model was trained to read it."""
+
+
+class Tokenizer:
+    """One model's tokenizer, for one event loop and any number of requests.
+
+    Attributes:
+        backend: The Rust tokenizer; `router.detokenizer` decodes with it.
+        special_ids: Ids whose text is not shown to clients.
+        pieces: The bytes that each single token stands for.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, renderer: ChatRenderer, *, threads: int = 2
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.pieces = PieceTable(backend, added)
+        self._renderer = renderer
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
+
+    @classmethod
+    def load(cls, directory: Path, *, threads: int = 2) -> "Tokenizer":
+        """Reads the tokenizer of a model's directory (a hub snapshot is one). Blocks; call it at start.
+
+        Raises:
+            ModelLoadError: There is none, or it cannot be read.
+        """
+        loaded = _load_pretrained(directory)
+        backend = getattr(loaded, "backend_tokenizer", None)
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise ModelLoadError(f"{directory}: this tokenizer has no fast form (tokenizer.json)")
+        return cls(backend, loaded, threads=threads)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that have a text lie below this."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`. Special tokens written out in it become those tokens, as in vLLM."""
+        return await self._in_thread(lambda: self._encode(text, add_special_tokens))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation, rendered by the model's chat template.
+
+        Raises:
+            InvalidRequestError: There is no template, or it refuses these messages.
+        """
+        return await self._in_thread(
+            lambda: self._encode(self._render(messages, add_generation_prompt), add_special_tokens)
+        )
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included."""
+        return await self._in_thread(
+            lambda: self.backend.decode(list(token_ids), skip_special_tokens=False)
+        )
+
+    def token_texts(self, token_ids: Iterable[int]) -> list[str]:
+        """Each token as the vocabulary spells it; an id without a token is empty."""
+        return [self.backend.id_to_token(i) or "" for i in token_ids]
+
+    def close(self) -> None:
+        """Ends the threads; what they have begun is finished."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
+        template = self._renderer.chat_template
+        if not template:
+            raise InvalidRequestError(
+                "This model has no chat template; send the prompt to /v1/completions.",
+                param="messages",
+            )
+        try:
+            text = self._renderer.apply_chat_template(
+                _known_roles(messages, str(template)),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except _TEMPLATE_FAULTS as error:
+            raise InvalidRequestError(
+                f"The model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return str(text)
+
+
+def _known_roles(messages: Sequence[ChatMessage], template: str) -> list[dict[str, str]]:
+    """Messages for a template; `developer` is the newer name of `system`, which most templates know only."""
+    rename = "developer" not in template
+    return [
+        {**message, "role": "system"}
+        if rename and message["role"] == "developer"
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _load_pretrained(directory: Path) -> Any:
+    if not directory.is_dir():
+        raise ModelLoadError(f"{directory} is not a directory; a tokenizer is read from there.")
+    with _quiet_import():
+        auto = importlib.import_module("transformers").AutoTokenizer
+    try:
+        return auto.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelLoadError(
+            f"{directory} holds no tokenizer that can be read: {reason[0]}"
+        ) from error
+
+
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """`transformers` warns on import when torch is absent, which here is as it should be."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def keep_torch_out() -> None:
+    """Makes this process import `transformers` without torch, which its tokenizers do not need.
+
+    Saves seconds of start and hundreds of megabytes. For the process that is a router and nothing else: afterwards
+    `transformers` has no models here. Does nothing once either has been imported.
+    """
+    if "transformers" in sys.modules or "torch" in sys.modules:
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # the import system's own "not there"
+    try:
+        with _quiet_import():
+            transformers = importlib.import_module("transformers")
+            transformers.utils.is_torch_available()  # remembered by transformers from here on
+    finally:
+        del sys.modules["torch"]
