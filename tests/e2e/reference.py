@@ -21,7 +21,8 @@ class Reference:
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """Logits after each of `tokens`: `[len(tokens), vocab]`."""
-        return self._model(torch.tensor([tokens])).logits[0]
+        logits: torch.Tensor = self._model(torch.tensor([tokens])).logits
+        return logits[0]
 
     def assert_greedy(self, prompt: list[int], generated: list[int]) -> None:
         """Each generated token is the likeliest after what stands before it.

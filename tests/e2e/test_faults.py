@@ -1,0 +1,136 @@
+"""Processes of a serving cluster are killed; what clients see, and what is left behind."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.reference import Reference
+from tests.e2e.served import Served, assert_at_rest, assert_gone, eventually, serve
+from tests.engine.tiny_models import make_model
+
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32MiB")
+PROMPT = list(range(10, 90))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def cluster(checkpoint: Path) -> Iterator[Served]:
+    with serve(str(checkpoint), *FLAGS) as served:
+        yield served
+
+
+def _body(cluster: Served, max_tokens: int, **more: object) -> dict[str, Any]:
+    with cluster.client() as http:
+        model = http.get("/v1/models").json()["data"][0]["id"]
+    return {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    } | more
+
+
+def _incarnation(cluster: Served, role: str) -> object:
+    return next(w["incarnation"] for w in cluster.workers() if w["role"] == role)
+
+
+class _Stream(threading.Thread):
+    """A streamed completion read in the background."""
+
+    def __init__(self, cluster: Served, max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._url = f"{cluster.url}/v1/completions"
+        self._body = _body(cluster, max_tokens, stream=True)
+        self.lines: list[str] = []
+        self.begun = threading.Event()
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=60.0) as response:
+            for line in response.iter_lines():
+                if line:
+                    self.lines.append(line)
+                if len(self.lines) > 3:
+                    self.begun.set()
+
+    def tokens(self) -> list[int]:
+        """Token ids received so far."""
+        chunks = [httpx.Response(200, text=line[6:]).json() for line in self.lines[:-1]]
+        return [token for c in chunks if c.get("choices") for token in c["choices"][0]["token_ids"]]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_is_restarted_and_new_requests_are_served(
+    cluster: Served, role: str
+) -> None:
+    before = _incarnation(cluster, role)
+    victim = cluster.child(role)
+    victim.kill()
+    assert_gone([victim])
+    with cluster.client() as http:
+        response = http.post("/v1/completions", json=_body(cluster, 8))
+    assert response.status_code == 200, response.text
+    assert _incarnation(cluster, role) != before
+
+
+def test_a_stream_whose_decode_worker_is_killed_goes_on_without_a_wrong_token(
+    cluster: Served, checkpoint: Path
+) -> None:
+    stream = _Stream(cluster, max_tokens=1500)
+    stream.start()
+    assert stream.begun.wait(30)
+    victim = cluster.child("decode")
+    victim.kill()
+    assert_gone([victim])
+    stream.join(60)
+    assert not stream.is_alive()
+    assert stream.lines[-1] == "data: [DONE]"
+    tokens = stream.tokens()
+    assert len(tokens) == 1500
+    Reference(checkpoint).assert_greedy(PROMPT, tokens)
+
+
+def test_a_client_that_leaves_frees_both_legs(cluster: Served) -> None:
+    with (
+        cluster.client() as http,
+        http.stream("POST", "/v1/completions", json=_body(cluster, 1900, stream=True)) as response,
+    ):
+        next(response.iter_lines())
+        assert cluster.status()["requests_in_flight"] == 1
+    assert_at_rest(cluster)
+
+
+def test_a_killed_router_is_restarted_on_the_same_port(cluster: Served) -> None:
+    victim = cluster.child("router")
+    victim.kill()
+    assert_gone([victim])
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{cluster.url}/ready", timeout=30.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    eventually(answers, "the router answers again", timeout_s=40)
+    with cluster.client() as http:
+        assert http.post("/v1/completions", json=_body(cluster, 8)).status_code == 200
+
+
+def test_a_killed_launcher_leaves_no_process_port_socket_or_memory(cluster: Served) -> None:
+    children = cluster.children()
+    assert len(children) == 3
+    cluster.process.kill()
+    cluster.process.wait(timeout=10)
+    assert_gone(children)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(cluster.url)
+    # The fixture then finds neither the runtime directory nor new shared memory.

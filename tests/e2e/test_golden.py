@@ -1,0 +1,89 @@
+"""Tokens of a whole cluster, over HTTP, against transformers in float32."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.reference import Reference
+from tests.e2e.served import Served, serve
+from tests.engine.tiny_models import make_model, random_prompts
+
+DISAGGREGATED = ("--prefill-workers", "1", "--decode-workers", "1")
+HYBRID = ("--hybrid-workers", "1")
+COMMON = ("--dtype", "float32", "--kv-cache-memory", "64MiB", "--max-num-batched-tokens", "256")
+OUTPUT_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=["llama3", "mistral", "qwen2", "qwen3"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tied = request.param in ("llama3", "qwen3")
+    return make_model(tmp_path_factory.mktemp(request.param), request.param, tie=tied)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Reference:
+    return Reference(checkpoint)
+
+
+@pytest.mark.parametrize("topology", [DISAGGREGATED, HYBRID], ids=["1P+1D", "hybrid"])
+def test_greedy_tokens_are_those_of_transformers(
+    checkpoint: Path, reference: Reference, topology: tuple[str, ...]
+) -> None:
+    prompts = random_prompts(20, 600)
+    with serve(str(checkpoint), *topology, *COMMON) as cluster:
+        first = _complete_all(cluster, prompts)
+        again = _complete_all(cluster, prompts)  # every prompt's full blocks are cached now
+    for prompt, choice in zip(prompts, first, strict=True):
+        reference.assert_greedy(prompt, choice["token_ids"])
+        assert len(choice["token_ids"]) == OUTPUT_TOKENS
+    for prompt, choice in zip(prompts, again, strict=True):
+        reference.assert_greedy(prompt, choice["token_ids"])
+    longest = again[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert longest >= len(prompts[-1]) - 2 * 16
+    _check_logprobs(reference, prompts, first)
+
+
+def _complete_all(cluster: Served, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Sends every prompt at once; the answers in order, each with its `usage`."""
+    with cluster.client() as client, ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt: _complete(client, prompt), prompts))
+
+
+def _complete(client: httpx.Client, prompt: list[int]) -> dict[str, Any]:
+    body = {
+        "model": client.get("/v1/models").json()["data"][0]["id"],
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 5,
+        "return_token_ids": True,
+    }
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    choice: dict[str, Any] = answer["choices"][0]
+    return choice | {"usage": answer["usage"]}
+
+
+def _check_logprobs(
+    reference: Reference, prompts: list[list[int]], choices: list[dict[str, Any]]
+) -> None:
+    """The drawn token's and the five best log-probabilities are transformers' within 1e-4."""
+    for prompt, choice in zip(prompts, choices, strict=True):
+        expected = reference.logprobs(prompt, choice["token_ids"])
+        drawn = choice["logprobs"]["token_logprobs"]
+        best = choice["logprobs"]["top_logprobs"]
+        assert len(drawn) == len(best) == OUTPUT_TOKENS
+        for row, token, logprob, top in zip(
+            expected, choice["token_ids"], drawn, best, strict=True
+        ):
+            assert logprob == pytest.approx(row[token].item(), abs=1e-4)
+            # Tokens that decode to the same text share a key, so fewer than five may show.
+            likeliest = sorted(top.values(), reverse=True)
+            assert likeliest[0] == pytest.approx(row.max().item(), abs=1e-4)
+            lowest = row.topk(5).values[-1].item()
+            assert all(value >= lowest - 1e-4 for value in top.values())
