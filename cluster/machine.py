@@ -17,15 +17,6 @@ def usable_cores() -> int:
     return cores
 
 
-def cpu_flags() -> frozenset[str]:
-    """Instruction sets of the first core as the kernel names them, such as `avx512_bf16` and `amx_tile`."""
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
-
-
 def memory_limit_bytes() -> int | None:
     """The limit that the cgroup sets, or None."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):

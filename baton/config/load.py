@@ -34,7 +34,8 @@ def load(
     for source in (read_file(file) if file is not None else (), environment, flags):
         given |= {setting.path: (setting, _convert(setting)) for setting in source}
     _check(given)
-    config = _assemble({path: value for path, (_, value) in given.items()})
+    values = {path: value for path, (_, value) in given.items()}
+    config = _assemble(_only_hybrid(values) | values)
     if (problem := contradiction(config)) is not None:
         raise ConfigError(f"{file}: {problem}" if file is not None else problem)
     return config
@@ -116,8 +117,8 @@ def _convert(setting: Setting) -> object:
                 f"{setting.source}: expected a size such as 4GiB, got {setting.value!r}",
                 param=setting.path,
             )
-    if setting.is_text and get_origin(declared) is tuple:
-        value = [item.strip() for item in str(value).split(",")]
+    if setting.is_text and isinstance(value, str) and get_origin(declared) is tuple:
+        value = [item.strip() for item in value.split(",")]
     try:
         return msgspec.convert(value, declared, strict=not setting.is_text)
     except msgspec.ValidationError as error:
@@ -151,6 +152,13 @@ def _check(given: dict[str, tuple[Setting, object]]) -> None:
         if value is not None and not rule.holds(value):
             shown = "" if rule.path in SECRETS else f", not {setting.value!r}"
             raise ConfigError(f"{setting.source}: {rule.demand}{shown}", param=rule.path)
+
+
+def _only_hybrid(values: dict[str, object]) -> dict[str, object]:
+    """Whoever asks for hybrid workers gets no others that they did not ask for."""
+    if not values.get("cluster.hybrid_workers"):
+        return {}
+    return {"cluster.prefill_workers": 0, "cluster.decode_workers": 0}
 
 
 def _assemble(values: dict[str, object]) -> BatonConfig:

@@ -85,11 +85,13 @@ class TransferConfig:
 
     Attributes:
         backends: Allowed backends, preferred first.
+        expect_timeout_s: How long a decode worker waits for an announced transfer; covers queueing at the prefill worker.
         reserve_timeout_s: How long a decode worker may leave a reservation unanswered for lack of room.
         quiesce_timeout_s: How long an aborted transfer may stay unacknowledged before its peer is fenced.
     """
 
     backends: tuple[str, ...] = ("shm",)
+    expect_timeout_s: float = 600.0
     reserve_timeout_s: float = 60.0
     quiesce_timeout_s: float = 5.0
 
@@ -104,6 +106,7 @@ class WorkerConfig:
         address: gRPC address it binds: `unix:/path` or `host:port`.
         stall_timeout_s: Work without progress for this long turns health to NOT_SERVING.
         drain_timeout_s: How long a drain waits for what is in flight.
+        metrics_address: `host:port` of this worker's Prometheus endpoint; empty for none.
     """
 
     worker_id: str
@@ -111,6 +114,7 @@ class WorkerConfig:
     address: str
     stall_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
+    metrics_address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +124,7 @@ class ClusterConfig:
     Attributes:
         prefill_workers: Number of prefill workers to start.
         decode_workers: Number of decode workers to start.
-        hybrid_workers: Number of workers that do both.
+        hybrid_workers: Number of workers that do both. With these asked for, the numbers above default to 0.
         workers: Addresses of workers that run elsewhere; the router joins them to the ones started here.
         runtime_dir: Directory of this cluster's sockets; empty for one named after the HTTP port, in the machine's
             directory for temporary files. Made at start and removed at the end.

@@ -143,6 +143,21 @@ def test_workers_elsewhere_make_workers_here_optional(cluster_yaml):
 
 
 @pytest.mark.parametrize(
+    ("given", "counts"),
+    [
+        ({}, (1, 1, 0)),
+        ({"hybrid": 2}, (0, 0, 2)),
+        ({"hybrid": 2, "prefill": 1}, (1, 0, 2)),
+        ({"hybrid": 0}, (1, 1, 0)),
+        ({"prefill": 3}, (3, 1, 0)),
+    ],
+)
+def test_asking_for_hybrid_workers_asks_for_no_others(given, counts):
+    cluster = load(flags=[flag(f"cluster.{k}_workers", v) for k, v in given.items()]).cluster
+    assert (cluster.prefill_workers, cluster.decode_workers, cluster.hybrid_workers) == counts
+
+
+@pytest.mark.parametrize(
     ("text", "size_bytes"),
     [
         ("4GiB", 4 * 2**30),

@@ -1,0 +1,111 @@
+"""The flags of `baton serve`: which setting each one gives. Their names are those that vLLM's users know."""
+
+import argparse
+from dataclasses import dataclass
+
+from baton.config.rules import DTYPES, LOG_FORMATS, LOG_LEVELS, POLICIES
+from baton.config.setting import Setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+        names: As typed; the first one is used in errors.
+        path: The setting that it gives.
+        help: For `--help`.
+        metavar: What stands for the value in `--help`.
+        is_list: Takes several values.
+    """
+
+    names: tuple[str, ...]
+    path: str
+    help: str
+    metavar: str
+    is_list: bool = False
+
+
+def _flag(*names: str, path: str, help: str, metavar: str = "N", is_list: bool = False) -> Flag:
+    return Flag(names=names, path=path, help=help, metavar=metavar, is_list=is_list)
+
+
+FLAGS: tuple[Flag, ...] = (
+    _flag("--prefill-workers", path="cluster.prefill_workers", help="prefill workers (default 1)"),
+    _flag("--decode-workers", path="cluster.decode_workers", help="decode workers (default 1)"),
+    _flag(
+        "--hybrid-workers",
+        path="cluster.hybrid_workers",
+        help="workers that do both; alone, they replace the other two kinds",
+    ),
+    _flag("--host", path="router.host", help="interface of HTTP", metavar="ADDRESS"),
+    _flag("--port", path="router.port", help="port of HTTP; 0 takes a free one", metavar="PORT"),
+    _flag(
+        "--api-key",
+        path="router.api_keys",
+        help="keys that clients must send one of; better given as BATON_ROUTER_API_KEYS",
+        metavar="KEY",
+        is_list=True,
+    ),
+    _flag("--policy", path="router.policy", help="|".join(POLICIES), metavar="NAME"),
+    _flag(
+        "--served-model-name",
+        path="model.served_model_name",
+        help="names by which clients may ask for the model",
+        metavar="NAME",
+        is_list=True,
+    ),
+    _flag("--revision", path="model.revision", help="revision on the hub", metavar="REVISION"),
+    _flag("--dtype", path="model.dtype", help="|".join(DTYPES), metavar="NAME"),
+    _flag("--max-model-len", path="model.max_model_len", help="tokens of prompt and output"),
+    _flag("--seed", path="model.seed", help="for what requests leave open"),
+    _flag("--max-num-seqs", path="engine.max_num_seqs", help="sequences that run at once"),
+    _flag(
+        "--max-num-batched-tokens",
+        path="engine.max_num_batched_tokens",
+        help="token budget of one step",
+    ),
+    _flag("--block-size", path="engine.block_size", help="tokens per KV page (power of two)"),
+    _flag(
+        "--gpu-memory-utilization",
+        path="engine.gpu_memory_utilization",
+        help="share of the GPU's memory for weights and KV",
+        metavar="SHARE",
+    ),
+    _flag(
+        "--kv-cache-memory",
+        "--kv-cache-memory-bytes",
+        path="engine.kv_cache_memory_bytes",
+        help="KV pages of each worker, such as 4GiB",
+        metavar="SIZE",
+    ),
+    _flag(
+        "--runtime-dir",
+        path="cluster.runtime_dir",
+        help="directory of the cluster's sockets",
+        metavar="DIRECTORY",
+    ),
+    _flag("--log-level", path="log.level", help="|".join(LOG_LEVELS), metavar="NAME"),
+    _flag("--log-format", path="log.format", help="|".join(LOG_FORMATS), metavar="NAME"),
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds every flag. Values stay text here: the configuration reads and checks them, in its one way."""
+    for flag in FLAGS:
+        parser.add_argument(
+            *flag.names,
+            dest=flag.path,
+            help=flag.help.replace("%", "%%"),
+            metavar=flag.metavar,
+            nargs="+" if flag.is_list else None,
+        )
+
+
+def given_settings(arguments: argparse.Namespace) -> list[Setting]:
+    """The settings that the command line gives."""
+    return [
+        Setting(path=flag.path, value=value, source=flag.names[0], is_text=True)
+        for flag in FLAGS
+        if (value := getattr(arguments, flag.path)) is not None
+    ]
