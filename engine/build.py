@@ -1,0 +1,118 @@
+"""Puts an engine together: model, arena, runner, scheduler, thread. What a worker process does first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from baton.config.schema import EngineConfig, ModelConfig
+from baton.errors import ConfigError
+from baton.layout import KvLayout
+from engine.cache.arena import KvArena
+from engine.cache.budget import Demand, num_blocks
+from engine.host import ThreadEngineHost
+from engine.models.config import ModelSpec, choose_dtype, kv_layout, load_spec, resolve_model
+from engine.models.loader import load_decoder
+from engine.ports import ArenaMemory, LayerSink
+from engine.runner import ModelRunner
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
+
+CPU_BLOCK_TOKENS = 16
+
+Progress = Callable[[str, float | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    """An engine that is ready to start.
+
+    Attributes:
+        host: The engine; attach its owners, then `start` it.
+        layout: Shape of its KV pages.
+        limits: What it takes.
+    """
+
+    host: ThreadEngineHost
+    layout: KvLayout
+    limits: Limits
+
+
+def build_engine(
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    secret: bytes,
+    memory: ArenaMemory,
+    sink: LayerSink | None,
+    progress: Progress,
+) -> BuiltEngine:
+    """Loads the model and takes the memory for its KV pages. Blocks, for minutes with a large model.
+
+    Args:
+        model: Which model and how to hold it.
+        config: The engine's limits.
+        secret: The cluster secret, 32 bytes.
+        memory: Gives the bytes of the KV region.
+        sink: Told when pages of a layer are complete; None where nothing is handed over.
+        progress: Called with what is being done and the fraction that is done, where one is known.
+
+    Raises:
+        ModelLoadError: The model cannot be served.
+        ConfigError: A limit contradicts the model.
+        OutOfMemoryError: The KV region does not fit this machine.
+    """
+    device = _device(config)
+    torch.set_num_threads(config.num_threads or torch.get_num_threads())
+    progress("reading the model's files", None)
+    path = resolve_model(model.model, model.revision)
+    spec = load_spec(path)
+    dtype = choose_dtype(spec, model.dtype, device)
+    layout = kv_layout(spec, dtype, config.block_size or CPU_BLOCK_TOKENS)
+    limits = _limits(model, config, spec, layout)
+    arena = KvArena(
+        layout, limits.num_blocks, memory.allocate(layout.region_bytes(limits.num_blocks))
+    )
+    progress("preparing kernels", None)
+    decoder = load_decoder(path, spec, dtype, device, progress)
+    scheduler = Scheduler(
+        limits,
+        layout=layout,
+        secret=secret,
+        eos_ids=spec.eos_token_ids,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    host = ThreadEngineHost(scheduler, ModelRunner(decoder, arena, sink))
+    return BuiltEngine(host=host, layout=layout, limits=limits)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda":
+        raise ConfigError(
+            "device cuda is not served yet; use cpu (docs/gpu-status.md)", param="engine.device"
+        )
+    return torch.device("cpu")
+
+
+def _limits(model: ModelConfig, config: EngineConfig, spec: ModelSpec, layout: KvLayout) -> Limits:
+    longest = spec.max_position_embeddings
+    if model.max_model_len is not None and model.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len is {model.max_model_len}, but the model was made for {longest} tokens",
+            param="model.max_model_len",
+        )
+    max_model_len = model.max_model_len or longest
+    demand = Demand(
+        layout=layout,
+        max_model_len=max_model_len,
+        available_bytes=psutil.virtual_memory().available,
+    )
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_tokens=layout.block_tokens,
+        num_blocks=num_blocks(config, demand),
+        vocab_size=spec.vocab_size,
+    )
