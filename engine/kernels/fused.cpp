@@ -1,0 +1,135 @@
+// The small operations between a decoder's matrix products, each one pass over memory and one call per layer.
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "numeric.h"
+
+namespace baton {
+namespace {
+
+constexpr int64_t WORTH_A_TEAM = 16384;  // elements below which waking the other threads costs more than it gives
+
+// 1 / root mean square of `size` elements.
+template <typename T>
+float inverse_rms(const T* x, int64_t size, float eps) {
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < size; i++) total += widen(x[i]) * widen(x[i]);
+    return 1.0f / std::sqrt(total / static_cast<float>(size) + eps);
+}
+
+// out = norm(x) * weight; with a residual, x is first added to it in place and the sum is what is normalised.
+template <typename T>
+void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, int64_t hidden,
+              float eps, int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (tokens * hidden > WORTH_A_TEAM)
+    for (int64_t token = 0; token < tokens; token++) {
+        const T* from = x + token * hidden;
+        T* to = out + token * hidden;
+        if (residual) {
+            T* sums = residual + token * hidden;
+#pragma omp simd
+            for (int64_t i = 0; i < hidden; i++) narrow(widen(sums[i]) + widen(from[i]), sums[i]);
+            from = sums;
+        }
+        float scale = inverse_rms(from, hidden, eps);
+#pragma omp simd
+        for (int64_t i = 0; i < hidden; i++) narrow(widen(from[i]) * scale * widen(weight[i]), to[i]);
+    }
+}
+
+// out[token][i] = silu(x[token][i]) * x[token][width + i]
+template <typename T>
+void silu_mul(const T* x, T* out, int64_t tokens, int64_t width, int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (tokens * width > WORTH_A_TEAM)
+    for (int64_t token = 0; token < tokens; token++) {
+        const T *gate = x + token * 2 * width, *up = gate + width;
+        T* to = out + token * width;
+        for (int64_t begin = 0; begin < width; begin += LANES) {
+            int64_t count = std::min(LANES, width - begin);
+            float wide[LANES] = {};
+            for (int64_t i = 0; i < count; i++) wide[i] = widen(gate[begin + i]);
+            // exp(-x) of very negative x would overflow; silu has long been 0 there.
+            Vec value = load(wide), negated = -value;
+            store(wide, value / (1.0f + exponential(negated > 87.0f ? splat(87.0f) : negated)));
+            for (int64_t i = 0; i < count; i++) narrow(wide[i] * widen(up[begin + i]), to[begin + i]);
+        }
+    }
+}
+
+template <typename T>
+struct Rotated {
+    const float *cos, *sin;  // of one token, head_dim / 2 each
+    int64_t head_dim;
+    float eps;
+
+    // out = rotate(norm(head)); element i pairs with element i + head_dim / 2.
+    void operator()(const T* head, const T* norm, float* wide, T* out) const {
+        float scale = norm ? inverse_rms(head, head_dim, eps) : 1.0f;
+        for (int64_t i = 0; i < head_dim; i++)
+            wide[i] = norm ? widen(head[i]) * scale * widen(norm[i]) : widen(head[i]);
+        const int64_t half = head_dim / 2;
+        const float* other = wide + half;
+#pragma omp simd
+        for (int64_t i = 0; i < half; i++) narrow(wide[i] * cos[i] - other[i] * sin[i], out[i]);
+#pragma omp simd
+        for (int64_t i = 0; i < half; i++) narrow(other[i] * cos[i] + wide[i] * sin[i], out[half + i]);
+    }
+};
+
+// Splits each token's queries, keys and values; rotates the first two; writes keys and values into their pages.
+template <typename T>
+void rotate_and_store(const T* qkv, const float* cos, const float* sin, const T* query_norm,
+                      const T* key_norm, T* pages, const int64_t* slots, T* query, int64_t tokens,
+                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens,
+                      float eps, int num_threads) {
+    const int64_t line = (heads + 2 * kv_heads) * head_dim, half_page = block_tokens * head_dim;
+#pragma omp parallel num_threads(num_threads) if (tokens * line > WORTH_A_TEAM)
+    {
+        std::vector<float> wide(head_dim);
+#pragma omp for
+        for (int64_t token = 0; token < tokens; token++) {
+            const int64_t turn = token * head_dim / 2;
+            Rotated<T> rotated{cos + turn, sin + turn, head_dim, eps};
+            const T* from = qkv + token * line;
+            T* to = query + token * heads * head_dim;
+            for (int64_t h = 0; h < heads; h++)
+                rotated(from + h * head_dim, query_norm, wide.data(), to + h * head_dim);
+            const T *keys = from + heads * head_dim, *values = keys + kv_heads * head_dim;
+            const int64_t block = slots[token] / block_tokens, offset = slots[token] % block_tokens;
+            for (int64_t h = 0; h < kv_heads; h++) {
+                T* cell = pages + (block * kv_heads + h) * 2 * half_page + offset * head_dim;
+                rotated(keys + h * head_dim, key_norm, wide.data(), cell);
+                std::memcpy(cell + half_page, values + h * head_dim, head_dim * sizeof(T));
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace baton
+
+#define BATON_FUSED(SUFFIX, T)                                                                      \
+    extern "C" void baton_rms_norm_##SUFFIX(const T* x, T* residual, const T* weight, T* out,       \
+                                            int64_t tokens, int64_t hidden, float eps,              \
+                                            int64_t num_threads) {                                  \
+        baton::rms_norm<T>(x, residual, weight, out, tokens, hidden, eps,                           \
+                           static_cast<int>(num_threads));                                          \
+    }                                                                                               \
+    extern "C" void baton_silu_mul_##SUFFIX(const T* x, T* out, int64_t tokens, int64_t width,      \
+                                            int64_t num_threads) {                                  \
+        baton::silu_mul<T>(x, out, tokens, width, static_cast<int>(num_threads));                   \
+    }                                                                                               \
+    extern "C" void baton_rotate_and_store_##SUFFIX(                                                \
+        const T* qkv, const float* cos, const float* sin, const T* query_norm, const T* key_norm,   \
+        T* pages, const int64_t* slots, T* query, int64_t tokens, int64_t heads, int64_t kv_heads,  \
+        int64_t head_dim, int64_t block_tokens, float eps, int64_t num_threads) {                   \
+        baton::rotate_and_store<T>(qkv, cos, sin, query_norm, key_norm, pages, slots, query,        \
+                                   tokens, heads, kv_heads, head_dim, block_tokens, eps,            \
+                                   static_cast<int>(num_threads));                                  \
+    }
+
+BATON_FUSED(float32, float)
+BATON_FUSED(bfloat16, baton::bfloat16)

@@ -1,0 +1,83 @@
+// What the CPU kernels share: vectors of 16 floats, bfloat16 as storage, and an exponential that vectorises.
+//
+// Vectors are GCC's portable ones: on AVX-512 one register, elsewhere as many as it takes. All arithmetic is float32;
+// bfloat16 is widened on load and rounded to nearest even on store.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace baton {
+
+constexpr int64_t LANES = 16;
+typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t IntVec __attribute__((vector_size(64), aligned(4), may_alias));
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+inline float widen(float value) { return value; }
+
+inline float widen(bfloat16 value) {
+    uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+inline void narrow(float value, float& out) { out = value; }
+
+inline void narrow(float value, bfloat16& out) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    out.bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+inline Vec load(const float* from) { return *reinterpret_cast<const Vec*>(from); }
+inline void store(float* to, Vec value) { *reinterpret_cast<Vec*>(to) = value; }
+inline Vec splat(float value) { return value - Vec{}; }
+
+inline float sum(Vec value) {
+    typedef float Half __attribute__((vector_size(32), aligned(4), may_alias));
+    typedef float Quarter __attribute__((vector_size(16), aligned(4), may_alias));
+    union {
+        Vec whole;
+        Half halves[2];
+    } a{value};
+    union {
+        Half whole;
+        Quarter halves[2];
+    } b{a.halves[0] + a.halves[1]};
+    Quarter c = b.halves[0] + b.halves[1];
+    return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+// exp(x) for x <= 88, within 2 units in the last place; exactly 0 below -87. Cody and Waite's reduction, Cephes' polynomial.
+inline Vec exponential(Vec x) {
+    const Vec least = splat(-87.0f);
+    IntVec vanishes = x < least;
+    x = larger(x, least);
+    const Vec shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    Vec shifted = x * 1.44269504088896341f + shifter;
+    Vec n = shifted - shifter;
+    Vec r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    Vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    IntVec power = (__builtin_convertvector(n, IntVec) + 127) << 23;
+    Vec scale;
+    std::memcpy(&scale, &power, sizeof scale);
+    return vanishes ? Vec{} : p * scale;
+}
+
+}  // namespace baton
