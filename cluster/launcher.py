@@ -14,57 +14,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from baton.config.schema import BatonConfig
 from baton.errors import BatonError, UnavailableError
 from baton.ids import Incarnation, new_incarnation
 from cluster import listener
-from cluster.machine import usable_cores
-from cluster.plan import ChildPlan, assignment_of, plan_children, resolve
-from cluster.process import ChildProcess
-from cluster.runtime_dir import RuntimeDir, default_dir
-from cluster.supervisor import (
+from cluster.events import (
     Action,
-    Announcement,
     AnnounceReady,
     AnnounceRecovered,
     AnnounceRestart,
     ChildExited,
     ChildFatal,
     ChildProgress,
-    ChildState,
     Event,
     GiveUp,
     Kill,
-    Member,
-    Policy,
     Start,
     Stop,
     StopRequested,
-    Supervisor,
     Tick,
 )
-
-
-class Observer(Protocol):
-    """Told what happens, to show it. Must not block."""
-
-    def progress(self, event: ChildProgress) -> None:
-        """A child gets on with its start."""
-
-    def announce(self, announcement: Announcement) -> None:
-        """Something that an operator wants to read."""
-
-
-class Unobserved:
-    """An observer for those who only want the cluster."""
-
-    def progress(self, event: ChildProgress) -> None:
-        """Nothing."""
-
-    def announce(self, announcement: Announcement) -> None:
-        """Nothing."""
+from cluster.machine import usable_cores
+from cluster.plan import ChildPlan, assignment_of, plan_children, resolve
+from cluster.ports import Observer, Unobserved
+from cluster.process import ChildProcess
+from cluster.runtime_dir import RuntimeDir, default_dir
+from cluster.supervisor import ChildState, Member, Policy, Supervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

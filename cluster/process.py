@@ -13,9 +13,9 @@ from baton.config import env
 from baton.errors import from_code
 from baton.ids import Incarnation
 from cluster.assignment import Assignment
+from cluster.events import ChildExited, ChildFatal, ChildProgress, ChildReady, Event
 from cluster.lifeline import Fatal, LauncherEnd, Progress, Ready, Status
 from cluster.plan import ChildPlan
-from cluster.supervisor import ChildExited, ChildFatal, ChildProgress, ChildReady, Event
 
 
 class ChildProcess:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.status import Status
 
 from baton.telemetry import logs
-from cluster.supervisor import (
+from cluster.events import (
     Announcement,
     AnnounceReady,
     AnnounceRecovered,

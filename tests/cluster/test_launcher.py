@@ -18,8 +18,9 @@ from baton.config.load import load, to_json
 from baton.config.schema import BatonConfig
 from baton.config.setting import Setting
 from baton.errors import BatonError, ConfigError, ModelLoadError
+from cluster.events import AnnounceReady, AnnounceRecovered, AnnounceRestart
 from cluster.launcher import LocalCluster
-from cluster.supervisor import AnnounceReady, AnnounceRecovered, AnnounceRestart, ChildState
+from cluster.supervisor import ChildState
 
 ROOT = Path(__file__).resolve().parents[2]
 

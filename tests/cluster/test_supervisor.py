@@ -6,9 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.errors import ModelLoadError
 from baton.ids import Incarnation
-from cluster.supervisor import (
-    KILL_GRACE_S,
-    STABLE_S,
+from cluster.events import (
     AnnounceReady,
     AnnounceRecovered,
     AnnounceRestart,
@@ -16,17 +14,14 @@ from cluster.supervisor import (
     ChildFatal,
     ChildProgress,
     ChildReady,
-    ChildState,
     GiveUp,
     Kill,
-    Member,
-    Policy,
     Start,
     Stop,
     StopRequested,
-    Supervisor,
     Tick,
 )
+from cluster.supervisor import KILL_GRACE_S, STABLE_S, ChildState, Member, Policy, Supervisor
 
 POLICY = Policy(
     restart_backoff_s=1.0, restart_backoff_max_s=8.0, startup_timeout_s=30.0, drain_timeout_s=10.0
