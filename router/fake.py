@@ -27,7 +27,7 @@ class FakeGenerator:
         is_healthy: What `healthy` answers.
         jobs: Every job that was started.
         stopped: What `stop_sample` was told.
-        cancelled: Jobs that were closed before their end.
+        cancelled: Jobs that were closed before their end, in that order.
     """
 
     script: Sequence[Sequence[int]] = ((0,),)
@@ -44,7 +44,7 @@ class FakeGenerator:
     is_healthy: bool = True
     jobs: list[GenerationJob] = field(default_factory=list)
     stopped: list[tuple[RequestId, int]] = field(default_factory=list)
-    cancelled: list[RequestId] = field(default_factory=list)
+    cancelled: asyncio.Queue[RequestId] = field(default_factory=asyncio.Queue)
     _running: set[RequestId] = field(default_factory=set)
 
     async def generate(self, job: GenerationJob) -> AsyncGenerator[GenerationEvent, None]:
@@ -68,7 +68,7 @@ class FakeGenerator:
         finally:
             self._running.discard(job.request_id)
             if not ended:
-                self.cancelled.append(job.request_id)
+                self.cancelled.put_nowait(job.request_id)
 
     def stop_sample(self, request_id: RequestId, sample: int) -> None:
         """Remembers it; the sample gets nothing more."""

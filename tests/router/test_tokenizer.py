@@ -9,7 +9,7 @@ from tokenizers import processors
 
 from baton.errors import InvalidRequestError, ModelLoadError
 from router.tokenizer import Tokenizer
-from tests.router.tiny_tokenizers import byte_fallback, byte_level, save
+from tests.router.tiny_tokenizers import byte_fallback, byte_level, save, token_id
 
 _USER = {"role": "user", "content": "hello"}
 
@@ -24,7 +24,7 @@ async def test_a_conversation_becomes_the_tokens_of_the_rendered_template(direct
     ids = await tokenizer.encode_chat([_USER])
     text = "<|user|>hello<|end|><|assistant|>"
     assert ids == await tokenizer.encode(text, add_special_tokens=False)
-    assert ids[0] == tokenizer.backend.token_to_id("<|user|>")
+    assert ids[0] == token_id(tokenizer.backend, "<|user|>")
     tokenizer.close()
 
 
@@ -61,11 +61,11 @@ async def test_a_model_without_a_template_says_so(tmp_path: Path):
 async def test_special_tokens_are_added_only_where_asked(tmp_path: Path):
     backend = byte_level()
     backend.post_processor = processors.TemplateProcessing(
-        single="<|system|> $A", special_tokens=[("<|system|>", backend.token_to_id("<|system|>"))]
+        single="<|system|> $A", special_tokens=[("<|system|>", token_id(backend, "<|system|>"))]
     )
     tokenizer = Tokenizer.load(save(backend, tmp_path))
     plain = await tokenizer.encode("hi", add_special_tokens=False)
-    first = backend.token_to_id("<|system|>")
+    first = token_id(backend, "<|system|>")
     assert await tokenizer.encode("hi", add_special_tokens=True) == [first, *plain]
     assert first not in await tokenizer.encode_chat([_USER])
     tokenizer.close()
@@ -91,7 +91,7 @@ def test_pieces_are_the_bytes_of_single_tokens(directory: Path):
     first = tokenizer.backend.encode("€", add_special_tokens=False).ids[0]
     assert tokenizer.pieces.bytes_of(first) == b"\xe2"
     assert tokenizer.pieces.label_of(first) == "bytes:\\xe2"
-    assert tokenizer.pieces.bytes_of(tokenizer.backend.token_to_id("<|end|>")) == b"<|end|>"
+    assert tokenizer.pieces.bytes_of(token_id(tokenizer.backend, "<|end|>")) == b"<|end|>"
     assert tokenizer.pieces.bytes_of(100_000) == b""
     tokenizer.close()
 
@@ -99,8 +99,8 @@ def test_pieces_are_the_bytes_of_single_tokens(directory: Path):
 def test_pieces_of_byte_fallback_keep_their_space_and_their_byte(tmp_path: Path):
     backend = byte_fallback()
     tokenizer = Tokenizer.load(save(backend, tmp_path))
-    assert tokenizer.pieces.bytes_of(backend.token_to_id("▁hi")) == b" hi"
-    assert tokenizer.pieces.bytes_of(backend.token_to_id("<0xE2>")) == b"\xe2"
+    assert tokenizer.pieces.bytes_of(token_id(backend, "▁hi")) == b" hi"
+    assert tokenizer.pieces.bytes_of(token_id(backend, "<0xE2>")) == b"\xe2"
     tokenizer.close()
 
 

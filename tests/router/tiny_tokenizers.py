@@ -74,3 +74,10 @@ def save(
     fast.chat_template = chat_template
     fast.save_pretrained(str(directory))
     return directory
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that is there."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None
+    return found

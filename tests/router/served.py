@@ -1,0 +1,129 @@
+"""The HTTP face over a scripted generator, as an in-process application or on a loopback port."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from transformers import PreTrainedTokenizerFast
+
+from baton.config.schema import RouterConfig
+from baton.telemetry.metrics import new_registry
+from router.app import AppSettings, create_app
+from router.fake import FakeGenerator
+from router.openai.sampling import SamplingDefaults
+from router.tokenizer import Tokenizer
+from tests.router.tiny_tokenizers import CHAT_TEMPLATE, byte_level, token_id
+
+MODEL = "tiny"
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """Byte-level, with a chat template, without files."""
+    backend = byte_level()
+    renderer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    renderer.chat_template = CHAT_TEMPLATE
+    return Tokenizer(backend, renderer, threads=1)
+
+
+@dataclass(kw_only=True)
+class Served:
+    """An application and what stands behind it."""
+
+    app: FastAPI
+    generator: FakeGenerator
+    tokenizer: Tokenizer
+    registry: CollectorRegistry
+    http: httpx.AsyncClient = field(init=False)
+
+    def says(self, *texts: str) -> None:
+        """Scripts the samples' texts, each ended by the end-of-turn token."""
+        encode = self.tokenizer.backend.encode
+        self.generator.script = [encode(t, add_special_tokens=False).ids for t in texts]
+        self.generator.eos_token = token_id(self.tokenizer.backend, "<|end|>")
+
+    async def chat(self, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        """POST /v1/chat/completions with a message, unless `fields` say otherwise."""
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+        return await self.http.post("/v1/chat/completions", json=body, headers=headers)
+
+    async def complete(
+        self, headers: dict[str, str] | None = None, **fields: Any
+    ) -> httpx.Response:
+        """POST /v1/completions with a prompt, unless `fields` say otherwise."""
+        body = {"model": MODEL, "prompt": "hi", "max_tokens": 100, **fields}
+        return await self.http.post("/v1/completions", json=body, headers=headers)
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        """A sample's value."""
+        return self.registry.get_sample_value(name, labels)
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    *,
+    generator: FakeGenerator | None = None,
+    defaults: SamplingDefaults | None = None,
+    **router: Any,
+) -> AsyncIterator[Served]:
+    """An application with a client that calls it directly. A fault that it raises is answered, not passed on."""
+    generator = generator or FakeGenerator()
+    tokenizer = tiny_tokenizer()
+    registry = new_registry()
+    settings = AppSettings(
+        model_names=(MODEL, "tiny-alias"),
+        version="1.2.3",
+        router=RouterConfig(**router),
+        defaults=defaults or SamplingDefaults(),
+        cache_scope="tenant",
+    )
+    app = create_app(settings, generator, tokenizer, registry)
+    served = Served(app=app, generator=generator, tokenizer=tokenizer, registry=registry)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
+        served.http = client
+        try:
+            yield served
+        finally:
+            tokenizer.close()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def listening(app: FastAPI) -> AsyncIterator[str]:
+    """The URL of `app` behind a real HTTP server."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    running = asyncio.create_task(server.serve([listener]))
+    await server.up.wait()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await running
+
+
+def events(text: str) -> list[Any]:
+    """The JSON of each `data:` line; the last is the string [DONE]."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data:")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]

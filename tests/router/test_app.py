@@ -1,0 +1,204 @@
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionUserMessageParam
+
+from router.openai.requests import ChatCompletionRequest
+from tests.router.served import MODEL, Served, listening, serve
+
+_HI: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "hi"}]
+
+
+async def test_models_are_listed_and_found_by_each_of_their_names():
+    async with serve() as served:
+        listed = (await served.http.get("/v1/models")).json()
+        assert [card["id"] for card in listed["data"]] == ["tiny", "tiny-alias"]
+        card = (await served.http.get("/v1/models/tiny-alias")).json()
+        assert (card["id"], card["root"], card["max_model_len"]) == ("tiny-alias", "tiny", 512)
+        assert (await served.http.get("/v1/models/org/other")).status_code == 404
+
+
+async def test_tokenizing_and_back_gives_the_same_text():
+    async with serve() as served:
+        body = {"model": MODEL, "prompt": "hello 你好", "return_token_strs": True}
+        reply = (await served.http.post("/tokenize", json=body)).json()
+        assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"])
+        assert reply["max_model_len"] == 512
+        back = await served.http.post("/detokenize", json={"tokens": reply["tokens"]})
+        assert back.json() == {"prompt": "hello 你好"}
+
+
+async def test_a_tokenized_conversation_is_what_a_chat_would_send():
+    async with serve() as served:
+        served.says("x")
+        await served.chat()
+        reply = await served.http.post("/tokenize", json={"messages": _HI})
+        assert tuple(reply.json()["tokens"]) == served.generator.jobs[0].prompt.prompt_tokens
+        assert reply.json()["token_strs"] is None
+
+
+async def test_tokenize_wants_one_source():
+    async with serve() as served:
+        for body in ({}, {"prompt": "x", "messages": _HI}):
+            reply = await served.http.post("/tokenize", json=body)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+
+
+async def test_detokenize_refuses_ids_that_the_model_does_not_have():
+    async with serve() as served:
+        reply = await served.http.post("/detokenize", json={"tokens": [600]})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_ready_and_health_ask_the_generator():
+    async with serve() as served:
+        assert (await served.http.get("/ready")).status_code == 200
+        served.generator.is_ready = False
+        assert (await served.http.get("/ready")).status_code == 503
+        assert (await served.http.get("/health")).status_code == 200
+        served.generator.is_healthy = False
+        assert (await served.http.get("/health")).status_code == 503
+
+
+async def test_the_version_is_told():
+    async with serve() as served:
+        assert (await served.http.get("/version")).json() == {"version": "1.2.3"}
+
+
+async def test_the_description_has_the_true_request_and_reply_schemas():
+    async with serve() as served:
+        described = (await served.http.get("/openapi.json")).json()
+        operation = described["paths"]["/v1/chat/completions"]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        name = schema["$ref"].rpartition("/")[2]
+        properties = described["components"]["schemas"][name]["properties"]
+        assert set(properties) == set(ChatCompletionRequest.model_fields)
+        assert "text/event-stream" in operation["responses"]["200"]["content"]
+        assert _dangling(described) == set()
+
+
+def _dangling(described: dict[str, object]) -> set[str]:
+    text = json.dumps(described)
+    named = {part.partition('"')[0] for part in text.split('"#/components/schemas/')[1:]}
+    components = described["components"]
+    assert isinstance(components, dict)
+    return named - set(components["schemas"])
+
+
+async def test_the_async_client_of_openai_works_unchanged():
+    async with serve() as served, listening(served.app) as url:
+        served.says("hello 你好", "bye")
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            whole = await client.chat.completions.create(model=MODEL, messages=_HI, n=2)
+            assert [c.message.content for c in whole.choices] == ["hello 你好", "bye"]
+            text = ""
+            stream = await client.chat.completions.create(
+                model=MODEL, messages=_HI, stream=True, stream_options={"include_usage": True}
+            )
+            async for chunk in stream:
+                text += "".join(choice.delta.content or "" for choice in chunk.choices)
+            assert text == "hello 你好"
+            assert chunk.usage is not None
+            assert [m.id for m in (await client.models.list()).data] == ["tiny", "tiny-alias"]
+
+
+async def test_the_streaming_helper_of_openai_works_unchanged():
+    async with serve() as served, listening(served.app) as url:
+        served.says("hello 你好")
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            async with client.chat.completions.stream(
+                model=MODEL, messages=_HI, logprobs=True, top_logprobs=2
+            ) as stream:
+                deltas = [e.delta async for e in stream if e.type == "content.delta"]
+            final = await stream.get_final_completion()
+        assert "".join(deltas) == final.choices[0].message.content == "hello 你好"
+
+
+async def test_the_sync_client_of_openai_works_unchanged():
+    async with serve() as served, listening(served.app) as url:
+        served.says(" and on")
+
+        def ask() -> tuple[str, str]:
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+                whole = client.completions.create(model=MODEL, prompt="x", logprobs=1, seed=3)
+                stream = client.completions.create(model=MODEL, prompt=[5, 6], stream=True)
+                return whole.choices[0].text, "".join(c.choices[0].text for c in stream)
+
+        assert await asyncio.to_thread(ask) == (" and on", " and on")
+
+
+async def test_the_client_of_openai_raises_its_own_errors():
+    async with (
+        serve(api_keys=("key",)) as served,
+        listening(served.app) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="bad", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.AuthenticationError):
+            await client.models.list()
+        keyed = client.with_options(api_key="key")
+        with pytest.raises(openai.NotFoundError) as missing:
+            await keyed.chat.completions.create(model="other", messages=_HI)
+        assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+        with pytest.raises(openai.BadRequestError) as refused:
+            await keyed.chat.completions.create(model=MODEL, messages=_HI, temperature=9)
+        assert refused.value.param == "temperature"
+
+
+async def _leave_when_paused(served: Served, url: str, *, stream: bool) -> None:
+    """A client that goes away after two tokens, while the generator waits."""
+    served.says("hello world and again")
+    served.generator.pause_after = 2
+    body = {"model": MODEL, "messages": _HI, "stream": stream}
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(timeout=None) as client:
+            await client.post(f"{url}/v1/chat/completions", json=body)
+
+    asking = asyncio.create_task(ask())
+    await served.generator.paused.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_its_job_while_nothing_is_written(stream: bool):
+    async with serve() as served:
+        async with listening(served.app) as url:
+            await _leave_when_paused(served, url, stream=stream)
+            assert await served.generator.cancelled.get() == served.generator.jobs[0].request_id
+            assert served.generator.in_flight() == 0
+        assert served.metric("baton_client_disconnects_total") == 1
+
+
+async def test_a_client_that_leaves_cancels_all_prompts_of_its_request():
+    async with serve() as served, listening(served.app) as url:
+        served.says("hello world")
+        served.generator.pause_after = 1
+        body = {"model": MODEL, "prompt": ["a", "b", "c"], "stream": True}
+        async with (
+            httpx.AsyncClient(timeout=None) as client,
+            client.stream("POST", f"{url}/v1/completions", json=body) as reply,
+        ):
+            await anext(reply.aiter_raw())
+        cancelled = {await served.generator.cancelled.get() for _ in range(3)}
+        assert cancelled == {job.request_id for job in served.generator.jobs}
+
+
+async def test_tokens_reach_the_client_while_the_rest_is_still_made():
+    async with serve() as served, listening(served.app) as url:
+        served.says("hello world and again")
+        served.generator.pause_after = 2
+        body = {"model": MODEL, "messages": _HI, "stream": True}
+        async with httpx.AsyncClient(timeout=None) as client:
+            request = client.stream("POST", f"{url}/v1/chat/completions", json=body)
+            async with request as reply:
+                text = reply.aiter_text()
+                seen = await anext(text)
+                assert '"role":"assistant"' in seen
+                served.generator.gate.set()
+                rest = "".join([part async for part in text])
+        assert "[DONE]" in rest

@@ -1,0 +1,289 @@
+import json
+from typing import Any
+
+import pytest
+
+from baton.errors import OverloadedError, WorkerLostError
+from baton.generation import SamplingParams
+from router.openai.replies import ChatCompletion, ChatCompletionChunk
+from router.openai.sampling import SamplingDefaults
+from router.ports import Timing
+from tests.router.served import events, serve
+
+
+async def test_a_conversation_is_answered_in_openais_shape():
+    async with serve() as served:
+        served.says("hello world")
+        reply = await served.chat()
+        answer = ChatCompletion.model_validate_json(reply.content, strict=True)
+        assert answer.choices[0].message.content == "hello world"
+        assert answer.choices[0].finish_reason == "stop"
+        prompt = served.generator.jobs[0].prompt
+        assert answer.usage.prompt_tokens == len(prompt.prompt_tokens)
+        assert answer.usage.completion_tokens == len(served.generator.script[0]) + 1
+        assert answer.usage.prompt_tokens_details.cached_tokens == len(prompt.prompt_tokens) // 2
+        assert answer.id.startswith("chatcmpl-")
+        assert "baton" not in reply.json()
+
+
+async def test_a_stream_begins_with_the_role_and_ends_with_the_reason():
+    async with serve() as served:
+        served.says("hello 你好")
+        reply = await served.chat(stream=True)
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        *chunks, done = events(reply.text)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert "".join(delta.get("content", "") for delta in deltas) == "hello 你好"
+        assert deltas[-1] == {}
+        reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+        assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+        assert done == "[DONE]"
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}])
+async def test_every_chunk_is_what_the_description_says(fields: dict[str, Any]):
+    async with serve() as served:
+        served.says('some text\n"quoted" \u2028 end')
+        usage = {"include_usage": True}
+        reply = await served.chat(stream=True, stream_options=usage, **fields)
+        for chunk in events(reply.text)[:-1]:
+            ChatCompletionChunk.model_validate_json(json.dumps(chunk), strict=True)
+
+
+async def test_usage_comes_last_and_only_if_asked_for():
+    async with serve() as served:
+        served.says("abc")
+        plain = events((await served.chat(stream=True)).text)
+        assert not any("usage" in chunk for chunk in plain[:-1])
+        *chunks, last, _ = events(
+            (await served.chat(stream=True, stream_options={"include_usage": True})).text
+        )
+        assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+        assert last["choices"] == []
+        whole = (await served.chat()).json()["usage"]
+        assert last["usage"] == whole
+
+
+async def test_several_choices_have_their_own_texts_and_one_job():
+    async with serve() as served:
+        served.says("one", "the second")
+        answer = (await served.chat(n=2)).json()
+        assert [c["message"]["content"] for c in answer["choices"]] == ["one", "the second"]
+        assert served.generator.jobs[0].prompt.samples == (0, 1)
+        *chunks, _ = events((await served.chat(n=2, stream=True)).text)
+        texts = ["", ""]
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["delta"].get("content", "")
+        assert texts == ["one", "the second"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_of_or_after_a_stop_string_is_sent_and_its_sample_is_stopped(stream: bool):
+    async with serve() as served:
+        served.says("first STOP second", "no end here")
+        reply = await served.chat(n=2, stop=["STOP"], stream=stream)
+        assert "STOP" not in reply.text
+        assert "second" not in reply.text
+        job = served.generator.jobs[0]
+        assert served.generator.stopped == [(job.request_id, 0)]
+        assert (
+            served.metric("vllm:request_success_total", model_name="tiny", finished_reason="stop")
+            == 2.0
+        )
+
+
+async def test_a_stop_string_can_be_kept_in_the_text():
+    async with serve() as served:
+        served.says("first STOP second")
+        answer = (await served.chat(stop="STOP", include_stop_str_in_output=True)).json()
+        assert answer["choices"][0]["message"]["content"] == "first STOP"
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_text_held_back_for_a_stop_string_comes_when_it_did_not_match():
+    async with serve() as served:
+        served.says("ends with ST")
+        answer = (await served.chat(stop="STOP")).json()
+        assert answer["choices"][0]["message"]["content"] == "ends with ST"
+
+
+async def test_a_stop_string_within_min_tokens_does_not_count():
+    async with serve() as served:
+        served.says("x STOP y")
+        answer = (await served.chat(stop="STOP", min_tokens=50, max_tokens=60)).json()
+        assert answer["choices"][0]["message"]["content"] == "x STOP y"
+
+
+async def test_an_answer_cut_by_max_tokens_says_length():
+    async with serve() as served:
+        served.says("a b c d e f g")
+        answer = (await served.chat(max_tokens=3)).json()
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 3
+
+
+async def test_logprobs_name_each_token_with_its_bytes_and_rivals():
+    async with serve() as served:
+        served.says("€")
+        answer = (await served.chat(logprobs=True, top_logprobs=2)).json()
+        content = answer["choices"][0]["logprobs"]["content"]
+        shown = b"".join(bytes(entry["bytes"]) for entry in content)
+        assert shown == "€<|end|>".encode()
+        assert [len(entry["top_logprobs"]) for entry in content] == [2] * len(content)
+        assert content[0]["top_logprobs"][1]["logprob"] == -1.5
+
+
+async def test_streamed_logprobs_are_the_same_as_whole_ones():
+    async with serve() as served:
+        served.says("some € text")
+        whole = (await served.chat(logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+        *chunks, _ = events((await served.chat(logprobs=True, stream=True)).text)
+        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert [entry for part in parts if part for entry in part["content"]] == whole
+
+
+async def test_a_request_is_passed_on_as_sampling_parameters():
+    async with serve() as served:
+        served.says("x")
+        await served.chat(
+            temperature=0.5,
+            top_p=0.9,
+            top_k=7,
+            min_p=0.1,
+            presence_penalty=0.25,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.5,
+            seed=-1,
+            logit_bias={"5": -100, "6": 1.5},
+            logprobs=True,
+            top_logprobs=4,
+            stop_token_ids=[9],
+            max_completion_tokens=11,
+            max_tokens=99,
+            min_tokens=2,
+            ignore_eos=True,
+        )
+        assert served.generator.jobs[0].prompt.sampling == SamplingParams(
+            temperature=0.5,
+            top_p=0.9,
+            top_k=7,
+            min_p=0.1,
+            presence_penalty=0.25,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.5,
+            seed=2**64 - 1,
+            logit_bias={5: -100.0, 6: 1.5},
+            logprobs=4,
+            stop_token_ids=(9,),
+            max_tokens=11,
+            min_tokens=2,
+            ignore_eos=True,
+        )
+
+
+async def test_without_max_tokens_an_answer_may_use_what_the_context_leaves():
+    async with serve() as served:
+        served.says("x")
+        await served.chat()
+        prompt = served.generator.jobs[0].prompt
+        assert prompt.sampling.max_tokens == 512 - len(prompt.prompt_tokens)
+
+
+async def test_without_a_seed_every_request_draws_its_own():
+    async with serve() as served:
+        served.says("x")
+        for _ in range(3):
+            await served.chat()
+        assert len({job.prompt.sampling.seed for job in served.generator.jobs}) == 3
+
+
+async def test_the_models_own_defaults_hold_where_a_request_says_nothing():
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
+    async with serve(defaults=defaults) as served:
+        served.says("x")
+        await served.chat(top_k=-1, temperature=0)
+        sampling = served.generator.jobs[0].prompt.sampling
+        assert (sampling.temperature, sampling.top_k) == (0.0, 0)
+        assert (sampling.top_p, sampling.repetition_penalty) == (0.95, 1.1)
+
+
+async def test_a_cache_salt_narrows_the_scope():
+    async with serve() as served:
+        served.says("x")
+        await served.chat()
+        await served.chat(cache_salt="mine")
+        plain, salted = (job.prompt.cache_scope for job in served.generator.jobs)
+        assert plain == "tenant"
+        assert salted not in ("tenant", "mine")
+
+
+async def test_content_in_parts_is_joined():
+    async with serve() as served:
+        served.says("x")
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        await served.chat()
+        await served.chat(messages=[{"role": "user", "content": parts}])
+        first, second = (job.prompt.prompt_tokens for job in served.generator.jobs)
+        assert first == second
+
+
+async def test_timing_is_told_to_who_asks():
+    async with serve() as served:
+        served.says("x")
+        headers = {"X-Baton-Timing": "1"}
+        whole = (await served.chat(headers)).json()["baton"]
+        assert set(whole) == set(Timing.__slots__)
+        assert whole["decode_worker"] == "decode-0"
+        text = (await served.chat(headers, stream=True)).text
+        *_, comment, done, _ = text.split("\n\n")
+        assert json.loads(comment.removeprefix(": baton ")) == whole
+        assert done == "data: [DONE]"
+
+
+async def test_a_refusal_before_the_first_token_of_a_stream_has_its_own_status():
+    async with serve() as served:
+        served.generator.fault = OverloadedError("Too much to do.")
+        reply = await served.chat(stream=True)
+        assert reply.status_code == 429
+        assert reply.headers["retry-after"] == "1"
+        assert reply.json()["error"]["code"] == "overloaded"
+
+
+async def test_a_fault_in_mid_stream_is_the_streams_last_event():
+    async with serve() as served:
+        served.says("hello world")
+        served.generator.fault = WorkerLostError("decode-0 was lost.")
+        served.generator.fault_after = 2
+        reply = await served.chat(stream=True)
+        *_, last = events(reply.text)
+        assert reply.status_code == 200
+        assert last["error"]["code"] == "worker_lost"
+        assert "[DONE]" not in reply.text
+
+
+async def test_a_bug_in_mid_stream_ends_it_without_internals(caplog: pytest.LogCaptureFixture):
+    async with serve() as served:
+        served.says("hello world")
+        served.generator.fault = ZeroDivisionError("secret detail")  # type: ignore[assignment]
+        served.generator.fault_after = 2
+        reply = await served.chat(stream=True)
+        assert events(reply.text)[-1]["error"]["type"] == "server_error"
+        assert "secret" not in reply.text
+        assert "secret detail" in caplog.text
+
+
+async def test_counts_and_latencies_are_measured():
+    async with serve() as served:
+        served.says("hello world")
+        await served.chat()
+        tokens = len(served.generator.script[0]) + 1
+        tiny = {"model_name": "tiny"}
+        assert served.metric("vllm:generation_tokens_total", **tiny) == tokens
+        assert served.metric("vllm:time_to_first_token_seconds_count", **tiny) == 1
+        assert served.metric("vllm:inter_token_latency_seconds_count", **tiny) == tokens - 1
+        assert served.metric("vllm:e2e_request_latency_seconds_count", **tiny) == 1
+        assert served.metric("baton_requests_in_flight") == 0
+        route = {"route": "/v1/chat/completions", "status": "200"}
+        assert served.metric("baton_http_requests_total", **route) == 1
