@@ -1,0 +1,583 @@
+"""The router's core: carries each job over its legs to exactly one end, whoever dies on the way.
+
+A job is flown by one or more flights (`router.flight`). When a leg fails, the other leg is cancelled at once and new
+flights continue what the samples still want, on other workers, from the token log (`router.job`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+
+from baton.errors import (
+    BatonError,
+    CancelledByPeerError,
+    DeadlineError,
+    DrainingError,
+    EngineError,
+    IncompatibleError,
+    InvalidRequestError,
+    InvariantError,
+    StaleIncarnationError,
+    TransferError,
+    UnavailableError,
+    WorkerLostError,
+)
+from baton.generation import FinishReason, TokenSample
+from baton.ids import LegId, RequestId, WorkerIdentity, new_xfer_id
+from router.events import (
+    Action,
+    ClientGone,
+    DecodeTokens,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    FirstTokensArrived,
+    HandedOff,
+    LegEvent,
+    LegFailed,
+    LoadReported,
+    LocallyPrefilled,
+    RefuseWorker,
+    SampleFinished,
+    SendCancel,
+    SendExpect,
+    SendGenerate,
+    SendPrefill,
+    Service,
+    StopSample,
+    Submitted,
+    TimePassed,
+    WorkerJoined,
+    WorkerLost,
+)
+from router.flight import Flight, FlightState, Leg
+from router.job import Job
+from router.placement import Placement
+from router.routing.policy import Pair, Unavailable
+from router.routing.view import ClusterView, WorkerView
+
+_BLAMES_EITHER = (TransferError, CancelledByPeerError, StaleIncarnationError)
+"""Errors of one leg whose cause may lie with the other's worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How hard a job is tried.
+
+    Attributes:
+        max_attempts: How often a sample's legs may be started.
+        worker_wait_s: How long a job waits for a worker to appear: about what a restart takes.
+        retry_pause_s: How long workers that failed a job are avoided when there are no others.
+        settle_s: How long a job whose tokens are all out waits for P's account of the hand-off.
+    """
+
+    max_attempts: int = 3
+    worker_wait_s: float = 15.0
+    retry_pause_s: float = 0.2
+    settle_s: float = 1.0
+
+
+class Dispatcher:
+    """All jobs of this router and their legs.
+
+    Pure: no sockets, no clock. Time comes in as `now_s` (monotonic seconds). `handle` returns the actions the shell must
+    carry out, in order. Not thread-safe: one owner.
+
+    Args:
+        view: The workers; the dispatcher adds and removes them and counts its legs there.
+        placement: Chooses among them.
+        patience: Bounds of retrying and waiting.
+    """
+
+    def __init__(self, *, view: ClusterView, placement: Placement, patience: Patience) -> None:
+        self._view = view
+        self._placement = placement
+        self._patience = patience
+        self._jobs: dict[RequestId, Job] = {}
+        self._flights: dict[RequestId, list[Flight]] = {}
+        self._legs: dict[LegId, Leg] = {}
+        self._leg_ids = count(1)
+        self._waiting: dict[Flight, Unavailable] = {}
+        self._settling: dict[Flight, None] = {}
+        self._deadlines: list[tuple[float, RequestId]] = []
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs accepted and not ended."""
+        return len(self._jobs)
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """What to do about `event`.
+
+        Raises:
+            InvariantError: A bug of ours; `give_up` ends the job it belongs to.
+        """
+        match event:
+            case DecodeTokens():
+                return self._decode_tokens(event, now_s)
+            case FirstTokensArrived():
+                return self._first_tokens(event, now_s)
+            case LoadReported():
+                return self._report(event, now_s)
+            case HandedOff():
+                return self._handed_off(event, now_s)
+            case LocallyPrefilled():
+                return self._locally_prefilled(event, now_s)
+            case SampleFinished():
+                return self._sample_finished(event, now_s)
+            case LegFailed():
+                return self._leg_failed(event, now_s)
+            case Submitted():
+                return self._submit(event, now_s)
+            case StopSample():
+                return self._stop_sample(event, now_s)
+            case ClientGone():
+                return self._fail(event.request_id, CancelledByPeerError("the client is gone"))
+            case TimePassed():
+                return self._time_passed(now_s)
+            case WorkerJoined():
+                return self._join(event, now_s)
+            case WorkerLost():
+                return self._lose(event.worker, event.reason, now_s)
+
+    def give_up(self, event: Event, error: InvariantError) -> list[Action]:
+        """Ends the job that `event` belongs to, after `handle` raised `error` for it."""
+        match event:
+            case Submitted():
+                return self._fail(event.job.request_id, error)
+            case StopSample() | ClientGone():
+                return self._fail(event.request_id, error)
+            case TimePassed() | WorkerJoined() | WorkerLost() | LoadReported():
+                return []
+            case _:
+                leg = self._legs.get(event.leg_id)
+                return [] if leg is None else self._fail(leg.flight.job.request_id, error)
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` unless jobs, flights, legs and the workers' counts agree."""
+        flights = [flight for group in self._flights.values() for flight in group]
+        legs = {leg.leg_id: leg for flight in flights for leg in flight.legs}
+        if legs != self._legs or self._jobs.keys() != self._flights.keys():
+            raise InvariantError("legs or jobs without a flight")
+        if not all(self._flights.values()):
+            raise InvariantError("a job without a flight")
+        for state, members in (
+            (FlightState.WAITING, self._waiting),
+            (FlightState.SETTLING, self._settling),
+        ):
+            if {flight for flight in flights if flight.state is state} != members.keys():
+                raise InvariantError(f"flights that are {state} are not those on the list")
+        for worker in self._view.workers:
+            mine = [leg for leg in legs.values() if leg.worker is worker]
+            counted = (worker.legs, worker.prefill_tokens, worker.decode_sequences)
+            expected = (
+                len(mine),
+                sum(leg.prefill_tokens for leg in mine),
+                sum(leg.sequences for leg in mine),
+            )
+            if counted != expected:
+                raise InvariantError(f"{worker.identity} counts {counted}, has {expected}")
+        self._view.check_integrity()
+
+    def _submit(self, event: Submitted, now_s: float) -> list[Action]:
+        request_id = event.job.request_id
+        if request_id in self._jobs:
+            raise InvariantError(f"{request_id} is in flight already")
+        job = Job(
+            request_id=request_id,
+            prompt=event.job.prompt,
+            now_s=now_s,
+            deadline_s=now_s + event.job.deadline_s,
+        )
+        self._jobs[request_id] = job
+        self._flights[request_id] = []
+        heappush(self._deadlines, (job.deadline_s, request_id))
+        return self._launch(Flight(job=job, samples=job.prompt.samples, since_s=now_s), now_s)
+
+    def _launch(self, flight: Flight, now_s: float) -> list[Action]:
+        self._flights[flight.job.request_id].append(flight)
+        return self._place(flight, now_s)
+
+    def _place(self, flight: Flight, now_s: float) -> list[Action]:
+        """Starts the legs of a waiting flight, or leaves it waiting."""
+        job = flight.job
+        prompt = job.prompt_for(flight.samples)
+        chosen = self._placement.choose(job, prompt, flight.avoid, now_s)
+        paused = now_s - flight.since_s >= self._patience.retry_pause_s
+        if isinstance(chosen, Unavailable) and flight.avoid and paused:
+            chosen = self._placement.choose(job, prompt, frozenset(), now_s)
+        if isinstance(chosen, Unavailable):
+            self._waiting[flight] = chosen
+            return []
+        self._waiting.pop(flight, None)
+        job.watch.placed(chosen, now_s)
+        if chosen.local:
+            return self._start_local(flight, chosen.decode, now_s)
+        return self._start_pair(flight, chosen, now_s)
+
+    def _start_local(self, flight: Flight, worker: WorkerView, now_s: float) -> list[Action]:
+        prompt = flight.job.prompt_for(flight.samples)
+        num_tokens = len(prompt.tokens)
+        flight.decode = self._open(
+            flight,
+            Service.DECODE,
+            worker,
+            now_s,
+            prefill_tokens=num_tokens,
+            sequences=len(prompt.samples),
+            context_tokens=num_tokens,
+        )
+        flight.decoding = set(flight.samples)
+        flight.move(FlightState.LOCAL, now_s)
+        return [
+            SendGenerate(
+                worker=worker.identity,
+                leg_id=flight.decode.leg_id,
+                request_id=flight.job.request_id,
+                prompt=prompt,
+            )
+        ]
+
+    def _start_pair(self, flight: Flight, pair: Pair, now_s: float) -> list[Action]:
+        prompt = flight.job.prompt_for(flight.samples)
+        num_tokens = len(prompt.tokens)
+        flight.decode = self._open(
+            flight,
+            Service.DECODE,
+            pair.decode,
+            now_s,
+            sequences=len(prompt.samples),
+            context_tokens=num_tokens,
+        )
+        flight.prefill = self._open(
+            flight, Service.PREFILL, pair.prefill, now_s, prefill_tokens=num_tokens
+        )
+        flight.move(FlightState.PREFILLING, now_s)
+        xfer_id = new_xfer_id()
+        expect = SendExpect(
+            worker=pair.decode.identity,
+            leg_id=flight.decode.leg_id,
+            request_id=flight.job.request_id,
+            prompt=prompt,
+            xfer_id=xfer_id,
+            source=pair.prefill.identity,
+        )
+        prefill = SendPrefill(
+            worker=pair.prefill.identity,
+            leg_id=flight.prefill.leg_id,
+            request_id=flight.job.request_id,
+            prompt=prompt,
+            xfer_id=xfer_id,
+            target=pair.decode.identity,
+            transfer_address=pair.decode.hello.transfer_address,
+        )
+        return [expect, prefill]
+
+    def _first_tokens(self, event: FirstTokensArrived, now_s: float) -> list[Action]:
+        leg = self._leg(event, now_s)
+        if leg is None:
+            return []
+        flight, watch = leg.flight, leg.flight.job.watch
+        drawn = {token.sample for token in event.tokens}
+        if flight.state is not FlightState.PREFILLING or drawn != set(flight.samples):
+            return self._breach(leg, "sent first tokens that were not asked for", now_s)
+        if _aborted(event.tokens):
+            return self._breach(leg, "aborted a sample", now_s)
+        leg.computed()
+        watch.prefilled(event.queue_s, event.prefill_s, event.cached_tokens)
+        flight.decoding = {token.sample for token in event.tokens if token.finish is None}
+        flight.move(FlightState.HANDING_OVER, now_s)
+        actions = self._emit(flight.job, event.tokens, now_s)
+        actions += self._settle(flight, now_s)
+        held_back, flight.early = flight.early, []
+        for early in held_back:
+            actions += self.handle(early, now_s)
+        return actions
+
+    def _decode_tokens(self, event: DecodeTokens, now_s: float) -> list[Action]:
+        leg = self._leg(event, now_s)
+        if leg is None:
+            return []
+        flight = leg.flight
+        if flight.state is FlightState.PREFILLING:
+            flight.early.append(event)
+            return []
+        flight.decoded = True
+        leg.grew(len(event.tokens))
+        ended = False
+        for token in event.tokens:
+            if token.sample not in flight.samples:
+                return self._breach(leg, f"sent a token of sample {token.sample}", now_s)
+            if token.finish is not None:
+                ended = True
+                flight.decoding.discard(token.sample)
+        if ended and _aborted(event.tokens):
+            return self._breach(leg, "aborted a sample", now_s)
+        actions = self._emit(flight.job, event.tokens, now_s)
+        if ended:
+            actions += self._settle(flight, now_s)
+        return actions
+
+    def _sample_finished(self, event: SampleFinished, now_s: float) -> list[Action]:
+        leg = self._leg(event, now_s)
+        if leg is None:
+            return []
+        flight = leg.flight
+        if flight.state is FlightState.PREFILLING:
+            flight.early.append(event)
+            return []
+        flight.decoding.discard(event.sample)
+        if not flight.job.finished(event.sample):
+            return self._breach(leg, f"ended sample {event.sample} without a token", now_s)
+        return self._settle(flight, now_s)
+
+    def _locally_prefilled(self, event: LocallyPrefilled, now_s: float) -> list[Action]:
+        leg = self._leg(event, now_s)
+        if leg is None:
+            return []
+        leg.computed()
+        leg.flight.job.watch.prefilled(event.queue_s, event.prefill_s, event.cached_tokens)
+        return []
+
+    def _handed_off(self, event: HandedOff, now_s: float) -> list[Action]:
+        leg = self._leg(event, now_s)
+        if leg is None:
+            return []
+        flight = leg.flight
+        if flight.state is FlightState.PREFILLING:
+            return self._breach(leg, "handed over before its first tokens", now_s)
+        flight.job.watch.handed_off(event)
+        self._close(leg)
+        return self._prefill_done(flight, now_s)
+
+    def _prefill_done(self, flight: Flight, now_s: float) -> list[Action]:
+        """P has nothing more to say: D goes on alone, or the flight is over."""
+        if flight.state is FlightState.SETTLING:
+            return self._end(flight, now_s)
+        flight.move(FlightState.DECODING, now_s)
+        return []
+
+    def _settle(self, flight: Flight, now_s: float) -> list[Action]:
+        """Closes or cancels the legs of a flight whose samples want nothing more."""
+        if flight.wanted:
+            return []
+        ran_out = flight.decoded and not flight.decoding
+        if ran_out and flight.decode is not None:
+            self._close(flight.decode)
+        if ran_out and flight.state is FlightState.HANDING_OVER:
+            flight.move(FlightState.SETTLING, now_s)
+            self._settling[flight] = None
+            return []
+        return self._end(flight, now_s)
+
+    def _end(self, flight: Flight, now_s: float) -> list[Action]:
+        """Ends a flight, and the job with its last one."""
+        actions = self._ground(flight, now_s)
+        job = flight.job
+        if not job.unfinished and not self._flights[job.request_id]:
+            self._forget(job)
+            actions.append(Finish(request_id=job.request_id, timing=job.timing(now_s)))
+        return actions
+
+    def _ground(self, flight: Flight, now_s: float) -> list[Action]:
+        """Cancels every open leg of a flight and takes it off all lists."""
+        actions: list[Action] = []
+        for leg in flight.legs:
+            self._close(leg)
+            actions.append(
+                SendCancel(worker=leg.worker.identity, service=leg.service, leg_id=leg.leg_id)
+            )
+        flight.move(FlightState.ENDED, now_s)
+        self._waiting.pop(flight, None)
+        self._settling.pop(flight, None)
+        self._flights[flight.job.request_id].remove(flight)
+        return actions
+
+    def _leg_failed(self, event: LegFailed, now_s: float) -> list[Action]:
+        leg = self._leg(event, now_s)
+        return [] if leg is None else self._drop_leg(leg, event.error, now_s)
+
+    def _breach(self, leg: Leg, what: str, now_s: float) -> list[Action]:
+        """The worker broke the contract for this leg: cancel it and go on elsewhere."""
+        error = EngineError(f"worker {leg.worker.identity} {what}")
+        cancel = SendCancel(worker=leg.worker.identity, service=leg.service, leg_id=leg.leg_id)
+        return [cancel, *self._drop_leg(leg, error, now_s)]
+
+    def _drop_leg(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
+        flight = leg.flight
+        blamed = {leg.worker.identity}
+        if isinstance(error, _BLAMES_EITHER):
+            blamed |= {other.worker.identity for other in flight.legs}
+        if isinstance(error, DrainingError):
+            leg.worker.draining = True
+        self._close(leg)
+        return self._legs_gone(flight, error, blamed, now_s)
+
+    def _legs_gone(
+        self, flight: Flight, error: BatonError, blamed: Iterable[WorkerIdentity], now_s: float
+    ) -> list[Action]:
+        """Some legs of `flight` were closed by a failure: is what is left enough?"""
+        if flight.state is FlightState.SETTLING:
+            return self._end(flight, now_s)
+        if flight.decode is not None and flight.decoded:
+            # D decodes, so it has the KV: P was done but for saying so.
+            return self._prefill_done(flight, now_s)
+        return self._retry(flight, error, blamed, now_s)
+
+    def _retry(
+        self, flight: Flight, error: BatonError, blamed: Iterable[WorkerIdentity], now_s: float
+    ) -> list[Action]:
+        """Continues what the samples of a failed flight still want, from the token log."""
+        job = flight.job
+        actions = self._ground(flight, now_s)
+        own_fault = isinstance(error, InvalidRequestError)
+        if own_fault or flight.attempt >= self._patience.max_attempts:
+            return actions + self._fail(job.request_id, error)
+        wanted = tuple(sample for sample in flight.samples if not job.finished(sample))
+        groups = [(sample,) for sample in wanted] if job.has_tokens(wanted) else [wanted]
+        for group in groups:
+            successor = Flight(
+                job=job,
+                samples=group,
+                since_s=now_s,
+                attempt=flight.attempt + 1,
+                avoid=flight.avoid.union(blamed),
+                cause=error,
+            )
+            actions += self._launch(successor, now_s)
+        return actions
+
+    def _fail(self, request_id: RequestId, error: BatonError) -> list[Action]:
+        """Ends a job with an error; nothing for one that has ended."""
+        job = self._jobs.get(request_id)
+        if job is None:
+            return []
+        actions: list[Action] = []
+        for flight in tuple(self._flights[request_id]):
+            actions += self._ground(flight, flight.since_s)
+        self._forget(job)
+        return [*actions, Fail(request_id=request_id, error=error)]
+
+    def _forget(self, job: Job) -> None:
+        del self._jobs[job.request_id]
+        del self._flights[job.request_id]
+
+    def _stop_sample(self, event: StopSample, now_s: float) -> list[Action]:
+        job = self._jobs.get(event.request_id)
+        if job is None or job.finished(event.sample):
+            return []
+        job.stop(event.sample)
+        flights = self._flights[event.request_id]
+        flight = next(flight for flight in flights if event.sample in flight.samples)
+        return self._settle(flight, now_s)
+
+    def _join(self, event: WorkerJoined, now_s: float) -> list[Action]:
+        identity = event.hello.identity
+        actions: list[Action] = []
+        older = self._view.find(identity.worker_id)
+        if older is not None and older.identity != identity:
+            actions += self._lose(older.identity, "it was started anew", now_s)
+        try:
+            self._view.join(event.hello, event.address, now_s)
+        except IncompatibleError as error:
+            return [*actions, RefuseWorker(address=event.address, error=error)]
+        return actions + self._place_waiting(now_s)
+
+    def _lose(self, identity: WorkerIdentity, reason: str, now_s: float) -> list[Action]:
+        worker = self._view.lose(identity)
+        if worker is None:
+            return []
+        error = WorkerLostError(f"worker {identity} was lost: {reason}")
+        gone = [leg for leg in self._legs.values() if leg.worker is worker]
+        for leg in gone:
+            self._close(leg)
+        actions: list[Action] = []
+        for flight in dict.fromkeys(leg.flight for leg in gone):
+            actions += self._legs_gone(flight, error, {identity}, now_s)
+        return actions
+
+    def _report(self, event: LoadReported, now_s: float) -> list[Action]:
+        worker = self._view.find(event.worker.worker_id)
+        if worker is None or worker.identity != event.worker:
+            return []
+        was_draining = worker.draining
+        worker.report(event.load, now_s)
+        return self._place_waiting(now_s) if was_draining and not worker.draining else []
+
+    def _time_passed(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            deadline_s, request_id = heappop(self._deadlines)
+            job = self._jobs.get(request_id)
+            if job is not None and job.deadline_s == deadline_s:
+                actions += self._fail(request_id, DeadlineError("the request's deadline passed"))
+        for flight in [f for f in self._settling if now_s - f.since_s >= self._patience.settle_s]:
+            actions += self._end(flight, now_s)
+        return actions + self._place_waiting(now_s)
+
+    def _place_waiting(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        for flight in tuple(self._waiting):
+            actions += self._place(flight, now_s)
+        patience_s = self._patience.worker_wait_s
+        for flight in [f for f in self._waiting if now_s - f.since_s >= patience_s]:
+            # Another sample of the same job may have failed it a moment ago.
+            if flight in self._waiting:
+                actions += self._fail(flight.job.request_id, self._unavailable(flight))
+        return actions
+
+    def _unavailable(self, flight: Flight) -> UnavailableError:
+        message = self._waiting[flight].reason
+        if flight.cause is not None:
+            message += f" (earlier: {flight.cause.message})"
+        return UnavailableError(message)
+
+    def _open(
+        self,
+        flight: Flight,
+        service: Service,
+        worker: WorkerView,
+        now_s: float,
+        *,
+        prefill_tokens: int = 0,
+        sequences: int = 0,
+        context_tokens: int = 0,
+    ) -> Leg:
+        leg = Leg(
+            leg_id=LegId(next(self._leg_ids)),
+            service=service,
+            worker=worker,
+            flight=flight,
+            prefill_tokens=prefill_tokens,
+            sequences=sequences,
+            context_tokens=context_tokens,
+        )
+        leg.open(now_s)
+        self._legs[leg.leg_id] = leg
+        return leg
+
+    def _close(self, leg: Leg) -> None:
+        leg.close()
+        del self._legs[leg.leg_id]
+        if leg.service is Service.PREFILL:
+            leg.flight.prefill = None
+        else:
+            leg.flight.decode = None
+
+    def _leg(self, event: LegEvent, now_s: float) -> Leg | None:
+        """The open leg an event names; None when it is over, or another worker's."""
+        leg = self._legs.get(event.leg_id)
+        if leg is None or leg.worker.identity != event.worker:
+            return None
+        leg.worker.progress_s = now_s
+        return leg
+
+    def _emit(self, job: Job, tokens: tuple[TokenSample, ...], now_s: float) -> list[Action]:
+        fresh = job.accept(tokens, now_s)
+        return [Emit(request_id=job.request_id, tokens=fresh)] if fresh else []
+
+
+def _aborted(tokens: Iterable[TokenSample]) -> bool:
+    return any(token.finish is FinishReason.ABORT for token in tokens)

@@ -1,0 +1,230 @@
+"""What happens to requests, and what the dispatcher has done about it: the language of the pure core.
+
+Events come from clients (through `router.generator`) and from workers (through `router.links`); actions go back the
+same ways.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.errors import BatonError
+from baton.generation import FinishReason, Prompt, TokenSample, WorkerLoad
+from baton.ids import LegId, RequestId, WorkerIdentity, XferId
+from baton.rpc.convert import WorkerHello
+from router.ports import GenerationJob, Timing
+
+
+class Service(Enum):
+    """Which of a worker's streams a leg runs on."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A client's job arrived."""
+
+    job: GenerationJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopSample:
+    """The HTTP face wants no more tokens of this sample (a stop string)."""
+
+    request_id: RequestId
+    sample: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientGone:
+    """Nobody reads this job any more."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """Look at deadlines and waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJoined:
+    """All streams to a worker are up."""
+
+    hello: WorkerHello
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    """A stream to this incarnation broke: its legs are gone."""
+
+    worker: WorkerIdentity
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReported:
+    """A worker's report on itself."""
+
+    worker: WorkerIdentity
+    load: WorkerLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTokensArrived:
+    """P drew the first token of each sample; the times are P's."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    tokens: tuple[TokenSample, ...]
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocallyPrefilled:
+    """The worker that decodes prefilled too; the first tokens come right after."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOff:
+    """D verified the commit; P's leg is over."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    blocks_sent: int
+    bytes_sent: int
+    reserve_wait_s: float
+    unhidden_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTokens:
+    """Tokens of one leg from one step, with `finish` where a sample ends."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    tokens: tuple[TokenSample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFinished:
+    """A sample ended without a token of this step: it was aborted, or had ended with its first token."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    sample: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegFailed:
+    """The worker gave up one leg and has forgotten it."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    error: BatonError
+
+
+LegEvent = (
+    FirstTokensArrived | LocallyPrefilled | HandedOff | DecodeTokens | SampleFinished | LegFailed
+)
+Event = (
+    Submitted
+    | StopSample
+    | ClientGone
+    | TimePassed
+    | WorkerJoined
+    | WorkerLost
+    | LoadReported
+    | LegEvent
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPrefill:
+    """Have P prefill for D."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    request_id: RequestId
+    prompt: Prompt
+    xfer_id: XferId
+    target: WorkerIdentity
+    transfer_address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendExpect:
+    """Tell D that P will hand this prompt's KV over."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    request_id: RequestId
+    prompt: Prompt
+    xfer_id: XferId
+    source: WorkerIdentity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendGenerate:
+    """Have one worker prefill and decode."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    request_id: RequestId
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendCancel:
+    """The router has forgotten this leg; the worker should."""
+
+    worker: WorkerIdentity
+    service: Service
+    leg_id: LegId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """Tokens for the client, in order."""
+
+    request_id: RequestId
+    tokens: tuple[TokenSample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The job is complete."""
+
+    request_id: RequestId
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The job ended with an error."""
+
+    request_id: RequestId
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseWorker:
+    """The worker that joined at `address` cannot be used: hang up."""
+
+    address: str
+    error: BatonError
+
+
+SendAction = SendPrefill | SendExpect | SendGenerate | SendCancel
+Action = SendAction | Emit | Finish | Fail | RefuseWorker

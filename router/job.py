@@ -1,0 +1,159 @@
+"""One client job while it runs: the token log of each sample and where the time went.
+
+The log is what makes a worker's loss harmless: whoever continues a sample gets the prompt and the log, and the client
+never sees a token twice or misses one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from baton.errors import InvariantError
+from baton.generation import Prompt, TokenSample
+from baton.ids import BlockKey, RequestId
+from router.events import HandedOff
+from router.ports import Timing
+from router.routing.policy import Pair
+
+
+@dataclass(slots=True, eq=False)
+class SampleLog:
+    """What one sample has given the client."""
+
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Stopwatch:
+    """The parts of `Timing`, as the messages bring them.
+
+    After a resumption: prefill is that of the attempt that brought the first token, decode and hand-off of the latest;
+    pages and bytes add up.
+    """
+
+    submitted_s: float
+    placed_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    handoff_s: float = 0.0
+    unhidden_s: float = 0.0
+    cached_tokens: int = 0
+    blocks_sent: int = 0
+    bytes_sent: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+
+    def placed(self, pair: Pair, now_s: float) -> None:
+        """An attempt starts on `pair`."""
+        if self.placed_s is None:
+            self.placed_s = now_s
+        if self.first_token_s is None:
+            self.prefill_worker = pair.prefill.identity.worker_id
+        self.decode_worker = pair.decode.identity.worker_id
+
+    def prefilled(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
+        """First tokens come; the times are the worker's."""
+        if self.first_token_s is None:
+            self.queue_s, self.prefill_s = queue_s, prefill_s
+            self.cached_tokens = cached_tokens
+
+    def handed_off(self, event: HandedOff) -> None:
+        """P accounts for the hand-off."""
+        # The first page can go once D granted: from then to the first token, and from there to the commit.
+        self.handoff_s = max(0.0, self.prefill_s - event.reserve_wait_s) + event.unhidden_s
+        self.unhidden_s = event.unhidden_s
+        self.blocks_sent += event.blocks_sent
+        self.bytes_sent += event.bytes_sent
+
+
+class Job:
+    """A prompt, its samples' logs and its times. Used by the dispatcher only.
+
+    Args:
+        request_id: Its name.
+        prompt: As the client sent it, with all samples.
+        now_s: When it arrived.
+        deadline_s: When it is given up, on the same clock.
+    """
+
+    def __init__(
+        self, *, request_id: RequestId, prompt: Prompt, now_s: float, deadline_s: float
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.deadline_s = deadline_s
+        self.watch = Stopwatch(submitted_s=now_s)
+        self.keys: dict[int, list[BlockKey]] = {}
+        """Block keys of the prompt by layout group, hashed once."""
+        self._logs = {sample: SampleLog() for sample in prompt.samples}
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Samples that still want tokens."""
+        return tuple(sample for sample, log in self._logs.items() if not log.finished)
+
+    def finished(self, sample: int) -> bool:
+        """Whether the client has all it wants of this sample; also for a sample that was never asked for."""
+        log = self._logs.get(sample)
+        return log is None or log.finished
+
+    def accept(self, tokens: Sequence[TokenSample], now_s: float) -> tuple[TokenSample, ...]:
+        """Logs tokens and returns those the client should see: none of a finished sample."""
+        fresh = tuple([token for token in tokens if self._log(token)])
+        if fresh:
+            watch = self.watch
+            watch.last_token_s = now_s
+            if watch.first_token_s is None:
+                watch.first_token_s = now_s
+        return fresh
+
+    def stop(self, sample: int) -> None:
+        """The client has all it wants of this sample."""
+        self._logs[sample].finished = True
+
+    def has_tokens(self, samples: Sequence[int]) -> bool:
+        """Whether any of them was given a token."""
+        return any(self._logs[sample].tokens for sample in samples)
+
+    def prompt_for(self, samples: Sequence[int]) -> Prompt:
+        """The prompt that continues these samples: the group as it is, or one sample with its log."""
+        if not self.has_tokens(samples):
+            return replace(self.prompt, samples=tuple(samples))
+        if len(samples) != 1:
+            raise InvariantError(f"{self.request_id}: samples {samples} cannot be resumed as one")
+        output = self.prompt.output_tokens + tuple(self._logs[samples[0]].tokens)
+        return replace(self.prompt, samples=tuple(samples), output_tokens=output)
+
+    def timing(self, now_s: float) -> Timing:
+        """Where the time went, once nothing is left to do."""
+        watch = self.watch
+        placed_s = now_s if watch.placed_s is None else watch.placed_s
+        first_s = now_s if watch.first_token_s is None else watch.first_token_s
+        last_s = first_s if watch.last_token_s is None else watch.last_token_s
+        return Timing(
+            prefill_worker=watch.prefill_worker,
+            decode_worker=watch.decode_worker,
+            route_s=placed_s - watch.submitted_s,
+            queue_s=watch.queue_s,
+            prefill_s=watch.prefill_s,
+            first_token_s=first_s - watch.submitted_s,
+            handoff_s=watch.handoff_s,
+            unhidden_s=watch.unhidden_s,
+            decode_s=last_s - first_s,
+            total_s=last_s - watch.submitted_s,
+            prompt_tokens=len(self.prompt.prompt_tokens),
+            cached_tokens=watch.cached_tokens,
+            output_tokens=sum(len(log.tokens) for log in self._logs.values()),
+            blocks_sent=watch.blocks_sent,
+            bytes_sent=watch.bytes_sent,
+        )
+
+    def _log(self, token: TokenSample) -> bool:
+        log = self._logs[token.sample]
+        if log.finished:
+            return False
+        log.tokens.append(token.token)
+        log.finished = token.finish is not None
+        return True

@@ -1,0 +1,74 @@
+"""Places an attempt on workers: hashes the prompt, asks the index, lets the policy choose, remembers the choice."""
+
+from collections.abc import Set
+from random import Random
+
+from baton.generation import Prompt
+from baton.hashing import chain_keys, root_key
+from baton.ids import BlockKey, WorkerIdentity
+from baton.layout import KvLayout
+from router.job import Job
+from router.routing.index import PrefixIndex
+from router.routing.policy import Demand, Pair, Policy, Unavailable, choose
+from router.routing.view import ClusterView
+
+
+class Placement:
+    """The routing side of the dispatcher.
+
+    Args:
+        view: The workers.
+        index: Who holds which blocks.
+        policy: How workers are priced.
+        secret: The cluster secret that keys block hashes.
+        rng: Breaks ties.
+    """
+
+    def __init__(
+        self, *, view: ClusterView, index: PrefixIndex, policy: Policy, secret: bytes, rng: Random
+    ) -> None:
+        self._view = view
+        self._index = index
+        self._policy = policy
+        self._secret = secret
+        self._rng = rng
+        self._decisions = 0
+
+    def choose(
+        self, job: Job, prompt: Prompt, avoid: Set[WorkerIdentity], now_s: float
+    ) -> Pair | Unavailable:
+        """The pair for `prompt`, one of the job's; the choice is remembered as the holder of its blocks."""
+        usable = [w for w in self._view.usable(now_s) if w.identity not in avoid]
+        if not usable:
+            return Unavailable(reason="no worker is available")
+        demand = Demand(
+            tokens=len(prompt.prompt_tokens) + len(prompt.output_tokens),
+            samples=len(prompt.samples),
+            held=self._held_tokens(job) if self._policy.uses_prefix else {},
+        )
+        chosen = choose(self._policy, usable, demand, self._rng)
+        if isinstance(chosen, Pair):
+            self._remember(job, chosen)
+        return chosen
+
+    def _held_tokens(self, job: Job) -> dict[int, int]:
+        held: dict[int, int] = {}
+        for group, layout in self._view.layouts().items():
+            blocks = self._index.held_blocks(self._keys(job, group, layout))
+            held.update({slot: depth * layout.block_tokens for slot, depth in blocks.items()})
+        return held
+
+    def _remember(self, job: Job, pair: Pair) -> None:
+        self._decisions += 1
+        pair.prefill.last_pick = pair.decode.last_pick = self._decisions
+        if self._policy.uses_prefix:
+            worker = pair.prefill
+            keys = self._keys(job, worker.layout_group, worker.hello.layout)
+            self._index.record(keys, (worker.slot, pair.decode.slot))
+
+    def _keys(self, job: Job, group: int, layout: KvLayout) -> list[BlockKey]:
+        if group not in job.keys:
+            root = root_key(self._secret, scope=job.prompt.cache_scope, layout=layout)
+            tokens = job.prompt.prompt_tokens
+            job.keys[group] = chain_keys(self._secret, root, tokens, layout.block_tokens)
+        return job.keys[group]

@@ -1,0 +1,477 @@
+"""The dispatcher's promises, one by one; `test_dispatch_properties` tries them against random interleavings."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from baton.errors import (
+    CancelledByPeerError,
+    DeadlineError,
+    DrainingError,
+    EngineError,
+    InvariantError,
+    PromptTooLongError,
+    TransferError,
+    UnavailableError,
+    WorkerLostError,
+)
+from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample, WorkerLoad
+from baton.ids import RequestId, Role
+from router.dispatch import Dispatcher, Patience
+from router.events import (
+    ClientGone,
+    DecodeTokens,
+    Emit,
+    Fail,
+    Finish,
+    FirstTokensArrived,
+    HandedOff,
+    LegFailed,
+    LoadReported,
+    LocallyPrefilled,
+    RefuseWorker,
+    SampleFinished,
+    SendCancel,
+    SendExpect,
+    SendGenerate,
+    SendPrefill,
+    StopSample,
+    Submitted,
+    TimePassed,
+    WorkerJoined,
+    WorkerLost,
+)
+from router.placement import Placement
+from router.ports import GenerationJob
+from router.routing.index import PrefixIndex
+from router.routing.policies import policy_named
+from router.routing.view import ClusterView
+from tests.router.workers import drawn, hello, layout
+
+REQUEST = RequestId("cmpl-1")
+
+
+class Core:
+    """A dispatcher with a clock, checked after every event."""
+
+    def __init__(self, *, patience: Patience | None = None) -> None:
+        index = PrefixIndex(max_blocks=1000)
+        self.view = ClusterView(index)
+        placement = Placement(
+            view=self.view,
+            index=index,
+            policy=policy_named("prefix_affinity"),
+            secret=b"s" * 32,
+            rng=Random(0),
+        )
+        self.dispatcher = Dispatcher(
+            view=self.view, placement=placement, patience=patience or Patience()
+        )
+        self.now_s = 0.0
+
+    def __call__(self, event):
+        actions = self.dispatcher.handle(event, self.now_s)
+        self.dispatcher.check_integrity()
+        return actions
+
+    def join(self, *names: str, incarnation: int = 1):
+        roles = {"p": Role.PREFILL, "d": Role.DECODE, "h": Role.HYBRID}
+        actions = []
+        for name in names:
+            greeting = hello(name, roles[name[0]], incarnation=incarnation)
+            actions += self(WorkerJoined(hello=greeting, address=f"unix:{name}"))
+        return actions
+
+    def submit(self, *, samples=(0,), max_tokens=4, deadline_s=60.0, tokens=range(10)):
+        prompt = Prompt(
+            prompt_tokens=tuple(tokens),
+            samples=samples,
+            sampling=SamplingParams(max_tokens=max_tokens),
+        )
+        job = GenerationJob(request_id=REQUEST, prompt=prompt, deadline_s=deadline_s)
+        return self(Submitted(job=job))
+
+    def pass_time(self, seconds: float):
+        self.now_s += seconds
+        return self(TimePassed())
+
+    def assert_empty(self) -> None:
+        assert self.dispatcher.in_flight == 0
+        assert all(worker.legs == 0 for worker in self.view.workers)
+
+
+@pytest.fixture
+def core() -> Core:
+    return Core()
+
+
+def sent(actions, kind):
+    (action,) = [action for action in actions if isinstance(action, kind)]
+    return action
+
+
+def tokens_in(actions):
+    return [t for action in actions if isinstance(action, Emit) for t in action.tokens]
+
+
+def cancelled(actions):
+    return {action.leg_id for action in actions if isinstance(action, SendCancel)}
+
+
+def first_tokens(to: SendPrefill, *tokens: TokenSample):
+    return FirstTokensArrived(
+        worker=to.worker,
+        leg_id=to.leg_id,
+        tokens=tokens,
+        cached_tokens=3,
+        queue_s=0.1,
+        prefill_s=0.5,
+    )
+
+
+def handed_off(to: SendPrefill):
+    return HandedOff(
+        worker=to.worker,
+        leg_id=to.leg_id,
+        blocks_sent=3,
+        bytes_sent=300,
+        reserve_wait_s=0.2,
+        unhidden_s=0.05,
+    )
+
+
+def decoded(to, *tokens: TokenSample):
+    return DecodeTokens(worker=to.worker, leg_id=to.leg_id, tokens=tokens)
+
+
+def failed(to, error):
+    return LegFailed(worker=to.worker, leg_id=to.leg_id, error=error)
+
+
+def start_pair(core: Core, **job):
+    actions = core.submit(**job)
+    return sent(actions, SendPrefill), sent(actions, SendExpect)
+
+
+def test_a_job_goes_to_both_workers_at_the_same_moment_under_one_transfer(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    assert p.xfer_id == d.xfer_id
+    assert (p.target, d.source) == (d.worker, p.worker)
+    assert p.transfer_address == "unix:/d0"
+
+
+def test_tokens_flow_and_the_timing_comes_last(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=2)
+    core.now_s = 1.0
+    assert tokens_in(core(first_tokens(p, drawn(0, 0, 2)))) == [drawn(0, 0, 2)]
+    assert core(handed_off(p)) == []
+    core.now_s = 1.5
+    actions = core(decoded(d, drawn(0, 1, 2)))
+    assert tokens_in(actions) == [drawn(0, 1, 2)]
+    timing = sent(actions, Finish).timing
+    assert (timing.prefill_worker, timing.decode_worker) == ("p0", "d0")
+    assert (timing.first_token_s, timing.decode_s, timing.total_s) == (1.0, 0.5, 1.5)
+    assert (timing.cached_tokens, timing.blocks_sent, timing.output_tokens) == (3, 3, 2)
+    assert timing.handoff_s == pytest.approx(0.35)
+    core.assert_empty()
+
+
+def test_what_d_sends_before_the_first_token_is_held_back(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=3)
+    assert core(decoded(d, drawn(0, 1, 3))) == []
+    actions = core(first_tokens(p, drawn(0, 0, 3)))
+    assert tokens_in(actions) == [drawn(0, 0, 3), drawn(0, 1, 3)]
+
+
+def test_a_job_whose_tokens_are_out_waits_for_the_account_of_the_hand_off(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=2)
+    core(first_tokens(p, drawn(0, 0, 2)))
+    actions = core(decoded(d, drawn(0, 1, 2)))
+    assert not any(isinstance(action, Finish) for action in actions)
+    assert sent(core(handed_off(p)), Finish).timing.blocks_sent == 3
+    core.assert_empty()
+
+
+def test_a_job_does_not_wait_long_for_the_account_of_the_hand_off(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=2)
+    core(first_tokens(p, drawn(0, 0, 2)))
+    core(decoded(d, drawn(0, 1, 2)))
+    actions = core.pass_time(2.0)
+    assert sent(actions, Finish)
+    assert cancelled(actions) == {p.leg_id}
+    core.assert_empty()
+
+
+def test_a_first_token_that_ends_everything_cancels_both_legs(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=1)
+    actions = core(first_tokens(p, drawn(0, 0, 1)))
+    assert sent(actions, Finish).timing.output_tokens == 1
+    assert cancelled(actions) == {p.leg_id, d.leg_id}
+    core.assert_empty()
+
+
+def test_a_failed_leg_cancels_the_other_at_once_and_is_retried_elsewhere(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    actions = core(failed(p, EngineError("a step failed")))
+    again = sent(actions, SendPrefill)
+    assert cancelled(actions) == {d.leg_id}
+    assert again.worker != p.worker
+    assert again.xfer_id != p.xfer_id
+    assert again.leg_id not in {p.leg_id, d.leg_id}
+
+
+def test_a_transfer_error_makes_both_workers_suspect(core):
+    core.join("p0", "p1", "d0", "d1")
+    p, d = start_pair(core)
+    actions = core(failed(p, TransferError("no answer")))
+    assert sent(actions, SendPrefill).worker != p.worker
+    assert sent(actions, SendExpect).worker != d.worker
+
+
+def test_attempts_are_bounded(core):
+    core.join("p0", "p1", "p2", "p3", "d0")
+    p, _ = start_pair(core)
+    for _ in range(2):
+        p = sent(core(failed(p, EngineError("a step failed"))), SendPrefill)
+    actions = core(failed(p, EngineError("a step failed")))
+    assert isinstance(sent(actions, Fail).error, EngineError)
+    core.assert_empty()
+
+
+def test_a_fault_of_the_request_itself_is_not_retried(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    actions = core(failed(p, PromptTooLongError("too long", param="prompt")))
+    assert sent(actions, Fail).error.param == "prompt"
+    assert cancelled(actions) == {d.leg_id}
+    core.assert_empty()
+
+
+def test_a_lost_decode_worker_is_replaced_with_the_token_log(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    core(handed_off(p))
+    core(decoded(d, drawn(0, 1, 4)))
+    actions = core(WorkerLost(worker=d.worker, reason="killed"))
+    assert tokens_in(actions) == []
+    again = sent(actions, SendPrefill)
+    assert again.prompt.output_tokens == (0, 1)
+    assert again.prompt.sampling == p.prompt.sampling
+    assert again.target != d.worker
+    actions = core(first_tokens(again, drawn(0, 2, 4)))
+    assert tokens_in(actions) == [drawn(0, 2, 4)]
+
+
+def test_samples_that_have_tokens_are_resumed_one_by_one(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core, samples=(0, 1))
+    core(first_tokens(p, drawn(0, 0, 4), drawn(1, 0, 4)))
+    actions = core(WorkerLost(worker=d.worker, reason="killed"))
+    prompts = {a.prompt.samples: a.prompt for a in actions if isinstance(a, SendPrefill)}
+    assert prompts.keys() == {(0,), (1,)}
+    assert prompts[1,].output_tokens == (100,)
+
+
+def test_samples_without_a_token_are_retried_as_a_group(core):
+    core.join("p0", "d0", "d1")
+    _, d = start_pair(core, samples=(0, 1))
+    actions = core(WorkerLost(worker=d.worker, reason="killed"))
+    assert sent(actions, SendPrefill).prompt.samples == (0, 1)
+
+
+def test_a_prefill_worker_lost_after_d_began_to_decode_changes_nothing(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=3)
+    core(first_tokens(p, drawn(0, 0, 3)))
+    core(decoded(d, drawn(0, 1, 3)))
+    assert core(WorkerLost(worker=p.worker, reason="killed")) == []
+    assert sent(core(decoded(d, drawn(0, 2, 3))), Finish)
+    core.assert_empty()
+
+
+def test_without_a_prefill_worker_the_decode_worker_prefills(core):
+    core.join("d0")
+    local = sent(core.submit(max_tokens=1), SendGenerate)
+    core(
+        LocallyPrefilled(
+            worker=local.worker, leg_id=local.leg_id, cached_tokens=7, queue_s=0, prefill_s=1
+        )
+    )
+    timing = sent(core(decoded(local, drawn(0, 0, 1))), Finish).timing
+    assert (timing.prefill_worker, timing.decode_worker) == ("d0", "d0")
+    assert timing.cached_tokens == 7
+    core.assert_empty()
+
+
+def test_a_hybrid_worker_keeps_both_legs(core):
+    core.join("h0")
+    assert sent(core.submit(), SendGenerate)
+
+
+def test_a_job_waits_for_a_worker_to_appear(core):
+    assert core.submit() == []
+    core.now_s = 5.0
+    assert sent(core.join("h0"), SendGenerate)
+
+
+def test_a_job_does_not_wait_for_ever(core):
+    core.submit()
+    assert core.pass_time(10.0) == []
+    assert isinstance(sent(core.pass_time(10.0), Fail).error, UnavailableError)
+    core.assert_empty()
+
+
+def test_a_restarted_worker_takes_the_job_it_lost(core):
+    core.join("h0")
+    local = sent(core.submit(), SendGenerate)
+    core(decoded(local, drawn(0, 0, 4)))
+    assert core(WorkerLost(worker=local.worker, reason="killed")) == []
+    again = sent(core.join("h0", incarnation=2), SendGenerate)
+    assert again.prompt.output_tokens == (0,)
+
+
+def test_a_new_incarnation_ends_the_legs_of_the_old_one(core):
+    core.join("h0")
+    local = sent(core.submit(), SendGenerate)
+    again = sent(core.join("h0", incarnation=2), SendGenerate)
+    assert again.worker.incarnation == 2
+    assert core(decoded(local, drawn(0, 0, 4))) == []
+
+
+def test_the_only_worker_is_tried_again_after_a_pause(core):
+    core.join("h0")
+    local = sent(core.submit(), SendGenerate)
+    assert core(failed(local, EngineError("a step failed"))) == []
+    assert sent(core.pass_time(0.3), SendGenerate)
+
+
+def test_a_worker_that_drains_is_not_asked_again(core):
+    core.join("d0", "d1", "p0")
+    _, d = start_pair(core)
+    core(failed(d, DrainingError("leaving")))
+    core(ClientGone(request_id=REQUEST))
+    _, again = start_pair(core)
+    assert again.worker != d.worker
+
+
+def test_a_job_waits_until_a_draining_worker_is_back(core):
+    core.join("h0")
+    (worker,) = core.view.workers
+    core(LoadReported(worker=worker.identity, load=WorkerLoad(draining=True)))
+    assert core.submit() == []
+    assert sent(core(LoadReported(worker=worker.identity, load=WorkerLoad())), SendGenerate)
+
+
+def test_a_client_that_leaves_cancels_both_legs(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    actions = core(ClientGone(request_id=REQUEST))
+    assert cancelled(actions) == {p.leg_id, d.leg_id}
+    assert isinstance(sent(actions, Fail).error, CancelledByPeerError)
+    core.assert_empty()
+
+
+def test_the_deadline_ends_a_job(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, deadline_s=5.0)
+    actions = core.pass_time(5.0)
+    assert isinstance(sent(actions, Fail).error, DeadlineError)
+    assert cancelled(actions) == {p.leg_id, d.leg_id}
+    core.assert_empty()
+
+
+def test_stopping_the_last_sample_finishes_the_job(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    actions = core(StopSample(request_id=REQUEST, sample=0))
+    assert cancelled(actions) == {p.leg_id, d.leg_id}
+    assert sent(actions, Finish).timing.output_tokens == 1
+    core.assert_empty()
+
+
+def test_stopping_one_of_two_samples_drops_its_tokens_and_lets_the_other_run(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, samples=(0, 1), max_tokens=3)
+    core(first_tokens(p, drawn(0, 0, 3), drawn(1, 0, 3)))
+    core(handed_off(p))
+    assert core(StopSample(request_id=REQUEST, sample=0)) == []
+    actions = core(decoded(d, drawn(0, 1, 3), drawn(1, 1, 3)))
+    assert tokens_in(actions) == [drawn(1, 1, 3)]
+    actions = core(decoded(d, drawn(0, 2, 3), drawn(1, 2, 3)))
+    assert cancelled(actions) == set()
+    assert sent(actions, Finish)
+    core.assert_empty()
+
+
+def test_a_worker_that_aborts_a_sample_uninvited_loses_the_leg(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    aborted = SampleFinished(worker=d.worker, leg_id=d.leg_id, sample=0, reason=FinishReason.ABORT)
+    actions = core(aborted)
+    assert d.leg_id in cancelled(actions)
+    assert sent(actions, SendExpect).worker != d.worker
+
+
+def test_a_token_of_another_sample_is_not_taken(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    actions = core(decoded(d, drawn(5, 1, 4)))
+    assert tokens_in(actions) == []
+    assert sent(actions, SendExpect).worker != d.worker
+
+
+def test_messages_of_another_worker_about_a_leg_are_ignored(core):
+    core.join("h0", "h1")
+    local = sent(core.submit(), SendGenerate)
+    other = next(w.identity for w in core.view.workers if w.identity != local.worker)
+    assert core(replace(decoded(local, drawn(0, 0, 4)), worker=other)) == []
+
+
+def test_a_worker_with_another_model_is_refused(core):
+    core.join("d0")
+    stranger = hello("d1", Role.DECODE, layout=layout(model_fingerprint="other"))
+    (action,) = core(WorkerJoined(hello=stranger, address="unix:d1"))
+    assert isinstance(action, RefuseWorker)
+    assert [worker.address for worker in core.view.workers] == ["unix:d0"]
+
+
+def test_losing_everything_ends_in_one_typed_error(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    core(WorkerLost(worker=d.worker, reason="killed"))
+    core(WorkerLost(worker=p.worker, reason="killed"))
+    error = sent(core.pass_time(20.0), Fail).error
+    assert isinstance(error, UnavailableError)
+    assert not isinstance(error, WorkerLostError)
+    assert "killed" in error.message
+
+
+def test_a_request_id_in_flight_cannot_be_submitted_again(core):
+    core.join("h0")
+    core.submit()
+    with pytest.raises(InvariantError):
+        core.submit()
+    core.dispatcher.check_integrity()
+
+
+def test_giving_up_ends_the_job_of_the_event_alone(core):
+    core.join("h0")
+    local = sent(core.submit(), SendGenerate)
+    event = decoded(local, drawn(0, 0, 4))
+    actions = core.dispatcher.give_up(event, InvariantError("a broken count"))
+    assert cancelled(actions) == {local.leg_id}
+    assert isinstance(sent(actions, Fail).error, InvariantError)
+    core.dispatcher.check_integrity()
+    core.assert_empty()
