@@ -281,7 +281,11 @@ class TransferLedger:
 
     def _withdraw(self, event: Withdrawn, now_s: float) -> list[LedgerAction]:
         transfer = self._transfers.get(event.xfer_id)
-        if transfer is None or transfer.state in (_S.ABORTING, _S.QUIESCED):
+        if transfer is None:
+            # Withdrawn before anybody asked for pages: whoever asks later is refused at once.
+            self._end(event.xfer_id, now_s)
+            return []
+        if transfer.state in (_S.ABORTING, _S.QUIESCED):
             return []
         return self._abort(transfer, event.error, now_s)
 
@@ -395,9 +399,12 @@ class TransferLedger:
         transfer.since_s = now_s
         if state in _ENDS:
             del self._transfers[transfer.xfer_id]
-            self._ended[transfer.xfer_id] = now_s
-            if len(self._ended) > _MAX_ENDED:
-                self._ended.popitem(last=False)
+            self._end(transfer.xfer_id, now_s)
+
+    def _end(self, xfer_id: XferId, now_s: float) -> None:
+        self._ended.setdefault(xfer_id, now_s)
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
 
 
 def _failed(transfer: _Transfer, error: BatonError) -> list[LedgerAction]:

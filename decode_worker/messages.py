@@ -1,0 +1,85 @@
+"""What the decode worker's core is told and what it asks its shell to do, besides the engine's and the hand-off's own."""
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.generation import Prompt, TokenSample
+from baton.ids import LegId, RequestId, WorkerIdentity, XferId
+from baton.rpc.frames import StreamId
+from engine.messages import Command, SeqEvent
+from kv_transfer.messages import EndSession, FromPeer, PeerFenced, SessionLost, ToPeer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectLeg:
+    """A router announces a leg whose KV comes from `source` as transfer `xfer_id`."""
+
+    stream: StreamId
+    leg_id: LegId
+    request_id: RequestId
+    prompt: Prompt
+    xfer_id: XferId
+    source: WorkerIdentity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateLeg:
+    """A router wants a prompt prefilled and decoded here."""
+
+    stream: StreamId
+    leg_id: LegId
+    request_id: RequestId
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """A router wants a leg no more."""
+
+    stream: StreamId
+    leg_id: LegId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamGone:
+    """A router's stream ended: nobody wants its legs any more."""
+
+    stream: StreamId
+
+
+DecodeEvent = (
+    ExpectLeg | GenerateLeg | Cancel | StreamGone | SeqEvent | FromPeer | SessionLost | PeerFenced
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellTokens:
+    """To the router: tokens of one leg drawn in one step."""
+
+    stream: StreamId
+    leg_id: LegId
+    tokens: tuple[TokenSample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellPrefilled:
+    """To the router: a leg was prefilled here; goes with its first tokens."""
+
+    stream: StreamId
+    leg_id: LegId
+    prompt_tokens: int
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellFailed:
+    """To the router: this leg is over."""
+
+    stream: StreamId
+    leg_id: LegId
+    error: BatonError
+
+
+DecodeAction = Command | ToPeer | EndSession | TellTokens | TellPrefilled | TellFailed

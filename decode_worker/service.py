@@ -1,0 +1,275 @@
+"""The decode worker's shell: routers' streams, sessions of prefill workers, and one engine, around the pure lifecycle.
+
+Everything happens on the event loop; the engine's thread only posts its events to a mailbox.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+import grpc
+
+from baton.clock import Clock
+from baton.config.schema import TransferConfig
+from baton.errors import InvalidRequestError, InvariantError
+from baton.generation import WorkerLoad
+from baton.ids import LegId, RequestId, WorkerIdentity, XferId
+from baton.rpc.convert import WorkerHello, hello_to_proto, identity_from_proto, prompt_from_proto
+from baton.rpc.frames import FrameStream, StreamId, serve_stream
+from baton.rpc.mailbox import Mailbox
+from baton.rpc.v1 import decode_pb2 as pb
+from baton.rpc.v1 import decode_pb2_grpc as pb_grpc
+from baton.rpc.v1 import transfer_pb2_grpc
+from baton.telemetry.logs import get_logger
+from baton.telemetry.worker import WorkerMetrics
+from decode_worker.frames import DecodeFrameBuilder
+from decode_worker.lifecycle import OWNER, DecodeLifecycle
+from decode_worker.messages import (
+    Cancel,
+    DecodeAction,
+    DecodeEvent,
+    ExpectLeg,
+    GenerateLeg,
+    StreamGone,
+    TellFailed,
+    TellPrefilled,
+    TellTokens,
+)
+from decode_worker.metrics import DecodeMetrics
+from engine.messages import StepEvents
+from engine.ports import EnginePort
+from kv_transfer.ledger import LedgerLimits
+from kv_transfer.messages import (
+    EndSession,
+    FromPeer,
+    PeerFenced,
+    SessionId,
+    SessionLost,
+    ToDecode,
+    ToPeer,
+)
+from kv_transfer.ports import KvReceiver
+from kv_transfer.session import Endpoint, TransferService
+
+_log = get_logger(__name__)
+
+
+class _Stream:
+    """One router's stream."""
+
+    def __init__(self) -> None:
+        self.builder = DecodeFrameBuilder()
+        self.frames: FrameStream[pb.DecodeFrame] = FrameStream(self.builder)
+
+
+class DecodeWorker(pb_grpc.DecodeServicer):
+    """Serves `Decode.Serve` and `Transfer.Session` over one engine (a `baton.rpc.worker.WorkerService`).
+
+    Args:
+        engine: Its sequences are named `decode/N`.
+        hello: What routers are told first.
+        receivers: Transfer backends by name.
+        transfer: Timeouts of the hand-off.
+        metrics: Shared with the process's other service.
+        clock: Monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: EnginePort,
+        hello: WorkerHello,
+        receivers: Mapping[str, KvReceiver],
+        transfer: TransferConfig,
+        metrics: WorkerMetrics,
+        clock: Clock,
+    ) -> None:
+        self._engine = engine
+        self._hello = hello
+        self._receivers = receivers
+        self._shared = metrics
+        self._metrics = DecodeMetrics(metrics.registry)
+        self._clock = clock
+        limits = LedgerLimits(
+            expect_timeout_s=transfer.expect_timeout_s,
+            reserve_timeout_s=transfer.reserve_timeout_s,
+            quiesce_timeout_s=transfer.quiesce_timeout_s,
+            page_bytes=hello.layout.page_bytes,
+        )
+        self._lifecycle = DecodeLifecycle(hello.layout, limits)
+        self._transfers = TransferService(
+            here=Endpoint(identity=hello.identity, layout=hello.layout),
+            num_blocks=hello.num_blocks,
+            receivers=receivers,
+            host=self,
+        )
+        self._streams: dict[StreamId, _Stream] = {}
+        self._next_stream = 0
+        self._load = WorkerLoad()
+        self._mailbox: Mailbox[StepEvents] | None = None
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the Decode and Transfer services."""
+        pb_grpc.add_DecodeServicer_to_server(self, server)
+        transfer_pb2_grpc.add_TransferServicer_to_server(self._transfers, server)
+
+    async def start(self) -> None:
+        """Listens to the engine; must run before the engine's loop starts."""
+        self._mailbox = Mailbox(asyncio.get_running_loop(), self._receive)
+        self._engine.attach(OWNER, self._mailbox.post)
+
+    def tick(self) -> None:
+        """Checks deadlines, and reports the load of a step that brought no news for any router."""
+        self._carry_out(self._lifecycle.tick(self._clock.now_s()))
+        self._metrics.refused(self._lifecycle.refused_messages)
+        self._report_load()
+        if self._lifecycle.in_flight() == 0:
+            self._lifecycle.check_integrity()
+
+    def refuse_new(self) -> None:
+        """Refuses new legs and tells the routers that this worker is leaving."""
+        self._lifecycle.draining = True
+        self._report_load()
+
+    def in_flight(self) -> int:
+        """Legs, sequences and transfers that are not over."""
+        return self._lifecycle.in_flight()
+
+    def transfers_in_flight(self) -> int:
+        """Hand-offs that are not over."""
+        return self._lifecycle.transfers_in_flight()
+
+    def load(self) -> WorkerLoad:
+        """The engine's last report."""
+        return replace(self._load, draining=self._lifecycle.draining)
+
+    async def close(self) -> None:
+        """Ends every stream and takes back what gives peers access to the arena."""
+        for stream in list(self._streams):
+            self._apply(StreamGone(stream=stream))
+        for receiver in self._receivers.values():
+            await asyncio.to_thread(receiver.close)
+        if self._mailbox is not None:
+            self._mailbox.close()
+
+    async def Serve(  # type: ignore[override]  # noqa: N802  # the stub's name; a coroutine that writes
+        self,
+        request_iterator: AsyncIterator[pb.DecodeCommand],
+        context: grpc.aio.ServicerContext[pb.DecodeCommand, pb.DecodeFrame],
+    ) -> None:
+        """One router's stream. Its end, however it comes, cancels the router's legs."""
+        self._next_stream += 1
+        stream_id, stream = StreamId(self._next_stream), _Stream()
+        self._streams[stream_id] = stream
+        hello = pb.DecodeFrame(hello=hello_to_proto(self._hello))
+        stream.frames.report(self.load(), self._clock.now_s())
+        try:
+            on_command = partial(self._command, stream_id)
+            await serve_stream(stream.frames, hello, request_iterator, context, on_command)
+        finally:
+            self._apply(StreamGone(stream=stream_id))
+            del self._streams[stream_id]
+
+    def _command(self, stream: StreamId, command: pb.DecodeCommand) -> None:
+        match command.WhichOneof("command"):
+            case "expect":
+                self._apply(_expect(stream, command.expect))
+            case "generate":
+                self._apply(_generate(stream, command.generate))
+            case "cancel":
+                self._apply(Cancel(stream=stream, leg_id=LegId(command.cancel.leg_id)))
+            case other:
+                raise InvalidRequestError(f"unknown command: {other}")
+
+    def _receive(self, posted: StepEvents) -> None:
+        self._load = posted.load
+        for stream in self._streams.values():
+            stream.builder.step = posted.step
+        for event in posted.events:
+            self._apply(event)
+        self._report_load()
+
+    def _report_load(self) -> None:
+        load, now_s = self.load(), self._clock.now_s()
+        for stream in self._streams.values():
+            stream.frames.report(load, now_s)
+
+    def _apply(self, event: DecodeEvent) -> None:
+        try:
+            actions = self._lifecycle.handle(event, self._clock.now_s())
+        except InvariantError as error:
+            _log.error("a leg broke an invariant", cause=error)
+            return
+        self._carry_out(actions)
+
+    def _carry_out(self, actions: list[DecodeAction]) -> None:
+        for action in actions:
+            match action:
+                case TellTokens() | TellPrefilled() | TellFailed():
+                    self._tell(action)
+                case ToPeer():
+                    self._transfers.send(action.session, action.message)
+                case EndSession():
+                    self._metrics.cut_off()
+                    self._transfers.end(action.session, action.error)
+                case _:
+                    self._engine.submit(action)
+
+    def _tell(self, tell: TellTokens | TellPrefilled | TellFailed) -> None:
+        self._count(tell)
+        stream = self._streams.get(tell.stream)
+        if stream is None:
+            return
+        match tell:
+            case TellTokens():
+                stream.builder.tokens(tell)
+            case TellPrefilled():
+                stream.builder.prefilled(tell)
+            case TellFailed():
+                stream.builder.failed(tell)
+        stream.frames.wake()
+
+    def _count(self, tell: TellTokens | TellPrefilled | TellFailed) -> None:
+        match tell:
+            case TellTokens():
+                self._shared.generation_tokens.inc(len(tell.tokens))
+            case TellPrefilled():
+                self._shared.queue_s.observe(tell.queue_s)
+                self._shared.prefill_s.observe(tell.prefill_s)
+                self._shared.prompt_tokens.inc(tell.prompt_tokens)
+            case TellFailed():
+                self._metrics.failed(tell.error)
+                self._shared.legs.labels(OWNER, "failed").inc()
+
+    def on_peer_message(self, session: SessionId, peer: WorkerIdentity, message: ToDecode) -> None:
+        """A prefill worker says something."""
+        self._apply(FromPeer(session=session, peer=peer, message=message))
+
+    def on_session_lost(self, session: SessionId) -> None:
+        """A prefill worker's stream ended; it may still be writing."""
+        self._apply(SessionLost(session=session))
+
+    def on_peer_fenced(self, session: SessionId) -> None:
+        """A prefill worker can never write here again."""
+        self._apply(PeerFenced(session=session))
+
+
+def _expect(stream: StreamId, message: pb.Expect) -> ExpectLeg:
+    return ExpectLeg(
+        stream=stream,
+        leg_id=LegId(message.request.leg_id),
+        request_id=RequestId(message.request.request_id),
+        prompt=prompt_from_proto(message.request),
+        xfer_id=XferId(message.xfer_id),
+        source=identity_from_proto(message.source),
+    )
+
+
+def _generate(stream: StreamId, message: pb.Generate) -> GenerateLeg:
+    return GenerateLeg(
+        stream=stream,
+        leg_id=LegId(message.request.leg_id),
+        request_id=RequestId(message.request.request_id),
+        prompt=prompt_from_proto(message.request),
+    )

@@ -1,0 +1,103 @@
+"""What the prefill worker's core is told and what it asks its shell to do, besides the engine's and the hand-off's own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.generation import Prompt, TokenSample
+from baton.ids import LegId, RequestId, WorkerIdentity, XferId
+from baton.rpc.frames import StreamId
+from engine.messages import Command, SeqEvent
+from engine.ports import PageExport
+from kv_transfer.messages import (
+    FromDecode,
+    HandOver,
+    PeerDown,
+    PeerUp,
+    PushDone,
+    Send,
+    StartPush,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """A router wants `prompt` prefilled for the decode worker `peer`, which serves transfers at `address`."""
+
+    stream: StreamId
+    leg_id: LegId
+    request_id: RequestId
+    prompt: Prompt
+    xfer_id: XferId
+    peer: WorkerIdentity
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """A router wants a leg no more."""
+
+    stream: StreamId
+    leg_id: LegId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamGone:
+    """A router's stream ended: nobody wants its legs any more."""
+
+    stream: StreamId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReady:
+    """The engine completed pages in one layer."""
+
+    layer_index: int
+    exports: Sequence[PageExport]
+
+
+PrefillEvent = (
+    Submit | Cancel | StreamGone | LayerReady | SeqEvent | PeerUp | PeerDown | FromDecode | PushDone
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Open a session with a decode worker; `PeerUp` or `PeerDown` answers."""
+
+    peer: WorkerIdentity
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellFirstTokens:
+    """To the router: the first token of each sample, and where the time went."""
+
+    stream: StreamId
+    leg_id: LegId
+    tokens: tuple[TokenSample, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellHandedOff:
+    """To the router: the decode worker has the pages."""
+
+    stream: StreamId
+    leg_id: LegId
+    done: HandOver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellFailed:
+    """To the router: this leg is over."""
+
+    stream: StreamId
+    leg_id: LegId
+    error: BatonError
+
+
+PrefillAction = Command | Connect | Send | StartPush | TellFirstTokens | TellHandedOff | TellFailed

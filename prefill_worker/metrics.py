@@ -1,0 +1,44 @@
+"""What a prefill worker counts beside what every worker does (baton/telemetry/worker.py)."""
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from baton.errors import BatonError
+from baton.telemetry.metrics import REQUEST_LATENCY_BUCKETS_S
+from kv_transfer.messages import HandOver
+
+
+class PrefillMetrics:
+    """Hand-offs as the sender sees them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._pages = Counter("baton_kv_sent_pages", "KV pages handed over", registry=registry)
+        self._bytes = Counter("baton_kv_sent_bytes", "Bytes handed over", registry=registry)
+        self._failures = Counter(
+            "baton_kv_transfer_failures",
+            "Hand-offs that failed, by error code",
+            ["reason"],
+            registry=registry,
+        )
+        self._reserve_wait_s = Histogram(
+            "baton_kv_reserve_wait_seconds",
+            "From the first chunk until pages were granted",
+            buckets=REQUEST_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._unhidden_s = Histogram(
+            "baton_kv_transfer_unhidden_seconds",
+            "From the first token to the verified commit",
+            buckets=REQUEST_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+
+    def handed_over(self, done: HandOver) -> None:
+        """A decode worker has the pages."""
+        self._pages.inc(done.blocks_sent)
+        self._bytes.inc(done.bytes_sent)
+        self._reserve_wait_s.observe(done.reserve_wait_s)
+        self._unhidden_s.observe(done.unhidden_s)
+
+    def failed(self, error: BatonError) -> None:
+        """A leg failed; error codes are a closed set."""
+        self._failures.labels(reason=error.code).inc()

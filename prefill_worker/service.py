@@ -1,0 +1,280 @@
+"""The prefill worker's shell: routers' streams, sessions with decode workers, and one engine, around the pure lifecycle.
+
+Everything happens on the event loop. The engine's thread and the pushers' threads only post to a mailbox, in whose order
+events are handled: a layer's export before the token that was drawn after it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+import grpc
+
+from baton.clock import Clock
+from baton.errors import BatonError, InvalidRequestError, InvariantError, TransferError
+from baton.generation import WorkerLoad
+from baton.ids import LegId, RequestId, WorkerIdentity, XferId
+from baton.rpc.convert import WorkerHello, hello_to_proto, identity_from_proto, prompt_from_proto
+from baton.rpc.frames import FrameStream, StreamId, serve_stream
+from baton.rpc.mailbox import Mailbox
+from baton.rpc.v1 import prefill_pb2 as pb
+from baton.rpc.v1 import prefill_pb2_grpc as pb_grpc
+from baton.telemetry.logs import get_logger
+from baton.telemetry.worker import WorkerMetrics
+from engine.messages import StepEvents
+from engine.ports import EnginePort
+from kv_transfer.messages import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush, ToPrefill
+from kv_transfer.ports import KvSender, KvWriter
+from kv_transfer.session import Endpoint, PeerSession
+from prefill_worker.frames import PrefillFrameBuilder
+from prefill_worker.lifecycle import OWNER, PrefillLifecycle
+from prefill_worker.messages import (
+    Cancel,
+    Connect,
+    LayerReady,
+    PrefillAction,
+    PrefillEvent,
+    StreamGone,
+    Submit,
+    TellFailed,
+    TellFirstTokens,
+    TellHandedOff,
+)
+from prefill_worker.metrics import PrefillMetrics
+from prefill_worker.sink import TransferSink
+
+_log = get_logger(__name__)
+
+_Posted = StepEvents | LayerReady | PushDone
+
+
+class _Stream:
+    """One router's stream."""
+
+    def __init__(self) -> None:
+        self.builder = PrefillFrameBuilder()
+        self.frames: FrameStream[pb.PrefillFrame] = FrameStream(self.builder)
+
+
+class PrefillWorker(pb_grpc.PrefillServicer):
+    """Serves `Prefill.Serve` over one engine (a `baton.rpc.worker.WorkerService`).
+
+    Args:
+        engine: Its sequences are named `prefill/N`.
+        sink: The one that the engine was built with.
+        hello: What routers are told first.
+        senders: Transfer backends by name, preferred first.
+        metrics: Shared with the process's other service.
+        clock: Monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: EnginePort,
+        sink: TransferSink,
+        hello: WorkerHello,
+        senders: Mapping[str, KvSender],
+        metrics: WorkerMetrics,
+        clock: Clock,
+    ) -> None:
+        self._engine = engine
+        self._sink = sink
+        self._hello = hello
+        self._senders = senders
+        self._shared = metrics
+        self._metrics = PrefillMetrics(metrics.registry)
+        self._clock = clock
+        self._lifecycle = PrefillLifecycle(hello.layout)
+        self._streams: dict[StreamId, _Stream] = {}
+        self._next_stream = 0
+        self._sessions: dict[WorkerIdentity, PeerSession] = {}
+        self._letting_go: set[PeerSession] = set()
+        self._writers: dict[WorkerIdentity, KvWriter] = {}
+        self._load = WorkerLoad()
+        self._mailbox: Mailbox[_Posted] | None = None
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the Prefill service."""
+        pb_grpc.add_PrefillServicer_to_server(self, server)
+
+    async def start(self) -> None:
+        """Listens to the engine; must run before the engine's loop starts."""
+        self._mailbox = Mailbox(asyncio.get_running_loop(), self._receive)
+        self._sink.bind(self._mailbox.post)
+        self._engine.attach(OWNER, self._mailbox.post)
+
+    def tick(self) -> None:
+        """Reports the load of a step that brought no news for any router."""
+        self._report_load()
+        if self._lifecycle.in_flight() == 0:
+            self._lifecycle.check_integrity()
+
+    def refuse_new(self) -> None:
+        """Refuses new legs and tells the routers that this worker is leaving."""
+        self._lifecycle.draining = True
+        self._report_load()
+
+    def in_flight(self) -> int:
+        """Legs, sequences and hand-offs that are not over."""
+        return self._lifecycle.in_flight()
+
+    def transfers_in_flight(self) -> int:
+        """Hand-offs that are not over."""
+        return self._lifecycle.transfers_in_flight()
+
+    def load(self) -> WorkerLoad:
+        """The engine's last report."""
+        return replace(self._load, draining=self._lifecycle.draining)
+
+    async def close(self) -> None:
+        """Ends every stream and session; waits until no push is on its way."""
+        for stream in list(self._streams):
+            self._apply(StreamGone(stream=stream))
+        sessions = [*self._sessions.values(), *self._letting_go]
+        await asyncio.gather(*(session.close() for session in sessions))
+        if self._mailbox is not None:
+            self._mailbox.close()
+
+    async def Serve(  # type: ignore[override]  # noqa: N802  # the stub's name; a coroutine that writes
+        self,
+        request_iterator: AsyncIterator[pb.PrefillCommand],
+        context: grpc.aio.ServicerContext[pb.PrefillCommand, pb.PrefillFrame],
+    ) -> None:
+        """One router's stream. Its end, however it comes, cancels the router's legs."""
+        self._next_stream += 1
+        stream_id, stream = StreamId(self._next_stream), _Stream()
+        self._streams[stream_id] = stream
+        hello = pb.PrefillFrame(hello=hello_to_proto(self._hello))
+        stream.frames.report(self.load(), self._clock.now_s())
+        try:
+            on_command = partial(self._command, stream_id)
+            await serve_stream(stream.frames, hello, request_iterator, context, on_command)
+        finally:
+            self._apply(StreamGone(stream=stream_id))
+            del self._streams[stream_id]
+
+    def _command(self, stream: StreamId, command: pb.PrefillCommand) -> None:
+        match command.WhichOneof("command"):
+            case "submit":
+                self._apply(_submit(stream, command.submit))
+            case "cancel":
+                self._apply(Cancel(stream=stream, leg_id=LegId(command.cancel.leg_id)))
+            case other:
+                raise InvalidRequestError(f"unknown command: {other}")
+
+    def _receive(self, posted: _Posted) -> None:
+        if not isinstance(posted, StepEvents):
+            self._apply(posted)
+            return
+        self._load = posted.load
+        for event in posted.events:
+            self._apply(event)
+        self._report_load()
+
+    def _report_load(self) -> None:
+        load, now_s = self.load(), self._clock.now_s()
+        for stream in self._streams.values():
+            stream.frames.report(load, now_s)
+
+    def _apply(self, event: PrefillEvent) -> None:
+        try:
+            actions = self._lifecycle.handle(event, self._clock.now_s())
+        except InvariantError as error:
+            _log.error("a leg broke an invariant", cause=error)
+            return
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: PrefillAction) -> None:
+        match action:
+            case Connect():
+                self._connect(action)
+            case Send():
+                session = self._sessions.get(action.peer)
+                if (
+                    session is not None
+                ):  # else it is over, and the lifecycle knows or will know soon
+                    session.send(action.message)
+            case StartPush():
+                self._push(action)
+            case TellFirstTokens() | TellHandedOff() | TellFailed():
+                self._tell(action)
+            case _:
+                self._engine.submit(action)
+
+    def _tell(self, tell: TellFirstTokens | TellHandedOff | TellFailed) -> None:
+        self._count(tell)
+        stream = self._streams.get(tell.stream)
+        if stream is None:
+            return
+        match tell:
+            case TellFirstTokens():
+                stream.builder.first_tokens(tell)
+            case TellHandedOff():
+                stream.builder.handed_off(tell)
+            case TellFailed():
+                stream.builder.failed(tell)
+        stream.frames.wake()
+
+    def _count(self, tell: TellFirstTokens | TellHandedOff | TellFailed) -> None:
+        match tell:
+            case TellFirstTokens():
+                self._shared.queue_s.observe(tell.queue_s)
+                self._shared.prefill_s.observe(tell.prefill_s)
+                self._shared.prompt_tokens.inc(tell.prompt_tokens)
+                self._shared.generation_tokens.inc(len(tell.tokens))
+            case TellHandedOff():
+                self._metrics.handed_over(tell.done)
+                self._shared.legs.labels(OWNER, "done").inc()
+            case TellFailed():
+                self._metrics.failed(tell.error)
+                self._shared.legs.labels(OWNER, "failed").inc()
+
+    def _connect(self, action: Connect) -> None:
+        self._sessions[action.peer] = PeerSession(
+            here=Endpoint(identity=self._hello.identity, layout=self._hello.layout),
+            peer=action.peer,
+            address=action.address,
+            senders=self._senders,
+            listener=self,
+        )
+
+    def _push(self, action: StartPush) -> None:
+        assert self._mailbox is not None
+        post, xfer_id, push_id = self._mailbox.post, action.push.xfer_id, action.push_id
+
+        def done(error: TransferError | None) -> None:
+            post(PushDone(xfer_id=xfer_id, push_id=push_id, error=error))
+
+        self._writers[action.peer].push(action.push, done)
+
+    def on_open(self, peer: WorkerIdentity, writer: KvWriter, region_blocks: int) -> None:
+        """The session with `peer` is up."""
+        self._writers[peer] = writer
+        self._apply(PeerUp(peer=peer, region_blocks=region_blocks))
+
+    def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
+        """`peer` says something."""
+        self._apply(FromDecode(peer=peer, message=message))
+
+    def on_lost(self, peer: WorkerIdentity, error: BatonError) -> None:
+        """The session with `peer` is over; the next leg for it opens another."""
+        _log.info("session with a decode worker ended", peer=str(peer), reason=error.message)
+        self._writers.pop(peer, None)
+        self._letting_go = {session for session in self._letting_go if not session.over}
+        self._letting_go.add(self._sessions.pop(peer))
+        self._apply(PeerDown(peer=peer, error=error))
+
+
+def _submit(stream: StreamId, message: pb.SubmitPrefill) -> Submit:
+    return Submit(
+        stream=stream,
+        leg_id=LegId(message.request.leg_id),
+        request_id=RequestId(message.request.request_id),
+        prompt=prompt_from_proto(message.request),
+        xfer_id=XferId(message.xfer_id),
+        peer=identity_from_proto(message.target.identity),
+        address=message.target.transfer_address,
+    )

@@ -1,0 +1,25 @@
+"""Where the engine tells, on its own thread and between two layers, which pages are complete."""
+
+from collections.abc import Callable, Sequence
+
+from engine.ports import PageExport
+from prefill_worker.messages import LayerReady
+
+
+class TransferSink:
+    """Passes the engine's exports on to the prefill worker (implements `engine.ports.LayerSink`).
+
+    Made before the engine, which needs it, and bound when the worker starts; until then nothing is prefilled.
+    """
+
+    def __init__(self) -> None:
+        self._post: Callable[[LayerReady], None] | None = None
+
+    def bind(self, post: Callable[[LayerReady], None]) -> None:
+        """From now on `post` gets every report; it must neither block nor raise."""
+        self._post = post
+
+    def layer_ready(self, layer_index: int, exports: Sequence[PageExport]) -> None:
+        """The pages of `exports` now hold their KV in layer `layer_index`."""
+        if exports and self._post is not None:
+            self._post(LayerReady(layer_index=layer_index, exports=tuple(exports)))
