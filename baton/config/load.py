@@ -150,7 +150,7 @@ def _check(given: dict[str, tuple[Setting, object]]) -> None:
             continue
         setting, value = given[rule.path]
         if value is not None and not rule.holds(value):
-            shown = "" if rule.path in SECRETS else f", not {setting.value!r}"
+            shown = "" if rule.path in SECRETS else f", not {value!r}"
             raise ConfigError(f"{setting.source}: {rule.demand}{shown}", param=rule.path)
 
 

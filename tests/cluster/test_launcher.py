@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,13 +36,6 @@ def fake_config(directory: Path, **given) -> BatonConfig:
     }
     values |= {path.replace("__", "."): value for path, value in given.items()}
     return load(flags=[Setting(path=p, value=v, source=p) for p, v in values.items()])
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    # Not tmp_path, which can be too long for a Unix socket.
-    with tempfile.TemporaryDirectory(prefix="baton-test-") as directory:
-        yield Path(directory)
 
 
 class Recorder:

@@ -1,0 +1,83 @@
+from pathlib import Path
+
+import pytest
+
+from baton.config.load import load
+from baton.config.schema import ModelConfig
+from baton.config.setting import Setting
+from baton.ids import Incarnation
+from cluster.plan import assignment_of, describe_workers, plan_children, resolve, resolve_model
+from cluster.runtime_dir import RuntimeDir
+
+
+def config_of(**values):
+    settings = [
+        Setting(path=path.replace("__", "."), value=value, source=path)
+        for path, value in values.items()
+    ]
+    return load(flags=settings)
+
+
+def resolved(cores=8, **values):
+    return resolve(config_of(**values), runtime_dir=Path("/run/b"), port=8123, cores=cores)
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "threads"), [(8, 1, 4), (8, 3, 2), (2, 5, 1), (1, 1, 1)]
+)
+def test_workers_share_the_cores_evenly_and_get_at_least_one(cores, workers, threads):
+    config = resolved(cores, cluster__decode_workers=workers)
+    assert config.engine.num_threads == threads
+
+
+def test_an_asked_number_of_threads_is_kept():
+    assert resolved(engine__num_threads=3).engine.num_threads == 3
+
+
+def test_every_launch_draws_its_own_secret_unless_one_is_given():
+    first, second = resolved().cluster.secret, resolved().cluster.secret
+    assert len(first) == 64
+    assert first != second
+    assert resolved(cluster__secret="ab" * 32).cluster.secret == "ab" * 32
+
+
+def test_without_a_model_the_demo_model_is_served_under_its_name():
+    model = resolve_model(ModelConfig())
+    assert model.served_model_name == ("baton-demo",)
+    assert Path(model.model).parts[-3:] == ("engine", "demo", "model")
+
+
+def test_a_directory_becomes_absolute_and_keeps_the_name_that_was_typed(tmp_path, monkeypatch):
+    (tmp_path / "llama").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = resolve_model(ModelConfig(model="llama"))
+    assert model.model == str(tmp_path / "llama")
+    assert model.served_model_name == ("llama",)
+
+
+def test_a_hub_id_stays_one():
+    model = resolve_model(ModelConfig(model="Qwen/Qwen3-0.6B", served_model_name=("qwen",)))
+    assert (model.model, model.served_model_name) == ("Qwen/Qwen3-0.6B", ("qwen",))
+
+
+def test_only_the_router_learns_of_the_workers_and_gets_the_http_socket():
+    config = resolved(cluster__hybrid_workers=1, cluster__workers=["10.0.0.1:9000"])
+    children = plan_children(config, RuntimeDir(Path("/run/b"), -1))
+    parts = {
+        child.name: assignment_of(
+            child, children, config=config, incarnation=Incarnation(7), http_fd=5, lock_fd=6
+        )
+        for child in children
+    }
+    router, worker = parts["router"].part, parts["hybrid-0"].part
+    assert router.worker_addresses == ("unix:/run/b/hybrid-0.sock", "10.0.0.1:9000")
+    assert parts["router"].inherited_fds == (5, 6)
+    assert worker.worker is not None
+    assert worker.worker.address == "unix:/run/b/hybrid-0.sock"
+    assert worker.worker_addresses == ()
+    assert parts["hybrid-0"].inherited_fds == (6,)
+
+
+def test_the_workers_are_described_by_number_and_role():
+    assert describe_workers(config_of()) == "1 prefill + 1 decode"
+    assert describe_workers(config_of(cluster__hybrid_workers=2)) == "2 hybrid"

@@ -1,0 +1,140 @@
+import asyncio
+import io
+import json
+from collections.abc import Iterator
+from concurrent import futures
+
+import grpc
+import pytest
+from rich.console import Console
+
+from baton.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
+from cluster.cli import main
+from cluster.runtime_dir import RuntimeDir, default_dir
+from cluster.status import fetch, render
+
+REPLY = control_pb2.StatusReply(
+    model="tiny",
+    version="0.1.0",
+    requests_in_flight=3,
+    workers=[
+        control_pb2.WorkerStatus(
+            identity=common_pb2.WorkerIdentity(worker_id="decode-0", incarnation=0xABC),
+            role=common_pb2.ROLE_DECODE,
+            load=common_pb2.WorkerLoad(
+                running=2,
+                waiting=1,
+                blocks_total=100,
+                blocks_free=70,
+                blocks_used=20,
+                blocks_cached=10,
+                steps=2**40,
+                prefix_hit_tokens=25,
+                prefix_query_tokens=100,
+            ),
+            ready=True,
+            address="unix:/run/decode-0.sock",
+            state="ready",
+            router_in_flight=3,
+        ),
+        control_pb2.WorkerStatus(
+            identity=common_pb2.WorkerIdentity(worker_id="prefill-0"), state="connecting"
+        ),
+    ],
+)
+
+
+class FakeControl(control_pb2_grpc.ControlServicer):
+    def Status(self, request, context):  # noqa: N802  # as gRPC names it
+        return REPLY
+
+    def Drain(self, request, context):  # noqa: N802
+        raise NotImplementedError
+
+
+@pytest.fixture
+def router(home) -> Iterator[RuntimeDir]:
+    """A router's control service in a runtime directory of its own."""
+    runtime = RuntimeDir.claim(home / "run")
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    control_pb2_grpc.add_ControlServicer_to_server(FakeControl(), server)
+    server.add_insecure_port(runtime.socket_address("router"))
+    server.start()
+    yield runtime
+    server.stop(None).wait()
+    runtime.release()
+
+
+def test_json_has_every_worker_with_its_load_as_numbers(router, capsys):
+    assert main(["status", "--json", "--runtime-dir", str(router.path)]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["model"], status["requests_in_flight"]) == ("tiny", 3)
+    decode, prefill = status["workers"]
+    assert (decode["worker_id"], decode["role"], decode["incarnation"]) == (
+        "decode-0",
+        "decode",
+        "abc",
+    )
+    assert decode["load"]["steps"] == 2**40
+    assert decode["load"]["blocks_free"] == 70
+    assert decode["prefix_hit_rate"] == 0.25
+    assert (prefill["state"], prefill["prefix_hit_rate"]) == ("connecting", None)
+
+
+def test_the_table_shows_pages_and_hit_rate(router):
+    status = asyncio.run(fetch(router.socket_address("router")))
+    shown = Console(file=io.StringIO(), width=120)
+    shown.print(render(status))
+    text = shown.file.getvalue()  # type: ignore[attr-defined]
+    row = next(line for line in text.splitlines() if "decode-0" in line)
+    assert row.split() == [
+        "decode-0",
+        "decode",
+        "abc",
+        "ready",
+        *["2", "1", "70", "20", "10", "25%", "3"],
+    ]
+
+
+def test_where_no_cluster_runs_it_says_so(home, capsys):
+    assert main(["status", "--runtime-dir", str(home / "run")]) == 1
+    assert capsys.readouterr().err == f"baton: error: no cluster is running at {home}/run\n"
+
+
+def test_a_router_that_does_not_answer_is_told_in_one_line(home, capsys):
+    runtime = RuntimeDir.claim(home / "run")
+    assert main(["status", "--runtime-dir", str(home / "run")]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("baton: error: the router does not answer")
+    assert shown.count("\n") == 1
+    runtime.release()
+
+
+@pytest.fixture
+def no_default_clusters(home, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(home))
+
+
+def test_the_only_running_cluster_need_not_be_named(home, no_default_clusters, capsys):
+    assert main(["status"]) == 1
+    assert "no cluster of this user is running" in capsys.readouterr().err
+    runtime = RuntimeDir.claim(default_dir(8001))
+    default_dir(8002).mkdir()  # Of a cluster that is gone.
+    assert main(["status"]) == 1
+    assert "the router does not answer" in capsys.readouterr().err
+    runtime.release()
+
+
+def test_with_several_clusters_one_must_be_named(home, no_default_clusters, capsys):
+    runtimes = [RuntimeDir.claim(default_dir(port)) for port in (8001, 8002)]
+    assert main(["status"]) == 2
+    assert "on ports 8001, 8002: name one with --port" in capsys.readouterr().err
+    for runtime in runtimes:
+        runtime.release()
+
+
+def test_a_cluster_is_found_by_its_port(home, no_default_clusters, capsys):
+    runtime = RuntimeDir.claim(default_dir(8001))
+    assert main(["status", "--port", "8001"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+    runtime.release()
