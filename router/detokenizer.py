@@ -119,12 +119,8 @@ class StopStrings:
         return rest
 
     def _first_match(self, buffer: str) -> tuple[int, str] | None:
-        starts = ((buffer.find(stop), stop) for stop in self._stops)
-        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
-        if not found:
-            return None
-        _, start, stop = min(found)
-        return start, stop
+        found = [(buffer.index(stop), stop) for stop in self._stops if stop in buffer]
+        return min(found, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
 
     def _held_length(self, buffer: str) -> int:
         """Length of the longest end of `buffer` with which a stop string begins."""

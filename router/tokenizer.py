@@ -26,6 +26,8 @@ _Result = TypeVar("_Result")
 ChatMessage = Mapping[str, str]
 """What a template sees of one message: `role`, `content` and, where given, `name` and `tool_call_id`."""
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_LOADING_FAULTS = (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError)
 _TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
 
 
@@ -151,19 +153,17 @@ def _known_roles(messages: Sequence[ChatMessage], template: str) -> list[dict[st
 
 
 def _load_pretrained(directory: Path) -> Any:
-    if not directory.is_dir():
-        raise ModelLoadError(f"{directory} is not a directory; a tokenizer is read from there.")
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelLoadError(f"{directory} holds no tokenizer ({' or '.join(_TOKENIZER_FILES)}).")
     with _quiet_import():
         auto = importlib.import_module("transformers").AutoTokenizer
     try:
         return auto.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelLoadError(
-            f"{directory} holds no tokenizer that can be read: {reason[0]}"
-        ) from error
+    except _LOADING_FAULTS as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelLoadError(f"The tokenizer in {directory} cannot be read: {reason}") from error
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def from_validation(error: ValidationError) -> InvalidRequestError:
     errors = error.errors(include_url=False, include_input=False)
     first = errors[0]
     if first["type"] == "json_invalid":
-        return InvalidRequestError(f"The body is not valid JSON: {first['msg']}")
+        return InvalidRequestError(f"The body is not JSON: {first['ctx']['error']}")
     param = first.get("ctx", {}).get("param") or _param(first["loc"])
     message = _message([e for e in errors if _param(e["loc"]) == _param(first["loc"])])
     return InvalidRequestError(f"{param}: {message}" if param else message, param=param)
