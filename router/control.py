@@ -1,0 +1,76 @@
+"""The router's Control service: all workers as this router sees them, and drain by command."""
+
+from collections.abc import Iterator
+
+import grpc
+
+from baton.clock import Clock
+from baton.rpc.convert import identity_to_proto, load_to_proto, role_to_proto
+from baton.rpc.v1 import control_pb2 as pb
+from baton.rpc.v1 import control_pb2_grpc as pb_grpc
+from router.generator import ClusterGenerator
+from router.routing.view import WorkerView
+
+
+class RouterControl(pb_grpc.ControlServicer):
+    """Answers operators about one router.
+
+    Args:
+        generator: Knows workers and jobs.
+        clock: The generator's.
+        version: Of Baton.
+        model: Name of the served model.
+    """
+
+    def __init__(
+        self, generator: ClusterGenerator, *, clock: Clock, version: str, model: str
+    ) -> None:
+        self._generator = generator
+        self._clock = clock
+        self._version = version
+        self._model = model
+
+    async def Status(  # noqa: N802  # the stub's name
+        self,
+        request: pb.StatusRequest,  # noqa: ARG002  # the stub's signature
+        context: grpc.aio.ServicerContext[pb.StatusRequest, pb.StatusReply],  # noqa: ARG002
+    ) -> pb.StatusReply:
+        """Every address with the worker there, or without one."""
+        return pb.StatusReply(
+            workers=list(self._workers()),
+            requests_in_flight=self._generator.in_flight(),
+            version=self._version,
+            model=self._model,
+        )
+
+    async def Drain(  # noqa: N802
+        self,
+        request: pb.DrainRequest,
+        context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainReply],  # noqa: ARG002
+    ) -> pb.DrainReply:
+        """Takes nothing new, waits, then answers."""
+        drained = await self._generator.drain(request.timeout_s)
+        return pb.DrainReply(drained=drained, left=self._generator.in_flight())
+
+    def _workers(self) -> Iterator[pb.WorkerStatus]:
+        present = {worker.address: worker for worker in self._generator.view.workers}
+        for link in self._generator.membership.links:
+            worker = present.get(link.address)
+            if worker is None:
+                yield pb.WorkerStatus(address=link.address, state=link.state.value)
+            else:
+                yield self._status(worker)
+
+    def _status(self, worker: WorkerView) -> pb.WorkerStatus:
+        now_s = self._clock.now_s()
+        state = self._generator.view.state(worker, now_s)
+        return pb.WorkerStatus(
+            identity=identity_to_proto(worker.identity),
+            role=role_to_proto(worker.hello.role),
+            load=load_to_proto(worker.load),
+            ready=state == "ready",
+            address=worker.address,
+            seconds_since_progress=now_s - worker.progress_s if worker.legs else 0.0,
+            state=state,
+            router_in_flight=worker.legs,
+        )

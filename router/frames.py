@@ -1,0 +1,160 @@
+"""Between the messages on a worker's streams and the dispatcher's events and actions.
+
+Decode frames are the router's busiest input: one per step and worker, each with a token for every running sequence.
+"""
+
+from baton.generation import TokenSample
+from baton.ids import LegId, WorkerIdentity
+from baton.rpc import convert
+from baton.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
+from router.events import (
+    DecodeTokens,
+    Event,
+    FirstTokensArrived,
+    HandedOff,
+    LegFailed,
+    LoadReported,
+    LocallyPrefilled,
+    SampleFinished,
+    SendCancel,
+    SendExpect,
+    SendGenerate,
+    SendPrefill,
+)
+
+
+def prefill_events(worker: WorkerIdentity, frame: prefill_pb2.PrefillFrame) -> list[Event]:
+    """What a prefill worker's frame says, first tokens first.
+
+    Raises:
+        KeyError: An enum's number is none of ours.
+    """
+    events: list[Event] = [_first_tokens(worker, message) for message in frame.first_tokens]
+    events += [_handed_off(worker, message) for message in frame.handed_off]
+    events += [_failed(worker, message) for message in frame.failed]
+    if frame.HasField("load"):
+        events.append(LoadReported(worker=worker, load=convert.load_from_proto(frame.load)))
+    return events
+
+
+def decode_events(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Event]:
+    """What a decode worker's frame says: one `DecodeTokens` per leg, samples' ends joined to their last tokens.
+
+    Raises:
+        KeyError: An enum's number is none of ours.
+        ValueError: The columns differ in length.
+    """
+    events: list[Event] = [_prefilled(worker, message) for message in frame.prefilled]
+    events += _tokens(worker, frame)
+    events += [_failed(worker, message) for message in frame.failed]
+    if frame.HasField("load"):
+        events.append(LoadReported(worker=worker, load=convert.load_from_proto(frame.load)))
+    return events
+
+
+def prefill_command(action: SendPrefill | SendCancel) -> prefill_pb2.PrefillCommand:
+    """An action as a command on the Prefill stream."""
+    if isinstance(action, SendCancel):
+        return prefill_pb2.PrefillCommand(cancel=common_pb2.Cancel(leg_id=action.leg_id))
+    target = prefill_pb2.DecodeTarget(
+        identity=convert.identity_to_proto(action.target), transfer_address=action.transfer_address
+    )
+    request = convert.prompt_to_proto(action.leg_id, action.request_id, action.prompt)
+    submit = prefill_pb2.SubmitPrefill(request=request, xfer_id=action.xfer_id, target=target)
+    return prefill_pb2.PrefillCommand(submit=submit)
+
+
+def decode_command(action: SendExpect | SendGenerate | SendCancel) -> decode_pb2.DecodeCommand:
+    """An action as a command on the Decode stream."""
+    if isinstance(action, SendCancel):
+        return decode_pb2.DecodeCommand(cancel=common_pb2.Cancel(leg_id=action.leg_id))
+    request = convert.prompt_to_proto(action.leg_id, action.request_id, action.prompt)
+    if isinstance(action, SendGenerate):
+        return decode_pb2.DecodeCommand(generate=decode_pb2.Generate(request=request))
+    source = convert.identity_to_proto(action.source)
+    expect = decode_pb2.Expect(request=request, xfer_id=action.xfer_id, source=source)
+    return decode_pb2.DecodeCommand(expect=expect)
+
+
+def _first_tokens(worker: WorkerIdentity, message: prefill_pb2.FirstTokens) -> Event:
+    return FirstTokensArrived(
+        worker=worker,
+        leg_id=LegId(message.leg_id),
+        tokens=tuple(convert.sample_from_proto(token) for token in message.tokens),
+        cached_tokens=message.cached_tokens,
+        queue_s=message.queue_s,
+        prefill_s=message.prefill_s,
+    )
+
+
+def _handed_off(worker: WorkerIdentity, message: prefill_pb2.HandedOff) -> Event:
+    return HandedOff(
+        worker=worker,
+        leg_id=LegId(message.leg_id),
+        blocks_sent=message.blocks_sent,
+        bytes_sent=message.bytes_sent,
+        reserve_wait_s=message.reserve_wait_s,
+        unhidden_s=message.unhidden_s,
+    )
+
+
+def _prefilled(worker: WorkerIdentity, message: decode_pb2.LocalPrefill) -> Event:
+    return LocallyPrefilled(
+        worker=worker,
+        leg_id=LegId(message.leg_id),
+        cached_tokens=message.cached_tokens,
+        queue_s=message.queue_s,
+        prefill_s=message.prefill_s,
+    )
+
+
+def _failed(worker: WorkerIdentity, message: common_pb2.LegFailed) -> Event:
+    error = convert.failure_from_proto(message.failure)
+    return LegFailed(worker=worker, leg_id=LegId(message.leg_id), error=error)
+
+
+def _tokens(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Event]:
+    by_leg: dict[int, list[TokenSample]] = {}
+    if frame.logprobs:
+        rows = zip(frame.leg_ids, frame.samples, frame.tokens, frame.logprobs, strict=True)
+        for leg_id, sample, token, message in rows:
+            logprobs = convert.logprobs_from_proto(message)
+            drawn = TokenSample(sample=sample, token=token, logprobs=logprobs)
+            by_leg.setdefault(leg_id, []).append(drawn)
+    else:
+        columns = zip(frame.leg_ids, frame.samples, frame.tokens, strict=True)
+        for leg_id, sample, token in columns:
+            by_leg.setdefault(leg_id, []).append(TokenSample(sample=sample, token=token))
+    tokenless = _join_ends(worker, frame, by_leg)
+    events: list[Event] = [
+        DecodeTokens(worker=worker, leg_id=LegId(leg_id), tokens=tuple(tokens))
+        for leg_id, tokens in by_leg.items()
+    ]
+    return events + tokenless
+
+
+def _join_ends(
+    worker: WorkerIdentity, frame: decode_pb2.DecodeFrame, by_leg: dict[int, list[TokenSample]]
+) -> list[Event]:
+    """Marks the last token of each sample that ended; returns the ends that have no token in this frame."""
+    tokenless: list[Event] = []
+    for end in frame.finished:
+        reason = convert.finish_from_proto(end.reason)
+        if reason is None:
+            raise ValueError(f"leg {end.leg_id}: a sample ended without a reason")
+        tokens = by_leg.get(end.leg_id, [])
+        last = max((i for i, t in enumerate(tokens) if t.sample == end.sample), default=None)
+        if last is not None:
+            tokens[last] = TokenSample(
+                sample=end.sample,
+                token=tokens[last].token,
+                logprobs=tokens[last].logprobs,
+                finish=reason,
+            )
+            continue
+        tokenless.append(
+            SampleFinished(
+                worker=worker, leg_id=LegId(end.leg_id), sample=end.sample, reason=reason
+            )
+        )
+    return tokenless

@@ -1,0 +1,218 @@
+"""The `Generator` behind the HTTP face: an asyncio shell around the dispatcher, its clients and its links."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from random import Random
+
+from baton.clock import Clock, MonotonicClock
+from baton.config.schema import RouterConfig
+from baton.errors import DrainingError, InvariantError, OverloadedError
+from baton.ids import RequestId
+from baton.telemetry.logs import get_logger
+from router.dispatch import Dispatcher, Patience
+from router.events import (
+    Action,
+    ClientGone,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    RefuseWorker,
+    StopSample,
+    Submitted,
+    TimePassed,
+    WorkerJoined,
+)
+from router.inbox import Inbox
+from router.links import LinkTiming
+from router.membership import Membership
+from router.placement import Placement
+from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing
+from router.routing.index import PrefixIndex
+from router.routing.policies import policy_named
+from router.routing.view import ClusterView
+
+_TICK_S = 0.05
+_MAX_LATE_TICKS_S = 5.0
+
+_log = get_logger(__name__)
+
+
+class ClusterGenerator:
+    """Turns prompts into tokens with the workers at some addresses (a `router.ports.Generator`).
+
+    Args:
+        config: The router's section.
+        worker_addresses: gRPC addresses of workers.
+        secret: The cluster secret, 32 bytes.
+        clock: Monotonic.
+        patience: Bounds of retrying and waiting; `config.max_attempts` holds unless given.
+        link_timing: How links wait.
+
+    Raises:
+        ConfigError: There is no policy of the configured name.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        worker_addresses: Sequence[str],
+        secret: bytes,
+        *,
+        clock: Clock | None = None,
+        patience: Patience | None = None,
+        link_timing: LinkTiming | None = None,
+    ) -> None:
+        self._clock = clock or MonotonicClock()
+        self._max_queued_bytes = config.max_queued_bytes_per_client
+        index = PrefixIndex()
+        self.view = ClusterView(index)
+        placement = Placement(
+            view=self.view,
+            index=index,
+            policy=policy_named(config.policy),
+            secret=secret,
+            rng=Random(),
+        )
+        self._dispatcher = Dispatcher(
+            view=self.view,
+            placement=placement,
+            patience=patience or Patience(max_attempts=config.max_attempts),
+        )
+        self.membership = Membership(worker_addresses, self._feed, timing=link_timing)
+        self._inboxes: dict[RequestId, Inbox] = {}
+        self._model: ServedModel | None = None
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+        self._ticked_s = self._clock.now_s()
+
+    def start(self) -> None:
+        """Connects to the workers in the background."""
+        self._idle.set()
+        self._ticker = asyncio.create_task(self._tick())
+        self.membership.start()
+
+    async def close(self) -> None:
+        """Ends every job and hangs up."""
+        for request_id in list(self._inboxes):
+            self._inboxes[request_id].end(DrainingError("the router is stopping"))
+            self._feed(ClientGone(request_id=request_id))
+        await self.membership.close()
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no new jobs and waits for those in flight; whether all ended in time."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def generate(self, job: GenerationJob) -> AsyncGenerator[GenerationEvent, None]:
+        """See `router.ports.Generator`."""
+        if self._draining:
+            raise DrainingError("the router is stopping")
+        if job.request_id in self._inboxes:
+            raise InvariantError(f"{job.request_id} is in flight already")
+        inbox = self._inboxes[job.request_id] = Inbox(max_bytes=self._max_queued_bytes)
+        self._idle.clear()
+        try:
+            arrived_s = self._clock.now_s()
+            self._feed(Submitted(job=job))
+            choosing_s = self._clock.now_s() - arrived_s
+            while True:
+                event = await inbox.next()
+                if isinstance(event, Timing):
+                    yield replace(event, route_s=event.route_s + choosing_s)
+                    return
+                yield event
+        finally:
+            del self._inboxes[job.request_id]
+            self._feed(ClientGone(request_id=job.request_id))
+            if not self._inboxes:
+                self._rest()
+
+    def stop_sample(self, request_id: RequestId, sample: int) -> None:
+        """See `router.ports.Generator`."""
+        self._feed(StopSample(request_id=request_id, sample=sample))
+
+    def model(self) -> ServedModel | None:
+        """What the connected workers can all serve, or the last ones could."""
+        return self._model
+
+    def ready(self) -> bool:
+        """Whether some worker decodes and it, or another, prefills."""
+        usable = self.view.usable(self._clock.now_s())
+        return not self._draining and any(worker.hello.role.decodes for worker in usable)
+
+    def healthy(self) -> bool:
+        """Whether the clockwork of waits and deadlines runs and every link is looked after."""
+        if self._ticker is None or self._ticker.done():
+            return False
+        late_s = self._clock.now_s() - self._ticked_s
+        return late_s < _MAX_LATE_TICKS_S and self.membership.healthy()
+
+    def in_flight(self) -> int:
+        """Jobs accepted and not finished."""
+        return self._dispatcher.in_flight
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` unless jobs, legs and the workers' counts agree."""
+        self._dispatcher.check_integrity()
+
+    def _rest(self) -> None:
+        """Nothing is in flight: time to look whether the books are in order."""
+        self._idle.set()
+        try:
+            self.check_integrity()
+        except InvariantError as error:
+            _log.error("an invariant is broken at rest", cause=error)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._ticked_s = self._clock.now_s()
+            self._feed(TimePassed())
+
+    def _feed(self, event: Event) -> None:
+        """Lets the dispatcher handle an event and carries out what it wants done."""
+        try:
+            actions = self._dispatcher.handle(event, self._clock.now_s())
+        except InvariantError as error:
+            _log.error("an invariant is broken", cause=error)
+            actions = self._dispatcher.give_up(event, error)
+        for action in actions:
+            self._perform(action)
+        if isinstance(event, WorkerJoined):
+            self._served(event)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Emit():
+                self._emit(action)
+            case Finish(request_id=request_id, timing=end) | Fail(request_id=request_id, error=end):
+                if request_id in self._inboxes:
+                    self._inboxes[request_id].end(end)
+            case RefuseWorker():
+                self.membership.refuse(action)
+            case _:
+                self.membership.send(action)
+
+    def _emit(self, action: Emit) -> None:
+        inbox = self._inboxes.get(action.request_id)
+        if inbox is not None and not inbox.put(action.tokens):
+            inbox.end(OverloadedError("the client reads too slowly"))
+            self._feed(ClientGone(request_id=action.request_id))
+
+    def _served(self, event: WorkerJoined) -> None:
+        hellos = [worker.hello for worker in self.view.workers] or [event.hello]
+        self._model = ServedModel(
+            max_model_len=min(hello.max_model_len for hello in hellos),
+            vocab_size=min(hello.vocab_size for hello in hellos),
+        )

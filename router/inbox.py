@@ -1,0 +1,62 @@
+"""What waits for one client: tokens on their way from the dispatcher to the reply, bounded in bytes."""
+
+import asyncio
+
+from baton.errors import BatonError
+from baton.generation import TokenSample
+from router.ports import GenerationEvent, Timing, Tokens
+
+_TOKEN_BYTES = 128
+"""About what a waiting token takes in memory."""
+
+_TOP_LOGPROB_BYTES = 32
+
+
+class Inbox:
+    """Single writer, single reader, one event loop. Tokens that wait are handed over together.
+
+    Args:
+        max_bytes: What may wait for a reader that does not come.
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._tokens: list[TokenSample] = []
+        self._waiting_bytes = 0
+        self._end: Timing | BatonError | None = None
+        self._news = asyncio.Event()
+
+    def put(self, tokens: tuple[TokenSample, ...]) -> bool:
+        """Adds tokens; False when more wait than the bound allows, and the reader should be given up."""
+        self._tokens += tokens
+        for token in tokens:
+            top = 0 if token.logprobs is None else len(token.logprobs.top)
+            self._waiting_bytes += _TOKEN_BYTES + top * _TOP_LOGPROB_BYTES
+        self._news.set()
+        return self._waiting_bytes <= self._max_bytes
+
+    def end(self, end: Timing | BatonError) -> None:
+        """The last word; only the first one counts. An error takes the place of tokens that wait."""
+        if self._end is not None:
+            return
+        self._end = end
+        if isinstance(end, BatonError):
+            self._tokens = []
+        self._news.set()
+
+    async def next(self) -> GenerationEvent:
+        """All tokens that wait, or at the end the timing.
+
+        Raises:
+            BatonError: The job ended with it.
+        """
+        while not self._tokens and self._end is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._tokens:
+            tokens, self._tokens, self._waiting_bytes = self._tokens, [], 0
+            return Tokens(samples=tuple(tokens))
+        if isinstance(self._end, BatonError):
+            raise self._end
+        assert self._end is not None
+        return self._end

@@ -1,0 +1,250 @@
+"""The link to one worker: a gRPC stream for each service that it has, opened again whenever one breaks.
+
+Frames become events for the dispatcher, its actions become commands. All streams of a worker stand and fall together:
+when one breaks the worker is lost to the dispatcher, and the others are closed, which tells the worker to drop its legs.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import grpc
+
+from baton.errors import BatonError, IncompatibleError, WorkerLostError
+from baton.ids import Role, WorkerIdentity
+from baton.rpc.channel import open_channel
+from baton.rpc.convert import PROTOCOL_VERSION, WorkerHello, hello_from_proto
+from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.telemetry.logs import get_logger
+from router.events import Event, SendAction, SendCancel, SendPrefill, Service, WorkerJoined
+from router.events import WorkerLost as WorkerLostEvent
+from router.frames import decode_command, decode_events, prefill_command, prefill_events
+
+_log = get_logger(__name__)
+
+Command = prefill_pb2.PrefillCommand | decode_pb2.DecodeCommand
+Frame = prefill_pb2.PrefillFrame | decode_pb2.DecodeFrame
+Call = grpc.aio.StreamStreamCall[Command, Frame]
+
+_SERVICES = {
+    Role.PREFILL: (Service.PREFILL,),
+    Role.DECODE: (Service.DECODE,),
+    Role.HYBRID: (Service.DECODE, Service.PREFILL),
+}
+
+
+class LinkState(Enum):
+    """Where a link stands."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTiming:
+    """How a link waits.
+
+    Attributes:
+        backoff_s: First wait before connecting again; doubles up to `backoff_max_s`.
+        backoff_max_s: Longest such wait.
+        hello_timeout_s: How long a worker may take to greet.
+        max_queued_commands: Commands a worker may leave unread before the link is given up.
+    """
+
+    backoff_s: float = 0.1
+    backoff_max_s: float = 2.0
+    hello_timeout_s: float = 10.0
+    max_queued_commands: int = 4096
+
+
+class WorkerLink:
+    """Keeps one address connected, whoever lives there.
+
+    Args:
+        address: gRPC address of a worker.
+        sink: Takes events; called on the event loop, must not block.
+        timing: How it waits.
+    """
+
+    def __init__(
+        self, address: str, sink: Callable[[Event], None], *, timing: LinkTiming | None = None
+    ) -> None:
+        self.address = address
+        self.state = LinkState.CONNECTING
+        self.hello: WorkerHello | None = None
+        self._sink = sink
+        self._timing = timing or LinkTiming()
+        self._queues: dict[Service, asyncio.Queue[Command]] = {}
+        self._broken: asyncio.Future[None] | None = None
+
+    async def run(self) -> None:
+        """Connects, serves, and connects again, until cancelled."""
+        wait_s = self._timing.backoff_s
+        while True:
+            try:
+                joined = await self._connect_and_serve()
+            except IncompatibleError as error:
+                _log.error("worker cannot be used", address=self.address, reason=error.message)
+                joined = False
+            wait_s = self._timing.backoff_s if joined else wait_s
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, self._timing.backoff_max_s)
+
+    def send(self, action: SendAction) -> None:
+        """Queues a command; dropped when that incarnation is no longer connected, since its legs are gone."""
+        if self.hello is None or self.hello.identity != action.worker:
+            return
+        prefill = isinstance(action, SendPrefill) or (
+            isinstance(action, SendCancel) and action.service is Service.PREFILL
+        )
+        try:
+            if prefill:
+                self._queues[Service.PREFILL].put_nowait(prefill_command(action))  # type: ignore[arg-type]
+            else:
+                self._queues[Service.DECODE].put_nowait(decode_command(action))  # type: ignore[arg-type]
+        except asyncio.QueueFull:
+            self._break(WorkerLostError(f"worker {action.worker} does not read its commands"))
+
+    def refuse(self, error: BatonError) -> None:
+        """Hangs up on a worker that the dispatcher did not take."""
+        self.hello = None
+        self._break(error)
+
+    def _break(self, error: BatonError) -> None:
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_exception(error)
+
+    async def _connect_and_serve(self) -> bool:
+        """One connection from greeting to loss; whether the worker greeted."""
+        async with open_channel(self.address) as channel:
+            try:
+                hello, calls = await self._greet(channel)
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                _log.debug("no worker", address=self.address, reason=_reason(error))
+                return False
+            try:
+                lost = await self._serve(hello, calls)
+            finally:
+                self._part("the router is stopping")
+            if isinstance(lost, IncompatibleError):
+                raise lost
+            _log.warning(
+                "worker lost",
+                worker=str(hello.identity),
+                address=self.address,
+                reason=_reason(lost),
+            )
+            return True
+
+    async def _serve(self, hello: WorkerHello, calls: dict[Service, Call]) -> Exception:
+        """Reads all streams until one breaks; returns why."""
+        self._broken = asyncio.get_running_loop().create_future()
+        self.hello, self.state = hello, LinkState.READY
+        readers: list[asyncio.Future[None]] = [
+            asyncio.create_task(self._read(service, hello.identity, call))
+            for service, call in calls.items()
+        ]
+        _log.info(
+            "worker joined",
+            worker=str(hello.identity),
+            role=hello.role.value,
+            address=self.address,
+        )
+        self._sink(WorkerJoined(hello=hello, address=self.address))
+        try:
+            ends = [*readers, self._broken]
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            error = next(iter(done)).exception()
+            if not isinstance(error, BatonError | grpc.aio.AioRpcError):
+                raise AssertionError("a reader ended in no foreseen way") from error
+            self._part(_reason(error))
+            return error
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    def _part(self, reason: str) -> None:
+        """Tells the dispatcher, once, that the worker is lost."""
+        hello, self.hello, self.state = self.hello, None, LinkState.LOST
+        self._queues = {}
+        if hello is not None:
+            self._sink(WorkerLostEvent(worker=hello.identity, reason=reason))
+
+    async def _read(self, service: Service, worker: WorkerIdentity, call: Call) -> None:
+        async for frame in call:
+            try:
+                events = (
+                    decode_events(worker, frame)
+                    if isinstance(frame, decode_pb2.DecodeFrame)
+                    else prefill_events(worker, frame)
+                )
+            except (KeyError, ValueError) as error:
+                raise IncompatibleError(
+                    f"{worker} sent a bad {service.value} frame: {error}"
+                ) from error
+            for event in events:
+                self._sink(event)
+        raise WorkerLostError("the worker ended its stream")
+
+    async def _greet(self, channel: grpc.aio.Channel) -> tuple[WorkerHello, dict[Service, Call]]:
+        """Opens the streams that the worker has; which those are its first greeting tells."""
+        async with asyncio.timeout(self._timing.hello_timeout_s):
+            service = Service.DECODE
+            try:
+                call, hello = await self._open(channel, service)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                    raise
+                service = Service.PREFILL
+                call, hello = await self._open(channel, service)
+            calls = {service: call}
+            for other in _SERVICES[hello.role]:
+                if other not in calls:
+                    calls[other], again = await self._open(channel, other)
+                    if again.identity != hello.identity:
+                        raise IncompatibleError(
+                            f"{hello.identity} and {again.identity} in one place"
+                        )
+            return hello, calls
+
+    async def _open(self, channel: grpc.aio.Channel, service: Service) -> tuple[Call, WorkerHello]:
+        queue: asyncio.Queue[Command] = asyncio.Queue(self._timing.max_queued_commands)
+        self._queues[service] = queue
+        call: Call
+        if service is Service.PREFILL:
+            call = prefill_pb2_grpc.PrefillStub(channel).Serve(_drain(queue))  # type: ignore[assignment,arg-type]
+        else:
+            call = decode_pb2_grpc.DecodeStub(channel).Serve(_drain(queue))  # type: ignore[assignment,arg-type]
+        frame = await anext(aiter(call), None)
+        if frame is None:
+            raise IncompatibleError("the stream ended without a greeting")
+        return call, _checked(frame.hello)
+
+
+async def _drain(queue: asyncio.Queue[Command]) -> AsyncIterator[Command]:
+    while True:
+        yield await queue.get()
+
+
+def _checked(message: common_pb2.WorkerHello) -> WorkerHello:
+    try:
+        hello = hello_from_proto(message)
+    except KeyError as error:
+        raise IncompatibleError(f"greeting with unknown role {error}") from error
+    if hello.protocol_version != PROTOCOL_VERSION:
+        theirs = hello.protocol_version
+        raise IncompatibleError(f"protocol_version: {PROTOCOL_VERSION} here, {theirs} there")
+    if not hello.identity.worker_id or not hello.identity.incarnation:
+        raise IncompatibleError("greeting without identity")
+    if hello.layout.block_tokens < 1:
+        raise IncompatibleError(f"layout with {hello.layout.block_tokens} tokens per block")
+    return hello
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__
