@@ -76,7 +76,13 @@ def create_app(
         request_timeout_s=settings.router.request_timeout_s,
         cache_scope=settings.cache_scope,
     )
-    app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Baton",
+        version=settings.version,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.add_middleware(AccessGate, keys=ApiKeys(settings.router.api_keys), metrics=metrics)
     errors.install(app)
     description.install(app)

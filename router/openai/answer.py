@@ -1,4 +1,4 @@
-"""From prompts to the HTTP reply, streamed or whole: the part that chat and plain completions have in common."""
+"""From running jobs to the HTTP reply, streamed or whole: what chat and plain completions have in common."""
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
@@ -11,19 +11,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import InvalidRequestError
-from baton.generation import Prompt
-from baton.hashing import narrow_scope
 from baton.ids import RequestId
-from router.openai.choices import Delta, TextOptions
+from router.openai.choices import Delta
 from router.openai.connection import ClientGoneError, EventStream, while_connected
 from router.openai.jobs import JobRun, merged, usage_of
 from router.openai.replies import TimingReply, Usage
 from router.openai.requests import GenerationBody
-from router.openai.sampling import TokenLimit, sampling_params
 from router.openai.serving import Serving
-from router.openai.vocabulary import check_vocabulary
-from router.ports import GenerationJob
 
 TIMING_HEADER = "x-baton-timing"
 CLIENT_CLOSED_REQUEST = 499
@@ -60,54 +54,6 @@ class ReplyShape(Protocol):
         self, choices: Sequence[Sequence[Delta]], usage: Usage, timings: Sequence[TimingReply]
     ) -> BaseModel:
         """The reply that is not streamed; `choices` holds the deltas of each, in order."""
-
-
-def plan_runs(
-    serving: Serving,
-    body: GenerationBody,
-    prompts: Sequence[Sequence[int]],
-    *,
-    request_id: RequestId,
-    limit: TokenLimit,
-    logprobs: int | None,
-) -> list[JobRun]:
-    """One job per prompt, with the choices numbered as OpenAI does: all of the first prompt, then the next.
-
-    Raises:
-        InvalidRequestError: A prompt is empty, too long for what is asked, or not of this model's vocabulary.
-    """
-    model = serving.require_model()
-    count = body.n or 1
-    options = TextOptions(
-        stops=body.stops,
-        include_stop=bool(body.include_stop_str_in_output),
-        min_tokens=body.min_tokens or 0,
-    )
-    runs = []
-    for number, tokens in enumerate(prompts):
-        if not tokens:
-            raise InvalidRequestError("The prompt has no tokens.", param=limit.prompt_param)
-        check_vocabulary(tokens, model, limit.prompt_param)
-        sampling = sampling_params(
-            body,
-            serving.defaults,
-            model,
-            max_tokens=limit.resolve(len(tokens), model),
-            logprobs=logprobs,
-        )
-        prompt = Prompt(
-            prompt_tokens=tuple(tokens),
-            samples=tuple(range(count)),
-            sampling=sampling,
-            cache_scope=narrow_scope(serving.cache_scope, body.cache_salt),
-        )
-        job = GenerationJob(
-            request_id=RequestId(f"{request_id}-{number}" if number else request_id),
-            prompt=prompt,
-            deadline_s=serving.request_timeout_s,
-        )
-        runs.append(JobRun(job, serving, options, number * count))
-    return runs
 
 
 async def answer(

@@ -8,10 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.ids import new_request_id
-from router.openai.answer import ReplyHead, answer, plan_runs
+from router.openai.answer import ReplyHead, answer
 from router.openai.body import read_body
 from router.openai.choices import Delta
 from router.openai.logprobs import chat_logprobs
+from router.openai.plan import plan_runs
 from router.openai.replies import (
     AssistantMessage,
     ChatChoice,

@@ -17,6 +17,8 @@ MAX_STOP_LENGTH = 512
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 1024
+MAX_PROMPT_TOKENS = 2**21
+"""Ends the parsing of absurd prompts early; the model's own limit is checked after it."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -168,7 +170,7 @@ class ChatCompletionRequest(GenerationBody):
         return self
 
 
-TokenPrompt = Annotated[list[TokenId], Field(min_length=1)]
+TokenPrompt = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 
 
 class CompletionRequest(GenerationBody):
@@ -217,4 +219,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS)

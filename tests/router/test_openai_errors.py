@@ -191,7 +191,12 @@ async def test_a_body_over_the_limit_is_not_read_to_its_end():
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nowhere", 404), ("GET", "/v1/chat/completions", 405), ("POST", "/v1/models", 405)],
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/health/", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405),
+    ],
 )
 async def test_unknown_routes_answer_in_the_same_shape(method: str, path: str, status: int):
     async with serve() as served:
