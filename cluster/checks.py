@@ -19,9 +19,10 @@ import psutil
 from baton.config.sizes import format_size
 from baton.errors import ConfigError
 from cluster import listener
-from cluster.machine import available_memory_bytes, huge_pages, memory_limit_bytes, usable_cores
+from cluster.machine import huge_pages, memory_limit_bytes, usable_cores
 from cluster.runtime_dir import RuntimeDir, default_dir, is_alive, parent_dir
 from engine.kernels.cpu_features import cpu_flags
+from kv_transfer.regions import available_bytes
 
 _GIB = 1 << 30
 _COMMAND_TIMEOUT_S = 20.0
@@ -94,7 +95,7 @@ def check_instructions() -> Finding:
 
 def check_memory() -> Finding:
     """Weights once per worker, KV pages, and the processes themselves."""
-    available, limit = available_memory_bytes(), memory_limit_bytes()
+    available, limit = available_bytes(), memory_limit_bytes()
     total = psutil.virtual_memory().total
     bound = f", limited to {format_size(limit)} by the cgroup" if limit is not None else ""
     found = f"{format_size(available)} available of {format_size(total)}{bound}"

@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-import psutil
-
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -27,15 +25,6 @@ def memory_limit_bytes() -> int | None:
     return None
 
 
-def available_memory_bytes() -> int:
-    """Memory that could be taken now without swapping, within the cgroup's limit."""
-    free = psutil.virtual_memory().available
-    limit = memory_limit_bytes()
-    if limit is None:
-        return free
-    return max(0, min(free, limit - _cgroup_use_bytes()))
-
-
 def huge_pages() -> tuple[int, int]:
     """Huge pages (free, configured) of the default size."""
     counts = {}
@@ -43,19 +32,6 @@ def huge_pages() -> tuple[int, int]:
         name, _, value = line.partition(":")
         counts[name] = value.split()[0]
     return int(counts.get("HugePages_Free", "0")), int(counts.get("HugePages_Total", "0"))
-
-
-def _cgroup_use_bytes() -> int:
-    current = _read(_CGROUP / "memory.current").strip()
-    if not current.isdigit():
-        return 0
-    # Cached file pages count as use but are given up on demand.
-    cached = 0
-    for line in _read(_CGROUP / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == "inactive_file":
-            cached = int(value)
-    return int(current) - cached
 
 
 def _read(path: Path) -> str:

@@ -85,8 +85,9 @@ class RuntimeDir:
         return f"unix:{self.path / name}.sock"
 
     def forget(self, name: str) -> None:
-        """Removes the socket of a child that is gone."""
-        (self.path / f"{name}.sock").unlink(missing_ok=True)
+        """Removes the sockets of a child that is gone."""
+        for socket in (self.path / f"{name}.sock", kv_socket(self.path, name)):
+            socket.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Lets go; the last process to do so removes the directory."""
@@ -106,6 +107,11 @@ def _acquire(path: Path) -> int:
         if _still_there(path, fd):
             return fd
         os.close(fd)  # Removed between our open and our lock: we hold a file that nobody sees.
+
+
+def kv_socket(path: Path, name: str) -> Path:
+    """Where the decode worker `name` gives its arena's descriptor to prefill workers."""
+    return path / f"{name}.kv.sock"
 
 
 def leave(path: Path, lock_fd: int) -> None:
@@ -162,6 +168,6 @@ def _make_private(directory: Path) -> None:
 
 
 def _check_length(path: Path) -> None:
-    # Room for the longest name of a child, such as `prefill-1000.sock`.
-    if len(os.fsencode(path)) + len("/prefill-1000.sock") > _MAX_SOCKET_PATH:
+    # Room for the longest name of a child, such as `hybrid-1000.kv.sock`.
+    if len(os.fsencode(path)) + len("/hybrid-1000.kv.sock") > _MAX_SOCKET_PATH:
         raise ConfigError(f"{path}: too long for a Unix socket; set cluster.runtime_dir")

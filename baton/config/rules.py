@@ -96,6 +96,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *_above_zero(
         "router.request_timeout_s",
+        "transfer.expect_timeout_s",
         "transfer.reserve_timeout_s",
         "transfer.quiesce_timeout_s",
         "cluster.restart_backoff_s",

@@ -48,9 +48,9 @@ def test_for_people_it_ends_with_what_it_all_means(capsys, free_port):
 @pytest.mark.parametrize(
     ("name", "value", "check", "verdict"),
     [
-        ("available_memory_bytes", 2**29, checks.check_memory, "fail"),
-        ("available_memory_bytes", 2**31, checks.check_memory, "warn"),
-        ("available_memory_bytes", 2**34, checks.check_memory, "ok"),
+        ("available_bytes", 2**29, checks.check_memory, "fail"),
+        ("available_bytes", 2**31, checks.check_memory, "warn"),
+        ("available_bytes", 2**34, checks.check_memory, "ok"),
         ("usable_cores", 1, checks.check_cores, "warn"),
         ("cpu_flags", frozenset({"sse2"}), checks.check_instructions, "warn"),
         ("cpu_flags", frozenset({"avx2", "amx_bf16"}), checks.check_instructions, "ok"),

@@ -4,7 +4,7 @@ import socket
 import pytest
 
 from baton.errors import ConfigError
-from cluster.runtime_dir import RuntimeDir, is_alive, leave
+from cluster.runtime_dir import RuntimeDir, is_alive, kv_socket, leave
 
 
 def leave_a_socket(path):
@@ -80,10 +80,11 @@ def test_a_path_that_no_unix_socket_can_have_is_refused_before_it_is_made(home):
     assert not list(home.iterdir())
 
 
-def test_the_socket_of_a_dead_child_is_forgotten(home):
+def test_the_sockets_of_a_dead_child_are_forgotten(home):
     runtime = RuntimeDir.claim(home / "run")
-    leave_a_socket(home / "run" / "decode-0.sock")
-    runtime.forget("decode-0")
-    runtime.forget("decode-0")
-    assert not (home / "run" / "decode-0.sock").exists()
+    leave_a_socket(home / "run" / "decode-1.sock")
+    leave_a_socket(kv_socket(home / "run", "decode-1"))
+    leave_a_socket(home / "run" / "decode-10.sock")
+    runtime.forget("decode-1")
+    assert [file.name for file in (home / "run").glob("*.sock")] == ["decode-10.sock"]
     runtime.release()

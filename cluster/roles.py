@@ -1,0 +1,204 @@
+"""A child process of the cluster: `python -m cluster.roles ROLE --name NAME --lifeline FD`, started by the launcher.
+
+Here roles become processes, and nowhere else: each role's packages are imported inside its own process only, so that the
+router never pays for torch. What all children share is in `cluster.child`.
+"""
+
+import argparse
+import asyncio
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry
+
+from baton.clock import MonotonicClock
+from baton.config.schema import BatonConfig, WorkerConfig
+from baton.ids import Role, WorkerId, WorkerIdentity
+from baton.rpc.convert import WorkerHello
+from baton.rpc.worker import WorkerServer, WorkerService
+from baton.telemetry.worker import WorkerMetrics
+from baton.version import version
+from cluster.child import Child, RoleMain, run
+from cluster.plan import ROUTER
+from cluster.runtime_dir import kv_socket
+from kv_transfer.regions import SharedMemoryArena, SharedRegion
+from kv_transfer.shm import ShmReceiver, ShmSender
+
+if TYPE_CHECKING:
+    from engine.build import BuiltEngine
+    from engine.host import ThreadEngineHost
+    from prefill_worker.sink import TransferSink
+
+
+async def run_router(child: Child) -> None:
+    """HTTP in front, all workers behind."""
+    # transformers imports torch if it can, which costs every start of a router 2 s and 200 MB. The router only tokenizes
+    # and renders templates, and transformers does that without torch as long as it finds none.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    from router import service
+
+    part = child.assignment.part
+    await service.run(
+        child.assignment.config,
+        sockets=[socket.socket(fileno=fd) for fd in part.http_fds],
+        worker_addresses=part.worker_addresses,
+        notify=child,
+        stop=child.stop,
+    )
+
+
+async def run_worker(child: Child) -> None:
+    """One engine, and over it the service of each leg that the role serves."""
+    from engine.build import build_engine
+    from prefill_worker.sink import TransferSink
+
+    config, worker = child.assignment.config, _worker_of(child)
+    memory, sink = SharedMemoryArena(), TransferSink()
+    built = await asyncio.to_thread(
+        build_engine,
+        config.model,
+        config.engine,
+        secret=bytes.fromhex(config.cluster.secret),
+        memory=memory,
+        sink=sink if worker.role.prefills_for_others else None,
+        progress=child.progress,
+    )
+    parts = _Parts(
+        config=config,
+        worker=worker,
+        hello=_hello(child, built),
+        engine=built.host,
+        region=memory.region,
+        sink=sink,
+        metrics=_metrics(built),
+    )
+    server = WorkerServer(
+        config=worker,
+        hello=parts.hello,
+        engine=built.host,
+        services=_services(parts),
+        metrics=parts.metrics,
+        version=version(),
+        model=config.model.served_model_name[0],
+    )
+    await server.start()
+    built.host.start()  # Only now: an event that nobody listens for would end it.
+    await _serve(server, child, worker)
+    built.host.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What the services of one worker process share."""
+
+    config: BatonConfig
+    worker: WorkerConfig
+    hello: WorkerHello
+    engine: "ThreadEngineHost"
+    region: SharedRegion
+    sink: "TransferSink"
+    metrics: WorkerMetrics
+
+
+def _hello(child: Child, built: "BuiltEngine") -> WorkerHello:
+    worker, limits = _worker_of(child), built.limits
+    return WorkerHello(
+        identity=WorkerIdentity(
+            worker_id=WorkerId(worker.worker_id), incarnation=child.assignment.part.incarnation
+        ),
+        role=worker.role,
+        layout=built.layout,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        num_blocks=limits.num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        transfer_address=worker.address if worker.role.decodes else "",
+    )
+
+
+def _metrics(built: "BuiltEngine") -> WorkerMetrics:
+    limits = built.limits
+    return WorkerMetrics(
+        CollectorRegistry(), block_tokens=limits.block_tokens, num_blocks=limits.num_blocks
+    )
+
+
+def _services(parts: _Parts) -> list[WorkerService]:
+    services: list[WorkerService] = []
+    if parts.worker.role.prefills_for_others:
+        services.append(_prefill(parts))
+    if parts.worker.role.decodes:
+        services.append(_decode(parts))
+    return services
+
+
+def _prefill(parts: _Parts) -> WorkerService:
+    from prefill_worker.service import PrefillWorker
+
+    sender = ShmSender(parts.region.memoryview, num_blocks=parts.hello.num_blocks)
+    return PrefillWorker(
+        engine=parts.engine,
+        sink=parts.sink,
+        hello=parts.hello,
+        senders={"shm": sender},
+        metrics=parts.metrics,
+        clock=MonotonicClock(),
+    )
+
+
+def _decode(parts: _Parts) -> WorkerService:
+    from decode_worker.service import DecodeWorker
+
+    path = kv_socket(Path(parts.config.cluster.runtime_dir), parts.worker.worker_id)
+    receiver = ShmReceiver(parts.region, path=str(path), num_blocks=parts.hello.num_blocks)
+    return DecodeWorker(
+        engine=parts.engine,
+        hello=parts.hello,
+        receivers={"shm": receiver},
+        transfer=parts.config.transfer,
+        metrics=parts.metrics,
+        clock=MonotonicClock(),
+    )
+
+
+async def _serve(server: WorkerServer, child: Child, worker: WorkerConfig) -> None:
+    """Until asked to stop, or until the engine dies.
+
+    Raises:
+        EngineError: The engine died; the process must end, so that another is started.
+    """
+    child.ready()
+    stopped = asyncio.ensure_future(child.stop.wait())
+    either: list[asyncio.Future[Any]] = [stopped, server.failed]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    if server.failed.done():
+        stopped.cancel()
+        server.failed.result()
+    await server.drain(worker.drain_timeout_s)
+    await server.close()
+
+
+def _worker_of(child: Child) -> WorkerConfig:
+    worker = child.assignment.part.worker
+    assert worker is not None, "only the router has none"
+    return worker
+
+
+ROLES: dict[str, RoleMain] = {ROUTER: run_router, **{role.value: run_worker for role in Role}}
+
+
+def main() -> None:
+    """Becomes the child that the arguments name."""
+    parser = argparse.ArgumentParser(prog="cluster.roles")
+    parser.add_argument("role", choices=ROLES)
+    parser.add_argument("--name", required=True, help="for whoever looks at the list of processes")
+    parser.add_argument("--lifeline", type=int, required=True, metavar="FD")
+    arguments = parser.parse_args()
+    run(ROLES[arguments.role], arguments.lifeline)
+
+
+if __name__ == "__main__":
+    main()
