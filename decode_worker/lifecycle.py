@@ -157,11 +157,9 @@ class DecodeLifecycle:
 
     def in_flight(self) -> int:
         """Legs that are not over, and sequences and transfers that are left of others."""
-        ended = sum(leg.state in ENDS for leg in self._seqs.values())
-        only_ledger = sum(
-            leg.state in ENDS for leg in self._transfers.values() if not self._has(leg)
-        )
-        return len(self._legs) + ended + only_ledger
+        left = {*self._legs.values(), *self._seqs.values(), *self._transfers.values()}
+        unannounced = self._ledger.in_flight() - len(self._transfers)
+        return len(left) + unannounced
 
     def transfers_in_flight(self) -> int:
         """Hand-offs that are not over, those that no router has announced yet included."""

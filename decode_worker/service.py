@@ -123,6 +123,8 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         """Checks deadlines, and reports the load of a step that brought no news for any router."""
         self._carry_out(self._lifecycle.tick(self._clock.now_s()))
         self._metrics.refused(self._lifecycle.refused_messages)
+        for outcome, total in self._lifecycle.outcomes.items():
+            self._shared.legs_ended(OWNER, outcome.value, total)
         self._report_load()
         if self._lifecycle.in_flight() == 0:
             self._lifecycle.check_integrity()
@@ -240,7 +242,6 @@ class DecodeWorker(pb_grpc.DecodeServicer):
                 self._shared.prompt_tokens.inc(tell.prompt_tokens)
             case TellFailed():
                 self._metrics.failed(tell.error)
-                self._shared.legs.labels(OWNER, "failed").inc()
 
     def on_peer_message(self, session: SessionId, peer: WorkerIdentity, message: ToDecode) -> None:
         """A prefill worker says something."""

@@ -107,6 +107,8 @@ class PrefillWorker(pb_grpc.PrefillServicer):
 
     def tick(self) -> None:
         """Reports the load of a step that brought no news for any router."""
+        for outcome, total in self._lifecycle.outcomes.items():
+            self._shared.legs_ended(OWNER, outcome.value, total)
         self._report_load()
         if self._lifecycle.in_flight() == 0:
             self._lifecycle.check_integrity()
@@ -227,10 +229,8 @@ class PrefillWorker(pb_grpc.PrefillServicer):
                 self._shared.generation_tokens.inc(len(tell.tokens))
             case TellHandedOff():
                 self._metrics.handed_over(tell.done)
-                self._shared.legs.labels(OWNER, "done").inc()
             case TellFailed():
                 self._metrics.failed(tell.error)
-                self._shared.legs.labels(OWNER, "failed").inc()
 
     def _connect(self, action: Connect) -> None:
         self._sessions[action.peer] = PeerSession(

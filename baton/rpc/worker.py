@@ -12,7 +12,6 @@ from typing import Protocol
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from baton.clock import Clock
 from baton.config.schema import WorkerConfig
 from baton.errors import EngineError
 from baton.generation import WorkerLoad
@@ -21,6 +20,9 @@ from baton.rpc.control import ControlService, WorkerState
 from baton.rpc.convert import WorkerHello
 from baton.rpc.v1 import control_pb2_grpc
 from baton.telemetry.logs import get_logger
+from baton.telemetry.metrics import render
+from baton.telemetry.scrape import ScrapeServer
+from baton.telemetry.worker import WorkerMetrics
 
 CHECK_INTERVAL_S = 0.1
 _STOP_GRACE_S = 0.5
@@ -76,7 +78,7 @@ class WorkerServer:
         hello: WorkerHello,
         engine: Progress,
         services: Sequence[WorkerService],
-        clock: Clock,
+        metrics: WorkerMetrics,
         version: str = "",
         model: str = "",
     ) -> None:
@@ -84,7 +86,8 @@ class WorkerServer:
         self._hello = hello
         self._engine = engine
         self._services = services
-        self._clock = clock
+        self._metrics = metrics
+        self._scraped: ScrapeServer | None = None
         self._server = new_server()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._control = ControlService(
@@ -92,7 +95,7 @@ class WorkerServer:
         )
         self._draining = False
         self._checking: asyncio.Task[None] | None = None
-        self._idle = asyncio.Event()
+        self._checked = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Ends with `EngineError` when the engine's loop died: the process should end too, so that it is restarted."""
 
@@ -108,6 +111,8 @@ class WorkerServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         control_pb2_grpc.add_ControlServicer_to_server(self._control, self._server)
         bind(self._server, self._config.address)
+        if self._config.metrics_address:
+            self._scraped = ScrapeServer(self._config.metrics_address, self._metrics.registry)
         await self._set_health(self.state())
         await self._server.start()
         self._checking = asyncio.create_task(self._check_forever(), name="worker-checks")
@@ -124,18 +129,24 @@ class WorkerServer:
             await self._set_health(self.state())
         try:
             async with asyncio.timeout(timeout_s):
-                while self.in_flight() and self.failed.done() is False:
-                    self._idle.clear()
-                    await self._idle.wait()
+                await self.idle()
         except TimeoutError:
             _log.warning("drained too slowly", left=self.in_flight())
         return self.in_flight() == 0
+
+    async def idle(self) -> None:
+        """Waits until nothing is in flight, or the engine has died."""
+        while self.in_flight() and not self.failed.done():
+            self._checked.clear()
+            await self._checked.wait()
 
     async def close(self) -> None:
         """Stops serving; streams that are left are cut."""
         if self._checking is not None:
             self._checking.cancel()
             await asyncio.wait([self._checking])
+        if self._scraped is not None:
+            await asyncio.to_thread(self._scraped.close)
         await self._health.enter_graceful_shutdown()
         await self._server.stop(_STOP_GRACE_S)
         for service in self._services:
@@ -144,6 +155,10 @@ class WorkerServer:
             self.failed.exception()  # seen, whether or not anybody waited for it
         else:
             self.failed.cancel()
+
+    def collect(self) -> bytes:
+        """This worker's metrics in Prometheus' text format."""
+        return render(self._metrics.registry)[0]
 
     def in_flight(self) -> int:
         """Legs, sequences and transfers in this process that are not over."""
@@ -179,8 +194,10 @@ class WorkerServer:
         """One look at the engine and all deadlines; runs by itself several times per second."""
         for service in self._services:
             service.tick()
-        await self._set_health(self.state())
-        self._idle.set()
+        state = self.state()
+        self._metrics.observe(state.load, transfers_in_flight=state.transfers_in_flight)
+        await self._set_health(state)
+        self._checked.set()
         failure = self._engine.failure()
         if failure is not None and not self.failed.done():
             _log.error("the engine's loop died", cause=failure)

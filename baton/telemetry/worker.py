@@ -55,9 +55,10 @@ class WorkerMetrics:
         self.generation_tokens = Counter(
             "vllm:generation_tokens", "Tokens drawn here", registry=registry
         )
-        self.legs = Counter(
+        self._legs = Counter(
             "baton_legs", "Legs by how they ended", ["service", "outcome"], registry=registry
         )
+        self._legs_told: dict[tuple[str, str], int] = {}
         cache = Gauge(
             "vllm:cache_config_info",
             "1; the labels say it",
@@ -65,6 +66,12 @@ class WorkerMetrics:
             registry=registry,
         )
         cache.labels(block_size=str(block_tokens), num_gpu_blocks=str(num_blocks)).set(1)
+
+    def legs_ended(self, service: str, outcome: str, total: int) -> None:
+        """So many legs of a service have ended in this way since the start."""
+        before = self._legs_told.get((service, outcome), 0)
+        self._legs_told[service, outcome] = total
+        self._legs.labels(service, outcome).inc(total - before)
 
     def observe(self, load: WorkerLoad, *, transfers_in_flight: int) -> None:
         """Takes over the worker's last report on itself."""

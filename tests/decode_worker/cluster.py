@@ -1,0 +1,385 @@
+"""A prefill worker and a decode worker in one process: real gRPC over Unix sockets, real shared memory, real scheduling.
+
+Only the model is fake (`engine.fake`), and even its pages live in the shared arena, so a page that did not arrive gives
+other tokens than the oracle's.
+"""
+
+import asyncio
+import os
+from array import array
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from baton.clock import MonotonicClock
+from baton.config.schema import TransferConfig, WorkerConfig
+from baton.generation import Prompt, SamplingParams
+from baton.ids import (
+    LayerName,
+    LegId,
+    RequestId,
+    Role,
+    WorkerId,
+    WorkerIdentity,
+    new_incarnation,
+    new_xfer_id,
+)
+from baton.layout import KvLayout
+from baton.rpc.channel import open_channel
+from baton.rpc.convert import WorkerHello, identity_to_proto, prompt_to_proto
+from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.rpc.worker import WorkerServer
+from baton.telemetry.worker import WorkerMetrics
+from decode_worker.service import DecodeWorker
+from engine.fake import FakeRunner
+from engine.host import ThreadEngineHost
+from engine.scheduling.limits import Limits
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from kv_transfer.regions import SharedMemoryArena
+from kv_transfer.shm import ShmReceiver, ShmSender
+from prefill_worker.service import PrefillWorker
+from prefill_worker.sink import TransferSink
+
+TIMEOUT_S = 30
+SECRET = bytes(32)
+LIMITS = Limits(
+    max_num_seqs=8,
+    max_num_batched_tokens=16,
+    max_model_len=256,
+    block_tokens=4,
+    num_blocks=48,
+    vocab_size=1000,
+)
+# One float32 key and value per token: eight bytes, in which the fake engine keeps its hash.
+LAYOUT = KvLayout(
+    model_fingerprint="fake",
+    dtype="float32",
+    block_tokens=LIMITS.block_tokens,
+    num_kv_heads=1,
+    head_dim=1,
+    layers=(LayerName("layer.0"), LayerName("layer.1")),
+)
+
+
+class ArenaPages:
+    """`FakeRunner.pages` over the first layer of a shared arena."""
+
+    def __init__(self, memory: memoryview) -> None:
+        size = LAYOUT.page_layer_bytes
+        self._rows = [
+            memory[at : at + size].cast("q") for at in range(0, size * LIMITS.num_blocks, size)
+        ]
+        for page in range(len(self._rows)):
+            self[page] = [-1] * LAYOUT.block_tokens
+
+    def __getitem__(self, page: int) -> memoryview:
+        return self._rows[page]
+
+    def __setitem__(self, page: int, values: list[int]) -> None:
+        self._rows[page][:] = memoryview(array("q", values))
+
+
+class GatedRunner(FakeRunner):
+    """Computes in the arena; steps wait while the gate is closed, so that a test can act in the middle of one."""
+
+    def __init__(self, memory: memoryview, sink: TransferSink | None) -> None:
+        super().__init__(LIMITS, sink=sink, num_layers=len(LAYOUT.layers))
+        self.pages = ArenaPages(memory)  # type: ignore[assignment]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return super().execute(plan)
+
+
+@dataclass
+class Node:
+    """One worker process's worth of objects."""
+
+    identity: WorkerIdentity
+    address: str
+    arena: SharedMemoryArena
+    scheduler: Scheduler
+    engine: ThreadEngineHost
+    server: WorkerServer
+    runner: GatedRunner
+    receiver: ShmReceiver | None
+
+    async def close(self) -> None:
+        await self.server.close()
+        self.engine.close()
+        self.arena.region.close()
+
+    def pages_in_use(self) -> int:
+        load = self.scheduler.load()
+        assert load.blocks_free + load.blocks_used + load.blocks_cached == LIMITS.num_blocks
+        return load.blocks_used
+
+
+async def start_node(
+    role: Role, folder: Path, *, name: str = "", transfer: TransferConfig | None = None
+) -> Node:
+    """Composes a worker as a process of the cluster does: memory and sink, engine, services, server."""
+    name = name or role.value
+    address = f"unix:{folder}/{name}.sock"
+    arena, sink = SharedMemoryArena(), TransferSink()
+    memory = arena.allocate(LAYOUT.region_bytes(LIMITS.num_blocks))
+    runner = GatedRunner(memory, sink if role.prefills_for_others else None)
+    scheduler = Scheduler(LIMITS, layout=LAYOUT, secret=SECRET)
+    engine = ThreadEngineHost(scheduler, runner)
+
+    config = WorkerConfig(worker_id=name, role=role, address=address)
+    identity = WorkerIdentity(worker_id=WorkerId(name), incarnation=new_incarnation())
+    hello = WorkerHello(
+        identity=identity,
+        role=role,
+        layout=LAYOUT,
+        max_model_len=LIMITS.max_model_len,
+        vocab_size=LIMITS.vocab_size,
+        num_blocks=LIMITS.num_blocks,
+        max_num_seqs=LIMITS.max_num_seqs,
+        transfer_address=address if role.decodes else "",
+    )
+    clock = MonotonicClock()
+    metrics = WorkerMetrics(
+        CollectorRegistry(), block_tokens=LAYOUT.block_tokens, num_blocks=LIMITS.num_blocks
+    )
+    services: list[PrefillWorker | DecodeWorker] = []
+    receiver = None
+    if role.prefills_for_others:
+        sender = ShmSender(memory, num_blocks=LIMITS.num_blocks)
+        services.append(
+            PrefillWorker(
+                engine=engine,
+                sink=sink,
+                hello=hello,
+                senders={"shm": sender},
+                metrics=metrics,
+                clock=clock,
+            )
+        )
+    if role.decodes:
+        receiver = ShmReceiver(
+            arena.region, path=f"{folder}/{name}.kv", num_blocks=LIMITS.num_blocks
+        )
+        services.append(
+            DecodeWorker(
+                engine=engine,
+                hello=hello,
+                receivers={"shm": receiver},
+                transfer=transfer or TransferConfig(),
+                metrics=metrics,
+                clock=clock,
+            )
+        )
+    server = WorkerServer(
+        config=config, hello=hello, engine=engine, services=services, metrics=metrics
+    )
+    await server.start()
+    engine.start()
+    return Node(
+        identity=identity,
+        address=address,
+        arena=arena,
+        scheduler=scheduler,
+        engine=engine,
+        server=server,
+        runner=runner,
+        receiver=receiver,
+    )
+
+
+@asynccontextmanager
+async def node(role: Role, folder: Path, **options: Any):
+    """A worker that is closed at the end."""
+    started = await start_node(role, folder, **options)
+    try:
+        yield started
+    finally:
+        await started.close()
+
+
+@dataclass
+class Heard:
+    """Everything that workers told one router about one leg."""
+
+    first: dict[int, int] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, int] = field(default_factory=dict)
+    handed_off: prefill_pb2.HandedOff | None = None
+    prefilled: decode_pb2.LocalPrefill | None = None
+    failed: str = ""
+
+    def texts(self, samples: int) -> list[list[int]]:
+        return [
+            [*([self.first[i]] if i in self.first else []), *self.tokens.get(i, [])]
+            for i in range(samples)
+        ]
+
+
+class Router:
+    """A router's stream to one worker."""
+
+    def __init__(self, node: Node, *, decode: bool) -> None:
+        self._channel = open_channel(node.address)
+        stub: Any = (
+            decode_pb2_grpc.DecodeStub(self._channel)
+            if decode
+            else prefill_pb2_grpc.PrefillStub(self._channel)
+        )
+        self._call = stub.Serve()
+        self.hello: common_pb2.WorkerHello | None = None
+        self.load: common_pb2.WorkerLoad | None = None
+        self.frames: list[Any] = []
+        self.ended = False
+        self._news = asyncio.Event()
+        self._legs: dict[int, Heard] = {}
+        self._reading = asyncio.create_task(self._read())
+
+    def leg(self, leg_id: int) -> Heard:
+        return self._legs.setdefault(leg_id, Heard())
+
+    async def send(self, command: Any) -> None:
+        await self._call.write(command)
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Waits for news until the condition holds."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while not true():
+                self._news.clear()
+                await self._news.wait()
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await asyncio.wait([self._reading])
+        await self._channel.close(None)
+
+    async def _read(self) -> None:
+        try:
+            async for frame in self._call:
+                self.frames.append(frame)
+                if frame.HasField("hello"):
+                    self.hello = frame.hello
+                if frame.HasField("load"):
+                    self.load = frame.load
+                self._take(frame)
+                self._news.set()
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
+            pass  # the test ended the stream, or the worker did: `ended` tells
+        self.ended = True
+        self._news.set()
+
+    def _take(self, frame: Any) -> None:
+        for failed in frame.failed:
+            self.leg(failed.leg_id).failed = failed.failure.code
+        if isinstance(frame, prefill_pb2.PrefillFrame):
+            for first in frame.first_tokens:
+                leg = self.leg(first.leg_id)
+                for token in first.tokens:
+                    leg.first[token.sample] = token.token
+                    if token.finish:
+                        leg.finished[token.sample] = token.finish
+            for done in frame.handed_off:
+                self.leg(done.leg_id).handed_off = done
+            return
+        for leg_id, sample, token in zip(frame.leg_ids, frame.samples, frame.tokens, strict=True):
+            self.leg(leg_id).tokens.setdefault(sample, []).append(token)
+        for end in frame.finished:
+            self.leg(end.leg_id).finished[end.sample] = end.reason
+        for local in frame.prefilled:
+            self.leg(local.leg_id).prefilled = local
+
+
+def prompt(tokens: int, *, samples: int = 1, max_tokens: int = 6, first: int = 1) -> Prompt:
+    return Prompt(
+        prompt_tokens=tuple(range(first, first + tokens)),
+        samples=tuple(range(samples)),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+    )
+
+
+def oracle(runner: FakeRunner, asked: Prompt) -> list[list[int]]:
+    texts = []
+    for sample in asked.samples:
+        draws = runner.draw_all(asked.prompt_tokens, sample)
+        texts.append([next(draws) for _ in range(asked.sampling.max_tokens)])
+    return texts
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode worker with a router's streams to both."""
+
+    p: Node
+    d: Node
+    to_p: Router
+    to_d: Router
+
+    async def ask(self, leg_id: int, asked: Prompt, *, expect: bool = True, submit: bool = True):
+        request = prompt_to_proto(LegId(leg_id), RequestId("r"), asked)
+        xfer_id = new_xfer_id()
+        if expect:
+            announced = decode_pb2.Expect(
+                request=request, xfer_id=xfer_id, source=identity_to_proto(self.p.identity)
+            )
+            await self.to_d.send(decode_pb2.DecodeCommand(expect=announced))
+        if submit:
+            target = prefill_pb2.DecodeTarget(
+                identity=identity_to_proto(self.d.identity), transfer_address=self.d.address
+            )
+            submitted = prefill_pb2.SubmitPrefill(request=request, xfer_id=xfer_id, target=target)
+            await self.to_p.send(prefill_pb2.PrefillCommand(submit=submitted))
+
+    async def cancel(self, leg_id: int, *, on_p: bool = True, on_d: bool = True) -> None:
+        cancel = common_pb2.Cancel(leg_id=leg_id)
+        if on_p:
+            await self.to_p.send(prefill_pb2.PrefillCommand(cancel=cancel))
+        if on_d:
+            await self.to_d.send(decode_pb2.DecodeCommand(cancel=cancel))
+
+    def heard(self, leg_id: int) -> Heard:
+        """Both workers' word on one leg."""
+        at_p, at_d = self.to_p.leg(leg_id), self.to_d.leg(leg_id)
+        return Heard(
+            first=at_p.first, tokens=at_d.tokens, finished={**at_p.finished, **at_d.finished}
+        )
+
+    async def finished(self, leg_id: int, samples: int) -> list[list[int]]:
+        await self.to_p.until(lambda: len(self.to_p.leg(leg_id).first) == samples)
+        left = samples - len(self.to_p.leg(leg_id).finished)
+        await self.to_d.until(lambda: len(self.to_d.leg(leg_id).finished) == left)
+        return self.heard(leg_id).texts(samples)
+
+    async def settle(self) -> None:
+        """Waits until neither worker has anything left, then checks the pages."""
+        for node in (self.p, self.d):
+            await quiet(node)
+            assert node.pages_in_use() == 0
+
+    async def close(self) -> None:
+        await self.to_p.close()
+        await self.to_d.close()
+
+
+async def quiet(node: Node) -> None:
+    """Waits until a worker has no leg, sequence or transfer."""
+    async with asyncio.timeout(TIMEOUT_S):
+        await node.server.idle()
+    assert node.server.state().transfers_in_flight == 0
+
+
+@asynccontextmanager
+async def pair(folder: Path, **options: Any):
+    """Two workers and a router's streams; at the end nothing is left of any of it."""
+    async with node(Role.PREFILL, folder) as p, node(Role.DECODE, folder, **options) as d:
+        both = Pair(p=p, d=d, to_p=Router(p, decode=False), to_d=Router(d, decode=True))
+        try:
+            yield both
+            await both.settle()
+        finally:
+            await both.close()
+    assert [name for name in os.listdir(folder) if name.endswith(".kv")] == []
