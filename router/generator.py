@@ -94,11 +94,15 @@ class ClusterGenerator:
         self._ticker = asyncio.create_task(self._tick())
         self.membership.start()
 
-    async def close(self) -> None:
-        """Ends every job and hangs up."""
-        for request_id in list(self._inboxes):
-            self._inboxes[request_id].end(DrainingError("the router is stopping"))
+    def end_jobs(self) -> None:
+        """Ends every job with an error."""
+        for request_id, inbox in list(self._inboxes.items()):
+            inbox.end(DrainingError("the router is stopping"))
             self._feed(ClientGone(request_id=request_id))
+
+    async def close(self) -> None:
+        """Ends what is left and hangs up."""
+        self.end_jobs()
         await self.membership.close()
         if self._ticker is not None:
             self._ticker.cancel()
@@ -147,7 +151,7 @@ class ClusterGenerator:
         return self._model
 
     def ready(self) -> bool:
-        """Whether some worker decodes and it, or another, prefills."""
+        """Whether a worker that decodes takes new jobs; where nobody else prefills, it does."""
         usable = self.view.usable(self._clock.now_s())
         return not self._draining and any(worker.hello.role.decodes for worker in usable)
 

@@ -1,17 +1,17 @@
 """Bodies from outside: bounded while they are read, checked while they are parsed."""
 
-import logging
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from baton.errors import CancelledByPeerError, PayloadTooLargeError
+from baton.telemetry.logs import get_logger
 from router.openai.errors import from_validation
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _LENGTH_DIGITS = 15
-_LOG = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 async def read_body(request: Request, schema: type[_Body], max_bytes: int) -> _Body:
@@ -27,8 +27,8 @@ async def read_body(request: Request, schema: type[_Body], max_bytes: int) -> _B
         body = schema.model_validate_json(raw)
     except ValidationError as error:
         raise from_validation(error) from None
-    if body.model_extra and _LOG.isEnabledFor(logging.DEBUG):
-        _LOG.debug("ignoring %d unknown fields of a request", len(body.model_extra))
+    if body.model_extra:
+        _log.debug("ignoring unknown fields", count=len(body.model_extra))
     return body
 
 

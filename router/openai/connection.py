@@ -1,7 +1,6 @@
 """The client at the other end: whether it is still there, and how it gets a stream."""
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -10,10 +9,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError
+from baton.telemetry.logs import get_logger
 from router.openai.errors import error_body
 
 _Result = TypeVar("_Result")
-_LOG = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class ClientGoneError(Exception):
@@ -68,7 +68,7 @@ class EventStream(Response):
         try:
             await while_connected(receive, self._send_pieces(send), self._on_gone)
         except ClientGoneError:
-            _LOG.debug("client left %s", scope["path"])
+            _log.debug("a client left", path=scope["path"])
 
     async def _send_pieces(self, send: Send) -> None:
         try:
@@ -77,8 +77,8 @@ class EventStream(Response):
                     await self._send(send, piece)
         except BatonError as error:
             await self._send_fault(send, error)
-        except Exception:  # noqa: BLE001  # logged; the client is owed an end to its stream
-            _LOG.exception("a stream failed")
+        except Exception as error:  # noqa: BLE001  # logged; the client is owed an end to its stream
+            _log.error("a stream failed", cause=error)
             await self._send_fault(send, BatonError("unexpected"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -91,5 +91,5 @@ class EventStream(Response):
     async def _send_fault(self, send: Send, error: BatonError) -> None:
         if not self._started:
             raise error
-        _LOG.warning("a stream ended early: %s: %s", error.code, error.message)
+        _log.warning("a stream ended early", code=error.code, why=error.message)
         await self._send(send, b"data: " + error_body(error) + b"\n\n")

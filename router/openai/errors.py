@@ -1,7 +1,5 @@
 """Every error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, whatever went wrong and where."""
 
-import logging
-
 import msgspec
 from fastapi import FastAPI
 from pydantic import ValidationError
@@ -17,11 +15,12 @@ from baton.errors import (
     RouteNotFoundError,
     disposition,
 )
+from baton.telemetry.logs import get_logger
 
 RETRY_AFTER_S = 1
 """What a refused client is told to wait; it backs off further by itself."""
 
-_LOG = logging.getLogger(__name__)
+_log = get_logger(__name__)
 _JSON = "application/json"
 
 
@@ -90,7 +89,9 @@ def install(app: FastAPI) -> None:
 async def _on_baton_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BatonError)
     if disposition(error).http >= 500:
-        _LOG.warning("%s failed: %s: %s", request.scope["path"], error.code, error.message)
+        _log.warning(
+            "a request failed", path=request.scope["path"], code=error.code, why=error.message
+        )
     return error_response(error)
 
 

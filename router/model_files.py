@@ -1,0 +1,28 @@
+"""The files of a model that a router needs: tokenizer, chat template, generation defaults. Never its weights."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from baton.errors import ModelLoadError
+
+_PATTERNS = ["*.json", "*.jinja", "tokenizer*", "*.model"]
+
+
+def model_files(model: str, revision: str | None) -> Path:
+    """The directory with those files: a local one, or a snapshot of a hub id. Blocks while it downloads.
+
+    Raises:
+        ModelLoadError: There is no such directory, or the hub does not give it.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelLoadError(
+            f"model {model!r} is no directory here nor on the hub: {reason}"
+        ) from error

@@ -1,0 +1,205 @@
+"""The router process: HTTP in front, workers behind, an operators' socket beside.
+
+Never imports torch, so that a router starts fast and stays small.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import uvicorn
+from fastapi import FastAPI
+
+from baton.clock import MonotonicClock
+from baton.config.schema import BatonConfig
+from baton.rpc.channel import bind, new_server
+from baton.rpc.v1 import control_pb2_grpc
+from baton.telemetry.logs import get_logger
+from baton.telemetry.metrics import new_registry
+from baton.version import version
+from router.app import AppSettings, create_app
+from router.control import RouterControl
+from router.generator import ClusterGenerator
+from router.links import LinkState
+from router.model_files import model_files
+from router.openai.sampling import SamplingDefaults, read_defaults
+from router.tokenizer import Tokenizer
+
+CONTROL_SOCKET = "router.sock"
+"""Name of the Control socket in the cluster's runtime directory."""
+
+_POLL_S = 0.05
+_FULL_HOUSE_WAIT_S = 30.0
+
+_log = get_logger(__name__)
+
+
+class Notify(Protocol):
+    """Whoever started this process and waits for it."""
+
+    def progress(self, what: str, done: float | None = None) -> None:
+        """How far the start is; `done` is a share from 0 to 1."""
+
+    def ready(self) -> None:
+        """This process serves."""
+
+
+async def run(
+    config: BatonConfig,
+    *,
+    sockets: list[socket.socket],
+    worker_addresses: Sequence[str],
+    notify: Notify,
+    stop: asyncio.Event,
+    secret: bytes | None = None,
+    control_address: str | None = None,
+) -> None:
+    """Serves until `stop` is set and what is in flight has ended, or the drain timeout has.
+
+    Args:
+        config: The whole configuration, resolved: model, names and secret are set.
+        sockets: Listening sockets for HTTP; closed at the end.
+        worker_addresses: gRPC addresses of all workers.
+        notify: Told of progress, and when requests are served.
+        stop: Set from outside.
+        secret: The cluster secret; that of the configuration if None.
+        control_address: Where Control is served; the cluster's runtime directory's socket if None.
+
+    Raises:
+        ModelLoadError: The tokenizer cannot be loaded.
+        ConfigError: The policy is unknown.
+    """
+    if secret is None:
+        secret = bytes.fromhex(config.cluster.secret)
+    if control_address is None:
+        control_address = f"unix:{Path(config.cluster.runtime_dir) / CONTROL_SOCKET}"
+    notify.progress("loading the tokenizer")
+    tokenizer, defaults = await asyncio.to_thread(_load, config)
+    generator = ClusterGenerator(config.router, worker_addresses, secret)
+    generator.start()
+    try:
+        app = _app(config, generator, tokenizer, defaults)
+        async with (
+            _control(config, generator, control_address),
+            _http(app, config, sockets) as server,
+            _announcing(generator, notify),
+        ):
+            await server.stopped_by(stop)
+            if not await generator.drain(config.cluster.drain_timeout_s):
+                _log.warning("jobs cut off by the stop", in_flight=generator.in_flight())
+                generator.end_jobs()
+    finally:
+        await generator.close()
+        tokenizer.close()
+
+
+def _load(config: BatonConfig) -> tuple[Tokenizer, SamplingDefaults]:
+    directory = model_files(config.model.model, config.model.revision)
+    return Tokenizer.load(directory), read_defaults(directory)
+
+
+def _app(
+    config: BatonConfig,
+    generator: ClusterGenerator,
+    tokenizer: Tokenizer,
+    defaults: SamplingDefaults,
+) -> FastAPI:
+    settings = AppSettings(
+        model_names=_names(config), version=version(), router=config.router, defaults=defaults
+    )
+    return create_app(settings, generator, tokenizer, new_registry())
+
+
+def _names(config: BatonConfig) -> tuple[str, ...]:
+    return config.model.served_model_name or (config.model.model,)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn inside a process that handles its own signals."""
+
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]) -> None:
+        super().__init__(config)
+        self.serving = asyncio.create_task(self.serve(sockets))
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves them alone."""
+        yield
+
+    async def stopped_by(self, stop: asyncio.Event) -> None:
+        """Waits for `stop`, then lets nobody in any more; raises what ended the server before that."""
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({stopping, self.serving}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        self.should_exit = True
+        if self.serving.done():
+            await self.serving
+
+
+@asynccontextmanager
+async def _http(
+    app: FastAPI, config: BatonConfig, sockets: list[socket.socket]
+) -> AsyncIterator[_Server]:
+    """Serves HTTP inside; at the end lets begun replies finish."""
+    settings = uvicorn.Config(
+        app,
+        http="httptools",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        # By then every job has ended; what is left are clients that do not read.
+        timeout_graceful_shutdown=max(1, round(config.cluster.drain_timeout_s)),
+    )
+    server = _Server(settings, sockets)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        await server.serving
+
+
+@asynccontextmanager
+async def _control(
+    config: BatonConfig, generator: ClusterGenerator, address: str
+) -> AsyncIterator[None]:
+    server = new_server()
+    control = RouterControl(
+        generator, clock=MonotonicClock(), version=version(), model=_names(config)[0]
+    )
+    control_pb2_grpc.add_ControlServicer_to_server(control, server)
+    bind(server, address)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(grace=0.5)
+
+
+@asynccontextmanager
+async def _announcing(generator: ClusterGenerator, notify: Notify) -> AsyncIterator[None]:
+    announcing = asyncio.create_task(_announce(generator, notify))
+    try:
+        yield
+    finally:
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
+
+
+async def _announce(generator: ClusterGenerator, notify: Notify) -> None:
+    """Tells `notify` once every worker is here, or enough of them for long enough."""
+    links = generator.membership.links
+    enough_s = 0.0
+    while True:
+        here = sum(link.state is LinkState.READY for link in links)
+        if links and here == len(links):
+            break
+        enough_s = enough_s + _POLL_S if generator.ready() else 0.0
+        if enough_s > _FULL_HOUSE_WAIT_S:
+            _log.warning("serving without all workers", here=here, expected=len(links))
+            break
+        notify.progress("waiting for workers", here / max(1, len(links)))
+        await asyncio.sleep(_POLL_S)
+    notify.ready()
