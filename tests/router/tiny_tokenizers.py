@@ -1,5 +1,6 @@
 """Tokenizers small enough to make in a test, one of each family."""
 
+from functools import cache
 from pathlib import Path
 
 from tokenizers import (
@@ -27,6 +28,11 @@ CORPUS = [
 
 def byte_level() -> Tokenizer:
     """Byte-level BPE with all 256 bytes and a few merges."""
+    return Tokenizer.from_str(_trained())
+
+
+@cache
+def _trained() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +43,7 @@ def byte_level() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
+    return str(tokenizer.to_str())
 
 
 def byte_fallback() -> Tokenizer:
