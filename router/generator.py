@@ -85,6 +85,7 @@ class ClusterGenerator:
         self._model: ServedModel | None = None
         self._draining = False
         self._idle = asyncio.Event()
+        self._joined = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._ticked_s = self._clock.now_s()
 
@@ -107,6 +108,10 @@ class ClusterGenerator:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
+
+    async def worker_joined(self) -> None:
+        """Returns when the next worker has joined."""
+        await self._joined.wait()
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes no new jobs and waits for those in flight; whether all ended in time."""
@@ -220,3 +225,6 @@ class ClusterGenerator:
             max_model_len=min(hello.max_model_len for hello in hellos),
             vocab_size=min(hello.vocab_size for hello in hellos),
         )
+        # Wakes those who wait now; who waits from now on waits for the next one.
+        joined, self._joined = self._joined, asyncio.Event()
+        joined.set()

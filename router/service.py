@@ -31,8 +31,8 @@ from router.tokenizer import Tokenizer
 CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""
 
-_POLL_S = 0.05
-_FULL_HOUSE_WAIT_S = 30.0
+_WAIT_S = 5.0
+_FULL_HOUSE_WAITS = 6
 
 _log = get_logger(__name__)
 
@@ -189,17 +189,18 @@ async def _announcing(generator: ClusterGenerator, notify: Notify) -> AsyncItera
 
 
 async def _announce(generator: ClusterGenerator, notify: Notify) -> None:
-    """Tells `notify` once every worker is here, or enough of them for long enough."""
+    """Tells `notify` once every worker is here, or after a while those that can serve."""
     links = generator.membership.links
-    enough_s = 0.0
-    while True:
-        here = sum(link.state is LinkState.READY for link in links)
-        if links and here == len(links):
-            break
-        enough_s = enough_s + _POLL_S if generator.ready() else 0.0
-        if enough_s > _FULL_HOUSE_WAIT_S:
+    patience = _FULL_HOUSE_WAITS
+    while (here := sum(link.state is LinkState.READY for link in links)) < len(links):
+        notify.progress("waiting for workers", here / len(links))
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                await generator.worker_joined()
+        except TimeoutError:
+            # A lone decode worker can serve, but who waits for `ready` expects the cluster that was asked for.
+            patience -= generator.ready()
+        if patience == 0:
             _log.warning("serving without all workers", here=here, expected=len(links))
             break
-        notify.progress("waiting for workers", here / max(1, len(links)))
-        await asyncio.sleep(_POLL_S)
     notify.ready()

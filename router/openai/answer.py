@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from pydantic import BaseModel
@@ -77,8 +77,20 @@ async def answer(
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     timings = _timings(runs) if with_timing else []
     reply = shape.whole(choices, usage_of(runs), timings)
-    left_out = set() if with_timing else {"baton"}
+    left_out: dict[str, Any] = {} if with_timing else {"baton": True}
+    if not body.return_token_ids:
+        left_out["choices"] = {"__all__": {"token_ids"}}
     return Response(reply.model_dump_json(exclude=left_out), media_type="application/json")
+
+
+def token_ids(deltas: Sequence[Delta]) -> list[int]:
+    """Ids of all tokens of one choice, those without visible text included."""
+    return [token for delta in deltas for token in delta.tokens]
+
+
+def token_ids_field(delta: Delta) -> bytes:
+    """The member that a streamed choice ends with when its client asked for token ids."""
+    return b',"token_ids":' + msgspec.json.encode(delta.tokens)
 
 
 async def _collect(runs: Sequence[JobRun]) -> list[list[Delta]]:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.ids import new_request_id
-from router.openai.answer import ReplyHead, answer
+from router.openai.answer import ReplyHead, answer, token_ids, token_ids_field
 from router.openai.body import read_body
 from router.openai.choices import Delta
 from router.openai.logprobs import chat_logprobs
@@ -66,6 +66,7 @@ class ChatShape:
         self._head = head
         self._pieces = pieces
         self._num_choices = body.n or 1
+        self._with_tokens = bool(body.return_token_ids)
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         self._event_head = head.as_json("chat.completion.chunk")
         self._event_tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
@@ -78,9 +79,11 @@ class ChatShape:
     def piece(self, delta: Delta) -> bytes:
         """A chunk with the text, if there is some, and a chunk with the end, if it is there."""
         written = b""
-        if delta.text or delta.logged:
+        with_tokens = self._with_tokens and bool(delta.tokens)
+        if delta.text or delta.logged or with_tokens:
             content = b'{"content":' + msgspec.json.encode(delta.text) + b"}"
-            written = self._event(delta.index, content, self._logprobs_json(delta), b"null")
+            finish = b"null" + (token_ids_field(delta) if with_tokens else b"")
+            written = self._event(delta.index, content, self._logprobs_json(delta), finish)
         if delta.finish is not None:
             reason = msgspec.json.encode(delta.finish.value)
             written += self._event(delta.index, b"{}", b"null", reason)
@@ -112,6 +115,7 @@ class ChatShape:
             message=AssistantMessage(content="".join(delta.text for delta in deltas)),
             logprobs=self._logprobs(deltas),
             finish_reason=finish.value,
+            token_ids=token_ids(deltas) if self._with_tokens else None,
         )
 
     def _logprobs(self, deltas: Sequence[Delta]) -> ChatLogprobs | None:

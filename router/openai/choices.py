@@ -37,6 +37,7 @@ class Delta:
 
     index: int
     text: str
+    tokens: list[int] = field(default_factory=list)
     logged: list[LoggedToken] = field(default_factory=list)
     finish: FinishReason | None = None
 
@@ -58,6 +59,7 @@ class Choice:
         self._stops = StopStrings(options.stops, include=options.include_stop)
         self._decoded_length = 0
         self._text = ""
+        self._tokens: list[int] = []
         self._logged: list[LoggedToken] = []
 
     @property
@@ -70,6 +72,7 @@ class Choice:
         if self.finish is not None:
             return
         self.num_tokens += 1
+        self._tokens.append(sample.token)
         if sample.logprobs is not None:
             self._logged.append(LoggedToken(sample, self._decoded_length))
         if sample.finish is not FinishReason.STOP or self._options.include_stop:
@@ -82,12 +85,12 @@ class Choice:
     def take(self) -> Delta | None:
         """What may be shown now and was not before; None if there is nothing.
 
-        Log-probabilities of tokens whose text is held back wait for it.
+        Ids and log-probabilities of tokens whose text is held back wait for it.
         """
         if not self._text and self.finish is None:
             return None
-        delta = Delta(self._index, self._text, self._logged, self.finish)
-        self._text, self._logged = "", []
+        delta = Delta(self._index, self._text, self._tokens, self._logged, self.finish)
+        self._text, self._tokens, self._logged = "", [], []
         return delta
 
     def _show(self, text: str) -> None:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.ids import new_request_id
-from router.openai.answer import ReplyHead, answer
+from router.openai.answer import ReplyHead, answer, token_ids, token_ids_field
 from router.openai.body import read_body
 from router.openai.choices import Delta
 from router.openai.logprobs import completion_logprobs
@@ -64,6 +64,7 @@ class CompletionShape:
         self._head = head
         self._pieces = pieces
         self._logprobs_count = body.logprobs
+        self._with_tokens = bool(body.return_token_ids)
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         self._event_head = head.as_json("text_completion")
         self._event_tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
@@ -75,12 +76,13 @@ class CompletionShape:
     def piece(self, delta: Delta) -> bytes:
         """One chunk with the text and, at the end, why it ended."""
         logprobs = self._logprobs([delta])
-        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}]%b' % (
+        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
             self._event_head,
             delta.index,
             msgspec.json.encode(delta.text),
             b"null" if logprobs is None else logprobs.model_dump_json().encode(),
             msgspec.json.encode(delta.finish.value if delta.finish else None),
+            token_ids_field(delta) if self._with_tokens else b"",
             self._event_tail,
         )
 
@@ -111,6 +113,7 @@ class CompletionShape:
             text="".join(delta.text for delta in deltas),
             logprobs=self._logprobs(deltas),
             finish_reason=finish.value,
+            token_ids=token_ids(deltas) if self._with_tokens else None,
         )
 
     def _logprobs(self, deltas: Sequence[Delta]) -> CompletionLogprobs | None:

@@ -82,6 +82,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishWord
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -110,6 +111,7 @@ class ChatChunkChoice(BaseModel):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishWord | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(BaseModel):
@@ -139,6 +141,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishWord
+    token_ids: list[int] | None = None
 
 
 class Completion(BaseModel):
@@ -160,6 +163,7 @@ class CompletionChunkChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishWord | None
+    token_ids: list[int] | None = None
 
 
 class CompletionChunk(BaseModel):

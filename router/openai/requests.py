@@ -100,6 +100,7 @@ class GenerationBody(Body):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     user: str | None = Field(None, max_length=1024)
 

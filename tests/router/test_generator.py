@@ -1,0 +1,263 @@
+import asyncio
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from baton.config.schema import RouterConfig
+from baton.errors import (
+    DeadlineError,
+    DrainingError,
+    OverloadedError,
+    PromptTooLongError,
+    UnavailableError,
+)
+from baton.generation import Prompt, SamplingParams, TokenSample
+from baton.ids import RequestId, Role
+from router.dispatch import Patience
+from router.generator import ClusterGenerator
+from router.links import LinkTiming
+from router.ports import GenerationJob, ServedModel, Timing
+from tests.router.grpc_workers import FakeWorker, running
+from tests.router.workers import drawn
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@asynccontextmanager
+async def generating(workers: dict[str, FakeWorker], *, all_here: bool = True, **router):
+    """A generator over `workers`; at the end nothing may be left in flight."""
+    patience = Patience(
+        max_attempts=3, worker_wait_s=router.pop("worker_wait_s", 10.0), retry_pause_s=0.01
+    )
+    generator = ClusterGenerator(
+        RouterConfig(**router),
+        [worker.address for worker in workers.values()],
+        b"s" * 32,
+        patience=patience,
+        link_timing=LinkTiming(backoff_s=0.01, backoff_max_s=0.05),
+    )
+    generator.start()
+    try:
+        while all_here and len(generator.view.workers) < len(workers):
+            await generator.worker_joined()
+        yield generator
+        assert generator.in_flight() == 0
+        generator.check_integrity()
+        assert all(worker.legs == 0 for worker in generator.view.workers)
+    finally:
+        await generator.close()
+
+
+def job(name="cmpl-1", *, max_tokens=6, samples=(0,), deadline_s=20.0) -> GenerationJob:
+    prompt = Prompt(
+        prompt_tokens=tuple(range(10)),
+        samples=samples,
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
+    return GenerationJob(request_id=RequestId(name), prompt=prompt, deadline_s=deadline_s)
+
+
+async def collect(generator, a_job) -> tuple[dict[int, list[TokenSample]], Timing]:
+    """Everything of a job, by sample."""
+    seen: dict[int, list[TokenSample]] = {sample: [] for sample in a_job.prompt.samples}
+    timing = None
+    async for event in generator.generate(a_job):
+        assert timing is None, "the timing comes last"
+        if isinstance(event, Timing):
+            timing = event
+        else:
+            for token in event.samples:
+                seen[token.sample].append(token)
+    assert timing is not None
+    return seen, timing
+
+
+def model_output(sample: int, max_tokens: int) -> list[TokenSample]:
+    return [drawn(sample, position, max_tokens) for position in range(max_tokens)]
+
+
+async def test_a_pair_of_workers_answers_with_all_tokens_and_the_timing(tmp_path):
+    async with (
+        running(tmp_path, p0=Role.PREFILL, d0=Role.DECODE) as workers,
+        generating(workers) as generator,
+    ):
+        seen, timing = await collect(generator, job(samples=(0, 1)))
+        assert seen == {0: model_output(0, 6), 1: model_output(1, 6)}
+        assert (timing.prefill_worker, timing.decode_worker) == ("p0", "d0")
+        assert (timing.queue_s, timing.prefill_s, timing.blocks_sent) == (0.25, 0.5, 2)
+        assert timing.output_tokens == 12
+
+
+async def test_a_hybrid_worker_answers_alone(tmp_path):
+    async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
+        seen, timing = await collect(generator, job())
+        assert seen[0] == model_output(0, 6)
+        assert (timing.prefill_worker, timing.decode_worker) == ("h0", "h0")
+        assert timing.cached_tokens == 4
+
+
+async def test_many_jobs_at_once_keep_their_tokens_apart(tmp_path):
+    async with (
+        running(tmp_path, p0=Role.PREFILL, d0=Role.DECODE, d1=Role.DECODE) as workers,
+        generating(workers) as generator,
+    ):
+        jobs = [job(f"cmpl-{n}", max_tokens=1 + n % 5) for n in range(40)]
+        results = await asyncio.gather(*(collect(generator, a_job) for a_job in jobs))
+        for a_job, (seen, _) in zip(jobs, results, strict=True):
+            assert seen[0] == model_output(0, a_job.prompt.sampling.max_tokens)
+        assert workers["d0"].started
+        assert workers["d1"].started
+
+
+async def test_a_decode_worker_killed_in_mid_stream_is_continued_without_a_gap(tmp_path):
+    async with (
+        running(tmp_path, p0=Role.PREFILL, d0=Role.DECODE, d1=Role.DECODE) as workers,
+        generating(workers) as generator,
+    ):
+        workers["d0"].hold_at = workers["d1"].hold_at = 4
+        kill = asyncio.create_task(_kill_when_holding(workers, ("d0", "d1")))
+        seen, timing = await collect(generator, job(max_tokens=8))
+        killed = await kill
+        assert workers[killed].server is None
+        assert seen[0] == model_output(0, 8)
+        assert timing.decode_worker == ({"d0", "d1"} - {killed}).pop()
+
+
+async def _kill_when_holding(workers, names) -> str:
+    """Kills whichever worker holds a leg in the middle of its stream, and lets the others run."""
+    waits: dict[asyncio.Future[Any], str] = {
+        asyncio.create_task(workers[name].holding.wait()): name for name in names
+    }
+    done, rest = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in rest:
+        task.cancel()
+    killed = waits[done.pop()]
+    for name in names:
+        if name != killed:
+            workers[name].hold_at = None
+    await workers[killed].kill()
+    return killed
+
+
+async def test_a_prefill_worker_killed_before_the_first_token_is_replaced(tmp_path):
+    async with (
+        running(tmp_path, p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE) as workers,
+        generating(workers) as generator,
+    ):
+        for name in ("p0", "p1"):
+            workers[name].hold_at = 0
+        kill = asyncio.create_task(_kill_when_holding(workers, ("p0", "p1")))
+        seen, timing = await collect(generator, job())
+        assert seen[0] == model_output(0, 6)
+        assert timing.prefill_worker != await kill
+
+
+async def test_the_only_worker_killed_and_restarted_goes_on_where_it_was(tmp_path):
+    async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
+        workers["h0"].hold_at = 3
+
+        async def restart() -> None:
+            await workers["h0"].holding.wait()
+            await workers["h0"].restart()
+
+        restarting = asyncio.create_task(restart())
+        seen, _ = await collect(generator, job())
+        await restarting
+        assert seen[0] == model_output(0, 6)
+        (again,) = [s for s in workers["h0"].started if s.request.output_tokens]
+        assert list(again.request.output_tokens) == [0, 1, 2]
+
+
+async def test_a_refusal_of_the_request_itself_reaches_the_client_as_it_is(tmp_path):
+    async with (
+        running(tmp_path, p0=Role.PREFILL, d0=Role.DECODE) as workers,
+        generating(workers) as generator,
+    ):
+        workers["p0"].refusal = PromptTooLongError("too long for here", param="prompt")
+        with pytest.raises(PromptTooLongError, match="too long for here") as refused:
+            await collect(generator, job())
+        assert refused.value.param == "prompt"
+        await workers["d0"].cancelled.get()
+
+
+async def test_without_any_worker_the_job_fails_as_unavailable(tmp_path):
+    worker = FakeWorker("h0", Role.HYBRID, tmp_path, {})
+    async with generating({"h0": worker}, all_here=False, worker_wait_s=0.1) as generator:
+        assert not generator.ready()
+        assert generator.model() is None
+        with pytest.raises(UnavailableError):
+            await collect(generator, job())
+
+
+async def test_closing_the_stream_cancels_both_legs(tmp_path):
+    async with (
+        running(tmp_path, p0=Role.PREFILL, d0=Role.DECODE) as workers,
+        generating(workers) as generator,
+    ):
+        workers["p0"].hold_at = 0
+        stream = generator.generate(job())
+        reading = asyncio.create_task(anext(stream))
+        await workers["p0"].holding.wait()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await stream.aclose()
+        await workers["p0"].cancelled.get()
+        await workers["d0"].cancelled.get()
+
+
+async def test_the_deadline_cancels_both_legs(tmp_path):
+    async with (
+        running(tmp_path, p0=Role.PREFILL, d0=Role.DECODE) as workers,
+        generating(workers) as generator,
+    ):
+        workers["d0"].hold_at = 1
+        with pytest.raises(DeadlineError):
+            await collect(generator, job(deadline_s=0.2))
+        await workers["d0"].cancelled.get()
+
+
+async def test_stopping_the_sample_ends_the_stream_with_its_timing(tmp_path):
+    async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
+        workers["h0"].hold_at = 2
+        events = []
+        async for event in generator.generate(job()):
+            events.append(event)
+            generator.stop_sample(RequestId("cmpl-1"), 0)
+        assert isinstance(events[-1], Timing)
+        assert 1 <= events[-1].output_tokens <= 2
+        await workers["h0"].cancelled.get()
+
+
+async def test_a_client_that_does_not_read_is_given_up(tmp_path):
+    async with (
+        running(tmp_path, h0=Role.HYBRID) as workers,
+        generating(workers, max_queued_bytes_per_client=1000) as generator,
+        aclosing(generator.generate(job(max_tokens=100))) as stream,
+    ):
+        await anext(stream)
+        await workers["h0"].cancelled.get()
+        with pytest.raises(OverloadedError):
+            await anext(stream)
+
+
+async def test_a_draining_generator_finishes_what_it_has_and_takes_nothing_new(tmp_path):
+    async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
+        workers["h0"].hold_at = 2
+        running_job = asyncio.create_task(collect(generator, job()))
+        await workers["h0"].holding.wait()
+        draining = asyncio.create_task(generator.drain(10.0))
+        await asyncio.sleep(0)
+        assert not generator.ready()
+        with pytest.raises(DrainingError):
+            await collect(generator, job("late"))
+        workers["h0"].gate.set()
+        assert await draining
+        assert (await running_job)[0][0] == model_output(0, 6)
+
+
+async def test_the_served_model_is_what_all_workers_can_take(tmp_path):
+    async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
+        assert generator.model() == ServedModel(max_model_len=4096, vocab_size=1000)
+        assert generator.ready()
+        assert generator.healthy()
