@@ -4,12 +4,11 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import httpx
-from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 
 from baton.config.load import load
@@ -67,11 +66,10 @@ async def _demo(config: BatonConfig, question: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of the question; `tokens_s` is the client's own measure, after the first token."""
+    """What came of the question: the router's account, and the time to first token as the client saw it."""
 
     timing: Timing
     ttft_s: float
-    tokens_s: float | None
 
 
 def ask(url: str, question: str) -> Outcome:
@@ -98,46 +96,41 @@ def ask(url: str, question: str) -> Outcome:
     sys.stdout.flush()
     if timing is None or pace.ttft_s is None:
         raise UnavailableError("the router gave no answer, or no account of its time")
-    return Outcome(timing=timing, ttft_s=pace.ttft_s, tokens_s=pace.tokens_per_s)
+    return Outcome(timing=timing, ttft_s=pace.ttft_s)
 
 
-def render(outcome: Outcome, children: Sequence[ChildInfo]) -> Table:
-    """Where the time went, and who did the work."""
-    table = Table(box=box.SIMPLE_HEAD, title="Where the time went", title_justify="left")
-    table.title_style = "bold"
-    table.add_column("")
-    table.add_column("", justify="right")
-    table.add_column("", style="dim")
-    served_by = {child.name: child for child in children}
-    for row in _rows(outcome, served_by):
-        table.add_row(*row)
-    return table
+def render(outcome: Outcome, children: Sequence[ChildInfo]) -> Group:
+    """Where the time went, and which processes did the work."""
+    times = Table(box=None, pad_edge=False, show_header=False)
+    times.add_column(no_wrap=True)
+    times.add_column(justify="right", no_wrap=True)
+    times.add_column(style="dim", no_wrap=True)
+    for what, took, note in _times(outcome):
+        times.add_row(what, took, note)
+    processes = Table(box=None, pad_edge=False, show_header=False)
+    for child in children:
+        incarnation = f"{child.incarnation:x}" if child.incarnation is not None else "gone"
+        processes.add_row(child.name, f"process {child.pid}", f"[dim]incarnation {incarnation}[/]")
+    return Group("[bold]Where the time went[/]", times, "\n[bold]Who served[/]", processes, "")
 
 
-def _rows(outcome: Outcome, children: Mapping[str, ChildInfo]) -> Iterator[tuple[str, str, str]]:
+def _times(outcome: Outcome) -> Iterator[tuple[str, str, str]]:
     timing = outcome.timing
-    prompt = f"{timing.prompt_tokens} tokens, {timing.cached_tokens} of them cached"
-    sent = f"{timing.blocks_sent} pages, {format_size(timing.bytes_sent)}, through shared memory"
-    yield "route", _ms(timing.route_s), "router" + _process(children.get("router"))
-    yield "wait for prefill", _ms(timing.queue_s), ""
-    prefilled_by = timing.prefill_worker + _process(children.get(timing.prefill_worker))
-    yield "prefill", _ms(timing.prefill_s), f"{prefilled_by}: {prompt}"
-    yield "hand over KV", _ms(timing.handoff_s), sent
-    yield "  not hidden by computing", _ms(timing.unhidden_s), "what decoding waited for"
-    decoded_by = timing.decode_worker + _process(children.get(timing.decode_worker))
-    yield "decode", _ms(timing.decode_s), f"{decoded_by}: {timing.output_tokens} tokens"
-    yield "total", _ms(timing.total_s), ""
-    yield "", "", ""
+    prompt = f"{timing.prefill_worker}: {timing.prompt_tokens} tokens"
+    pages = "1 page" if timing.blocks_sent == 1 else f"{timing.blocks_sent} pages"
+    sent = f"{pages}, {format_size(timing.bytes_sent)}, through shared memory"
+    yield "route", _ms(timing.route_s), "router: choose the pair of workers"
+    yield "wait for prefill", _ms(timing.queue_s), timing.prefill_worker
+    yield "prefill", _ms(timing.prefill_s), f"{prompt}, {timing.cached_tokens} of them cached"
+    yield "hand over the KV cache", _ms(timing.handoff_s), sent
+    yield "  not hidden by prefill", _ms(timing.unhidden_s), "what decoding waited for"
+    decoded = f"{timing.decode_worker}: {timing.output_tokens} tokens"
+    if timing.decode_s > 0:
+        decoded += f", {(timing.output_tokens - 1) / timing.decode_s:.0f} tokens/s"
+    yield "decode", _ms(timing.decode_s), decoded
+    yield "total", _ms(timing.total_s), "in the router"
     yield "time to first token", _ms(outcome.ttft_s), "as the client saw it"
-    if outcome.tokens_s is not None:
-        yield "tokens per second", f"{outcome.tokens_s:.0f}", "after the first"
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms"
-
-
-def _process(child: ChildInfo | None) -> str:
-    if child is None or child.incarnation is None:
-        return ""
-    return f" (process {child.pid}, incarnation {child.incarnation:x})"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import grpc
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -89,14 +88,17 @@ async def fetch(address: str) -> ClusterStatus:
 def render(status: ClusterStatus) -> Table:
     """A table for people."""
     title = f"{status.model} · {status.requests_in_flight} requests in flight · {status.version}"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     for name in ("worker", "role", "incarnation", "state"):
-        table.add_column(name)
-    for name in ("running", "waiting", "free", "used", "cached", "hits", "in flight"):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True)
+    for name in ("run", "wait", "free", "used", "cached", "hits", "legs"):
+        table.add_column(name, justify="right", no_wrap=True)
     for worker in status.workers:
         table.add_row(*_cells(worker))
-    table.caption = "free, used, cached: KV pages · hits: prompt tokens found in the prefix cache"
+    table.caption = (
+        "run, wait: sequences · free, used, cached: KV pages\n"
+        "hits: prompt tokens found in the prefix cache · legs: this router's, in flight"
+    )
     table.caption_justify = "left"
     return table
 

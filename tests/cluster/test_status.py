@@ -83,7 +83,7 @@ def test_json_has_every_worker_with_its_load_as_numbers(router, capsys):
 
 def test_the_table_shows_pages_and_hit_rate(router):
     status = asyncio.run(fetch(router.socket_address("router")))
-    shown = Console(file=io.StringIO(), width=120)
+    shown = Console(file=io.StringIO(), width=80)
     shown.print(render(status))
     text = shown.file.getvalue()  # type: ignore[attr-defined]
     row = next(line for line in text.splitlines() if "decode-0" in line)
