@@ -1,0 +1,74 @@
+import pytest
+
+from baton.errors import IncompatibleError, InvariantError
+from baton.generation import WorkerLoad
+from baton.ids import LayerName, Role
+from router.routing.index import PrefixIndex
+from router.routing.view import ClusterView
+from tests.router.workers import hello, layout
+
+
+@pytest.fixture
+def view() -> ClusterView:
+    return ClusterView(PrefixIndex(max_blocks=100), stall_timeout_s=60.0)
+
+
+def test_workers_with_equal_layouts_form_a_group(view):
+    a = view.join(hello("a", Role.PREFILL), "unix:a", 0.0)
+    b = view.join(hello("b", Role.DECODE), "unix:b", 0.0)
+    longer = layout(layers=(LayerName("layers.0"), LayerName("layers.1")))
+    c = view.join(hello("c", Role.DECODE, layout=longer), "unix:c", 0.0)
+    assert a.layout_group == b.layout_group
+    assert a.layout_group != c.layout_group
+
+
+def test_two_workers_cannot_have_one_name(view):
+    view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    with pytest.raises(IncompatibleError, match="unix:a has this name"):
+        view.join(hello("a", Role.DECODE), "unix:b", 0.0)
+
+
+def test_losing_an_incarnation_that_is_not_here_changes_nothing(view):
+    view.join(hello("a", Role.DECODE, incarnation=2), "unix:a", 0.0)
+    assert view.lose(hello("a", Role.DECODE, incarnation=1).identity) is None
+    assert len(view.workers) == 1
+
+
+def test_a_draining_worker_gets_nothing_new(view):
+    worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    worker.report(WorkerLoad(draining=True), 1.0)
+    assert view.usable(1.0) == []
+    assert view.state(worker, 1.0) == "draining"
+
+
+def test_a_worker_with_work_and_no_progress_is_stalled_until_it_moves(view):
+    worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    worker.legs = 1
+    assert view.usable(59.0) == [worker]
+    assert view.usable(61.0) == []
+    worker.report(WorkerLoad(steps=1), 62.0)
+    assert view.usable(63.0) == [worker]
+
+
+def test_an_idle_worker_is_never_stalled(view):
+    worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    assert view.state(worker, 1e6) == "ready"
+
+
+def test_a_report_adds_only_the_work_of_others(view):
+    worker = view.join(hello("a", Role.HYBRID), "unix:a", 0.0)
+    worker.legs, worker.prefill_tokens, worker.decode_sequences = 3, 100, 3
+    worker.report(WorkerLoad(running=4, waiting=1, prefill_tokens_pending=150), 1.0)
+    assert worker.queued_prefill_tokens == 150
+    assert worker.sequences == 5
+    worker.report(WorkerLoad(running=1, prefill_tokens_pending=20), 2.0)
+    assert worker.queued_prefill_tokens == 100
+    assert worker.sequences == 3
+
+
+def test_counts_without_a_leg_are_a_broken_invariant(view):
+    worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    view.check_integrity()
+    worker.decode_tokens = 5
+    with pytest.raises(InvariantError):
+        view.check_integrity()
