@@ -11,7 +11,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -37,7 +37,7 @@ from cluster.events import (
     Tick,
 )
 from cluster.machine import usable_cores
-from cluster.plan import ChildPlan, assignment_of, plan_children, resolve
+from cluster.plan import ChildPlan, assignment_of, plan_children, resolve, resolve_model
 from cluster.ports import Observer, Unobserved
 from cluster.process import ChildProcess
 from cluster.runtime_dir import RuntimeDir, default_dir
@@ -156,11 +156,12 @@ class LocalCluster:
         await self._end(at_once=False)
 
     def _prepare(self) -> None:
-        router = self._given.router
+        given = replace(self._given, model=resolve_model(self._given.model))
+        router = given.router
         self._listener: socket.socket | None = listener.bind(router.host, router.port)
         port = self._listener.getsockname()[1]
         self._url = listener.url_of(self._listener)
-        wanted = self._given.cluster.runtime_dir
+        wanted = given.cluster.runtime_dir
         try:
             self._runtime = RuntimeDir.claim(
                 Path(wanted).absolute() if wanted else default_dir(port)
@@ -169,7 +170,7 @@ class LocalCluster:
             self._listener.close()
             raise
         self._config = resolve(
-            self._given, runtime_dir=self._runtime.path, port=port, cores=usable_cores()
+            given, runtime_dir=self._runtime.path, port=port, cores=usable_cores()
         )
         plans = plan_children(self._config, self._runtime)
         self._plans = {plan.name: plan for plan in plans}

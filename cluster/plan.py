@@ -6,12 +6,16 @@ from importlib import resources
 from pathlib import Path
 
 from baton.config.schema import BatonConfig, ModelConfig, WorkerConfig
+from baton.errors import ModelLoadError
 from baton.ids import Incarnation, Role
 from cluster.assignment import Assignment, Part
 from cluster.runtime_dir import RuntimeDir
 
 DEMO_MODEL_NAME = "baton-demo"
 ROUTER = "router"
+
+_PATH_STARTS = ("/", "./", "../", "~")
+"""Ids on the hub never begin like this."""
 
 _ROUTER_STOP_RANK = 0
 _WORKER_STOP_RANK = 1
@@ -40,7 +44,7 @@ class ChildPlan:
 
 
 def resolve(config: BatonConfig, *, runtime_dir: Path, port: int, cores: int) -> BatonConfig:
-    """`config` with everything decided that each process would otherwise decide for itself.
+    """`config` with everything decided, but for the model, that each process would otherwise decide for itself.
 
     Args:
         config: As loaded.
@@ -53,7 +57,6 @@ def resolve(config: BatonConfig, *, runtime_dir: Path, port: int, cores: int) ->
     num_threads = config.engine.num_threads or max(1, cores // max(1, workers))
     return replace(
         config,
-        model=resolve_model(config.model),
         engine=replace(config.engine, num_threads=num_threads),
         router=replace(config.router, port=port),
         cluster=replace(
@@ -65,15 +68,22 @@ def resolve(config: BatonConfig, *, runtime_dir: Path, port: int, cores: int) ->
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
-    """`model` with a place and a name: the demo model if none was asked for, and an absolute path if it is one."""
+    """`model` with a place and a name: the demo model if none was asked for, and an absolute path if it is one.
+
+    Raises:
+        ModelLoadError: It can only be meant as a path, and there is nothing.
+    """
     if not model.model:
         demo = resources.files("engine.demo") / "model"
         names = model.served_model_name or (DEMO_MODEL_NAME,)
         return replace(model, model=str(demo), served_model_name=names)
     names = model.served_model_name or (model.model,)
     path = Path(model.model).expanduser()
-    place = str(path.absolute()) if path.exists() else model.model
-    return replace(model, model=place, served_model_name=names)
+    if not path.exists():
+        if model.model.startswith(_PATH_STARTS):
+            raise ModelLoadError(f"{model.model}: no such directory", param="model")
+        return replace(model, served_model_name=names)
+    return replace(model, model=str(path.absolute()), served_model_name=names)
 
 
 def plan_children(config: BatonConfig, runtime: RuntimeDir) -> list[ChildPlan]:

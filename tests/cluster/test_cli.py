@@ -56,6 +56,10 @@ def test_a_wrong_command_is_one_line_and_status_2(capsys, argv, message):
     assert message in shown
 
 
+def test_a_model_that_is_not_there_is_one_line_and_status_1(capsys):
+    assert error_of(capsys, "serve", "/absent") == (1, "/absent: no such directory")
+
+
 def test_a_taken_port_is_one_line(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

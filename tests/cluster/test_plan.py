@@ -5,6 +5,7 @@ import pytest
 from baton.config.load import load
 from baton.config.schema import ModelConfig
 from baton.config.setting import Setting
+from baton.errors import ModelLoadError
 from baton.ids import Incarnation
 from cluster.plan import assignment_of, describe_workers, plan_children, resolve, resolve_model
 from cluster.runtime_dir import RuntimeDir
@@ -53,6 +54,12 @@ def test_a_directory_becomes_absolute_and_keeps_the_name_that_was_typed(tmp_path
     model = resolve_model(ModelConfig(model="llama"))
     assert model.model == str(tmp_path / "llama")
     assert model.served_model_name == ("llama",)
+
+
+@pytest.mark.parametrize("model", ["/absent", "./absent", "~/absent"])
+def test_a_path_where_nothing_is_is_refused_before_anything_starts(model):
+    with pytest.raises(ModelLoadError, match=f"{model}: no such directory"):
+        resolve_model(ModelConfig(model=model))
 
 
 def test_a_hub_id_stays_one():
