@@ -44,7 +44,8 @@ class Served:
         """What `baton status --json` says."""
         command = [sys.executable, "-m", "cluster.cli", "status", "--json"]
         command += ["--runtime-dir", str(self.runtime_dir)]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True)
+        shown = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert shown.returncode == 0, shown.stderr
         return json.loads(shown.stdout)  # type: ignore[no-any-return]
 
     def workers(self) -> list[dict[str, object]]:
@@ -86,10 +87,12 @@ def serve(model: str | None, *flags: str) -> Iterator[Served]:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
     output: list[str] = []
+    reader: threading.Thread | None = None
     try:
         url = _wait_ready(process, output)
         served = Served(process=process, url=url, runtime_dir=runtime_dir, output=output)
-        threading.Thread(target=_drain, args=(process, output), daemon=True).start()
+        reader = threading.Thread(target=_drain, args=(process, output), daemon=True)
+        reader.start()
         yield served
         if process.poll() is None:  # unless the test ended it
             assert_at_rest(served)
@@ -99,6 +102,10 @@ def serve(model: str | None, *flags: str) -> Iterator[Served]:
             process.send_signal(signal.SIGTERM)
             process.wait(timeout=30)
             assert_gone(children)
+        if reader is not None:
+            reader.join(timeout=10)
+        assert process.stdout is not None
+        process.stdout.close()
     assert not runtime_dir.exists(), list(runtime_dir.iterdir())
     assert set(os.listdir("/dev/shm")) <= shared_before
     os.rmdir(directory)

@@ -107,3 +107,20 @@ async def test_the_deadline_is_the_configured_timeout():
         served.says("x")
         await served.complete()
         assert served.generator.jobs[0].deadline_s == 12.5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_ids_come_back_when_asked_for(stream: bool):
+    async with serve() as served:
+        served.says("hello")
+        reply = await served.complete(stream=stream, return_token_ids=True)
+        replies = events(reply.text)[:-1] if stream else [reply.json()]
+        ids = [token for part in replies for token in part["choices"][0]["token_ids"]]
+        assert ids == [*served.generator.script[0], served.generator.eos_token]
+
+
+async def test_nobody_gets_token_ids_unasked():
+    async with serve() as served:
+        served.says("hello")
+        assert "token_ids" not in (await served.complete()).json()["choices"][0]
+        assert "token_ids" not in (await served.complete(stream=True)).text
