@@ -108,7 +108,12 @@ class BlockManager:
 
         Returns:
             The page held under `key`.
+
+        Raises:
+            InvariantError: The page was shared before it was published: the others would keep it without what is before it.
         """
+        if self._references[block] != 1 and block not in self._tree:
+            raise InvariantError(f"page {block} is to be published after it was shared")
         held = self._tree.insert(key, block, parent)
         if held != block:
             self.share((held,))

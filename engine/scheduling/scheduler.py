@@ -76,7 +76,6 @@ class Scheduler:
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = 0
         self._in_flight: list[Branch] | None = None
-        self._kept: list[BlockId] = []  # sources of this step's copies whose owner was preempted
         self._steps = 0
         self._preemptions = 0
 
@@ -180,26 +179,25 @@ class Scheduler:
                 draft.add_chunk(branch)
         events = self._admission.let_in(draft)
         if not draft.branches:
-            self._close_step()
             return None, events
         self._steps += 1
         self._in_flight = draft.branches
         return draft.plan(self._steps), events
 
     def _place_next_tokens(self, draft: StepDraft) -> None:
-        """Every running branch gets a place for the token it computes next, the oldest first, or is preempted."""
+        """Every running branch gets a place for the token it computes next, the oldest first, or is preempted.
+
+        Samples of one prompt stand next to each other in this order, and the last of them to write needs no copy. So a page
+        that is copied from stays in use, and nobody writes a page in this step before it is copied.
+        """
         for branch in list(filter(self._pager.needs_page, self._roster.running)):
             while branch.state is State.RUNNING and not self._pager.extend(branch, draft.copies):
-                self._preempt_youngest(draft)
+                self._preempt_youngest()
 
-    def _preempt_youngest(self, draft: StepDraft) -> None:
+    def _preempt_youngest(self) -> None:
         victim = self._roster.youngest()
         if victim is None:
             raise InvariantError("a running sequence found no page and nobody to take one from")
-        # What an older sibling copies in this step must not be given to anybody before the step is over.
-        sources = {source for source, _ in draft.copies}.intersection(victim.seq.blocks)
-        self._blocks.share(sources)
-        self._kept += sources
         self._pager.release(victim)
         self._roster.move(victim, State.WAITING)
         self._preemptions += 1
@@ -221,13 +219,7 @@ class Scheduler:
             if drawn:
                 tokens = self._receive(branch, drawn)
                 sampled.setdefault(seq.seq_id, []).extend(tokens)
-        self._close_step()
         return [Sampled(seq_id=seq_id, tokens=tuple(tokens)) for seq_id, tokens in sampled.items()]
-
-    def _close_step(self) -> None:
-        if self._kept:
-            self._blocks.release(self._kept)
-            self._kept.clear()
 
     def _receive(self, branch: Branch, drawn: tuple[Drawn, ...]) -> tuple[TokenSample, ...]:
         request, seq = branch.request, branch.seq
@@ -309,7 +301,7 @@ class Scheduler:
         self._roster.check_integrity(branches)
         if not all(request.branches for request in requests):
             raise InvariantError("a request without branches is still known")
-        held = list(self._kept)
+        held: list[BlockId] = []
         for branch in branches:
             branch.check_integrity(self._limits.block_tokens)
             held += branch.seq.blocks + branch.parked

@@ -117,6 +117,14 @@ def test_releasing_a_page_twice_is_a_broken_invariant():
         manager.release(pages)
 
 
+def test_full_pages_are_published_before_they_are_shared():
+    manager = BlockManager(2)
+    pages = taken(manager, 1)
+    manager.share(pages)
+    with pytest.raises(InvariantError, match="after it was shared"):
+        publish(manager, "a", pages)
+
+
 def test_a_reference_that_nobody_holds_is_found():
     manager = BlockManager(1)
     taken(manager, 1)
@@ -169,6 +177,7 @@ class BlocksAgainstModel(RuleBasedStateMachine):
 
     @rule(target=holders, holder=holders)
     def fork(self, holder: Holder):
+        publish(self.manager, holder.text, holder.blocks)
         self.manager.share(holder.blocks)
         forked = Holder(holder.text, list(holder.blocks))
         self.held.append(forked)

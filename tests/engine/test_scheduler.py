@@ -288,6 +288,17 @@ def test_pages_that_are_being_handed_over_are_not_taken_away():
     assert world.tokens(B) == world.undisturbed(asked)
 
 
+def test_a_prefill_is_not_preempted_between_its_chunks():
+    world = World(limits(num_blocks=8, max_num_batched_tokens=2))
+    world.tell(generate(A, 8, max_tokens=16), prefill(B, tuple(range(50, 66))))
+    world.run()
+    assert world.scheduler.load().preemptions == 1
+    assert len(world.told(PrefillStarted, B)) == 1
+    world.tell(Release(seq_id=B))
+    world.run()
+    assert world.tokens(A) == world.undisturbed(prompt(8, max_tokens=16))
+
+
 def test_a_prefill_draws_one_token_per_sample_and_keeps_its_pages_until_released():
     world = World(limits())
     world.tell(prefill(A, 10, samples=2))
