@@ -78,6 +78,8 @@ TRANSITIONS: dict[TransferState, frozenset[TransferState]] = {
 }
 _ENDS = frozenset({_S.COMMITTED, _S.FREE})
 _MAX_ENDED = 65_536
+_LOST = "the prefill worker was lost during the hand-off"
+_OVER = "this transfer is over already"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,15 @@ class _Transfer:
     session: SessionId | None = None
     grant: Grant | None = None
     pages_held: bool = False
+    error: BatonError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    """How a transfer ended, for those who ask after it."""
+
+    at_s: float
+    error: BatonError
 
 
 class TransferLedger:
@@ -122,7 +133,7 @@ class TransferLedger:
         self._limits = limits
         self._transfers: dict[XferId, _Transfer] = {}
         # Ids that ended here, so that a replayed or overtaken message cannot open them again.
-        self._ended: OrderedDict[XferId, float] = OrderedDict()
+        self._ended: OrderedDict[XferId, _Ended] = OrderedDict()
         self._cut: set[SessionId] = set()
         self.refused = 0
 
@@ -150,7 +161,7 @@ class TransferLedger:
         for transfer in list(self._transfers.values()):
             actions += self._check_deadline(transfer, now_s)
         horizon_s = now_s - self._limits.expect_timeout_s
-        while self._ended and next(iter(self._ended.values())) < horizon_s:
+        while self._ended and next(iter(self._ended.values())).at_s < horizon_s:
             self._ended.popitem(last=False)
         return actions
 
@@ -178,11 +189,11 @@ class TransferLedger:
                 raise InvariantError(f"transfer {transfer.xfer_id} is inconsistent: {transfer!r}")
 
     def _expect(self, event: Expected, now_s: float) -> list[LedgerAction]:
-        if event.xfer_id in self._ended:
+        ended = self._ended.get(event.xfer_id)
+        if ended is not None:
             # The prefill worker gave up before the router's word arrived, or this is a replay.
             self.refused += 1
-            over = CancelledByPeerError("this transfer is over already")
-            return [TransferFailed(xfer_id=event.xfer_id, error=over)]
+            return [TransferFailed(xfer_id=event.xfer_id, error=ended.error)]
         transfer = self._transfers.get(event.xfer_id)
         if transfer is None:
             self._transfers[event.xfer_id] = _Transfer(
@@ -199,9 +210,7 @@ class TransferLedger:
         mismatch = _mismatch(event.source, event.num_blocks, transfer.source, transfer.num_blocks)
         if mismatch is not None:
             error = TransferError(mismatch)
-            abort = self._abort_message(transfer, error)
-            self._move(transfer, _S.FREE, now_s)
-            return [*abort, TransferFailed(xfer_id=event.xfer_id, error=error)]
+            return [*self._abort(transfer, error, now_s), *_failed(transfer, error)]
         return self._ask_engine(transfer, now_s)
 
     def _from_peer(self, event: FromPeer, now_s: float) -> list[LedgerAction]:
@@ -225,11 +234,13 @@ class TransferLedger:
                 session=event.session,
             )
             return []
-        if transfer is None or transfer.state is not _S.EXPECTED:
+        if transfer is None:
+            return self._refuse(event, asked.xfer_id, self._ended[asked.xfer_id].error)
+        if transfer.state is not _S.EXPECTED:
             return self._refuse(event, asked.xfer_id, repeated=self._owns(event, transfer))
         mismatch = _mismatch(transfer.source, transfer.num_blocks, event.peer, asked.num_blocks)
         if mismatch is not None:
-            return self._refuse(event, asked.xfer_id, why=mismatch)
+            return self._refuse(event, asked.xfer_id, TransferError(mismatch))
         transfer.session = event.session
         return self._ask_engine(transfer, now_s)
 
@@ -271,19 +282,26 @@ class TransferLedger:
         ]
 
     def _quiesced(self, event: FromPeer, xfer_id: XferId, now_s: float) -> list[LedgerAction]:
+        error = CancelledByPeerError("the prefill worker gave this transfer up")
         transfer = self._transfers.get(xfer_id)
-        if transfer is None or not self._owns(event, transfer):
+        if transfer is None:
+            # Perhaps before the router's word, which then finds it over.
+            self.refused += 1
+            self._remember(xfer_id, error, now_s)
+            return []
+        unasked = transfer.state is _S.EXPECTED and transfer.source == event.peer
+        if not unasked and not self._owns(event, transfer):
             self.refused += 1
             return []
-        error = CancelledByPeerError("the prefill worker gave this transfer up")
-        live = transfer.state in (_S.RESERVED, _S.WRITING)
-        return [*(_failed(transfer, error) if live else []), *self._settle(transfer, now_s)]
+        live = transfer.state in (_S.EXPECTED, _S.RESERVED, _S.WRITING)
+        tell = _failed(transfer, error) if live else []
+        return [*tell, *self._settle(transfer, error, now_s)]
 
     def _withdraw(self, event: Withdrawn, now_s: float) -> list[LedgerAction]:
         transfer = self._transfers.get(event.xfer_id)
         if transfer is None:
             # Withdrawn before anybody asked for pages: whoever asks later is refused at once.
-            self._end(event.xfer_id, now_s)
+            self._remember(event.xfer_id, event.error, now_s)
             return []
         if transfer.state in (_S.ABORTING, _S.QUIESCED):
             return []
@@ -299,18 +317,17 @@ class TransferLedger:
         error = event.error or TransferError("the engine gave the reserved pages up")
         if transfer.state is _S.RESERVED:
             actions = [*self._abort_message(transfer, error), *_failed(transfer, error)]
+            transfer.error = error
             self._move(transfer, _S.FREE, now_s)
             return actions
         raise InvariantError(f"the engine freed pages of {event.xfer_id} while they are written")
 
     def _session_lost(self, session: SessionId, now_s: float) -> list[LedgerAction]:
-        error = WorkerLostError("the prefill worker was lost during the hand-off")
+        error = WorkerLostError(_LOST)
         actions: list[LedgerAction] = []
         for transfer in self._of_session(session):
-            if transfer.state is _S.ASKED:
-                self._move(transfer, _S.FREE, now_s)
-            elif transfer.state in (_S.RESERVED, _S.WRITING):
-                actions += _failed(transfer, error)
+            if transfer.state in (_S.ASKED, _S.RESERVED, _S.WRITING):
+                actions += _failed(transfer, error) if transfer.pages_held else []
                 actions += self._abort(transfer, error, now_s, tell_peer=False)
         return actions
 
@@ -318,7 +335,7 @@ class TransferLedger:
         actions = self._session_lost(session, now_s)
         for transfer in self._of_session(session):
             if transfer.state is _S.ABORTING:
-                actions += self._settle(transfer, now_s)
+                actions += self._settle(transfer, WorkerLostError(_LOST), now_s)
         self._cut.discard(session)
         return actions
 
@@ -357,12 +374,13 @@ class TransferLedger:
         if transfer.state is _S.WRITING:
             self._move(transfer, _S.ABORTING, now_s)
             return told
-        return [*told, *self._settle(transfer, now_s)]
+        return [*told, *self._settle(transfer, error, now_s)]
 
-    def _settle(self, transfer: _Transfer, now_s: float) -> list[LedgerAction]:
+    def _settle(self, transfer: _Transfer, error: BatonError, now_s: float) -> list[LedgerAction]:
         """Nobody writes (any more): whatever pages there are go back."""
         if transfer.state is _S.QUIESCED:
             return []
+        transfer.error = error
         if not transfer.pages_held:
             self._move(transfer, _S.FREE, now_s)
             return []
@@ -376,14 +394,18 @@ class TransferLedger:
         return [ToPeer(session=transfer.session, message=message)]
 
     def _refuse(
-        self, event: FromPeer, xfer_id: XferId, *, repeated: bool = False, why: str = ""
+        self,
+        event: FromPeer,
+        xfer_id: XferId,
+        error: BatonError | None = None,
+        *,
+        repeated: bool = False,
     ) -> list[LedgerAction]:
         """Counts a message that fits nothing; tells the peer to stop unless it is only a repetition."""
         self.refused += 1
         if repeated:
             return []
-        error = TransferError(why or "this transfer is not (or no longer) expected here")
-        message = AbortRequest(xfer_id=xfer_id, error=error)
+        message = AbortRequest(xfer_id=xfer_id, error=error or TransferError(_OVER))
         return [ToPeer(session=event.session, message=message)]
 
     def _owns(self, event: FromPeer, transfer: _Transfer | None) -> bool:
@@ -399,10 +421,10 @@ class TransferLedger:
         transfer.since_s = now_s
         if state in _ENDS:
             del self._transfers[transfer.xfer_id]
-            self._end(transfer.xfer_id, now_s)
+            self._remember(transfer.xfer_id, transfer.error or TransferError(_OVER), now_s)
 
-    def _end(self, xfer_id: XferId, now_s: float) -> None:
-        self._ended.setdefault(xfer_id, now_s)
+    def _remember(self, xfer_id: XferId, error: BatonError, now_s: float) -> None:
+        self._ended.setdefault(xfer_id, _Ended(at_s=now_s, error=error))
         if len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
 

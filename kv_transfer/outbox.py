@@ -369,9 +369,7 @@ class Outbox:
 
     def _abort(self, transfer: _Transfer) -> list[OutboxAction]:
         transfer.waiting.clear()
-        never_asked = transfer.state is _S.OPENED
         self._move(transfer, _S.ABORTING)
-        transfer.cut_off = transfer.cut_off or never_asked
         return self._try_quiesce(transfer)
 
     def _try_quiesce(self, transfer: _Transfer) -> list[OutboxAction]:

@@ -60,8 +60,9 @@ class RegionServer:
         self._grants: dict[bytes, _Grant] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._closed = False
+        self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
+        self._serving = True  # the thread's
+        self._closed = False  # the callers'
         self._thread = threading.Thread(target=self._serve, name="kv-regions", daemon=True)
         self._thread.start()
 
@@ -98,15 +99,17 @@ class RegionServer:
         Path(self.path).unlink(missing_ok=True)
 
     def _serve(self) -> None:
-        while not self._closed:
+        while self._serving:
             for key, _ in self._selector.select():
-                if key.data is not None:
-                    key.data()
+                key.data()
         for registered in list(self._selector.get_map().values()):
             sock = registered.fileobj
             assert isinstance(sock, socket.socket)
             sock.close()
         self._selector.close()
+
+    def _stop(self) -> None:
+        self._serving = False
 
     def _accept(self) -> None:
         peer, _ = self._listener.accept()

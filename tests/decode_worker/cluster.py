@@ -6,6 +6,7 @@ other tokens than the oracle's.
 
 import asyncio
 import os
+import threading
 from array import array
 from collections.abc import Callable
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ from baton.ids import (
     Role,
     WorkerId,
     WorkerIdentity,
+    XferId,
     new_incarnation,
     new_xfer_id,
 )
@@ -46,7 +48,7 @@ from kv_transfer.shm import ShmReceiver, ShmSender
 from prefill_worker.service import PrefillWorker
 from prefill_worker.sink import TransferSink
 
-TIMEOUT_S = 30
+TIMEOUT_S = 20
 SECRET = bytes(32)
 LIMITS = Limits(
     max_num_seqs=8,
@@ -91,9 +93,39 @@ class GatedRunner(FakeRunner):
     def __init__(self, memory: memoryview, sink: TransferSink | None) -> None:
         super().__init__(LIMITS, sink=sink, num_layers=len(LAYOUT.layers))
         self.pages = ArenaPages(memory)  # type: ignore[assignment]
+        self.waiting = threading.Event()
+        self._held = False
+        self._permits = threading.Semaphore(0)
+        self._broken: BaseException | None = None
+
+    def hold(self) -> None:
+        """From now on each step needs a permit of `allow`."""
+        self.waiting.clear()
+        self._held = True
+
+    def allow(self, steps: int = 1) -> None:
+        self.waiting.clear()
+        self._permits.release(steps)
+
+    def release(self) -> None:
+        self._held = False
+        self._permits.release(1000)
+
+    def break_down(self) -> None:
+        """The next step ends the engine's loop."""
+        self._broken = SystemError("told to break")
 
     def execute(self, plan: StepPlan) -> StepResult:
+        if self._broken is not None:
+            raise _LoopEnd from self._broken
+        if self._held:
+            self.waiting.set()
+            self._permits.acquire(timeout=TIMEOUT_S)
         return super().execute(plan)
+
+
+class _LoopEnd(BaseException):
+    """Not an Exception: nothing in the loop isolates it."""
 
 
 @dataclass
@@ -111,6 +143,7 @@ class Node:
 
     async def close(self) -> None:
         await self.server.close()
+        self.runner.release()
         self.engine.close()
         self.arena.region.close()
 
@@ -319,20 +352,32 @@ class Pair:
     to_p: Router
     to_d: Router
 
-    async def ask(self, leg_id: int, asked: Prompt, *, expect: bool = True, submit: bool = True):
+    async def ask(
+        self,
+        leg_id: int,
+        asked: Prompt,
+        *,
+        expect: bool = True,
+        submit: bool = True,
+        xfer_id: XferId | None = None,
+        target: WorkerIdentity | None = None,
+    ) -> XferId:
+        """Sends the router's two messages, or one of them."""
         request = prompt_to_proto(LegId(leg_id), RequestId("r"), asked)
-        xfer_id = new_xfer_id()
+        xfer_id = xfer_id or new_xfer_id()
         if expect:
             announced = decode_pb2.Expect(
                 request=request, xfer_id=xfer_id, source=identity_to_proto(self.p.identity)
             )
             await self.to_d.send(decode_pb2.DecodeCommand(expect=announced))
         if submit:
-            target = prefill_pb2.DecodeTarget(
-                identity=identity_to_proto(self.d.identity), transfer_address=self.d.address
+            to = prefill_pb2.DecodeTarget(
+                identity=identity_to_proto(target or self.d.identity),
+                transfer_address=self.d.address,
             )
-            submitted = prefill_pb2.SubmitPrefill(request=request, xfer_id=xfer_id, target=target)
+            submitted = prefill_pb2.SubmitPrefill(request=request, xfer_id=xfer_id, target=to)
             await self.to_p.send(prefill_pb2.PrefillCommand(submit=submitted))
+        return xfer_id
 
     async def cancel(self, leg_id: int, *, on_p: bool = True, on_d: bool = True) -> None:
         cancel = common_pb2.Cancel(leg_id=leg_id)
@@ -348,6 +393,10 @@ class Pair:
             first=at_p.first, tokens=at_d.tokens, finished={**at_p.finished, **at_d.finished}
         )
 
+    async def failed(self, router: Router, leg_id: int) -> str:
+        await router.until(lambda: router.leg(leg_id).failed != "")
+        return router.leg(leg_id).failed
+
     async def finished(self, leg_id: int, samples: int) -> list[list[int]]:
         await self.to_p.until(lambda: len(self.to_p.leg(leg_id).first) == samples)
         left = samples - len(self.to_p.leg(leg_id).finished)
@@ -357,8 +406,18 @@ class Pair:
     async def settle(self) -> None:
         """Waits until neither worker has anything left, then checks the pages."""
         for node in (self.p, self.d):
+            node.runner.release()
             await quiet(node)
             assert node.pages_in_use() == 0
+
+    async def stepping(self, node: Node) -> None:
+        """Waits until a held engine stands before a step."""
+        assert await asyncio.to_thread(node.runner.waiting.wait, TIMEOUT_S)
+
+    async def generate(self, leg_id: int, asked: Prompt) -> None:
+        request = prompt_to_proto(LegId(leg_id), RequestId("r"), asked)
+        generate = decode_pb2.Generate(request=request)
+        await self.to_d.send(decode_pb2.DecodeCommand(generate=generate))
 
     async def close(self) -> None:
         await self.to_p.close()
