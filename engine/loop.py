@@ -69,8 +69,7 @@ class EngineLoop:
         """Runs until closed or broken. Blocks; never raises."""
         try:
             while not self._is_closing:
-                if not self.turn():
-                    self._busy_since_s = None
+                if not self.turn() and not self._is_closing:
                     self._await_command()
         except BaseException as error:
             logger.critical("the engine loop ended", exc_info=error)
@@ -78,6 +77,7 @@ class EngineLoop:
 
     def _await_command(self) -> None:
         """Blocks until there is something to do."""
+        self._busy_since_s = None
         try:
             command = self._inbox.get(timeout=INTEGRITY_CHECK_AFTER_S)
         except Empty:

@@ -127,12 +127,14 @@ SeqEvent = PrefillStarted | Reserved | Sampled | Released | Failed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvents:
-    """All that one turn of the engine loop has to tell, delivered at once.
+    """What the engine loop has to tell at one moment: before a step (answers to commands, `Reserved`, `PrefillStarted`), so
+    that nobody waits for the step to end, or after it (`Sampled`, `Failed`).
 
     Attributes:
-        step: Number of the step; a turn that computed nothing repeats the last number.
+        step: Number of the step in the second case; before a step it is the number of the step to come, and if none comes
+            the last one's.
         events: In the order in which they happened.
-        load: Counts after the turn.
+        load: Counts at that moment.
     """
 
     step: int

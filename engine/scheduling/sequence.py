@@ -19,7 +19,8 @@ class Sequence:
         params: How tokens are drawn.
         tokens: Prompt and generated tokens so far.
         prompt_len: How many of `tokens` were the client's prompt; what follows counts as generated.
-        blocks: Pages in order; page i holds the KV of tokens [i * block_tokens, (i + 1) * block_tokens).
+        blocks: Pages in order; page i holds the KV of tokens [i * block_tokens, (i + 1) * block_tokens). Any entry may change
+            between two steps: copy on write, or an equal page that was there first taking the place of this one's own.
         num_computed: Leading tokens whose KV is in the pages.
     """
 
