@@ -7,7 +7,6 @@ flights continue what the samples still want, on other workers, from the token l
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
 
 from baton.errors import (
     BatonError,
@@ -24,7 +23,7 @@ from baton.errors import (
     WorkerLostError,
 )
 from baton.generation import FinishReason, TokenSample
-from baton.ids import LegId, RequestId, WorkerIdentity, new_xfer_id
+from baton.ids import RequestId, WorkerIdentity
 from router.events import (
     Action,
     ClientGone,
@@ -41,22 +40,18 @@ from router.events import (
     LocallyPrefilled,
     RefuseWorker,
     SampleFinished,
-    SendCancel,
-    SendExpect,
-    SendGenerate,
-    SendPrefill,
-    Service,
     StopSample,
     Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
 )
-from router.flight import Flight, FlightState, Leg
+from router.flight import Flight, FlightState
 from router.job import Job
+from router.legs import Leg, LegTable
 from router.placement import Placement
-from router.routing.policy import Pair, Unavailable
-from router.routing.view import ClusterView, WorkerView
+from router.routing.policy import Unavailable
+from router.routing.view import ClusterView
 
 _BLAMES_EITHER = (TransferError, CancelledByPeerError, StaleIncarnationError)
 """Errors of one leg whose cause may lie with the other's worker."""
@@ -97,8 +92,7 @@ class Dispatcher:
         self._patience = patience
         self._jobs: dict[RequestId, Job] = {}
         self._flights: dict[RequestId, list[Flight]] = {}
-        self._legs: dict[LegId, Leg] = {}
-        self._leg_ids = count(1)
+        self._legs = LegTable()
         self._waiting: dict[Flight, Unavailable] = {}
         self._settling: dict[Flight, None] = {}
         self._deadlines: list[tuple[float, RequestId]] = []
@@ -152,33 +146,21 @@ class Dispatcher:
             case TimePassed() | WorkerJoined() | WorkerLost() | LoadReported():
                 return []
             case _:
-                leg = self._legs.get(event.leg_id)
+                leg = self._legs.find(event)
                 return [] if leg is None else self._fail(leg.flight.job.request_id, error)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless jobs, flights, legs and the workers' counts agree."""
         flights = [flight for group in self._flights.values() for flight in group]
-        legs = {leg.leg_id: leg for flight in flights for leg in flight.legs}
-        if legs != self._legs or self._jobs.keys() != self._flights.keys():
-            raise InvariantError("legs or jobs without a flight")
-        if not all(self._flights.values()):
-            raise InvariantError("a job without a flight")
+        if self._jobs.keys() != self._flights.keys() or not all(self._flights.values()):
+            raise InvariantError("a job without a flight, or the other way round")
         for state, members in (
             (FlightState.WAITING, self._waiting),
             (FlightState.SETTLING, self._settling),
         ):
             if {flight for flight in flights if flight.state is state} != members.keys():
                 raise InvariantError(f"flights that are {state} are not those on the list")
-        for worker in self._view.workers:
-            mine = [leg for leg in legs.values() if leg.worker is worker]
-            counted = (worker.legs, worker.prefill_tokens, worker.decode_sequences)
-            expected = (
-                len(mine),
-                sum(leg.prefill_tokens for leg in mine),
-                sum(leg.sequences for leg in mine),
-            )
-            if counted != expected:
-                raise InvariantError(f"{worker.identity} counts {counted}, has {expected}")
+        self._legs.check_integrity(flights, self._view.workers)
         self._view.check_integrity()
 
     def _submit(self, event: Submitted, now_s: float) -> list[Action]:
@@ -203,7 +185,7 @@ class Dispatcher:
     def _place(self, flight: Flight, now_s: float) -> list[Action]:
         """Starts the legs of a waiting flight, or leaves it waiting."""
         job = flight.job
-        prompt = job.prompt_for(flight.samples)
+        prompt = flight.prompt()
         chosen = self._placement.choose(job, prompt, flight.avoid, now_s)
         paused = now_s - flight.since_s >= self._patience.retry_pause_s
         if isinstance(chosen, Unavailable) and flight.avoid and paused:
@@ -214,66 +196,11 @@ class Dispatcher:
         self._waiting.pop(flight, None)
         job.watch.placed(chosen, now_s)
         if chosen.local:
-            return self._start_local(flight, chosen.decode, now_s)
-        return self._start_pair(flight, chosen, now_s)
-
-    def _start_local(self, flight: Flight, worker: WorkerView, now_s: float) -> list[Action]:
-        prompt = flight.job.prompt_for(flight.samples)
-        num_tokens = len(prompt.tokens)
-        flight.decode = self._open(
-            flight,
-            Service.DECODE,
-            worker,
-            now_s,
-            prefill_tokens=num_tokens,
-            sequences=len(prompt.samples),
-            context_tokens=num_tokens,
-        )
-        flight.decoding = set(flight.samples)
-        flight.move(FlightState.LOCAL, now_s)
-        return [
-            SendGenerate(
-                worker=worker.identity,
-                leg_id=flight.decode.leg_id,
-                request_id=flight.job.request_id,
-                prompt=prompt,
-            )
-        ]
-
-    def _start_pair(self, flight: Flight, pair: Pair, now_s: float) -> list[Action]:
-        prompt = flight.job.prompt_for(flight.samples)
-        num_tokens = len(prompt.tokens)
-        flight.decode = self._open(
-            flight,
-            Service.DECODE,
-            pair.decode,
-            now_s,
-            sequences=len(prompt.samples),
-            context_tokens=num_tokens,
-        )
-        flight.prefill = self._open(
-            flight, Service.PREFILL, pair.prefill, now_s, prefill_tokens=num_tokens
-        )
+            flight.decoding = set(flight.samples)
+            flight.move(FlightState.LOCAL, now_s)
+            return [self._legs.start_local(flight, chosen.decode, now_s)]
         flight.move(FlightState.PREFILLING, now_s)
-        xfer_id = new_xfer_id()
-        expect = SendExpect(
-            worker=pair.decode.identity,
-            leg_id=flight.decode.leg_id,
-            request_id=flight.job.request_id,
-            prompt=prompt,
-            xfer_id=xfer_id,
-            source=pair.prefill.identity,
-        )
-        prefill = SendPrefill(
-            worker=pair.prefill.identity,
-            leg_id=flight.prefill.leg_id,
-            request_id=flight.job.request_id,
-            prompt=prompt,
-            xfer_id=xfer_id,
-            target=pair.decode.identity,
-            transfer_address=pair.decode.hello.transfer_address,
-        )
-        return [expect, prefill]
+        return list(self._legs.start_pair(flight, chosen, now_s))
 
     def _first_tokens(self, event: FirstTokensArrived, now_s: float) -> list[Action]:
         leg = self._leg(event, now_s)
@@ -349,7 +276,7 @@ class Dispatcher:
         if flight.state is FlightState.PREFILLING:
             return self._breach(leg, "handed over before its first tokens", now_s)
         flight.job.watch.handed_off(event)
-        self._close(leg)
+        self._legs.close(leg)
         return self._prefill_done(flight, now_s)
 
     def _prefill_done(self, flight: Flight, now_s: float) -> list[Action]:
@@ -365,7 +292,7 @@ class Dispatcher:
             return []
         ran_out = flight.decoded and not flight.decoding
         if ran_out and flight.decode is not None:
-            self._close(flight.decode)
+            self._legs.close(flight.decode)
         if ran_out and flight.state is FlightState.HANDING_OVER:
             flight.move(FlightState.SETTLING, now_s)
             self._settling[flight] = None
@@ -385,10 +312,8 @@ class Dispatcher:
         """Cancels every open leg of a flight and takes it off all lists."""
         actions: list[Action] = []
         for leg in flight.legs:
-            self._close(leg)
-            actions.append(
-                SendCancel(worker=leg.worker.identity, service=leg.service, leg_id=leg.leg_id)
-            )
+            self._legs.close(leg)
+            actions.append(leg.cancel())
         flight.move(FlightState.ENDED, now_s)
         self._waiting.pop(flight, None)
         self._settling.pop(flight, None)
@@ -402,8 +327,7 @@ class Dispatcher:
     def _breach(self, leg: Leg, what: str, now_s: float) -> list[Action]:
         """The worker broke the contract for this leg: cancel it and go on elsewhere."""
         error = EngineError(f"worker {leg.worker.identity} {what}")
-        cancel = SendCancel(worker=leg.worker.identity, service=leg.service, leg_id=leg.leg_id)
-        return [cancel, *self._drop_leg(leg, error, now_s)]
+        return [leg.cancel(), *self._drop_leg(leg, error, now_s)]
 
     def _drop_leg(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
         flight = leg.flight
@@ -412,7 +336,7 @@ class Dispatcher:
             blamed |= {other.worker.identity for other in flight.legs}
         if isinstance(error, DrainingError):
             leg.worker.draining = True
-        self._close(leg)
+        self._legs.close(leg)
         return self._legs_gone(flight, error, blamed, now_s)
 
     def _legs_gone(
@@ -490,9 +414,9 @@ class Dispatcher:
         if worker is None:
             return []
         error = WorkerLostError(f"worker {identity} was lost: {reason}")
-        gone = [leg for leg in self._legs.values() if leg.worker is worker]
+        gone = self._legs.on_worker(worker)
         for leg in gone:
-            self._close(leg)
+            self._legs.close(leg)
         actions: list[Action] = []
         for flight in dict.fromkeys(leg.flight for leg in gone):
             actions += self._legs_gone(flight, error, {identity}, now_s)
@@ -534,44 +458,10 @@ class Dispatcher:
             message += f" (earlier: {flight.cause.message})"
         return UnavailableError(message)
 
-    def _open(
-        self,
-        flight: Flight,
-        service: Service,
-        worker: WorkerView,
-        now_s: float,
-        *,
-        prefill_tokens: int = 0,
-        sequences: int = 0,
-        context_tokens: int = 0,
-    ) -> Leg:
-        leg = Leg(
-            leg_id=LegId(next(self._leg_ids)),
-            service=service,
-            worker=worker,
-            flight=flight,
-            prefill_tokens=prefill_tokens,
-            sequences=sequences,
-            context_tokens=context_tokens,
-        )
-        leg.open(now_s)
-        self._legs[leg.leg_id] = leg
-        return leg
-
-    def _close(self, leg: Leg) -> None:
-        leg.close()
-        del self._legs[leg.leg_id]
-        if leg.service is Service.PREFILL:
-            leg.flight.prefill = None
-        else:
-            leg.flight.decode = None
-
     def _leg(self, event: LegEvent, now_s: float) -> Leg | None:
-        """The open leg an event names; None when it is over, or another worker's."""
-        leg = self._legs.get(event.leg_id)
-        if leg is None or leg.worker.identity != event.worker:
-            return None
-        leg.worker.progress_s = now_s
+        leg = self._legs.find(event)
+        if leg is not None:
+            leg.worker.progress_s = now_s
         return leg
 
     def _emit(self, job: Job, tokens: tuple[TokenSample, ...], now_s: float) -> list[Action]:

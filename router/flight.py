@@ -9,12 +9,16 @@ A flight that fails is ENDED; whatever its samples still want is continued by ne
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, InvariantError
-from baton.ids import LegId, WorkerIdentity
-from router.events import DecodeTokens, SampleFinished, Service
+from baton.generation import Prompt
+from baton.ids import WorkerIdentity
+from router.events import DecodeTokens, SampleFinished
 from router.job import Job
-from router.routing.view import WorkerView
+
+if TYPE_CHECKING:
+    from router.legs import Leg
 
 
 class FlightState(Enum):
@@ -42,47 +46,6 @@ TRANSITIONS: dict[FlightState, frozenset[FlightState]] = {
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
-    """One leg on one worker, and what it adds to the worker's counts while it is open."""
-
-    leg_id: LegId
-    service: Service
-    worker: WorkerView
-    flight: "Flight"
-    prefill_tokens: int = 0
-    sequences: int = 0
-    context_tokens: int = 0
-
-    def open(self, now_s: float) -> None:
-        """Counts it on its worker."""
-        worker = self.worker
-        if worker.legs == 0:
-            worker.progress_s = now_s
-        worker.legs += 1
-        worker.prefill_tokens += self.prefill_tokens
-        worker.decode_sequences += self.sequences
-        worker.decode_tokens += self.context_tokens
-
-    def computed(self) -> None:
-        """The prompt's KV is computed."""
-        self.worker.prefill_tokens -= self.prefill_tokens
-        self.prefill_tokens = 0
-
-    def grew(self, num_tokens: int) -> None:
-        """The context got longer."""
-        self.context_tokens += num_tokens
-        self.worker.decode_tokens += num_tokens
-
-    def close(self) -> None:
-        """Takes all it counted off its worker."""
-        worker = self.worker
-        worker.legs -= 1
-        worker.prefill_tokens -= self.prefill_tokens
-        worker.decode_sequences -= self.sequences
-        worker.decode_tokens -= self.context_tokens
-
-
-@dataclass(slots=True, eq=False)
 class Flight:
     """See the module. Changed by the dispatcher only.
 
@@ -107,14 +70,14 @@ class Flight:
     avoid: frozenset[WorkerIdentity] = frozenset()
     cause: BatonError | None = None
     state: FlightState = FlightState.WAITING
-    prefill: Leg | None = None
-    decode: Leg | None = None
+    prefill: "Leg | None" = None
+    decode: "Leg | None" = None
     decoding: set[int] = field(default_factory=set)
     decoded: bool = False
     early: list[DecodeTokens | SampleFinished] = field(default_factory=list)
 
     @property
-    def legs(self) -> list[Leg]:
+    def legs(self) -> "list[Leg]":
         """The open ones."""
         return [leg for leg in (self.prefill, self.decode) if leg is not None]
 
@@ -122,6 +85,10 @@ class Flight:
     def wanted(self) -> bool:
         """Whether any of its samples still wants tokens."""
         return any(not self.job.finished(sample) for sample in self.samples)
+
+    def prompt(self) -> Prompt:
+        """The job's prompt as this attempt asks for it."""
+        return self.job.prompt_for(self.samples)
 
     def move(self, state: FlightState, now_s: float) -> None:
         """Enters `state`.

@@ -1,0 +1,161 @@
+"""The open legs of all flights, and how they begin: with a count on a worker's view and a command to it.
+
+A leg is open from its command until the worker ends it, the worker is lost, or the router cancels it; whatever a worker
+says about a leg that is not open is old news.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+
+from baton.errors import InvariantError
+from baton.ids import LegId, new_xfer_id
+from router.events import (
+    LegEvent,
+    SendCancel,
+    SendExpect,
+    SendGenerate,
+    SendPrefill,
+    Service,
+)
+from router.flight import Flight
+from router.routing.policy import Pair
+from router.routing.view import WorkerView
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One leg on one worker, and what it adds to the worker's counts while it is open."""
+
+    leg_id: LegId
+    service: Service
+    worker: WorkerView
+    flight: Flight
+    prefill_tokens: int = 0
+    sequences: int = 0
+    context_tokens: int = 0
+
+    def open(self, now_s: float) -> None:
+        """Counts it on its worker."""
+        worker = self.worker
+        if worker.legs == 0:
+            worker.progress_s = now_s
+        worker.legs += 1
+        worker.prefill_tokens += self.prefill_tokens
+        worker.decode_sequences += self.sequences
+        worker.decode_tokens += self.context_tokens
+
+    def computed(self) -> None:
+        """The prompt's KV is computed."""
+        self.worker.prefill_tokens -= self.prefill_tokens
+        self.prefill_tokens = 0
+
+    def grew(self, num_tokens: int) -> None:
+        """The context got longer."""
+        self.context_tokens += num_tokens
+        self.worker.decode_tokens += num_tokens
+
+    def close(self) -> None:
+        """Takes all it counted off its worker."""
+        worker = self.worker
+        worker.legs -= 1
+        worker.prefill_tokens -= self.prefill_tokens
+        worker.decode_sequences -= self.sequences
+        worker.decode_tokens -= self.context_tokens
+
+    def cancel(self) -> SendCancel:
+        """The command that makes its worker forget it."""
+        return SendCancel(worker=self.worker.identity, service=self.service, leg_id=self.leg_id)
+
+
+class LegTable:
+    """Every open leg of this router. Ids are never used twice."""
+
+    def __init__(self) -> None:
+        self._legs: dict[LegId, Leg] = {}
+        self._ids = count(1)
+
+    def find(self, event: LegEvent) -> Leg | None:
+        """The open leg that `event` is about; None when it is over, or another worker's."""
+        leg = self._legs.get(event.leg_id)
+        if leg is None:
+            return None
+        identity = leg.worker.identity
+        # Nearly always the same object, and this is asked for every token.
+        return leg if identity is event.worker or identity == event.worker else None
+
+    def on_worker(self, worker: WorkerView) -> list[Leg]:
+        """Those that `worker` runs."""
+        return [leg for leg in self._legs.values() if leg.worker is worker]
+
+    def start_local(self, flight: Flight, worker: WorkerView, now_s: float) -> SendGenerate:
+        """One leg that prefills and decodes."""
+        prompt = flight.prompt()
+        leg = self._open(Service.DECODE, flight, worker)
+        leg.prefill_tokens = leg.context_tokens = len(prompt.tokens)
+        leg.sequences = len(prompt.samples)
+        leg.open(now_s)
+        flight.decode = leg
+        return SendGenerate(
+            worker=worker.identity,
+            leg_id=leg.leg_id,
+            request_id=flight.job.request_id,
+            prompt=prompt,
+        )
+
+    def start_pair(
+        self, flight: Flight, pair: Pair, now_s: float
+    ) -> tuple[SendExpect, SendPrefill]:
+        """A leg on each of two workers, tied by a transfer."""
+        prompt, xfer_id = flight.prompt(), new_xfer_id()
+        decode = self._open(Service.DECODE, flight, pair.decode)
+        decode.context_tokens, decode.sequences = len(prompt.tokens), len(prompt.samples)
+        prefill = self._open(Service.PREFILL, flight, pair.prefill)
+        prefill.prefill_tokens = len(prompt.tokens)
+        decode.open(now_s)
+        prefill.open(now_s)
+        flight.decode, flight.prefill = decode, prefill
+        expect = SendExpect(
+            worker=pair.decode.identity,
+            leg_id=decode.leg_id,
+            request_id=flight.job.request_id,
+            prompt=prompt,
+            xfer_id=xfer_id,
+            source=pair.prefill.identity,
+        )
+        submit = SendPrefill(
+            worker=pair.prefill.identity,
+            leg_id=prefill.leg_id,
+            request_id=flight.job.request_id,
+            prompt=prompt,
+            xfer_id=xfer_id,
+            target=pair.decode.identity,
+            transfer_address=pair.decode.hello.transfer_address,
+        )
+        return expect, submit
+
+    def close(self, leg: Leg) -> None:
+        """The leg is over."""
+        leg.close()
+        del self._legs[leg.leg_id]
+        if leg.service is Service.PREFILL:
+            leg.flight.prefill = None
+        else:
+            leg.flight.decode = None
+
+    def check_integrity(self, flights: Iterable[Flight], workers: Iterable[WorkerView]) -> None:
+        """Raises `InvariantError` unless these are the legs of `flights`, and `workers` count them."""
+        if {leg.leg_id: leg for flight in flights for leg in flight.legs} != self._legs:
+            raise InvariantError("the open legs are not those of the flights")
+        for worker in workers:
+            mine = self.on_worker(worker)
+            counted = (worker.legs, worker.prefill_tokens, worker.decode_sequences)
+            prefill_tokens = sum(leg.prefill_tokens for leg in mine)
+            expected = (len(mine), prefill_tokens, sum(leg.sequences for leg in mine))
+            if counted != expected:
+                raise InvariantError(f"{worker.identity} counts {counted}, has {expected}")
+
+    def _open(self, service: Service, flight: Flight, worker: WorkerView) -> Leg:
+        leg = Leg(leg_id=LegId(next(self._ids)), service=service, worker=worker, flight=flight)
+        self._legs[leg.leg_id] = leg
+        return leg
