@@ -29,6 +29,7 @@ class StartDisplay:
         self._console = console or Console(file=sys.stderr)
         self._doing: dict[str, str] = {}
         self._status: Status | None = None
+        self._is_starting = True
 
     def __enter__(self) -> Self:
         """Starts the moving line, on a terminal."""
@@ -47,7 +48,9 @@ class StartDisplay:
         self._close()
 
     def progress(self, event: ChildProgress) -> None:
-        """A child gets on with its start."""
+        """A child gets on with its start; of a later one, after an accident, only the end is worth a line."""
+        if not self._is_starting:
+            return
         share = "" if event.done is None else f" {event.done:.0%}"
         if self._status is not None:
             self._doing[event.name] = f"{event.what}{share}"
@@ -70,6 +73,7 @@ class StartDisplay:
             case AnnounceRecovered():
                 _log.info("process is back", process=announcement.name)
             case AnnounceReady():
+                self._is_starting = False
                 self._close()
 
     def _close(self) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import signal
+import sys
 from pathlib import Path
 
 from baton.config import env
@@ -51,8 +52,14 @@ async def _serve(config: BatonConfig) -> None:
 
 def stop_on_signals(cluster: LocalCluster) -> None:
     """Lets Ctrl-C, SIGTERM and a closed terminal stop `cluster`; a second one of them kills it."""
+
+    def stop() -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write("\rbaton: stopping (Ctrl-C again does not wait for requests)\n")
+        cluster.request_stop()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, cluster.request_stop)
+        asyncio.get_running_loop().add_signal_handler(number, stop)
 
 
 def ready_line(cluster: LocalCluster) -> str:

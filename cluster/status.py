@@ -88,7 +88,8 @@ async def fetch(address: str) -> ClusterStatus:
 def render(status: ClusterStatus) -> Table:
     """A table for people."""
     title = f"{status.model} · {status.requests_in_flight} requests in flight · {status.version}"
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), title=title)
+    table.title_justify, table.title_style = "left", "bold"
     for name in ("worker", "role", "incarnation", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("run", "wait", "free", "used", "cached", "hits", "legs"):

@@ -45,6 +45,8 @@ async def fake(child: Child) -> None:
 
 async def _serve(child: Child) -> None:
     child.ready()
+    if "hangs" in child.assignment.config.model.model:
+        threading.Event().wait()  # The loop is blocked: neither a signal nor the lifeline reaches it.
     await child.stop.wait()
     _record_end(child)
 

@@ -12,7 +12,7 @@ from baton.ids import Incarnation
 from cluster import demo
 from cluster.cli import main
 from cluster.demo import Outcome
-from cluster.events import AnnounceRestart, ChildProgress
+from cluster.events import AnnounceReady, AnnounceRestart, ChildProgress
 from cluster.launcher import ChildInfo
 from cluster.progress import StartDisplay
 from cluster.supervisor import ChildState
@@ -139,6 +139,8 @@ def test_off_a_terminal_progress_is_a_line_per_stage():
         for done in (0.1, 0.5, 1.0):
             display.progress(progress("loading weights", done))
         display.progress(progress("preparing kernels", None))
+        display.announce(AnnounceReady())
+        display.progress(progress("loading weights", 0.1))
     assert console.file.getvalue() == (  # type: ignore[attr-defined]
         "baton: decode-0: loading weights\nbaton: decode-0: preparing kernels\n"
     )

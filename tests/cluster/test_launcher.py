@@ -260,6 +260,15 @@ def test_a_killed_launcher_leaves_no_process_port_socket_or_directory(launch):
     assert_nothing_is_left(launched.pids, launched.url, launched.runtime_dir)
 
 
+@pytest.mark.slow
+def test_children_that_hang_do_not_outlive_a_killed_launcher(launch):
+    launched = launch(model__model="hangs")
+    launched.process.kill()
+    launched.returncode()
+    launched.children_are_gone()
+    assert_nothing_is_left(launched.pids, launched.url, launched.runtime_dir)
+
+
 async def test_what_a_cluster_killed_with_all_its_children_left_is_replaced(launch, home):
     launched = launch()
     os.kill(launched.process.pid, signal.SIGSTOP)  # So that it cannot start children again.
