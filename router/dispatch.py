@@ -4,7 +4,6 @@ A job is flown by one or more flights (`router.flight`). When a leg fails, the o
 flights continue what the samples still want, on other workers, from the token log (`router.job`).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -12,34 +11,23 @@ from baton.errors import (
     BatonError,
     CancelledByPeerError,
     DeadlineError,
-    DrainingError,
-    EngineError,
     IncompatibleError,
     InvalidRequestError,
     InvariantError,
-    StaleIncarnationError,
-    TransferError,
     UnavailableError,
     WorkerLostError,
 )
-from baton.generation import FinishReason, TokenSample
 from baton.ids import RequestId, WorkerIdentity
 from router.events import (
     Action,
     ClientGone,
     DecodeTokens,
-    Emit,
     Event,
     Fail,
     Finish,
-    FirstTokensArrived,
-    HandedOff,
     LegEvent,
-    LegFailed,
     LoadReported,
-    LocallyPrefilled,
     RefuseWorker,
-    SampleFinished,
     StopSample,
     Submitted,
     TimePassed,
@@ -48,13 +36,11 @@ from router.events import (
 )
 from router.flight import Flight, FlightState
 from router.job import Job
-from router.legs import Leg, LegTable
+from router.legs import LegTable
 from router.placement import Placement
+from router.progress import Broken, FlightProgress, Over, Settling, Verdict
 from router.routing.policy import Unavailable
 from router.routing.view import ClusterView
-
-_BLAMES_EITHER = (TransferError, CancelledByPeerError, StaleIncarnationError)
-"""Errors of one leg whose cause may lie with the other's worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +79,7 @@ class Dispatcher:
         self._jobs: dict[RequestId, Job] = {}
         self._flights: dict[RequestId, list[Flight]] = {}
         self._legs = LegTable()
+        self._progress = FlightProgress(self._legs)
         self._waiting: dict[Flight, Unavailable] = {}
         self._settling: dict[Flight, None] = {}
         self._deadlines: list[tuple[float, RequestId]] = []
@@ -109,20 +96,8 @@ class Dispatcher:
             InvariantError: A bug of ours; `give_up` ends the job it belongs to.
         """
         match event:
-            case DecodeTokens():
-                return self._decode_tokens(event, now_s)
-            case FirstTokensArrived():
-                return self._first_tokens(event, now_s)
-            case LoadReported():
-                return self._report(event, now_s)
-            case HandedOff():
-                return self._handed_off(event, now_s)
-            case LocallyPrefilled():
-                return self._locally_prefilled(event, now_s)
-            case SampleFinished():
-                return self._sample_finished(event, now_s)
-            case LegFailed():
-                return self._leg_failed(event, now_s)
+            case DecodeTokens():  # first, for there is one for every token
+                return self._progressed(event, now_s)
             case Submitted():
                 return self._submit(event, now_s)
             case StopSample():
@@ -135,6 +110,10 @@ class Dispatcher:
                 return self._join(event, now_s)
             case WorkerLost():
                 return self._lose(event.worker, event.reason, now_s)
+            case LoadReported():
+                return self._report(event, now_s)
+            case _:
+                return self._progressed(event, now_s)
 
     def give_up(self, event: Event, error: InvariantError) -> list[Action]:
         """Ends the job that `event` belongs to, after `handle` raised `error` for it."""
@@ -202,102 +181,21 @@ class Dispatcher:
         flight.move(FlightState.PREFILLING, now_s)
         return list(self._legs.start_pair(flight, chosen, now_s))
 
-    def _first_tokens(self, event: FirstTokensArrived, now_s: float) -> list[Action]:
-        leg = self._leg(event, now_s)
-        if leg is None:
-            return []
-        flight, watch = leg.flight, leg.flight.job.watch
-        drawn = {token.sample for token in event.tokens}
-        if flight.state is not FlightState.PREFILLING or drawn != set(flight.samples):
-            return self._breach(leg, "sent first tokens that were not asked for", now_s)
-        if _aborted(event.tokens):
-            return self._breach(leg, "aborted a sample", now_s)
-        leg.computed()
-        watch.prefilled(event.queue_s, event.prefill_s, event.cached_tokens)
-        flight.decoding = {token.sample for token in event.tokens if token.finish is None}
-        flight.move(FlightState.HANDING_OVER, now_s)
-        actions = self._emit(flight.job, event.tokens, now_s)
-        actions += self._settle(flight, now_s)
-        held_back, flight.early = flight.early, []
-        for early in held_back:
-            actions += self.handle(early, now_s)
-        return actions
+    def _progressed(self, event: LegEvent, now_s: float) -> list[Action]:
+        actions, verdict = self._progress.handle(event, now_s)
+        return actions if verdict is None else actions + self._conclude(verdict, now_s)
 
-    def _decode_tokens(self, event: DecodeTokens, now_s: float) -> list[Action]:
-        leg = self._leg(event, now_s)
-        if leg is None:
-            return []
-        flight = leg.flight
-        if flight.state is FlightState.PREFILLING:
-            flight.early.append(event)
-            return []
-        flight.decoded = True
-        leg.grew(len(event.tokens))
-        ended = False
-        for token in event.tokens:
-            if token.sample not in flight.samples:
-                return self._breach(leg, f"sent a token of sample {token.sample}", now_s)
-            if token.finish is not None:
-                ended = True
-                flight.decoding.discard(token.sample)
-        if ended and _aborted(event.tokens):
-            return self._breach(leg, "aborted a sample", now_s)
-        actions = self._emit(flight.job, event.tokens, now_s)
-        if ended:
-            actions += self._settle(flight, now_s)
-        return actions
-
-    def _sample_finished(self, event: SampleFinished, now_s: float) -> list[Action]:
-        leg = self._leg(event, now_s)
-        if leg is None:
-            return []
-        flight = leg.flight
-        if flight.state is FlightState.PREFILLING:
-            flight.early.append(event)
-            return []
-        flight.decoding.discard(event.sample)
-        if not flight.job.finished(event.sample):
-            return self._breach(leg, f"ended sample {event.sample} without a token", now_s)
-        return self._settle(flight, now_s)
-
-    def _locally_prefilled(self, event: LocallyPrefilled, now_s: float) -> list[Action]:
-        leg = self._leg(event, now_s)
-        if leg is None:
-            return []
-        leg.computed()
-        leg.flight.job.watch.prefilled(event.queue_s, event.prefill_s, event.cached_tokens)
-        return []
-
-    def _handed_off(self, event: HandedOff, now_s: float) -> list[Action]:
-        leg = self._leg(event, now_s)
-        if leg is None:
-            return []
-        flight = leg.flight
-        if flight.state is FlightState.PREFILLING:
-            return self._breach(leg, "handed over before its first tokens", now_s)
-        flight.job.watch.handed_off(event)
-        self._legs.close(leg)
-        return self._prefill_done(flight, now_s)
-
-    def _prefill_done(self, flight: Flight, now_s: float) -> list[Action]:
-        """P has nothing more to say: D goes on alone, or the flight is over."""
-        if flight.state is FlightState.SETTLING:
-            return self._end(flight, now_s)
-        flight.move(FlightState.DECODING, now_s)
-        return []
-
-    def _settle(self, flight: Flight, now_s: float) -> list[Action]:
-        """Closes or cancels the legs of a flight whose samples want nothing more."""
-        if flight.wanted:
-            return []
-        ran_out = flight.decoded and not flight.decoding
-        if ran_out and flight.decode is not None:
-            self._legs.close(flight.decode)
-        if ran_out and flight.state is FlightState.HANDING_OVER:
-            flight.move(FlightState.SETTLING, now_s)
-            self._settling[flight] = None
-            return []
-        return self._end(flight, now_s)
+    def _conclude(self, verdict: Verdict | None, now_s: float) -> list[Action]:
+        match verdict:
+            case Over(flight=flight):
+                return self._end(flight, now_s)
+            case Settling(flight=flight):
+                self._settling[flight] = None
+                return []
+            case Broken():
+                return self._retry(verdict, now_s)
+            case None:
+                return []
 
     def _end(self, flight: Flight, now_s: float) -> list[Action]:
         """Ends a flight, and the job with its last one."""
@@ -320,41 +218,9 @@ class Dispatcher:
         self._flights[flight.job.request_id].remove(flight)
         return actions
 
-    def _leg_failed(self, event: LegFailed, now_s: float) -> list[Action]:
-        leg = self._leg(event, now_s)
-        return [] if leg is None else self._drop_leg(leg, event.error, now_s)
-
-    def _breach(self, leg: Leg, what: str, now_s: float) -> list[Action]:
-        """The worker broke the contract for this leg: cancel it and go on elsewhere."""
-        error = EngineError(f"worker {leg.worker.identity} {what}")
-        return [leg.cancel(), *self._drop_leg(leg, error, now_s)]
-
-    def _drop_leg(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
-        flight = leg.flight
-        blamed = {leg.worker.identity}
-        if isinstance(error, _BLAMES_EITHER):
-            blamed |= {other.worker.identity for other in flight.legs}
-        if isinstance(error, DrainingError):
-            leg.worker.draining = True
-        self._legs.close(leg)
-        return self._legs_gone(flight, error, blamed, now_s)
-
-    def _legs_gone(
-        self, flight: Flight, error: BatonError, blamed: Iterable[WorkerIdentity], now_s: float
-    ) -> list[Action]:
-        """Some legs of `flight` were closed by a failure: is what is left enough?"""
-        if flight.state is FlightState.SETTLING:
-            return self._end(flight, now_s)
-        if flight.decode is not None and flight.decoded:
-            # D decodes, so it has the KV: P was done but for saying so.
-            return self._prefill_done(flight, now_s)
-        return self._retry(flight, error, blamed, now_s)
-
-    def _retry(
-        self, flight: Flight, error: BatonError, blamed: Iterable[WorkerIdentity], now_s: float
-    ) -> list[Action]:
+    def _retry(self, broken: Broken, now_s: float) -> list[Action]:
         """Continues what the samples of a failed flight still want, from the token log."""
-        job = flight.job
+        flight, error, job = broken.flight, broken.error, broken.flight.job
         actions = self._ground(flight, now_s)
         own_fault = isinstance(error, InvalidRequestError)
         if own_fault or flight.attempt >= self._patience.max_attempts:
@@ -367,7 +233,7 @@ class Dispatcher:
                 samples=group,
                 since_s=now_s,
                 attempt=flight.attempt + 1,
-                avoid=flight.avoid.union(blamed),
+                avoid=flight.avoid | broken.blamed,
                 cause=error,
             )
             actions += self._launch(successor, now_s)
@@ -395,7 +261,7 @@ class Dispatcher:
         job.stop(event.sample)
         flights = self._flights[event.request_id]
         flight = next(flight for flight in flights if event.sample in flight.samples)
-        return self._settle(flight, now_s)
+        return self._conclude(self._progress.settle(flight, now_s), now_s)
 
     def _join(self, event: WorkerJoined, now_s: float) -> list[Action]:
         identity = event.hello.identity
@@ -419,7 +285,8 @@ class Dispatcher:
             self._legs.close(leg)
         actions: list[Action] = []
         for flight in dict.fromkeys(leg.flight for leg in gone):
-            actions += self._legs_gone(flight, error, {identity}, now_s)
+            verdict = self._progress.legs_gone(flight, error, {identity}, now_s)
+            actions += self._conclude(verdict, now_s)
         return actions
 
     def _report(self, event: LoadReported, now_s: float) -> list[Action]:
@@ -457,17 +324,3 @@ class Dispatcher:
         if flight.cause is not None:
             message += f" (earlier: {flight.cause.message})"
         return UnavailableError(message)
-
-    def _leg(self, event: LegEvent, now_s: float) -> Leg | None:
-        leg = self._legs.find(event)
-        if leg is not None:
-            leg.worker.progress_s = now_s
-        return leg
-
-    def _emit(self, job: Job, tokens: tuple[TokenSample, ...], now_s: float) -> list[Action]:
-        fresh = job.accept(tokens, now_s)
-        return [Emit(request_id=job.request_id, tokens=fresh)] if fresh else []
-
-
-def _aborted(tokens: Iterable[TokenSample]) -> bool:
-    return any(token.finish is FinishReason.ABORT for token in tokens)

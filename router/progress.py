@@ -1,0 +1,225 @@
+"""What workers' messages do to a flight: tokens reach the client, legs close, and a verdict falls when it matters.
+
+Knows nothing of other flights, of retrying or of who else there is; the dispatcher acts on the verdicts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.errors import (
+    BatonError,
+    CancelledByPeerError,
+    DrainingError,
+    EngineError,
+    StaleIncarnationError,
+    TransferError,
+)
+from baton.generation import FinishReason, TokenSample
+from baton.ids import WorkerIdentity
+from router.events import (
+    Action,
+    DecodeTokens,
+    Emit,
+    FirstTokensArrived,
+    HandedOff,
+    LegEvent,
+    LegFailed,
+    LocallyPrefilled,
+    SampleFinished,
+    Service,
+)
+from router.flight import Flight, FlightState
+from router.legs import Leg, LegTable
+
+_BLAMES_EITHER = (TransferError, CancelledByPeerError, StaleIncarnationError)
+"""Errors of one leg whose cause may lie with the other's worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Over:
+    """The flight's samples want nothing more; what legs are open may go."""
+
+    flight: Flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settling:
+    """The same, but P's account of the hand-off is worth a short wait."""
+
+    flight: Flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """A leg is gone that the flight cannot do without.
+
+    Attributes:
+        error: Why.
+        blamed: Workers that may be at fault.
+    """
+
+    flight: Flight
+    error: BatonError
+    blamed: frozenset[WorkerIdentity]
+
+
+Verdict = Over | Settling | Broken
+Progress = tuple[list[Action], Verdict | None]
+
+
+class FlightProgress:
+    """Applies leg events to flights.
+
+    Args:
+        legs: The open ones; closed here as workers end them.
+    """
+
+    def __init__(self, legs: LegTable) -> None:
+        self._legs = legs
+
+    def handle(self, event: LegEvent, now_s: float) -> Progress:
+        """Actions for the client, and a verdict if the flight cannot just go on. Old news is nothing."""
+        leg = self._legs.find(event)
+        if leg is None:
+            return [], None
+        leg.worker.progress_s = now_s
+        if isinstance(event, LegFailed):
+            return [], self._drop(leg, event.error, now_s)
+        if leg.service is not _SERVICE_OF[type(event)]:
+            return self._breach(leg, "spoke of a leg on the wrong stream", now_s)
+        match event:
+            case DecodeTokens():
+                return self._decode_tokens(leg, event, now_s)
+            case FirstTokensArrived():
+                return self._first_tokens(leg, event, now_s)
+            case HandedOff():
+                return self._handed_off(leg, event, now_s)
+            case LocallyPrefilled():
+                return self._locally_prefilled(leg, event)
+            case SampleFinished():
+                return self._sample_finished(leg, event, now_s)
+
+    def legs_gone(
+        self, flight: Flight, error: BatonError, blamed: Iterable[WorkerIdentity], now_s: float
+    ) -> Verdict | None:
+        """Some legs of `flight` were closed by a failure: is what is left enough?"""
+        if flight.state is FlightState.SETTLING:
+            return Over(flight=flight)
+        if flight.decode is not None and flight.decoded:
+            # D decodes, so it has the KV: P was done but for saying so.
+            return self._prefill_done(flight, now_s)
+        return Broken(flight=flight, error=error, blamed=frozenset(blamed))
+
+    def settle(self, flight: Flight, now_s: float) -> Verdict | None:
+        """After a sample has ended: does the flight still have something to do?"""
+        if flight.wanted:
+            return None
+        ran_out = flight.decoded and not flight.decoding
+        if ran_out and flight.decode is not None:
+            self._legs.close(flight.decode)
+        if ran_out and flight.state is FlightState.HANDING_OVER:
+            flight.move(FlightState.SETTLING, now_s)
+            return Settling(flight=flight)
+        return Over(flight=flight)
+
+    def _first_tokens(self, leg: Leg, event: FirstTokensArrived, now_s: float) -> Progress:
+        flight = leg.flight
+        drawn = {token.sample for token in event.tokens}
+        if flight.state is not FlightState.PREFILLING or drawn != set(flight.samples):
+            return self._breach(leg, "sent first tokens that were not asked for", now_s)
+        if _aborted(event.tokens):
+            return self._breach(leg, "aborted a sample", now_s)
+        leg.computed()
+        flight.job.watch.prefilled(event.queue_s, event.prefill_s, event.cached_tokens)
+        flight.decoding = {token.sample for token in event.tokens if token.finish is None}
+        flight.move(FlightState.HANDING_OVER, now_s)
+        actions = _emit(flight, event.tokens, now_s)
+        verdict = self.settle(flight, now_s)
+        held_back, flight.early = flight.early, []
+        for early in held_back:
+            if verdict is None:
+                more, verdict = self.handle(early, now_s)
+                actions += more
+        return actions, verdict
+
+    def _decode_tokens(self, leg: Leg, event: DecodeTokens, now_s: float) -> Progress:
+        flight = leg.flight
+        if flight.state is FlightState.PREFILLING:
+            flight.early.append(event)
+            return [], None
+        flight.decoded = True
+        leg.grew(len(event.tokens))
+        ended = False
+        for token in event.tokens:
+            if token.sample not in flight.samples:
+                return self._breach(leg, f"sent a token of sample {token.sample}", now_s)
+            if token.finish is not None:
+                ended = True
+                flight.decoding.discard(token.sample)
+        if ended and _aborted(event.tokens):
+            return self._breach(leg, "aborted a sample", now_s)
+        actions = _emit(flight, event.tokens, now_s)
+        return actions, self.settle(flight, now_s) if ended else None
+
+    def _sample_finished(self, leg: Leg, event: SampleFinished, now_s: float) -> Progress:
+        flight = leg.flight
+        if flight.state is FlightState.PREFILLING:
+            flight.early.append(event)
+            return [], None
+        flight.decoding.discard(event.sample)
+        if not flight.job.finished(event.sample):
+            return self._breach(leg, f"ended sample {event.sample} without a token", now_s)
+        return [], self.settle(flight, now_s)
+
+    def _locally_prefilled(self, leg: Leg, event: LocallyPrefilled) -> Progress:
+        leg.computed()
+        leg.flight.job.watch.prefilled(event.queue_s, event.prefill_s, event.cached_tokens)
+        return [], None
+
+    def _handed_off(self, leg: Leg, event: HandedOff, now_s: float) -> Progress:
+        flight = leg.flight
+        if flight.state is FlightState.PREFILLING:
+            return self._breach(leg, "handed over before its first tokens", now_s)
+        flight.job.watch.handed_off(event)
+        self._legs.close(leg)
+        return [], self._prefill_done(flight, now_s)
+
+    def _prefill_done(self, flight: Flight, now_s: float) -> Verdict | None:
+        """P has nothing more to say: D goes on alone, or the flight is over."""
+        if flight.state is FlightState.SETTLING:
+            return Over(flight=flight)
+        flight.move(FlightState.DECODING, now_s)
+        return None
+
+    def _breach(self, leg: Leg, what: str, now_s: float) -> Progress:
+        """The worker broke the contract for this leg: cancel it and go on elsewhere."""
+        error = EngineError(f"worker {leg.worker.identity} {what}")
+        return [leg.cancel()], self._drop(leg, error, now_s)
+
+    def _drop(self, leg: Leg, error: BatonError, now_s: float) -> Verdict | None:
+        flight = leg.flight
+        blamed = {leg.worker.identity}
+        if isinstance(error, _BLAMES_EITHER):
+            blamed |= {other.worker.identity for other in flight.legs}
+        if isinstance(error, DrainingError):
+            leg.worker.draining = True
+        self._legs.close(leg)
+        return self.legs_gone(flight, error, blamed, now_s)
+
+
+_SERVICE_OF: dict[type[LegEvent], Service] = {
+    DecodeTokens: Service.DECODE,
+    SampleFinished: Service.DECODE,
+    LocallyPrefilled: Service.DECODE,
+    FirstTokensArrived: Service.PREFILL,
+    HandedOff: Service.PREFILL,
+}
+
+
+def _emit(flight: Flight, tokens: tuple[TokenSample, ...], now_s: float) -> list[Action]:
+    fresh = flight.job.accept(tokens, now_s)
+    return [Emit(request_id=flight.job.request_id, tokens=fresh)] if fresh else []
+
+
+def _aborted(tokens: Iterable[TokenSample]) -> bool:
+    return any(token.finish is FinishReason.ABORT for token in tokens)
