@@ -8,6 +8,7 @@
 //   pages [num_blocks, num_kv_heads, 2, block_tokens, head_dim]     query, out [num_tokens, num_heads, head_dim]
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -44,12 +45,12 @@ struct Scratch {
     float *queries, *scores, *sums, *keys, *values, *maxima, *totals, *rescale;
     int32_t* positions;
     const float *key_rows[KEYS], *value_rows[KEYS];
-    std::vector<float> memory;
+    std::unique_ptr<float[]> memory;
     std::vector<const float*> query_rows, weight_rows;
 
     Scratch(int64_t lanes, int64_t width) : query_rows(width), weight_rows(lanes) {
-        memory.resize(2 * lanes * width + KEYS * (lanes + 2 * width) + 4 * lanes + LANES);
-        float* next = memory.data();
+        memory.reset(new float[2 * lanes * width + KEYS * (lanes + 2 * width) + 4 * lanes + LANES]);
+        float* next = memory.get();
         next += (64 - reinterpret_cast<uintptr_t>(next) % 64) % 64 / sizeof(float);
         auto take = [&next](int64_t count) { return std::exchange(next, next + count); };
         queries = take(lanes * width);
@@ -183,9 +184,10 @@ class Tile {
     void gather(int64_t key, int64_t keys) {
         const int32_t* table = call.block_tables + row * call.table_width;
         int64_t half = call.block_tokens * call.head_dim;
+        int shift = __builtin_ctzll(call.block_tokens);  // a power of two: dividing would cost more than attending
         for (int64_t j = 0; j < keys; j++) {
-            int64_t block = table[(key + j) / call.block_tokens];
-            int64_t offset = (key + j) % call.block_tokens;
+            int64_t block = table[(key + j) >> shift];
+            int64_t offset = (key + j) & (call.block_tokens - 1);
             const T* page = call.pages + (block * call.num_kv_heads + head) * 2 * half;
             const T* line = page + offset * call.head_dim;
             at.key_rows[j] = floats(line, at.keys + j * width, call.head_dim, width);
@@ -229,9 +231,16 @@ class Tile {
 
     // scores[query][key] become weights; a lane is an element of the head, then a key.
     void weigh_few(int64_t key, int64_t keys) {
+        std::fill(at.key_rows + keys, at.key_rows + round_up(keys, 4), at.key_rows[keys - 1]);
+        int64_t done = 0;
+        for (; done + 4 <= count; done += 4) dots<4>(done, keys);
+        switch (count - done) {
+            case 3: dots<3>(done, keys); break;
+            case 2: dots<2>(done, keys); break;
+            case 1: dots<1>(done, keys); break;
+        }
         for (int64_t m = 0; m < count; m++) {
             float* line = at.scores + m * KEYS;
-            for (int64_t j = 0; j < keys; j++) line[j] = dot(at.queries + m * width, at.key_rows[j]);
             int64_t last = at.positions[m], first = last - call.window + 1;
             int64_t seen_from = std::clamp<int64_t>(first - key, 0, keys);
             int64_t seen_to = std::clamp<int64_t>(last + 1 - key, 0, keys);
@@ -241,10 +250,22 @@ class Tile {
         }
     }
 
-    float dot(const float* a, const float* b) const {
-        Vec total = load(a) * load(b);
-        for (int64_t d = LANES; d < width; d += LANES) total += load(a + d) * load(b + d);
-        return sum(total);
+    // Raw scores of R queries from the m-th on, four keys at a time; the last four may repeat a key.
+    template <int R>
+    void dots(int64_t m, int64_t keys) {
+        for (int64_t j = 0; j < keys; j += 4) {
+            Vec acc[R][4] = {};
+            for (int64_t d = 0; d < width; d += LANES) {
+                Vec key[4];
+                for (int k = 0; k < 4; k++) key[k] = load(at.key_rows[j + k] + d);
+                for (int i = 0; i < R; i++) {
+                    Vec query = load(at.queries + (m + i) * width + d);
+                    for (int k = 0; k < 4; k++) acc[i][k] += query * key[k];
+                }
+            }
+            for (int i = 0; i < R; i++)
+                *reinterpret_cast<Quarter*>(at.scores + (m + i) * KEYS + j) = sums(acc[i]);
+        }
     }
 
     void softmax_line(int64_t m, float* line, int64_t keys) {
@@ -284,15 +305,17 @@ class Tile {
 template <typename T>
 void attend(const Call<T>& call, int num_threads) {
     int64_t tokens = call.tile_tokens();
+    int64_t longest = 0;
     std::vector<int64_t> first_tile(call.num_rows + 1, 0);
     for (int64_t row = 0; row < call.num_rows; row++) {
         int64_t length = call.query_starts[row + 1] - call.query_starts[row];
         first_tile[row + 1] = first_tile[row] + (length + tokens - 1) / tokens;
+        longest = std::max(longest, std::min(length, tokens));
     }
     int64_t items = first_tile[call.num_rows] * call.num_kv_heads;
 #pragma omp parallel num_threads(num_threads) if (items > 1)
     {
-        Scratch scratch(round_up(tokens * call.group(), LANES), call.width());
+        Scratch scratch(round_up(longest * call.group(), LANES), call.width());
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < items; item++) {
             int64_t tile = item / call.num_kv_heads, head = item % call.num_kv_heads;

@@ -106,6 +106,8 @@ class CpuKernels:
         self._check("query", query, (tokens, heads, head_dim))
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
+        if block_tokens & (block_tokens - 1):
+            raise ValueError(f"a page holds a power of two of tokens, not {block_tokens}")
         if window is not None and window < 1:
             raise ValueError(f"a sliding window holds at least 1 token, not {window}")
         output = torch.empty_like(query)

@@ -40,9 +40,11 @@ inline Vec load(const float* from) { return *reinterpret_cast<const Vec*>(from);
 inline void store(float* to, Vec value) { *reinterpret_cast<Vec*>(to) = value; }
 inline Vec splat(float value) { return value - Vec{}; }
 
-inline float sum(Vec value) {
-    typedef float Half __attribute__((vector_size(32), aligned(4), may_alias));
-    typedef float Quarter __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float Half __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float Quarter __attribute__((vector_size(16), aligned(4), may_alias));
+
+// Four sums that add up to the sum of the vector.
+inline Quarter fold(Vec value) {
     union {
         Vec whole;
         Half halves[2];
@@ -51,8 +53,21 @@ inline float sum(Vec value) {
         Half whole;
         Quarter halves[2];
     } b{a.halves[0] + a.halves[1]};
-    Quarter c = b.halves[0] + b.halves[1];
+    return b.halves[0] + b.halves[1];
+}
+
+inline float sum(Vec value) {
+    Quarter c = fold(value);
     return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+// The sums of four vectors, for less than the price of two.
+inline Quarter sums(const Vec value[4]) {
+    typedef int32_t Mask __attribute__((vector_size(16)));
+    Quarter a = fold(value[0]), b = fold(value[1]), c = fold(value[2]), d = fold(value[3]);
+    Quarter ab = __builtin_shuffle(a, b, Mask{0, 4, 1, 5}) + __builtin_shuffle(a, b, Mask{2, 6, 3, 7});
+    Quarter cd = __builtin_shuffle(c, d, Mask{0, 4, 1, 5}) + __builtin_shuffle(c, d, Mask{2, 6, 3, 7});
+    return __builtin_shuffle(ab, cd, Mask{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Mask{2, 3, 6, 7});
 }
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
