@@ -156,20 +156,6 @@ async def test_the_end_of_a_routers_streams_cancels_its_legs(tmp_path: Path, rea
         await both.settle()
 
 
-async def test_the_loss_of_a_prefill_worker_fails_its_legs_and_frees_the_pages(tmp_path: Path):
-    async with node(Role.DECODE, tmp_path) as d:
-        async with node(Role.PREFILL, tmp_path) as p:
-            both = Pair(p=p, d=d, to_p=Router(p, decode=False), to_d=Router(d, decode=True))
-            await prefilling(both)
-            await both.to_d.until(
-                lambda: both.to_d.load is not None and both.to_d.load.blocks_used > 0
-            )
-        assert await both.failed(both.to_d, 1) == "worker_lost"
-        await d.server.idle()
-        assert d.pages_in_use() == 0
-        await both.close()
-
-
 async def test_the_loss_of_a_decode_worker_fails_the_legs_on_the_prefill_worker(tmp_path: Path):
     async with node(Role.PREFILL, tmp_path) as p:
         async with node(Role.DECODE, tmp_path) as d:
