@@ -4,6 +4,7 @@ On a terminal it goes on until /exit; otherwise standard input is one question, 
 """
 
 import argparse
+import contextlib
 import sys
 import time
 import unicodedata
@@ -128,6 +129,8 @@ def printable(text: str) -> str:
 
 
 def _talk(conversation: Conversation, console: Console) -> None:
+    with contextlib.suppress(ImportError):  # Some builds of Python lack it.
+        import readline  # noqa: F401  # gives `input` its line editing and history
     console.print(f"[bold]{escape(conversation.model)}[/] [dim]({_HELP})[/]")
     while (line := _read_line()) is not None:
         match line.strip():
