@@ -41,7 +41,9 @@ def _body(cluster: Served, max_tokens: int, **more: object) -> dict[str, Any]:
 
 
 def _incarnation(cluster: Served, role: str) -> object:
-    return next(w["incarnation"] for w in cluster.workers() if w["role"] == role)
+    """Of the one worker in that role; None while it is away."""
+    found = [w["incarnation"] for w in cluster.workers() if w["role"] == role]
+    return found[0] if found else None
 
 
 class _Stream(threading.Thread):
@@ -79,7 +81,9 @@ def test_a_killed_worker_is_restarted_and_new_requests_are_served(
     with cluster.client() as http:
         response = http.post("/v1/completions", json=_body(cluster, 8))
     assert response.status_code == 200, response.text
-    assert _incarnation(cluster, role) != before
+    eventually(lambda: _incarnation(cluster, role) not in (None, before), "a new incarnation")
+    with cluster.client() as http:
+        assert http.post("/v1/completions", json=_body(cluster, 8)).status_code == 200
 
 
 def test_a_stream_whose_decode_worker_is_killed_goes_on_without_a_wrong_token(
@@ -100,13 +104,13 @@ def test_a_stream_whose_decode_worker_is_killed_goes_on_without_a_wrong_token(
 
 
 def test_a_client_that_leaves_frees_both_legs(cluster: Served) -> None:
-    with (
-        cluster.client() as http,
-        http.stream("POST", "/v1/completions", json=_body(cluster, 1900, stream=True)) as response,
-    ):
+    body = _body(cluster, 1900, stream=True)
+    with cluster.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
-        assert cluster.status()["requests_in_flight"] == 1
+        assert "baton_requests_in_flight 1.0" in http.get("/metrics").text
     assert_at_rest(cluster)
+    ended = httpx.get(f"{cluster.url}/metrics").text
+    assert "baton_client_disconnects_total 1.0" in ended
 
 
 def test_a_killed_router_is_restarted_on_the_same_port(cluster: Served) -> None:
