@@ -1,3 +1,4 @@
+import ctypes
 import logging
 import shutil
 
@@ -57,4 +58,4 @@ def test_a_cache_that_cannot_be_written_leaves_torch_to_serve(tmp_path):
 def test_half_precision_is_left_to_torch():
     assert isinstance(select_kernels(CPU, torch.float16), ReferenceKernels)
     with pytest.raises(ValueError, match="float16"):
-        CpuKernels(None, torch.float16)
+        CpuKernels(ctypes.CDLL(None), torch.float16)

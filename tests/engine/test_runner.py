@@ -1,0 +1,228 @@
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from baton.errors import EngineError
+from baton.generation import SamplingParams
+from baton.ids import BlockId, SeqId
+from engine.kernels.ports import KernelSet
+from engine.kernels.reference import ReferenceKernels
+from engine.models.config import load_spec
+from engine.models.decoder import Decoder
+from engine.models.loader import load_decoder
+from engine.ports import PageExport
+from engine.scheduling.plan import Row, StepPlan
+from engine.scheduling.sequence import Sequence
+from tests.engine.stepping import make_runner, make_texts, run_all
+from tests.engine.tiny_models import FAMILIES, make_model, random_prompts
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Makes each family's model once."""
+    root = tmp_path_factory.mktemp("models")
+    return cache(
+        lambda family: make_model(root / family, family, tie=family in ("llama3", "qwen2"))
+    )
+
+
+def load(
+    path: Path, dtype: torch.dtype = torch.float32, kernels: KernelSet | None = None
+) -> Decoder:
+    return load_decoder(path, load_spec(path), dtype, CPU, kernels=kernels)
+
+
+def continue_prompts(decoder, prompts, params=GREEDY, *, block_tokens=16, chunks=(7, 64, 13)):
+    texts, num_blocks = make_texts(prompts, params, block_tokens=block_tokens, chunks=chunks)
+    runner, _ = make_runner(decoder, block_tokens=block_tokens, num_blocks=num_blocks)
+    run_all(runner, texts)
+    return texts
+
+
+@torch.no_grad()
+def assert_greedy(path: Path, prompt: list[int], generated: list[int]) -> None:
+    """Transformers generates the same, up to where its own best two tokens are closer than 1e-4."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.generation_config.eos_token_id = None
+    inputs = torch.tensor([prompt])
+    expected = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        do_sample=False,
+        max_new_tokens=len(generated),
+    )[0, len(prompt) :].tolist()
+    for place, (ours, theirs) in enumerate(zip(generated, expected, strict=True)):
+        if ours != theirs:
+            best = model(torch.tensor([prompt + expected[:place]])).logits[0, -1].topk(2).values
+            assert best[0] - best[1] < 1e-4, (
+                f"token {place}: {ours}, but transformers says {theirs}"
+            )
+            return
+
+
+@pytest.mark.parametrize("block_tokens", [1, 4, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers(models, family, block_tokens):
+    prompts = random_prompts(6, 150, seed=block_tokens)
+    texts = continue_prompts(load(models(family)), prompts, block_tokens=block_tokens)
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert_greedy(models(family), prompt, [drawn.token for drawn in text.drawn])
+
+
+def test_greedy_tokens_equal_transformers_far_into_the_context(models):
+    (prompt,) = random_prompts(2, 1500, seed=3)[1:]
+    (text,) = continue_prompts(load(models("llama3")), [prompt], chunks=(333,))
+    assert_greedy(models("llama3"), prompt, [drawn.token for drawn in text.drawn])
+
+
+def test_qwen_layers_with_and_without_a_window_equal_transformers(tmp_path):
+    windows = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    path = make_model(tmp_path, "qwen2", num_layers=3, **windows)
+    assert load_spec(path).windows == (None, 16, 16)
+    prompts = random_prompts(3, 80)
+    for prompt, text in zip(prompts, continue_prompts(load(path), prompts), strict=True):
+        assert_greedy(path, prompt, [drawn.token for drawn in text.drawn])
+
+
+@pytest.mark.parametrize("bias", ["llama", "qwen3"])
+def test_biases_on_every_projection_equal_transformers(tmp_path, bias):
+    path = make_model(
+        tmp_path, bias, attention_bias=True, **({"mlp_bias": True} if bias == "llama" else {})
+    )
+    prompts = random_prompts(2, 40)
+    for prompt, text in zip(prompts, continue_prompts(load(path), prompts), strict=True):
+        assert_greedy(path, prompt, [drawn.token for drawn in text.drawn])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_within_1e_4_of_transformers(models, family):
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=5)
+    (prompt,) = random_prompts(2, 60, seed=5)[1:]
+    (text,) = continue_prompts(load(models(family)), [prompt], params)
+    model = AutoModelForCausalLM.from_pretrained(models(family))
+    with torch.no_grad():
+        logits = model(torch.tensor([text.seq.tokens[:-1]])).logits[0, -2:]
+    for drawn, expected in zip(text.drawn, logits.log_softmax(-1), strict=True):
+        best = expected.topk(5)
+        assert [token for token, _ in drawn.logprobs.top] == best.indices.tolist()
+        assert [p for _, p in drawn.logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert drawn.logprobs.logprob == pytest.approx(expected[drawn.token].item(), abs=1e-4)
+        assert drawn.logprobs.rank == 1
+
+
+def test_torch_kernels_draw_the_same_tokens(models):
+    prompts = random_prompts(3, 50)
+    fast = continue_prompts(load(models("qwen3")), prompts)
+    slow = continue_prompts(load(models("qwen3"), kernels=ReferenceKernels()), prompts)
+    assert [text.seq.tokens for text in fast] == [text.seq.tokens for text in slow]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half_precision_stays_close_to_float32(models, dtype):
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
+    prompts = random_prompts(3, 50)
+    halves = continue_prompts(load(models("llama"), dtype), prompts, params)
+    wholes = continue_prompts(load(models("llama")), prompts, params)
+    for half, whole in zip(halves, wholes, strict=True):
+        likely = dict(whole.drawn[0].logprobs.top)
+        seen = [(p, likely[token]) for token, p in half.drawn[0].logprobs.top if token in likely]
+        assert seen
+        assert all(abs(ours - theirs) < 0.15 for ours, theirs in seen)
+
+
+def test_executing_a_plan_again_draws_the_same_and_writes_the_same(models):
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=1)
+    (text,), num_blocks = make_texts([[5, 6, 7, 8, 9]], params, block_tokens=4, chunks=(9,))
+    runner, arena = make_runner(load(models("llama")), block_tokens=4, num_blocks=num_blocks)
+    plan = StepPlan(step=0, rows=(text.row(),))
+    first = runner.execute(plan)
+    pages = arena.layer(1).clone()
+    assert runner.execute(plan) == first
+    assert torch.equal(arena.layer(1), pages)
+
+
+def test_several_samples_of_one_row_are_drawn_from_one_prompt(models):
+    params = SamplingParams(temperature=1.5, seed=3, max_tokens=1)
+    (text,), num_blocks = make_texts([[5, 6, 7]], params, block_tokens=4, chunks=(9,))
+    runner, _ = make_runner(load(models("llama")), block_tokens=4, num_blocks=num_blocks)
+    row = Row(seq=text.seq, start=0, num_tokens=3, samples=(0, 1, 2, 3, 4, 5))
+    (drawn,) = runner.execute(StepPlan(step=0, rows=(row,))).drawn
+    assert len(drawn) == 6
+    assert len({one.token for one in drawn}) > 1
+
+
+def test_copies_are_made_before_anything_is_computed(models):
+    decoder = load(models("llama"))
+    texts, _ = make_texts([[9, 8, 7, 6, 5, 4]], GREEDY, block_tokens=4, chunks=(9,))
+    seq = texts[0].seq
+    runner, _ = make_runner(decoder, block_tokens=4, num_blocks=12)
+    seq.blocks = [BlockId(0), BlockId(1)]
+    runner.execute(StepPlan(step=0, rows=(Row(seq=seq, start=0, num_tokens=5, samples=()),)))
+    straight = runner.execute(
+        StepPlan(step=1, rows=(Row(seq=seq, start=5, num_tokens=1, samples=(0,)),))
+    )
+    seq.blocks = [BlockId(0), BlockId(7)]
+    copied = runner.execute(
+        StepPlan(
+            step=2,
+            rows=(Row(seq=seq, start=5, num_tokens=1, samples=(0,)),),
+            copies=((BlockId(1), BlockId(7)),),
+        )
+    )
+    assert copied == straight
+
+
+class RecordingSink:
+    """Remembers what each layer's pages held when it was told."""
+
+    def __init__(self):
+        self.arena, self.told = None, []
+
+    def layer_ready(self, layer_index, exports):
+        self.told.append((layer_index, tuple(exports), self.arena.layer(layer_index)[0].clone()))
+
+
+def test_the_sink_hears_of_each_layer_once_its_pages_are_complete(models):
+    sink = RecordingSink()
+    runner, arena = make_runner(load(models("llama")), block_tokens=4, num_blocks=3, sink=sink)
+    sink.arena = arena
+    (text,), _ = make_texts([[5, 6, 7, 8]], GREEDY, block_tokens=4, chunks=(9,))
+    text.seq.blocks = [BlockId(0), BlockId(1), BlockId(2)]
+    export = PageExport(seq_id=SeqId("0"), first_block=0, blocks=(BlockId(0),), last=True)
+    runner.execute(StepPlan(step=0, rows=(text.row(),), exports=(export,)))
+    assert [(layer, exports) for layer, exports, _ in sink.told] == [(0, (export,)), (1, (export,))]
+    for layer, _, page in sink.told:
+        assert torch.equal(page, arena.layer(layer)[0])
+
+
+def test_the_sink_hears_nothing_when_nothing_leaves(models):
+    sink = RecordingSink()
+    runner, _ = make_runner(load(models("llama")), block_tokens=4, num_blocks=3, sink=sink)
+    (text,), _ = make_texts([[5]], GREEDY, block_tokens=4, chunks=(9,))
+    runner.execute(StepPlan(step=0, rows=(text.row(),)))
+    assert sink.told == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "complaint"),
+    [([5] * 9, [0], "do not cover"), ([5], [99], "outside the arena"), ([10**6], [0], "failed")],
+)
+def test_a_row_that_cannot_be_computed_is_an_engine_error(models, tokens, blocks, complaint):
+    runner, _ = make_runner(load(models("llama")), block_tokens=4, num_blocks=3)
+    seq = Sequence(
+        seq_id=SeqId("s"),
+        sample=0,
+        params=GREEDY,
+        tokens=tokens,
+        prompt_len=len(tokens),
+        blocks=blocks,
+    )
+    row = Row(seq=seq, start=0, num_tokens=len(tokens), samples=(0,))
+    with pytest.raises(EngineError, match=complaint):
+        runner.execute(StepPlan(step=0, rows=(row,)))
