@@ -24,11 +24,14 @@ class Text:
     chunk: int
     drawn: list[Drawn] = field(default_factory=list)
 
-    def row(self) -> Row | None:
-        """Its share of the next step, or None when it is done."""
+    @property
+    def done(self) -> bool:
+        """Whether all its tokens are drawn."""
+        return len(self.drawn) == self.seq.params.max_tokens
+
+    def row(self) -> Row:
+        """Its share of the next step."""
         left = len(self.seq.tokens) - self.seq.num_computed
-        if len(self.drawn) == self.seq.params.max_tokens:
-            return None
         count = min(left, self.chunk)
         samples = (self.seq.sample,) if count == left else ()
         return Row(seq=self.seq, start=self.seq.num_computed, num_tokens=count, samples=samples)
@@ -70,8 +73,8 @@ def make_texts(
 def run_all(runner: ModelRunner, texts: list[Text], most_rows: int = 5) -> None:
     """Steps until every text has all its tokens; texts join as others finish, decodes and chunks mixed."""
     step = 0
-    while unfinished := [text for text in texts if text.row() is not None][:most_rows]:
-        rows = tuple(row for text in unfinished if (row := text.row()) is not None)
+    while unfinished := [text for text in texts if not text.done][:most_rows]:
+        rows = tuple(text.row() for text in unfinished)
         result = runner.execute(StepPlan(step=step, rows=rows))
         step += 1
         for text, row, drawn in zip(unfinished, rows, result.drawn, strict=True):

@@ -145,7 +145,7 @@ def test_what_the_hub_refuses_is_one_clear_line(monkeypatch):
         raise OSError("no route\nto the hub")
 
     monkeypatch.setattr(model_config, "snapshot_download", download)
-    with pytest.raises(ModelLoadError, match="hub does not give it: no route$"):
+    with pytest.raises(ModelLoadError, match=r"hub does not give it: no route$"):
         resolve_model("org/model")
 
 

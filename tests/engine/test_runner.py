@@ -1,5 +1,7 @@
+from collections.abc import Sequence as Exports
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from baton.errors import EngineError
 from baton.generation import SamplingParams
 from baton.ids import BlockId, SeqId
+from engine.cache.arena import KvArena
 from engine.kernels.ports import KernelSet
 from engine.kernels.reference import ReferenceKernels
 from engine.models.config import load_spec
@@ -48,7 +51,8 @@ def continue_prompts(decoder, prompts, params=GREEDY, *, block_tokens=16, chunks
 @torch.no_grad()
 def assert_greedy(path: Path, prompt: list[int], generated: list[int]) -> None:
     """Transformers generates the same, up to where its own best two tokens are closer than 1e-4."""
-    model = AutoModelForCausalLM.from_pretrained(path)
+    # transformers' types do not let a model generate
+    model: Any = AutoModelForCausalLM.from_pretrained(path)
     model.generation_config.eos_token_id = None
     inputs = torch.tensor([prompt])
     expected = model.generate(
@@ -82,19 +86,18 @@ def test_greedy_tokens_equal_transformers_far_into_the_context(models):
 
 
 def test_qwen_layers_with_and_without_a_window_equal_transformers(tmp_path):
-    windows = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
-    path = make_model(tmp_path, "qwen2", num_layers=3, **windows)
+    windows: dict[str, Any] = {"sliding_window": 16, "max_window_layers": 1}
+    path = make_model(tmp_path, "qwen2", num_layers=3, use_sliding_window=True, **windows)
     assert load_spec(path).windows == (None, 16, 16)
     prompts = random_prompts(3, 80)
     for prompt, text in zip(prompts, continue_prompts(load(path), prompts), strict=True):
         assert_greedy(path, prompt, [drawn.token for drawn in text.drawn])
 
 
-@pytest.mark.parametrize("bias", ["llama", "qwen3"])
-def test_biases_on_every_projection_equal_transformers(tmp_path, bias):
-    path = make_model(
-        tmp_path, bias, attention_bias=True, **({"mlp_bias": True} if bias == "llama" else {})
-    )
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_biases_on_every_projection_equal_transformers(tmp_path, family):
+    more: dict[str, Any] = {"mlp_bias": True} if family == "llama" else {}
+    path = make_model(tmp_path, family, attention_bias=True, **more)
     prompts = random_prompts(2, 40)
     for prompt, text in zip(prompts, continue_prompts(load(path), prompts), strict=True):
         assert_greedy(path, prompt, [drawn.token for drawn in text.drawn])
@@ -181,10 +184,12 @@ def test_copies_are_made_before_anything_is_computed(models):
 class RecordingSink:
     """Remembers what each layer's pages held when it was told."""
 
-    def __init__(self):
-        self.arena, self.told = None, []
+    def __init__(self) -> None:
+        self.arena: KvArena | None = None
+        self.told: list[tuple[int, tuple[PageExport, ...], torch.Tensor]] = []
 
-    def layer_ready(self, layer_index, exports):
+    def layer_ready(self, layer_index: int, exports: Exports[PageExport]) -> None:
+        assert self.arena is not None
         self.told.append((layer_index, tuple(exports), self.arena.layer(layer_index)[0].clone()))
 
 

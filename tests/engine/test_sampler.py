@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.generation import SamplingParams
+from baton.generation import SamplingParams, TokenLogprobs
 from baton.ids import SeqId
 from engine.sampling.filters import drop_unlikely
 from engine.sampling.sampler import Sampler
 from engine.sampling.streams import uniforms
-from engine.scheduling.plan import Row
+from engine.scheduling.plan import Drawn, Row
 from engine.scheduling.sequence import Sequence
 
 EOS = 0
@@ -179,6 +179,11 @@ def test_min_tokens_leaves_an_ignored_end_alone():
     assert draw(logits_of(t0=9.0), row(greedy(min_tokens=2, ignore_eos=True))) == [[EOS]]
 
 
+def logprobs_of(drawn: Drawn) -> TokenLogprobs:
+    assert drawn.logprobs is not None
+    return drawn.logprobs
+
+
 def test_logprobs_are_of_the_model_itself():
     logits = random_logits(2)
     params = greedy(logit_bias={17: 100.0}, logprobs=3)
@@ -186,7 +191,7 @@ def test_logprobs_are_of_the_model_itself():
     expected = logits[1].log_softmax(-1)
     assert drawn[0][0].logprobs is None
     assert drawn[1][0].token == 17
-    logprobs = drawn[1][0].logprobs
+    logprobs = logprobs_of(drawn[1][0])
     assert logprobs.logprob == pytest.approx(expected[17].item())
     assert logprobs.rank == 1 + int((expected > expected[17]).sum())
     assert [token for token, _ in logprobs.top] == expected.topk(3).indices.tolist()
@@ -195,7 +200,7 @@ def test_logprobs_are_of_the_model_itself():
 def test_each_row_gets_as_many_logprobs_as_it_asked_for():
     rows = [row(greedy(logprobs=k), samples=(0, 1)) for k in (0, 4, 2)]
     drawn = Sampler((EOS,)).sample(random_logits(3), rows)
-    assert [[len(one.logprobs.top) for one in per_row] for per_row in drawn] == [
+    assert [[len(logprobs_of(one).top) for one in per_row] for per_row in drawn] == [
         [0, 0],
         [4, 4],
         [2, 2],
