@@ -39,7 +39,7 @@ check: install ## Format, lint, types, import rows, fresh stubs, true README
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/lint-imports
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m baton.rpc.regenerate --check
+	$(BIN)/python -m baton.rpc.regenerate --check
 	$(BIN)/python -m pytest --quiet tests/test_docs.py
 
 format: install ## Let ruff put the code in shape
@@ -53,7 +53,7 @@ bench: install ## Throughput and latency of a cluster on this machine, into benc
 	$(BIN)/python -m bench.serving --json bench/results/serving.json
 
 proto: install ## Regenerate the gRPC stubs from proto/
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m baton.rpc.regenerate
+	$(BIN)/python -m baton.rpc.regenerate
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -21,8 +21,11 @@ def generate(out: Path) -> None:
 
     contracts = sorted((ROOT / "proto").rglob("*.proto"))
     well_known = resources.files("grpc_tools") / "_proto"
+    plugins = Path(sys.executable).parent  # of this environment, whether or not it is on the PATH
     arguments = [
         "protoc",
+        f"--plugin={plugins / 'protoc-gen-mypy'}",
+        f"--plugin={plugins / 'protoc-gen-mypy_grpc'}",
         f"--proto_path={ROOT / 'proto'}",
         f"--proto_path={well_known}",
         f"--python_out={out}",

@@ -1,0 +1,110 @@
+"""What crosses a process boundary arrives as it was sent."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import InvalidRequestError
+from baton.generation import (
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    TokenLogprobs,
+    TokenSample,
+    WorkerLoad,
+)
+from baton.ids import Incarnation, LayerName, LegId, RequestId, Role, WorkerId, WorkerIdentity
+from baton.layout import KvLayout
+from baton.rpc import convert
+from baton.rpc.v1 import common_pb2 as pb
+
+COUNT = st.integers(0, 2**32 - 1)
+FLOAT32 = st.floats(width=32, allow_nan=False)
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    top_k=COUNT,
+    top_p=st.floats(0, 1),
+    seed=st.integers(0, 2**64 - 1),
+    logit_bias=st.dictionaries(COUNT, st.floats(-100, 100), max_size=3),
+    logprobs=st.none() | st.integers(0, 20),
+    stop_token_ids=st.lists(COUNT, max_size=3).map(tuple),
+    max_tokens=COUNT,
+    ignore_eos=st.booleans(),
+)
+LOGPROBS = st.builds(
+    TokenLogprobs,
+    logprob=FLOAT32,
+    rank=st.integers(1, 1000),
+    top=st.lists(st.tuples(COUNT, FLOAT32), max_size=3).map(tuple),
+)
+TOKENS = st.lists(COUNT, max_size=5).map(tuple)
+
+
+@given(
+    st.builds(
+        Prompt,
+        prompt_tokens=TOKENS,
+        output_tokens=TOKENS,
+        samples=TOKENS,
+        sampling=SAMPLING,
+        cache_scope=st.text(max_size=5),
+    )
+)
+def test_a_prompt(prompt: Prompt) -> None:
+    message = convert.prompt_to_proto(LegId(7), RequestId("r"), prompt)
+    assert (message.leg_id, message.request_id) == (7, "r")
+    wire = pb.GenerationRequest.FromString(message.SerializeToString())
+    assert convert.prompt_from_proto(wire) == prompt
+
+
+@given(
+    st.builds(
+        TokenSample,
+        sample=COUNT,
+        token=COUNT,
+        logprobs=st.none() | LOGPROBS,
+        finish=st.none() | st.sampled_from(FinishReason),
+    )
+)
+def test_a_drawn_token(sample: TokenSample) -> None:
+    wire = pb.SampledToken.FromString(convert.sample_to_proto(sample).SerializeToString())
+    assert convert.sample_from_proto(wire) == sample
+
+
+@given(st.sampled_from(Role), TOKENS)
+def test_a_greeting(role: Role, numbers: tuple[int, ...]) -> None:
+    hello = convert.WorkerHello(
+        identity=WorkerIdentity(worker_id=WorkerId("w"), incarnation=Incarnation(2**48 - 1)),
+        role=role,
+        layout=KvLayout(
+            model_fingerprint="m",
+            dtype="float16",
+            block_tokens=16,
+            num_kv_heads=2,
+            head_dim=64,
+            layers=tuple(LayerName(str(number)) for number in numbers),
+        ),
+        max_model_len=1,
+        vocab_size=2,
+        num_blocks=3,
+        max_num_seqs=4,
+        transfer_address="unix:/x",
+    )
+    wire = pb.WorkerHello.FromString(convert.hello_to_proto(hello).SerializeToString())
+    assert convert.hello_from_proto(wire) == hello
+
+
+def test_a_load_report_with_every_field_set() -> None:
+    names = WorkerLoad.__dataclass_fields__
+    fields: dict[str, Any] = {name: i for i, name in enumerate(names, start=1)}
+    load = WorkerLoad(**fields | {"draining": True})
+    assert convert.load_from_proto(convert.load_to_proto(load)) == load
+
+
+def test_an_error_keeps_its_type_and_param() -> None:
+    error = InvalidRequestError("too many", param="n")
+    back = convert.failure_from_proto(convert.failure_to_proto(error))
+    assert type(back) is InvalidRequestError
+    assert (back.message, back.param) == ("too many", "n")
