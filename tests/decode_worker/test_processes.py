@@ -40,6 +40,7 @@ class World:
         async with asyncio.timeout(TIMEOUT_S):
             while not true():
                 await self.d.server.check()
+                await asyncio.sleep(0)
 
     def used(self) -> int:
         load = self.both.to_d.load

@@ -399,4 +399,4 @@ class HandOffMachine(RuleBasedStateMachine):
 
 
 TestHandOff = HandOffMachine.TestCase
-TestHandOff.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestHandOff.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)

@@ -1,0 +1,179 @@
+"""What every transfer backend has to do. A backend's test module makes a `Link` and inherits these tests."""
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.errors import TransferError
+from baton.ids import BlockId, LayerName, XferId
+from baton.layout import KvLayout
+from kv_transfer.ports import KvReceiver, KvSender, KvWriter, Push, RegionHandle
+
+LAYOUT = KvLayout(
+    model_fingerprint="f",
+    dtype="float16",
+    block_tokens=4,
+    num_kv_heads=2,
+    head_dim=8,
+    layers=tuple(LayerName(f"layer.{i}") for i in range(3)),
+)
+SENDER_BLOCKS = 12
+RECEIVER_BLOCKS = 20
+TIMEOUT_S = 30
+
+
+@dataclass
+class Link:
+    """One sender and one receiver of a backend with their memory."""
+
+    sender: KvSender
+    receiver: KvReceiver
+    source: memoryview
+    target: memoryview
+
+
+@dataclass
+class Outcome:
+    """Collects the `done` of pushes."""
+
+    errors: list[TransferError | None] = field(default_factory=list)
+    _came: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def done(self, error: TransferError | None) -> None:
+        self.errors.append(error)
+        self._came.release()
+
+    def wait(self, count: int = 1) -> list[TransferError | None]:
+        for _ in range(count):
+            assert self._came.acquire(timeout=TIMEOUT_S)
+        return self.errors
+
+
+def page(memory: memoryview, num_blocks: int, layer: int, block: int) -> bytes:
+    size = LAYOUT.page_layer_bytes
+    at = LAYOUT.layer_offset(layer, num_blocks) + block * size
+    return bytes(memory[at : at + size])
+
+
+def fill(memory: memoryview) -> None:
+    memory[:] = os.urandom(len(memory))
+
+
+def push(layer: int, source: list[int], target: list[int]) -> Push:
+    return Push(
+        xfer_id=XferId("x"),
+        layer_index=layer,
+        source=tuple(map(BlockId, source)),
+        target=tuple(map(BlockId, target)),
+    )
+
+
+class BackendConformance:
+    """Inherit and give a `link` fixture."""
+
+    @pytest.fixture
+    def link(self) -> Link | Iterator[Link]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def writer(self, link: Link) -> Iterator[KvWriter]:
+        fill(link.source)
+        fill(link.target)
+        writer = link.sender.connect(link.receiver.handle(), LAYOUT)
+        yield writer
+        writer.close()
+
+    @pytest.mark.parametrize(
+        ("source", "target"),
+        [
+            ([0], [0]),
+            ([11], [19]),
+            ([3, 4, 5], [7, 8, 9]),
+            ([5, 4, 9, 10], [2, 17, 3, 4]),
+            (list(range(12)), list(range(19, 7, -1))),
+        ],
+    )
+    @pytest.mark.parametrize("layer", [0, 2])
+    def test_pushed_pages_are_bit_equal_and_no_other_page_is_touched(
+        self, link: Link, writer: KvWriter, layer: int, source: list[int], target: list[int]
+    ):
+        wanted = {
+            (at, block): page(link.target, RECEIVER_BLOCKS, at, block)
+            for at in range(3)
+            for block in range(RECEIVER_BLOCKS)
+        }
+        for here, there in zip(source, target, strict=True):
+            wanted[layer, there] = page(link.source, SENDER_BLOCKS, layer, here)
+        outcome = Outcome()
+        writer.push(push(layer, source, target), outcome.done)
+        assert outcome.wait() == [None]
+        for (at, block), expected in wanted.items():
+            assert page(link.target, RECEIVER_BLOCKS, at, block) == expected
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            push(3, [0], [0]),
+            push(-1, [0], [0]),
+            push(0, [SENDER_BLOCKS], [0]),
+            push(0, [0], [RECEIVER_BLOCKS]),
+            push(0, [-1], [0]),
+            push(0, [0], [-1]),
+            push(0, [0, 1], [0]),
+        ],
+    )
+    def test_a_push_outside_the_regions_is_refused_and_writes_nothing(
+        self, link: Link, writer: KvWriter, wrong: Push
+    ):
+        before = bytes(link.target)
+        outcome = Outcome()
+        writer.push(wrong, outcome.done)
+        assert isinstance(outcome.wait()[0], TransferError)
+        assert bytes(link.target) == before
+        writer.push(push(0, [1], [1]), outcome.done)
+        assert outcome.wait()[1] is None
+
+    def test_closing_a_writer_waits_for_what_was_pushed(self, link: Link, writer: KvWriter):
+        outcome = Outcome()
+        for block in range(SENDER_BLOCKS):
+            writer.push(push(1, [block], [block]), outcome.done)
+        writer.close()
+        assert outcome.errors == [None] * SENDER_BLOCKS
+        assert page(link.target, RECEIVER_BLOCKS, 1, 11) == page(link.source, SENDER_BLOCKS, 1, 11)
+
+    def test_a_forged_handle_is_refused(self, link: Link):
+        handle = link.receiver.handle()
+        for opaque in (b"", b"nonsense", handle.opaque[:-1], os.urandom(len(handle.opaque))):
+            forged = RegionHandle(
+                backend=handle.backend, opaque=opaque, num_blocks=handle.num_blocks
+            )
+            with pytest.raises(TransferError):
+                link.sender.connect(forged, LAYOUT)
+
+    def test_a_revoked_handle_is_refused(self, link: Link):
+        handle = link.receiver.handle()
+        gone = threading.Event()
+        link.receiver.revoke(handle, gone.set)
+        assert gone.wait(TIMEOUT_S)
+        with pytest.raises(TransferError):
+            link.sender.connect(handle, LAYOUT)
+
+    def test_a_closed_receiver_refuses_later_peers(self, link: Link):
+        handle = link.receiver.handle()
+        link.receiver.close()
+        with pytest.raises(TransferError):
+            link.sender.connect(handle, LAYOUT)
+
+    def test_a_fenced_peer_writes_no_more(self, link: Link):
+        handle = link.receiver.handle()
+        writer = link.sender.connect(handle, LAYOUT)
+        gone = threading.Event()
+        link.receiver.revoke(handle, gone.set)
+        writer.close()
+        assert gone.wait(TIMEOUT_S)
+        before = bytes(link.target)
+        writer.push(push(0, [0], [0]), lambda error: None)
+        assert bytes(link.target) == before

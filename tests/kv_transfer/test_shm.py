@@ -1,0 +1,179 @@
+"""The shm backend between two real processes: the receiver's region is owned by a child."""
+
+import base64
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.errors import TransferError
+from kv_transfer.ports import RegionHandle
+from kv_transfer.regions import SharedRegion
+from kv_transfer.shm import BACKEND, ShmReceiver, ShmSender
+from tests.kv_transfer.conformance import (
+    LAYOUT,
+    RECEIVER_BLOCKS,
+    SENDER_BLOCKS,
+    BackendConformance,
+    Link,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Child:
+    """The receiver's process."""
+
+    def __init__(self, path: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kv_transfer.receiver_process", str(path)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, do: str, **more: str) -> bytes:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self.process.stdin.flush()
+        return base64.b64decode(json.loads(self.process.stdout.readline()))
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class RemoteReceiver:
+    """`KvReceiver` whose region is the child's."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+
+    def handle(self) -> RegionHandle:
+        opaque = self._child.ask("handle")
+        return RegionHandle(backend=BACKEND, opaque=opaque, num_blocks=RECEIVER_BLOCKS)
+
+    def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
+        self._child.ask("revoke", **{"with": base64.b64encode(handle.opaque).decode()})
+        threading.Thread(target=self._wait, args=(gone,)).start()
+
+    def _wait(self, gone: Callable[[], None]) -> None:
+        self._child.ask("gone")
+        gone()
+
+    def close(self) -> None:
+        self._child.ask("close")
+
+
+class RemoteMemory:
+    """Looks like the child's memoryview to the suite."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+
+    def __len__(self) -> int:
+        return LAYOUT.region_bytes(RECEIVER_BLOCKS)
+
+    def __getitem__(self, part: slice) -> bytes:
+        return self._child.ask("read")[part]
+
+    def __setitem__(self, part: slice, value: bytes) -> None:
+        self._child.ask("write", **{"with": base64.b64encode(value).decode()})
+
+    def __bytes__(self) -> bytes:
+        return self._child.ask("read")
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[SharedRegion]:
+    region = SharedRegion.create(LAYOUT.region_bytes(SENDER_BLOCKS))
+    yield region
+    region.close()
+
+
+class TestSharedMemoryBackend(BackendConformance):
+    @pytest.fixture
+    def link(self, tmp_path: Path, arena: SharedRegion) -> Iterator[Link]:
+        child = Child(tmp_path / "region.kv")
+        yield Link(
+            sender=ShmSender(arena.memoryview, num_blocks=SENDER_BLOCKS),
+            receiver=RemoteReceiver(child),
+            source=arena.memoryview,
+            target=RemoteMemory(child),  # type: ignore[arg-type]
+        )
+        child.end()
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> Iterator[ShmReceiver]:
+    region = SharedRegion.create(LAYOUT.region_bytes(RECEIVER_BLOCKS))
+    receiver = ShmReceiver(region, path=str(tmp_path / "kv"), num_blocks=RECEIVER_BLOCKS)
+    yield receiver
+    receiver.close()
+    region.close()
+
+
+def test_a_handle_admits_one_peer_only(receiver: ShmReceiver, arena: SharedRegion):
+    sender = ShmSender(arena.memoryview, num_blocks=SENDER_BLOCKS)
+    handle = receiver.handle()
+    writer = sender.connect(handle, LAYOUT)
+    assert receiver.attached() == 1
+    with pytest.raises(TransferError, match="refused"):
+        sender.connect(handle, LAYOUT)
+    writer.close()
+
+
+def test_a_region_of_another_size_is_refused(receiver: ShmReceiver, arena: SharedRegion):
+    sender = ShmSender(arena.memoryview, num_blocks=SENDER_BLOCKS)
+    handle = receiver.handle()
+    larger = RegionHandle(backend=BACKEND, opaque=handle.opaque, num_blocks=handle.num_blocks + 1)
+    with pytest.raises(TransferError, match="bytes"):
+        sender.connect(larger, LAYOUT)
+
+
+def test_a_peer_that_dies_is_known_to_be_gone(tmp_path: Path, receiver: ShmReceiver):
+    handle = receiver.handle()
+    code = (
+        "import sys\n"
+        "from kv_transfer.region_server import attach\n"
+        "from kv_transfer.shm import _parse\n"
+        "from kv_transfer.ports import RegionHandle\n"
+        "opaque, size = bytes.fromhex(sys.argv[1]), int(sys.argv[2])\n"
+        "token, path = _parse(RegionHandle(backend='shm', opaque=opaque, num_blocks=1))\n"
+        "held = attach(path, token, size)\n"
+        "print('attached', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    size = str(LAYOUT.region_bytes(RECEIVER_BLOCKS))
+    peer = subprocess.Popen(
+        [sys.executable, "-c", code, handle.opaque.hex(), size],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert peer.stdout is not None
+    assert peer.stdout.readline() == b"attached\n"
+    gone = threading.Event()
+    receiver.revoke(handle, gone.set)
+    assert not gone.is_set()
+    peer.kill()
+    peer.communicate()
+    assert gone.wait(30)
+    assert receiver.attached() == 0
+
+
+def test_closing_removes_the_socket_file(tmp_path: Path):
+    region = SharedRegion.create(4096)
+    path = tmp_path / "region"
+    receiver = ShmReceiver(region, path=str(path), num_blocks=1)
+    assert path.is_socket()
+    assert path.stat().st_mode & 0o077 == 0
+    receiver.close()
+    assert not path.exists()
+    region.close()
