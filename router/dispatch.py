@@ -285,6 +285,8 @@ class Dispatcher:
             self._legs.close(leg)
         actions: list[Action] = []
         for flight in dict.fromkeys(leg.flight for leg in gone):
+            if flight.state is FlightState.ENDED:
+                continue  # another flight of its job ran out of attempts a moment ago
             verdict = self._progress.legs_gone(flight, error, {identity}, now_s)
             actions += self._conclude(verdict, now_s)
         return actions

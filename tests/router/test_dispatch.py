@@ -246,6 +246,19 @@ def test_attempts_are_bounded(core):
     core.assert_empty()
 
 
+def test_a_worker_lost_under_two_samples_at_their_last_attempt_fails_the_job_once():
+    core = Core(patience=Patience(max_attempts=2))
+    core.join("h0")
+    local = sent(core.submit(samples=(0, 1)), SendGenerate)
+    core(decoded(local, drawn(0, 0, 4), drawn(1, 0, 4)))
+    core(WorkerLost(worker=local.worker, reason="killed"))
+    again = core.join("h0", incarnation=2)
+    assert {action.prompt.samples for action in again} == {(0,), (1,)}
+    actions = core(WorkerLost(worker=again[0].worker, reason="killed"))
+    assert isinstance(sent(actions, Fail).error, WorkerLostError)
+    core.assert_empty()
+
+
 def test_a_fault_of_the_request_itself_is_not_retried(core):
     core.join("p0", "p1", "d0")
     p, d = start_pair(core)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.errors import CancelledByPeerError, EngineError, TransferError
 from baton.generation import FinishReason, Prompt, SamplingParams
@@ -104,6 +104,11 @@ class Interleavings(RuleBasedStateMachine):
         self.started: set[LegId] = set()
         self.starts = 0
 
+    @initialize()
+    def everyone_joins(self) -> None:
+        for name in ROLES:
+            self.join(name)
+
     # What the router does.
 
     def feed(self, event) -> None:
@@ -146,7 +151,7 @@ class Interleavings(RuleBasedStateMachine):
 
     # What clients do.
 
-    @rule(samples=st.integers(1, 3), max_tokens=st.integers(1, 4), blocks=st.integers(1, 4))
+    @rule(samples=st.integers(1, 3), max_tokens=st.integers(1, 6), blocks=st.integers(1, 4))
     def submit(self, samples: int, max_tokens: int, blocks: int) -> None:
         request_id = RequestId(f"job-{len(self.jobs)}")
         prompt = Prompt(
@@ -185,7 +190,7 @@ class Interleavings(RuleBasedStateMachine):
         self.workers[name] = FakeWorker(identity=greeting.identity)
         self.feed(WorkerJoined(hello=greeting, address=f"unix:{name}"))
 
-    @precondition(lambda self: self.workers)
+    @precondition(lambda self: any(worker.legs for worker in self.workers.values()))
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.workers)))
@@ -229,10 +234,31 @@ class Interleavings(RuleBasedStateMachine):
         return self.workers[name], leg_id
 
     @precondition(lambda self: any(worker.legs for worker in self.workers.values()))
-    @rule(data=st.data())
-    def work(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), steps=st.integers(1, 3))
+    def work(self, data: st.DataObject, steps: int) -> None:
         worker, leg_id = self.some_leg(data)
-        self.advance(worker, leg_id)
+        for _ in range(steps):
+            if leg_id in worker.legs:
+                self.advance(worker, leg_id)
+
+    @precondition(lambda self: any(worker.legs for worker in self.workers.values()))
+    @rule(rounds=st.integers(1, 4), order=st.permutations(sorted(ROLES)))
+    def everything_moves(self, rounds: int, order: list[str]) -> None:
+        """A stretch without accidents, so that they strike jobs of every age."""
+        for _ in range(rounds):
+            for name in order:
+                self.move(name)
+
+    def move(self, name: str) -> None:
+        worker = self.workers.get(name)
+        if worker is None:
+            return
+        for leg_id in list(worker.legs):
+            if leg_id in worker.legs:
+                self.advance(worker, leg_id)
+        for service in Service:
+            if worker.outbox[service]:
+                self.feed(worker.outbox[service].popleft())
 
     def advance(self, worker: FakeWorker, leg_id: LegId) -> None:
         leg = worker.legs[leg_id]
@@ -334,12 +360,11 @@ class Interleavings(RuleBasedStateMachine):
         for name in ROLES:
             self.join(name)
         for _ in range(200):
+            for name in ROLES:
+                self.move(name)
             for name, service in self.streams():
-                self.feed(self.workers[name].outbox[service].popleft())
-            for worker in self.workers.values():
-                for leg_id in list(worker.legs):
-                    if leg_id in worker.legs:
-                        self.advance(worker, leg_id)
+                while self.workers[name].outbox[service]:
+                    self.feed(self.workers[name].outbox[service].popleft())
             self.now_s += 0.1
             self.feed(TimePassed())
             self.core.check_integrity()
@@ -365,7 +390,7 @@ Interleavings.TestCase.settings = settings(
     max_examples=60,
     stateful_step_count=50,
     deadline=None,
-    phases=[Phase.generate],
+    phases=[Phase.generate],  # a run of this length takes minutes to shrink
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestInterleavings = Interleavings.TestCase
