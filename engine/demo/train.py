@@ -1,9 +1,9 @@
 """Trains the demo model: `python -m engine.demo.train [--out DIR] [--minutes N] [--seed 0]`.
 
 A small Llama learns by heart what the standard library's docstrings say first. The result is an
-ordinary Hugging Face directory, stored in bfloat16. The same seed, interpreter, libraries and
-thread count give the same weights, unless the time limit cuts the run short: then the learning rate
-comes down sooner, so that what was learnt still settles.
+ordinary Hugging Face directory, stored in bfloat16. The same seed, interpreter, libraries, machine
+and thread count give the same weights, unless the time limit cuts the run short: then the learning
+rate comes down sooner, so that what was learnt still settles.
 """
 
 import argparse
@@ -45,12 +45,22 @@ class Recipe:
     num_epochs: int
     limit_s: float
     seed: int
+    unhurried_share: float = 0.8
     batch_size: int = 16
     peak_learning_rate: float = 2e-3
     warmup_share: float = 0.05
     final_learning_rate_share: float = 0.01
     weight_decay: float = 0.01
     max_gradient_norm: float = 1.0
+
+    def progress(self, done: float, elapsed_s: float) -> float:
+        """Where the learning rate's schedule stands, from 0 to 1, after the share `done` of the steps.
+
+        The clock has no say, or no two runs would agree, until little of the time limit is left:
+        from then on it hurries the schedule to its end.
+        """
+        lateness = (elapsed_s / self.limit_s - self.unhurried_share) / (1 - self.unhurried_share)
+        return done + (1 - done) * min(1.0, max(0.0, lateness))
 
     def learning_rate(self, progress: float) -> float:
         """Linear warm-up, then a cosine; `progress` goes from 0 to 1 over the run."""
@@ -114,7 +124,7 @@ def train(
         for batch_index, batch in enumerate(batches):
             elapsed_s = time.monotonic() - started_s
             done = (epoch_index + batch_index / len(batches)) / recipe.num_epochs
-            progress = max(done, elapsed_s / recipe.limit_s)
+            progress = recipe.progress(done, elapsed_s)
             if progress >= 1:
                 print(f"time limit reached in epoch {epoch_index}", flush=True)
                 return
