@@ -5,7 +5,7 @@ when one breaks the worker is lost to the dispatcher, and the others are closed,
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -142,10 +142,10 @@ class WorkerLink:
         """Reads all streams until one breaks; returns why."""
         self._broken = asyncio.get_running_loop().create_future()
         self.hello, self.state = hello, LinkState.READY
-        readers: list[asyncio.Future[None]] = [
-            asyncio.create_task(self._read(service, hello.identity, call))
-            for service, call in calls.items()
-        ]
+        pumps: list[asyncio.Future[None]] = []
+        for service, call in calls.items():
+            pumps.append(asyncio.create_task(self._read(service, hello.identity, call)))
+            pumps.append(asyncio.create_task(_write(call, self._queues[service])))
         _log.info(
             "worker joined",
             worker=str(hello.identity),
@@ -154,17 +154,17 @@ class WorkerLink:
         )
         self._sink(WorkerJoined(hello=hello, address=self.address))
         try:
-            ends = [*readers, self._broken]
+            ends = [*pumps, self._broken]
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             error = next(iter(done)).exception()
             if not isinstance(error, BatonError | grpc.aio.AioRpcError):
-                raise AssertionError("a reader ended in no foreseen way") from error
+                raise AssertionError("a stream ended in no foreseen way") from error
             self._part(_reason(error))
             return error
         finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
 
     def _part(self, reason: str) -> None:
         """Tells the dispatcher, once, that the worker is lost."""
@@ -211,22 +211,26 @@ class WorkerLink:
             return hello, calls
 
     async def _open(self, channel: grpc.aio.Channel, service: Service) -> tuple[Call, WorkerHello]:
-        queue: asyncio.Queue[Command] = asyncio.Queue(self._timing.max_queued_commands)
-        self._queues[service] = queue
+        self._queues[service] = asyncio.Queue(self._timing.max_queued_commands)
         call: Call
         if service is Service.PREFILL:
-            call = prefill_pb2_grpc.PrefillStub(channel).Serve(_drain(queue))  # type: ignore[assignment,arg-type]
+            call = prefill_pb2_grpc.PrefillStub(channel).Serve()  # type: ignore[assignment,call-arg]
         else:
-            call = decode_pb2_grpc.DecodeStub(channel).Serve(_drain(queue))  # type: ignore[assignment,arg-type]
+            call = decode_pb2_grpc.DecodeStub(channel).Serve()  # type: ignore[assignment,call-arg]
         frame = await anext(aiter(call), None)
         if frame is None:
             raise IncompatibleError("the stream ended without a greeting")
         return call, _checked(frame.hello)
 
 
-async def _drain(queue: asyncio.Queue[Command]) -> AsyncIterator[Command]:
+async def _write(call: Call, queue: asyncio.Queue[Command]) -> None:
+    # Not a request iterator: grpc leaves the task that reads one behind when the call fails.
     while True:
-        yield await queue.get()
+        command = await queue.get()
+        try:
+            await call.write(command)
+        except asyncio.InvalidStateError as error:  # grpc's word for a call that is over
+            raise WorkerLostError("the worker ended its stream") from error
 
 
 def _checked(message: common_pb2.WorkerHello) -> WorkerHello:

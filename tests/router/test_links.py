@@ -1,4 +1,5 @@
 import asyncio
+import logging
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -138,6 +139,15 @@ async def test_a_worker_of_another_protocol_is_not_taken_until_it_speaks_ours(tm
             assert events.empty()
             workers["w"].changes = {}
             assert isinstance(await events.get(), WorkerJoined)
+
+
+async def test_failed_attempts_leave_no_task_behind(tmp_path, caplog):
+    caplog.set_level(logging.DEBUG, logger="router.links")
+    absent = FakeWorker("w", Role.DECODE, tmp_path, {})
+    async with linked(absent):
+        while sum(record.message == "no worker" for record in caplog.records) < 3:
+            await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_a_worker_that_does_not_read_its_commands_is_hung_up_on(tmp_path):
