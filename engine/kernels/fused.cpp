@@ -9,7 +9,7 @@
 namespace baton {
 namespace {
 
-constexpr int64_t WORTH_A_TEAM = 16384;  // elements below which waking the other threads costs more than it gives
+constexpr int64_t WORTH_A_TEAM = 65536;  // elements below which waking the other threads costs more than it gives
 
 // 1 / root mean square of `size` elements.
 template <typename T>
@@ -40,6 +40,14 @@ void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, 
     }
 }
 
+template <typename T>
+void gate_line(const T* gate, const T* up, T* out) {
+    // exp(-x) of very negative x would overflow; silu has long been 0 there.
+    Vec value = load(gate), negated = -value;
+    Vec gated = value / (1.0f + exponential(negated > 87.0f ? splat(87.0f) : negated)) * load(up);
+    for (int64_t i = 0; i < LANES; i++) narrow(gated[i], out[i]);
+}
+
 // out[token][i] = silu(x[token][i]) * x[token][width + i]
 template <typename T>
 void silu_mul(const T* x, T* out, int64_t tokens, int64_t width, int num_threads) {
@@ -47,14 +55,14 @@ void silu_mul(const T* x, T* out, int64_t tokens, int64_t width, int num_threads
     for (int64_t token = 0; token < tokens; token++) {
         const T *gate = x + token * 2 * width, *up = gate + width;
         T* to = out + token * width;
-        for (int64_t begin = 0; begin < width; begin += LANES) {
-            int64_t count = std::min(LANES, width - begin);
-            float wide[LANES] = {};
-            for (int64_t i = 0; i < count; i++) wide[i] = widen(gate[begin + i]);
-            // exp(-x) of very negative x would overflow; silu has long been 0 there.
-            Vec value = load(wide), negated = -value;
-            store(wide, value / (1.0f + exponential(negated > 87.0f ? splat(87.0f) : negated)));
-            for (int64_t i = 0; i < count; i++) narrow(wide[i] * widen(up[begin + i]), to[begin + i]);
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) gate_line(gate + i, up + i, to + i);
+        if (i < width) {
+            T padded[3][LANES] = {};
+            std::copy(gate + i, gate + width, padded[0]);
+            std::copy(up + i, up + width, padded[1]);
+            gate_line(padded[0], padded[1], padded[2]);
+            std::copy(padded[2], padded[2] + width - i, to + i);
         }
     }
 }

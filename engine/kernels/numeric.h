@@ -37,6 +37,11 @@ inline void narrow(float value, bfloat16& out) {
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 inline Vec load(const float* from) { return *reinterpret_cast<const Vec*>(from); }
+inline Vec load(const bfloat16* from) {
+    typedef uint16_t Bits __attribute__((vector_size(32), aligned(2), may_alias));
+    IntVec wide = __builtin_convertvector(*reinterpret_cast<const Bits*>(from), IntVec) << 16;
+    return reinterpret_cast<Vec>(wide);
+}
 inline void store(float* to, Vec value) { *reinterpret_cast<Vec*>(to) = value; }
 inline Vec splat(float value) { return value - Vec{}; }
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.ports import HeadNorms, KernelSet, PagedBatch, Rotation
-from engine.layers.linear import Linear
+from engine.layers.linear import Projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +20,8 @@ class PagedSelfAttention:
         window: Sliding window in tokens; None for none.
     """
 
-    qkv: Linear
-    output: Linear
+    qkv: Projection
+    output: Projection
     norms: HeadNorms | None
     scale: float
     window: int | None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from engine.layers.linear import Linear
+from engine.layers.linear import Projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +21,10 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageHead:
-    """The output head; with tied embeddings its weight is the embedding matrix itself."""
+    """The output head; with tied embeddings its weights are those of the embedding."""
 
-    linear: Linear
+    project: Projection
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[num_rows, vocab]` float32 of the rows that sample, and of no others."""
-        return self.linear(hidden).float()
+        return self.project(hidden).float()

@@ -1,9 +1,16 @@
-"""A matrix product with explicit weights."""
+"""Matrix products with explicit weights: as torch stores them, or repacked for the CPU."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
+
+Projection = Callable[[torch.Tensor], torch.Tensor]
+"""Maps `[num_tokens, in]` to `[num_tokens, out]`."""
+
+_PACKED_FOR_ROWS = 32
+_PACKABLE = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +23,37 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[num_tokens, in]` to `[num_tokens, out]`."""
         return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLinear:
+    """A `Linear` whose weight lies in oneDNN's own blocked order.
+
+    A plain weight is repacked inside every call once there are a few rows, which makes a decode batch of 8 nearly three
+    times as slow as one of 1. `weight` is opaque: only this product understands it.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[num_tokens, in]` to `[num_tokens, out]`."""
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.weight, self.bias, "none", [], ""
+        )
+        return product
+
+
+def pack(linear: Linear) -> Projection:
+    """The fastest form of `linear` on its device; a packed one holds a copy of the weight and no more of the original."""
+    weight = linear.weight
+    if weight.device.type != "cpu" or weight.dtype not in _PACKABLE or not _can_pack(weight.dtype):
+        return linear
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+    return PackedLinear(weight=packed, bias=linear.bias)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

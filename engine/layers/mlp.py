@@ -5,15 +5,15 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.ports import KernelSet
-from engine.layers.linear import Linear
+from engine.layers.linear import Projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMlp:
     """`down(silu(gate(x)) * up(x))`, with gate and up fused into one matrix `[2 * intermediate, hidden]`."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: Projection
+    down: Projection
     kernels: KernelSet
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from engine.kernels.ports import HeadNorms, KernelSet
 from engine.kernels.select import select_kernels
 from engine.layers.attention import PagedSelfAttention
 from engine.layers.embedding import Embedding, LanguageHead
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, Projection, pack
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryEmbedding
@@ -78,14 +78,13 @@ class _Weights:
         """One tensor of two dimensions."""
         return self._stack([(name, rows)], (columns,))
 
-    def linear(self, parts: list[tuple[str, int]], inputs: int, *, bias: bool) -> Linear:
+    def linear(self, parts: list[tuple[str, int]], inputs: int, *, bias: bool) -> Projection:
         """Several projections `(name, outputs)` of one input as a single matrix."""
         weight = self._stack([(f"{name}.weight", size) for name, size in parts], (inputs,))
         if not bias:
-            return Linear(weight=weight)
-        return Linear(
-            weight=weight, bias=self._stack([(f"{name}.bias", size) for name, size in parts], ())
-        )
+            return pack(Linear(weight=weight))
+        biases = self._stack([(f"{name}.bias", size) for name, size in parts], ())
+        return pack(Linear(weight=weight, bias=biases))
 
     def _stack(self, parts: list[tuple[str, int]], tail: tuple[int, ...]) -> torch.Tensor:
         total = sum(rows for _, rows in parts)
@@ -189,8 +188,8 @@ class _Assembly:
 
     def _head(self, embedding: torch.Tensor) -> LanguageHead:
         if self._spec.tied_embeddings:
-            return LanguageHead(linear=Linear(weight=embedding))
-        vocab, hidden = self._spec.vocab_size, self._spec.hidden_size
+            return LanguageHead(project=pack(Linear(weight=embedding)))
+        part = ("lm_head", self._spec.vocab_size)
         return LanguageHead(
-            linear=Linear(weight=self._weights.matrix("lm_head.weight", vocab, hidden))
+            project=self._weights.linear([part], self._spec.hidden_size, bias=False)
         )

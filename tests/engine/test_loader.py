@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear
 
 from baton.errors import ModelLoadError
 from engine.models.config import load_spec
@@ -31,16 +32,20 @@ def directory(tmp_path):
 def test_projections_are_fused_in_order(directory):
     stored = load_file(directory / "model.safetensors")
     layer = load(directory).layers[1]
-    name = "model.layers.1.self_attn"
-    for kind, fused in (("weight", layer.attention.qkv.weight), ("bias", layer.attention.qkv.bias)):
-        assert torch.equal(fused, torch.cat([stored[f"{name}.{p}_proj.{kind}"] for p in "qkv"]))
-    gate_up = [stored[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-    assert torch.equal(layer.mlp.gate_up.weight, torch.cat(gate_up))
+    x = torch.randn(3, 64)
+    for kind, parts, fused in (
+        ("self_attn", "qkv", layer.attention.qkv),
+        ("mlp", ("gate", "up"), layer.mlp.gate_up),
+    ):
+        names = [f"model.layers.1.{kind}.{part}_proj" for part in parts]
+        alone = [linear(x, stored[f"{n}.weight"], stored.get(f"{n}.bias")) for n in names]
+        torch.testing.assert_close(fused(x), torch.cat(alone, 1))
 
 
-def test_tied_embeddings_are_one_tensor(tmp_path):
+def test_tied_embeddings_serve_as_the_head(tmp_path):
     decoder = load(make_model(tmp_path, "llama", tie=True))
-    assert decoder.head.linear.weight.data_ptr() == decoder.embedding.weight.data_ptr()
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(decoder.head(x), linear(x, decoder.embedding.weight))
 
 
 def test_shards_load_like_one_file(tmp_path):
@@ -48,14 +53,16 @@ def test_shards_load_like_one_file(tmp_path):
     sharded_directory = make_model(tmp_path / "sharded", "llama", max_shard_size="40KB")
     assert (sharded_directory / "model.safetensors.index.json").exists()
     sharded = load(sharded_directory)
-    assert torch.equal(whole.head.linear.weight, sharded.head.linear.weight)
-    assert torch.equal(whole.layers[1].mlp.down.weight, sharded.layers[1].mlp.down.weight)
+    x, wide = torch.randn(3, 64), torch.randn(3, 128)
+    assert torch.equal(whole.head(x), sharded.head(x))
+    assert torch.equal(whole.layers[1].mlp.down(wide), sharded.layers[1].mlp.down(wide))
 
 
 def test_weights_are_converted_to_the_wanted_dtype(directory):
     decoder = load(directory, torch.bfloat16)
-    assert decoder.layers[0].attention.qkv.weight.dtype == torch.bfloat16
     assert decoder.embedding.weight.dtype == torch.bfloat16
+    x = torch.randn(3, 64).bfloat16()
+    assert decoder.layers[0].attention.qkv(x).dtype == torch.bfloat16
 
 
 def test_progress_rises_from_none_to_all(directory):
