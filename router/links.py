@@ -54,7 +54,7 @@ class LinkTiming:
     """
 
     backoff_s: float = 0.1
-    backoff_max_s: float = 2.0
+    backoff_max_s: float = 0.5
     hello_timeout_s: float = 10.0
     max_queued_commands: int = 4096
 
