@@ -156,6 +156,17 @@ async def test_the_end_of_a_routers_streams_cancels_its_legs(tmp_path: Path, rea
         await both.settle()
 
 
+async def test_a_prefill_worker_that_closes_gives_its_transfers_up(tmp_path: Path):
+    async with node(Role.DECODE, tmp_path) as d:
+        async with node(Role.PREFILL, tmp_path) as p:
+            both = Pair(p=p, d=d, to_p=Router(p, decode=False), to_d=Router(d, decode=True))
+            await prefilling(both)
+        assert await both.failed(both.to_d, 1) in ("cancelled", "worker_lost")
+        await d.server.idle()
+        assert d.pages_in_use() == 0
+        await both.close()
+
+
 async def test_the_loss_of_a_decode_worker_fails_the_legs_on_the_prefill_worker(tmp_path: Path):
     async with node(Role.PREFILL, tmp_path) as p:
         async with node(Role.DECODE, tmp_path) as d:

@@ -1,0 +1,178 @@
+import pytest
+
+from baton.errors import InvariantError, TransferError, WorkerLostError
+from baton.generation import TokenSample
+from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
+from baton.layout import KvLayout
+from kv_transfer.messages import (
+    AbortRequest,
+    Commit,
+    Committed,
+    Drew,
+    Exported,
+    FromDecode,
+    GivenUp,
+    Granted,
+    HandOver,
+    HandOverFailed,
+    Opened,
+    PeerDown,
+    PeerUp,
+    PushDone,
+    Quiesced,
+    Reserve,
+    Send,
+    Started,
+    StartPush,
+    ToPrefill,
+)
+from kv_transfer.outbox import Outbox, OutboxState
+from kv_transfer.plan import Export, Grant
+
+X = XferId("x")
+D = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation(1))
+LAYOUT = KvLayout(
+    model_fingerprint="f",
+    dtype="float32",
+    block_tokens=1,
+    num_kv_heads=1,
+    head_dim=1,
+    layers=(LayerName("a"), LayerName("b")),
+)
+FIRST = (TokenSample(sample=0, token=5),)
+DREW = Drew(xfer_id=X, first_tokens=FIRST)
+
+
+def exported(layer: int, first: int, *source: int) -> Exported:
+    pages = tuple(map(BlockId, source))
+    return Exported(xfer_id=X, export=Export(layer_index=layer, first_block=first, source=pages))
+
+
+def said(message: ToPrefill) -> FromDecode:
+    return FromDecode(peer=D, message=message)
+
+
+def granted(held: int, *blocks: int) -> FromDecode:
+    grant = Grant(held_blocks=held, blocks=tuple(map(BlockId, blocks)))
+    return said(Granted(xfer_id=X, grant=grant))
+
+
+def pushes(actions) -> list[StartPush]:
+    return [action for action in actions if isinstance(action, StartPush)]
+
+
+def land(outbox: Outbox, push: StartPush, error: TransferError | None = None):
+    event = PushDone(xfer_id=X, push_id=push.push_id, error=error)
+    return outbox.handle(event, 0.0)
+
+
+@pytest.fixture
+def outbox() -> Outbox:
+    """Two blocks are being prefilled, and their pages are asked for."""
+    outbox = Outbox(LAYOUT)
+    outbox.handle(Opened(xfer_id=X, peer=D, num_blocks=2), 0.0)
+    outbox.handle(PeerUp(peer=D, region_blocks=10), 0.0)
+    outbox.handle(Started(xfer_id=X), 0.0)
+    return outbox
+
+
+def test_pages_are_asked_for_once_computing_starts_and_the_peer_is_there():
+    outbox = Outbox(LAYOUT)
+    reserve = Send(peer=D, message=Reserve(xfer_id=X, num_blocks=2))
+    assert outbox.handle(Opened(xfer_id=X, peer=D, num_blocks=2), 0.0) == []
+    assert outbox.handle(Started(xfer_id=X), 0.0) == []
+    assert outbox.handle(PeerUp(peer=D, region_blocks=10), 0.0) == [reserve]
+    assert outbox.handle(Started(xfer_id=X), 0.0) == []
+
+
+def test_exports_wait_for_the_grant_and_go_to_the_granted_pages(outbox: Outbox):
+    assert outbox.handle(exported(0, 0, 3, 4), 0.0) == []
+    (push,) = pushes(outbox.handle(granted(1, 7), 0.0))
+    assert (push.push.source, push.push.target, push.push.layer_index) == ((4,), (7,), 0)
+
+
+def test_the_commit_waits_for_every_layer_of_every_page_and_the_first_tokens(outbox: Outbox):
+    outbox.handle(granted(0, 7, 8), 0.0)
+    (first,) = pushes(outbox.handle(exported(0, 0, 3, 4), 0.0))
+    (second,) = pushes(outbox.handle(exported(1, 0, 3, 4), 0.0))
+    assert outbox.handle(DREW, 1.0) == []
+    assert land(outbox, second) == []
+    commit = Commit(xfer_id=X, num_blocks=2, num_bytes=2 * LAYOUT.page_bytes, first_tokens=FIRST)
+    assert land(outbox, first) == [Send(peer=D, message=commit)]
+    (done,) = outbox.handle(said(Committed(xfer_id=X)), 3.0)
+    assert isinstance(done, HandOver)
+    assert done.unhidden_s == 2.0
+    assert outbox.in_flight() == 0
+
+
+def test_a_prompt_that_the_peer_holds_whole_is_committed_without_a_push(outbox: Outbox):
+    outbox.handle(granted(2), 0.0)
+    assert pushes(outbox.handle(exported(0, 0, 3, 4), 0.0)) == []
+    (commit,) = outbox.handle(DREW, 0.0)
+    assert isinstance(commit, Send)
+    assert isinstance(commit.message, Commit)
+    assert commit.message.num_blocks == 0
+
+
+def test_quiescence_is_told_only_when_no_push_is_outstanding(outbox: Outbox):
+    outbox.handle(granted(0, 7, 8), 0.0)
+    (first,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
+    (second,) = pushes(outbox.handle(exported(1, 0, 3), 0.0))
+    assert outbox.handle(GivenUp(xfer_id=X), 0.0) == []
+    assert land(outbox, first) == []
+    assert land(outbox, second) == [Send(peer=D, message=Quiesced(xfer_id=X))]
+    assert outbox.in_flight() == 0
+
+
+def test_pages_of_a_preempted_prompt_are_pushed_again_and_never_two_at_once(outbox: Outbox):
+    outbox.handle(granted(0, 7, 8), 0.0)
+    (old,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
+    assert pushes(outbox.handle(exported(0, 0, 5, 6), 0.0)) == []
+    (new,) = pushes(land(outbox, old))
+    assert new.push.source == (5, 6)
+    outbox.check_integrity()
+
+
+def test_only_the_last_export_of_a_page_counts(outbox: Outbox):
+    outbox.handle(exported(0, 0, 3, 4), 0.0)
+    outbox.handle(exported(0, 0, 5, 6), 0.0)
+    (only,) = pushes(outbox.handle(granted(0, 7, 8), 0.0))
+    assert only.push.source == (5, 6)
+
+
+@pytest.mark.parametrize("wrong", [granted(0, 7), granted(0, 7, 10), granted(0, 7, 7)])
+def test_a_grant_outside_the_region_fails_the_leg_and_is_given_back(outbox: Outbox, wrong):
+    failed, quiesced = outbox.handle(wrong, 0.0)
+    assert isinstance(failed, HandOverFailed)
+    assert quiesced == Send(peer=D, message=Quiesced(xfer_id=X))
+
+
+def test_a_push_that_fails_fails_the_leg(outbox: Outbox):
+    outbox.handle(granted(0, 7, 8), 0.0)
+    (push,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
+    failed, quiesced = land(outbox, push, TransferError("no"))
+    assert isinstance(failed, HandOverFailed)
+    assert quiesced == Send(peer=D, message=Quiesced(xfer_id=X))
+
+
+def test_an_abort_by_the_peer_is_answered_even_for_what_is_over(outbox: Outbox):
+    error = WorkerLostError("router left")
+    answer = Send(peer=D, message=Quiesced(xfer_id=X))
+    first = outbox.handle(said(AbortRequest(xfer_id=X, error=error)), 0.0)
+    assert first == [HandOverFailed(xfer_id=X, error=error), answer]
+    assert outbox.handle(said(AbortRequest(xfer_id=X, error=error)), 0.0) == [answer]
+
+
+def test_a_lost_peer_fails_its_legs_silently_and_waits_for_outstanding_pushes(outbox: Outbox):
+    outbox.handle(granted(0, 7, 8), 0.0)
+    (push,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
+    (failed,) = outbox.handle(PeerDown(peer=D, error=WorkerLostError("gone")), 0.0)
+    assert isinstance(failed, HandOverFailed)
+    assert outbox.state(X) is OutboxState.ABORTING
+    assert land(outbox, push) == []
+    assert outbox.in_flight() == 0
+
+
+def test_a_push_that_was_never_started_breaks_an_invariant(outbox: Outbox):
+    with pytest.raises(InvariantError):
+        outbox.handle(PushDone(xfer_id=X, push_id=99), 0.0)

@@ -1,0 +1,159 @@
+"""The handshake between two workers over real gRPC, with fake memory."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import BatonError
+from baton.ids import BlockId, Incarnation, WorkerId, WorkerIdentity, XferId
+from baton.rpc.channel import bind, new_server, open_channel
+from baton.rpc.v1 import transfer_pb2 as pb
+from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
+from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
+from kv_transfer.messages import Granted, Reserve, SessionId, ToDecode, ToPrefill
+from kv_transfer.plan import Grant
+from kv_transfer.ports import KvWriter
+from kv_transfer.session import Endpoint, PeerSession, TransferService
+from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS
+
+TIMEOUT_S = 20
+P = WorkerIdentity(worker_id=WorkerId("p"), incarnation=Incarnation(1))
+D = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation(2))
+X = XferId("x")
+
+
+@dataclass
+class Heard:
+    """Both sides' listener."""
+
+    events: asyncio.Queue[tuple[str, object]] = field(default_factory=asyncio.Queue)
+
+    def on_open(self, peer: WorkerIdentity, writer: KvWriter, region_blocks: int) -> None:
+        self.events.put_nowait(("open", region_blocks))
+
+    def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
+        self.events.put_nowait(("message", message))
+
+    def on_lost(self, peer: WorkerIdentity, error: BatonError) -> None:
+        self.events.put_nowait(("lost", error))
+
+    def on_peer_message(self, session: SessionId, peer: WorkerIdentity, message: ToDecode) -> None:
+        self.events.put_nowait(("asked", message))
+
+    def on_session_lost(self, session: SessionId) -> None:
+        self.events.put_nowait(("session lost", session))
+
+    def on_peer_fenced(self, session: SessionId) -> None:
+        self.events.put_nowait(("fenced", session))
+
+    async def next(self) -> tuple[str, object]:
+        return await asyncio.wait_for(self.events.get(), TIMEOUT_S)
+
+
+@dataclass
+class Serving:
+    service: TransferService
+    at_d: Heard
+    at_p: Heard
+    address: str
+    sender: FakeSender
+
+    def dial(self, *, peer=D, layout=LAYOUT, backend="fake") -> PeerSession:
+        return PeerSession(
+            here=Endpoint(identity=P, layout=layout),
+            peer=peer,
+            address=self.address,
+            senders={backend: self.sender},
+            listener=self.at_p,
+        )
+
+
+@asynccontextmanager
+async def serving(folder: Path):
+    fabric = FakeFabric()
+    target = memoryview(bytearray(LAYOUT.region_bytes(RECEIVER_BLOCKS)))
+    source = memoryview(bytearray(LAYOUT.region_bytes(SENDER_BLOCKS)))
+    at_d = Heard()
+    service = TransferService(
+        here=Endpoint(identity=D, layout=LAYOUT),
+        num_blocks=RECEIVER_BLOCKS,
+        receivers={"fake": FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS)},
+        host=at_d,
+    )
+    server = new_server()
+    pb_grpc.add_TransferServicer_to_server(service, server)
+    address = bind(server, f"unix:{folder}/d.sock")
+    await server.start()
+    sender = FakeSender(fabric, source, num_blocks=SENDER_BLOCKS)
+    yield Serving(service=service, at_d=at_d, at_p=Heard(), address=address, sender=sender)
+    await server.stop(0)
+
+
+async def test_messages_travel_both_ways_and_the_end_is_told_on_both_sides(tmp_path: Path):
+    async with serving(tmp_path) as both:
+        session = both.dial()
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
+        asked = Reserve(xfer_id=X, num_blocks=3)
+        session.send(asked)
+        assert await both.at_d.next() == ("asked", asked)
+        grant = Granted(xfer_id=X, grant=Grant(held_blocks=1, blocks=(BlockId(4), BlockId(2))))
+        both.service.send(SessionId(1), grant)
+        assert await both.at_p.next() == ("message", grant)
+        await session.close()
+        assert (await both.at_p.next())[0] == "lost"
+        assert await both.at_d.next() == ("session lost", SessionId(1))
+        assert await both.at_d.next() == ("fenced", SessionId(1))
+        assert both.sender.writers[0].closed
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "names"),
+    [
+        ({"layout": replace(LAYOUT, head_dim=16)}, "incompatible", "head_dim: 8 here, 16 there"),
+        ({"layout": replace(LAYOUT, model_fingerprint="g")}, "incompatible", "model_fingerprint"),
+        ({"backend": "other"}, "incompatible", "backends"),
+        ({"peer": replace(D, incarnation=Incarnation(3))}, "stale_incarnation", "d@3"),
+    ],
+)
+async def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, options, code, names):
+    async with serving(tmp_path) as both:
+        both.dial(**options)
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert isinstance(error, BatonError)
+        assert error.code == code
+        assert names in error.message
+        assert both.service.sessions == 0
+
+
+async def test_nobody_at_the_address_is_told_as_a_loss(tmp_path: Path):
+    async with serving(tmp_path) as both:
+        both.address = f"unix:{tmp_path}/nobody.sock"
+        both.dial()
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert isinstance(error, BatonError)
+        assert error.code == "worker_lost"
+
+
+async def test_a_session_that_does_not_begin_with_open_is_refused(tmp_path: Path):
+    async with serving(tmp_path) as both, open_channel(both.address) as channel:
+        stub: Any = pb_grpc.TransferStub(channel)
+        call = stub.Session()
+        await call.write(pb.TransferRequest(reserve=pb.ReservePages(xfer_id="x", num_blocks=1)))
+        reply = await call.read()
+        assert isinstance(reply, pb.TransferReply)
+        assert reply.refused.code == "incompatible"
+
+
+async def test_nonsense_in_a_session_ends_it(tmp_path: Path):
+    async with serving(tmp_path) as both:
+        session = both.dial()
+        await both.at_p.next()
+        session._outgoing.put_nowait(pb.TransferRequest())
+        assert (await both.at_d.next())[0] == "session lost"
+        assert (await both.at_p.next())[0] == "lost"

@@ -1,0 +1,323 @@
+"""Random lives of legs on a prefill worker, against a model of the engine and of the decode worker."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.errors import EngineError, TransferError, WorkerLostError
+from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample
+from baton.ids import (
+    BlockId,
+    Incarnation,
+    LayerName,
+    LegId,
+    RequestId,
+    SeqId,
+    WorkerId,
+    WorkerIdentity,
+    XferId,
+)
+from baton.layout import KvLayout
+from baton.rpc.frames import StreamId
+from engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released, Sampled
+from engine.ports import PageExport
+from kv_transfer.messages import (
+    AbortRequest,
+    Commit,
+    Committed,
+    FromDecode,
+    Granted,
+    PeerDown,
+    PeerUp,
+    PushDone,
+    Quiesced,
+    Reserve,
+    Send,
+    StartPush,
+)
+from kv_transfer.plan import Grant
+from prefill_worker.lifecycle import PrefillLifecycle
+from prefill_worker.messages import (
+    Cancel,
+    Connect,
+    LayerReady,
+    PrefillAction,
+    StreamGone,
+    Submit,
+    TellFailed,
+    TellFirstTokens,
+    TellHandedOff,
+)
+
+D = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation(1))
+STREAM = StreamId(1)
+LAYOUT = KvLayout(
+    model_fingerprint="f",
+    dtype="float32",
+    block_tokens=4,
+    num_kv_heads=1,
+    head_dim=1,
+    layers=(LayerName("a"), LayerName("b")),
+)
+PROMPT = Prompt(prompt_tokens=(1, 2, 3, 4, 5), sampling=SamplingParams(max_tokens=4))
+PAGES = (BlockId(5), BlockId(6))
+
+
+def submit(leg: int = 1, xfer: str = "x", prompt: Prompt = PROMPT) -> Submit:
+    return Submit(
+        stream=STREAM,
+        leg_id=LegId(leg),
+        request_id=RequestId("r"),
+        prompt=prompt,
+        xfer_id=XferId(xfer),
+        peer=D,
+        address="unix:/d",
+    )
+
+
+def first(finish: FinishReason | None = None) -> tuple[TokenSample, ...]:
+    return (TokenSample(sample=0, token=7, finish=finish),)
+
+
+def ready(seq_id: SeqId, layer: int) -> LayerReady:
+    export = PageExport(seq_id=seq_id, first_block=0, blocks=PAGES, last=True)
+    return LayerReady(layer_index=layer, exports=(export,))
+
+
+@pytest.fixture
+def lifecycle() -> PrefillLifecycle:
+    return PrefillLifecycle(LAYOUT)
+
+
+def started(lifecycle: PrefillLifecycle) -> SeqId:
+    connect, command = lifecycle.handle(submit(), 1.0)
+    assert isinstance(connect, Connect)
+    assert isinstance(command, Prefill)
+    lifecycle.handle(PeerUp(peer=D, region_blocks=8), 1.5)
+    event = PrefillStarted(seq_id=command.seq_id, num_blocks=2, cached_tokens=4)
+    (reserve,) = lifecycle.handle(event, 3.0)
+    assert reserve == Send(peer=D, message=Reserve(xfer_id=XferId("x"), num_blocks=2))
+    return command.seq_id
+
+
+def test_first_tokens_go_to_the_router_before_anything_is_handed_over(lifecycle: PrefillLifecycle):
+    seq_id = started(lifecycle)
+    (tell,) = lifecycle.handle(Sampled(seq_id=seq_id, tokens=first()), 8.0)
+    assert isinstance(tell, TellFirstTokens)
+    assert (tell.queue_s, tell.prefill_s, tell.cached_tokens) == (2.0, 5.0, 4)
+
+
+def test_a_leg_that_ends_with_its_first_token_is_given_up_not_committed(
+    lifecycle: PrefillLifecycle,
+):
+    seq_id = started(lifecycle)
+    actions = lifecycle.handle(Sampled(seq_id=seq_id, tokens=first(FinishReason.STOP)), 8.0)
+    tell, quiesced, release = actions
+    assert isinstance(tell, TellFirstTokens)
+    assert quiesced == Send(peer=D, message=Quiesced(xfer_id=XferId("x")))
+    assert release == Release(seq_id=seq_id)
+
+
+def test_a_second_leg_for_a_known_peer_opens_no_second_session(lifecycle: PrefillLifecycle):
+    started(lifecycle)
+    actions = lifecycle.handle(submit(2, "y"), 0.0)
+    assert [type(action) for action in actions] == [Prefill]
+
+
+def test_a_lost_peer_is_dialled_again_by_the_next_leg(lifecycle: PrefillLifecycle):
+    started(lifecycle)
+    lifecycle.handle(PeerDown(peer=D, error=WorkerLostError("gone")), 0.0)
+    connect, _ = lifecycle.handle(submit(2, "y"), 0.0)
+    assert isinstance(connect, Connect)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        submit(xfer=""),
+        submit(prompt=Prompt(prompt_tokens=(), sampling=SamplingParams())),
+        submit(prompt=Prompt(prompt_tokens=(1,), samples=(), sampling=SamplingParams())),
+    ],
+)
+def test_a_malformed_submit_fails_and_leaves_nothing(lifecycle: PrefillLifecycle, wrong: Submit):
+    (failed,) = lifecycle.handle(wrong, 0.0)
+    assert isinstance(failed, TellFailed)
+    assert lifecycle.in_flight() == 0
+
+
+@dataclass
+class Sequence:
+    leg: int
+    xfer_id: XferId
+    started: bool = False
+    layers: int = 0
+    drawn: bool = False
+
+
+class LifeMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = PrefillLifecycle(LAYOUT)
+        self.legs = 0
+        self.open: set[int] = set()
+        self.seqs: dict[SeqId, Sequence] = {}
+        self.answers: list[Released] = []
+        self.pushes: list[StartPush] = []
+        self.asked: list[XferId] = []
+        self.committing: list[XferId] = []
+        self.up = False
+        self.dialling = False
+
+    def act(self, actions: list[PrefillAction]) -> None:
+        for action in actions:
+            match action:
+                case Connect():
+                    assert not self.up
+                    self.dialling = True
+                case Prefill():
+                    self.seqs[action.seq_id] = Sequence(self.legs, XferId(f"x{self.legs}"))
+                case Release() | Abort():
+                    if self.seqs.pop(action.seq_id, None) is not None:
+                        self.answers.append(Released(seq_id=action.seq_id))
+                case StartPush():
+                    self.pushes.append(action)
+                case Send(message=Reserve() as reserve):
+                    self.asked.append(reserve.xfer_id)
+                case Send(message=Commit() as commit):
+                    assert not self.outstanding(commit.xfer_id), "committed what is not written"
+                    self.committing.append(commit.xfer_id)
+                case Send(message=Quiesced() as quiesced):
+                    assert not self.outstanding(quiesced.xfer_id), "quiesced while writing"
+                case TellFirstTokens():
+                    assert action.leg_id in self.open
+                case TellHandedOff() | TellFailed():
+                    assert action.leg_id in self.open, "a leg ends once"
+                    self.open.discard(action.leg_id)
+
+    def outstanding(self, xfer_id: XferId) -> bool:
+        return any(push.push.xfer_id == xfer_id for push in self.pushes)
+
+    def tell(self, event) -> None:
+        self.act(self.core.handle(event, 0.0))
+
+    def pick(self, data: st.DataObject) -> SeqId:
+        return data.draw(st.sampled_from(list(self.seqs)))
+
+    @rule()
+    def router_submits(self) -> None:
+        self.legs += 1
+        self.open.add(self.legs)
+        self.tell(submit(self.legs, f"x{self.legs}"))
+
+    @precondition(lambda self: self.dialling)
+    @rule(succeeds=st.sampled_from([True, True, False]))
+    def session_answers(self, succeeds: bool) -> None:
+        self.dialling = False
+        self.up = succeeds
+        if succeeds:
+            self.tell(PeerUp(peer=D, region_blocks=8))
+        else:
+            self.tell(PeerDown(peer=D, error=WorkerLostError("refused")))
+
+    @precondition(lambda self: self.up)
+    @rule()
+    def session_breaks(self) -> None:
+        self.up = False
+        self.asked.clear()
+        self.committing.clear()
+        self.tell(PeerDown(peer=D, error=WorkerLostError("broke")))
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data(), finishes=st.booleans())
+    def engine_computes(self, data: st.DataObject, finishes: bool) -> None:
+        seq_id = self.pick(data)
+        seq = self.seqs[seq_id]
+        if not seq.started:
+            seq.started = True
+            self.tell(PrefillStarted(seq_id=seq_id, num_blocks=2, cached_tokens=0))
+        elif seq.layers < 2:
+            seq.layers += 1
+            self.tell(ready(seq_id, seq.layers - 1))
+        elif not seq.drawn:
+            seq.drawn = True
+            finish = FinishReason.STOP if finishes else None
+            self.tell(Sampled(seq_id=seq_id, tokens=first(finish)))
+            if finishes:
+                self.open.discard(seq.leg)
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data())
+    def engine_preempts(self, data: st.DataObject) -> None:
+        seq = self.seqs[self.pick(data)]
+        if not seq.drawn:
+            seq.started, seq.layers = False, 0
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data())
+    def engine_fails(self, data: st.DataObject) -> None:
+        seq_id = self.pick(data)
+        del self.seqs[seq_id]
+        self.tell(Failed(seq_id=seq_id, error=EngineError("step failed")))
+
+    @precondition(lambda self: self.answers)
+    @rule()
+    def engine_released(self) -> None:
+        self.tell(self.answers.pop(0))
+
+    @precondition(lambda self: self.asked)
+    @rule(held=st.integers(0, 2), refuses=st.sampled_from([False, False, True]))
+    def peer_answers(self, held: int, refuses: bool) -> None:
+        xfer_id = self.asked.pop(0)
+        if refuses:
+            error = TransferError("no room")
+            self.tell(FromDecode(peer=D, message=AbortRequest(xfer_id=xfer_id, error=error)))
+            return
+        grant = Grant(held_blocks=held, blocks=(BlockId(1), BlockId(2))[held:])
+        self.tell(FromDecode(peer=D, message=Granted(xfer_id=xfer_id, grant=grant)))
+
+    @precondition(lambda self: self.committing)
+    @rule()
+    def peer_verifies(self) -> None:
+        message = Committed(xfer_id=self.committing.pop(0))
+        self.tell(FromDecode(peer=D, message=message))
+
+    @precondition(lambda self: self.pushes)
+    @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]))
+    def push_lands(self, data: st.DataObject, fails: bool) -> None:
+        push = data.draw(st.sampled_from(self.pushes))
+        self.pushes.remove(push)
+        error = TransferError("copy failed") if fails else None
+        self.tell(PushDone(xfer_id=push.push.xfer_id, push_id=push.push_id, error=error))
+
+    @rule(back=st.integers(0, 3))
+    def router_cancels(self, back: int) -> None:
+        leg = max(self.legs - back, 0)
+        self.tell(Cancel(stream=STREAM, leg_id=LegId(leg)))
+        self.open.discard(leg)
+
+    @rule()
+    def stream_ends(self) -> None:
+        self.tell(StreamGone(stream=STREAM))
+        self.open.clear()
+
+    @invariant()
+    def tables_agree(self) -> None:
+        self.core.check_integrity()
+
+    def teardown(self) -> None:
+        self.stream_ends()
+        while self.pushes:
+            push = self.pushes.pop()
+            self.tell(PushDone(xfer_id=push.push.xfer_id, push_id=push.push_id))
+        while self.answers:
+            self.engine_released()
+        assert not self.seqs, "the engine kept a sequence of an ended leg"
+        assert self.core.in_flight() == 0
+        assert self.core.transfers_in_flight() == 0
+
+
+TestLife = LifeMachine.TestCase
+TestLife.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
