@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.errors import TransferError
+from baton.errors import IncompatibleError, TransferError
 from baton.layout import KvLayout
 from kv_transfer.plan import check_pages
 from kv_transfer.ports import Push, RegionHandle
@@ -66,8 +66,12 @@ class FakeSender:
         self._held = held
         self.writers: list[FakeWriter] = []
 
-    def connect(self, handle: RegionHandle, layout: KvLayout) -> "FakeWriter":
-        """Opens the peer's memory."""
+    def connect(
+        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+    ) -> "FakeWriter":
+        """Opens the peer's memory; both arenas have one layout here."""
+        if peer is not None and peer != layout:
+            raise IncompatibleError("the fake moves whole pages between equal layouts only")
         if handle.opaque not in self._fabric.regions:
             raise TransferError("the handle resolves to nothing")
         writer = FakeWriter(self._fabric, handle, layout, self._memory, self._num_blocks)

@@ -79,9 +79,18 @@ class KvWriter(Protocol):
 class KvSender(Protocol):
     """A prefill worker's side of one backend."""
 
-    def connect(self, handle: RegionHandle, layout: KvLayout) -> KvWriter:
+    def connect(
+        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+    ) -> KvWriter:
         """Opens the peer's region. Blocks for at most a few seconds.
 
+        Args:
+            handle: What the peer gave.
+            layout: Of the local arena; pushes name their layer by its index here.
+            peer: Of the peer's arena; None where it equals `layout`. Where heads are spread over other numbers of ranks
+                a push writes of each page what `kv_transfer.heads.plan_link` says, and nothing else.
+
         Raises:
+            IncompatibleError: The layouts cannot be matched; names the field.
             TransferError: The handle resolves to nothing, or to something of another size.
         """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import TransferError
+from baton.errors import IncompatibleError, TransferError
 from baton.layout import KvLayout
 from kv_transfer.plan import check_pages, runs
 from kv_transfer.ports import Push, RegionHandle
@@ -63,12 +63,17 @@ class ShmSender:
         self._arena = arena
         self._num_blocks = num_blocks
 
-    def connect(self, handle: RegionHandle, layout: KvLayout) -> "ShmWriter":
+    def connect(
+        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+    ) -> "ShmWriter":
         """Maps the peer's region. Blocks for at most a few seconds.
 
         Raises:
+            IncompatibleError: The layouts differ.
             TransferError: The handle is not ours, resolves to nothing, or to a region of another size.
         """
+        if peer is not None and peer != layout:
+            raise IncompatibleError(f"KV layouts differ in {layout.difference(peer)}")
         token, path = _parse(handle)
         local = layer_pages(self._arena, layout, self._num_blocks)
         remote = attach(path, token, layout.region_bytes(handle.num_blocks))
