@@ -22,13 +22,17 @@ def root_key(secret: bytes, *, scope: str, layout: KvLayout, adapter: str = "") 
     Args:
         secret: The cluster secret, 32 bytes.
         scope: Tenant scope, already narrowed by any client salt.
-        layout: Layout of the pages; includes the model's fingerprint.
+        layout: Layout of the pages; includes the model's fingerprint. How heads and layers are spread over ranks has
+            no part in the key: one block has one name on all of them.
         adapter: LoRA adapter's name, or empty.
 
     Raises:
         ValueError: `secret` is not 32 bytes.
     """
-    parts = [part.encode() for part in (scope, layout.model_fingerprint, adapter, layout.digest())]
+    parts = [
+        part.encode()
+        for part in (scope, layout.model_fingerprint, adapter, layout.content_digest())
+    ]
     message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return BlockKey(blake3(message, key=secret).digest(length=KEY_BYTES))
 

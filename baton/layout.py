@@ -3,6 +3,12 @@
 A page holds `block_tokens` tokens of one sequence. Memory is one arena per layer, head-major:
 `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]` (2: key, value), so that a rank with fewer heads reads a
 contiguous slice of each page. The layers' arenas lie one after the other in one region.
+
+Tensor parallelism spreads the heads over ranks, in order; where there are more ranks than heads, `kv_head_replicas`
+neighbouring ranks hold the same ones:
+
+    8 heads, tp_size 4                 0 1 | 2 3 | 4 5 | 6 7
+    2 heads, tp_size 4, replicas 2      0  |  0  |  1  |  1
 """
 
 import hashlib
@@ -11,6 +17,7 @@ from dataclasses import dataclass, fields
 from baton.ids import LayerName
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_CONTENT = ("model_fingerprint", "dtype", "block_tokens", "head_dim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +32,8 @@ class KvLayout:
         head_dim: Elements per head.
         layers: Names in computing order. Peers pair layers by name, never by position.
         tp_size: Tensor-parallel ranks the heads are spread over.
+        tp_rank: Which of them this is.
+        kv_head_replicas: Ranks that hold the same heads: 1 unless there are fewer heads than ranks.
     """
 
     model_fingerprint: str
@@ -34,12 +43,28 @@ class KvLayout:
     head_dim: int
     layers: tuple[LayerName, ...]
     tp_size: int = 1
+    tp_rank: int = 0
+    kv_head_replicas: int = 1
+
+    @property
+    def total_kv_heads(self) -> int:
+        """Different heads over all ranks."""
+        return self.num_kv_heads * self.tp_size // self.kv_head_replicas
+
+    @property
+    def first_kv_head(self) -> int:
+        """The model's index of this rank's first head."""
+        return self.tp_rank // self.kv_head_replicas * self.num_kv_heads
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head in one layer of a page: its keys, then its values."""
+        return 2 * self.block_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def page_layer_bytes(self) -> int:
         """Bytes of one page in one layer's arena."""
-        elements = self.num_kv_heads * 2 * self.block_tokens * self.head_dim
-        return elements * DTYPE_BYTES[self.dtype]
+        return self.num_kv_heads * self.head_bytes
 
     @property
     def page_bytes(self) -> int:
@@ -60,13 +85,45 @@ class KvLayout:
 
     def digest(self) -> str:
         """A short hash that is equal exactly for equal layouts."""
-        text = repr([(f.name, getattr(self, f.name)) for f in fields(self)])
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return _hash([(f.name, getattr(self, f.name)) for f in fields(self)])
+
+    def content_digest(self) -> str:
+        """A short hash of what a page of all ranks together holds: the same however heads and layers are spread."""
+        names = (*_CONTENT, "total_kv_heads")
+        return _hash([(name, getattr(self, name)) for name in names])
 
     def difference(self, other: "KvLayout") -> str | None:
-        """Names the first field in which `other` differs and both values, or None when the layouts agree."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+        """Names the first thing that keeps pages from being handed from one to the other, or None when nothing does.
+
+        Heads may be spread over another number of ranks, layers be listed in another order, and a stage of a pipeline
+        holds some of them only; `kv_transfer.heads` matches those.
+        """
+        fault = self.fault() or other.fault()
+        if fault is not None:
+            return fault
+        for name in (*_CONTENT, "total_kv_heads"):
+            mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                return f"{field.name}: {mine!r} here, {theirs!r} there"
+                return f"{name}: {mine!r} here, {theirs!r} there"
+        if set(self.layers).isdisjoint(other.layers):
+            return f"layers: none of {len(self.layers)} here is among the {len(other.layers)} there"
         return None
+
+    def fault(self) -> str | None:
+        """Names the first field by which this layout cannot be one, or None; a peer's has to be asked before use."""
+        if self.dtype not in DTYPE_BYTES:
+            return f"dtype: {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}"
+        for name in ("block_tokens", "num_kv_heads", "head_dim", "tp_size", "kv_head_replicas"):
+            if getattr(self, name) < 1:
+                return f"{name}: {getattr(self, name)} is not positive"
+        if not 0 <= self.tp_rank < self.tp_size:
+            return f"tp_rank: {self.tp_rank} of {self.tp_size}"
+        if self.tp_size % self.kv_head_replicas:
+            return f"kv_head_replicas: {self.kv_head_replicas} does not divide {self.tp_size} ranks"
+        if not self.layers or len(set(self.layers)) < len(self.layers):
+            return "layers: none, or one of them twice"
+        return None
+
+
+def _hash(named: list[tuple[str, object]]) -> str:
+    return hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest()

@@ -243,8 +243,9 @@ def _checked(message: common_pb2.WorkerHello) -> WorkerHello:
         raise IncompatibleError(f"protocol_version: {PROTOCOL_VERSION} here, {theirs} there")
     if not hello.identity.worker_id or not hello.identity.incarnation:
         raise IncompatibleError("greeting without identity")
-    if hello.layout.block_tokens < 1:
-        raise IncompatibleError(f"layout with {hello.layout.block_tokens} tokens per block")
+    fault = hello.layout.fault()
+    if fault is not None:
+        raise IncompatibleError(f"greeting with an impossible layout: {fault}")
     return hello
 
 

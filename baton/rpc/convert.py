@@ -94,6 +94,8 @@ def layout_to_proto(layout: KvLayout) -> pb.KvLayout:
         head_dim=layout.head_dim,
         layers=list(layout.layers),
         tp_size=layout.tp_size,
+        tp_rank=layout.tp_rank,
+        kv_head_replicas=layout.kv_head_replicas,
     )
 
 
@@ -107,6 +109,8 @@ def layout_from_proto(message: pb.KvLayout) -> KvLayout:
         head_dim=message.head_dim,
         layers=tuple(LayerName(name) for name in message.layers),
         tp_size=message.tp_size,
+        tp_rank=message.tp_rank,
+        kv_head_replicas=message.kv_head_replicas,
     )
 
 

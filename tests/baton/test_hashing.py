@@ -1,5 +1,7 @@
 """Block keys stand for a block and all before it, and for who may share it."""
 
+from dataclasses import replace
+
 import pytest
 from blake3 import blake3
 from hypothesis import given
@@ -68,6 +70,15 @@ def test_secret_scope_adapter_and_layout_all_part_the_caches() -> None:
         root_key(SECRET, scope="tenan", layout=LAYOUT, adapter="t"),
     }
     assert len(roots) == 6
+
+
+def test_every_rank_names_a_block_alike() -> None:
+    whole = replace(LAYOUT, num_kv_heads=4)
+    spread = {
+        root_key(SECRET, scope="tenant", layout=replace(LAYOUT, tp_size=4, tp_rank=rank))
+        for rank in range(4)
+    }
+    assert spread == {root_key(SECRET, scope="tenant", layout=whole)}
 
 
 @given(st.text(max_size=8), st.text(max_size=8), st.text(max_size=8), st.text(max_size=8))

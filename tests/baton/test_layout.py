@@ -39,20 +39,82 @@ OTHER: dict[str, Any] = {
     "block_tokens": 16,
     "num_kv_heads": 4,
     "head_dim": 64,
-    "layers": LAYOUT.layers[:-1],
+    "layers": (LayerName("model.layers.32"),),
     "tp_size": 2,
+    "tp_rank": 1,
+    "kv_head_replicas": 2,
 }
+NAMED = {"num_kv_heads": "total_kv_heads", "tp_size": "total_kv_heads"}
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(KvLayout)])
 def test_a_difference_is_told_by_the_fields_name(field: str) -> None:
     other = replace(LAYOUT, **{field: OTHER[field]})
-    difference = LAYOUT.difference(other)
-    assert difference is not None
-    assert difference.startswith(f"{field}: ")
+    for difference in (LAYOUT.difference(other), other.difference(LAYOUT)):
+        assert difference is not None
+        assert difference.startswith(f"{NAMED.get(field, field)}: ")
     assert other.digest() != LAYOUT.digest()
 
 
 def test_equal_layouts_have_no_difference() -> None:
     assert LAYOUT.difference(replace(LAYOUT)) is None
     assert replace(LAYOUT).digest() == LAYOUT.digest()
+
+
+SPREAD = [
+    replace(LAYOUT, num_kv_heads=4, tp_size=2),
+    replace(LAYOUT, num_kv_heads=4, tp_size=2, tp_rank=1),
+    replace(LAYOUT, num_kv_heads=1, tp_size=16, tp_rank=15, kv_head_replicas=2),
+    replace(LAYOUT, layers=LAYOUT.layers[::-1]),
+    replace(LAYOUT, layers=LAYOUT.layers[5:9]),
+]
+
+
+@pytest.mark.parametrize("other", SPREAD)
+def test_heads_and_layers_that_are_spread_otherwise_are_no_difference(other: KvLayout) -> None:
+    assert LAYOUT.difference(other) is None
+    assert other.difference(LAYOUT) is None
+    assert other.digest() != LAYOUT.digest()
+    assert other.content_digest() == LAYOUT.content_digest()
+
+
+@pytest.mark.parametrize(
+    "field", ["model_fingerprint", "dtype", "block_tokens", "num_kv_heads", "head_dim", "tp_size"]
+)
+def test_another_content_has_another_digest(field: str) -> None:
+    other = replace(LAYOUT, **{field: OTHER[field]})
+    assert other.content_digest() != LAYOUT.content_digest()
+
+
+def test_ranks_hold_their_heads_in_order() -> None:
+    spread = [
+        replace(LAYOUT, num_kv_heads=1, tp_size=16, tp_rank=rank, kv_head_replicas=2)
+        for rank in range(16)
+    ]
+    assert [layout.first_kv_head for layout in spread] == [rank // 2 for rank in range(16)]
+    assert {layout.total_kv_heads for layout in spread} == {8}
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("dtype", {"dtype": "int3"}),
+        ("block_tokens", {"block_tokens": 0}),
+        ("num_kv_heads", {"num_kv_heads": 0}),
+        ("head_dim", {"head_dim": 0}),
+        ("tp_size", {"tp_size": 0}),
+        ("tp_rank", {"tp_rank": -1}),
+        ("tp_rank", {"tp_size": 2, "tp_rank": 2}),
+        ("kv_head_replicas", {"kv_head_replicas": 0}),
+        ("kv_head_replicas", {"tp_size": 4, "kv_head_replicas": 3}),
+        ("layers", {"layers": ()}),
+        ("layers", {"layers": (LAYOUT.layers[0], LAYOUT.layers[0])}),
+    ],
+)
+def test_an_impossible_layout_is_told_by_the_fields_name(
+    field: str, values: dict[str, Any]
+) -> None:
+    impossible = replace(LAYOUT, **values)
+    for told in (impossible.fault(), LAYOUT.difference(impossible), impossible.difference(LAYOUT)):
+        assert told is not None
+        assert told.startswith(f"{field}: ")

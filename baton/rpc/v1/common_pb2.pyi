@@ -87,7 +87,7 @@ Global___WorkerIdentity: _TypeAlias = WorkerIdentity  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
-    """Peers with different layouts refuse each other by the name of the differing field."""
+    """Of one rank. Peers whose pages cannot be matched refuse each other by the name of the differing field."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -98,12 +98,18 @@ class KvLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     TP_SIZE_FIELD_NUMBER: _builtins.int
+    TP_RANK_FIELD_NUMBER: _builtins.int
+    KV_HEAD_REPLICAS_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     dtype: _builtins.str
     block_tokens: _builtins.int
     num_kv_heads: _builtins.int
+    """of this rank"""
     head_dim: _builtins.int
     tp_size: _builtins.int
+    tp_rank: _builtins.int
+    kv_head_replicas: _builtins.int
+    """ranks that hold the same heads"""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -116,10 +122,12 @@ class KvLayout(_message.Message):
         head_dim: _builtins.int = ...,
         layers: _abc.Iterable[_builtins.str] | None = ...,
         tp_size: _builtins.int = ...,
+        tp_rank: _builtins.int = ...,
+        kv_head_replicas: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "head_dim", b"head_dim", "layers", b"layers", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "head_dim", b"head_dim", "kv_head_replicas", b"kv_head_replicas", "layers", b"layers", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/rpc/v1/transfer.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"\xc6\x01\n\x0bOpenSession\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12.\n\x08identity\x18\x02 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x33\n\rexpected_peer\x18\x03 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12&\n\x06layout\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.KvLayout\x12\x10\n\x08\x62\x61\x63kends\x18\x05 \x03(\t\"3\n\x0cReservePages\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"w\n\x0b\x43ommitPages\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x30\n\x0c\x66irst_tokens\x18\x04 \x03(\x0b\x32\x1a.baton.rpc.v1.SampledToken\"\x1b\n\x08Quiesced\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\"\xcf\x01\n\x0fTransferRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.baton.rpc.v1.OpenSessionH\x00\x12-\n\x07reserve\x18\x02 \x01(\x0b\x32\x1a.baton.rpc.v1.ReservePagesH\x00\x12+\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x19.baton.rpc.v1.CommitPagesH\x00\x12*\n\x08quiesced\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.QuiescedH\x00\x42\t\n\x07request\"v\n\x0fSessionAccepted\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x0e\n\x06region\x18\x03 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"D\n\x0cPagesGranted\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x13\n\x0bheld_blocks\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\"!\n\x0ePagesCommitted\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\"H\n\rAbortTransfer\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12&\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"\x85\x02\n\rTransferReply\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1d.baton.rpc.v1.SessionAcceptedH\x00\x12(\n\x07refused\x18\x02 \x01(\x0b\x32\x15.baton.rpc.v1.FailureH\x00\x12-\n\x07granted\x18\x03 \x01(\x0b\x32\x1a.baton.rpc.v1.PagesGrantedH\x00\x12\x31\n\tcommitted\x18\x04 \x01(\x0b\x32\x1c.baton.rpc.v1.PagesCommittedH\x00\x12,\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x1b.baton.rpc.v1.AbortTransferH\x00\x42\x07\n\x05reply2U\n\x08Transfer\x12I\n\x07Session\x12\x1d.baton.rpc.v1.TransferRequest\x1a\x1b.baton.rpc.v1.TransferReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/rpc/v1/transfer.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"\xc6\x01\n\x0bOpenSession\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12.\n\x08identity\x18\x02 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x33\n\rexpected_peer\x18\x03 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12&\n\x06layout\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.KvLayout\x12\x10\n\x08\x62\x61\x63kends\x18\x05 \x03(\t\"3\n\x0cReservePages\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"w\n\x0b\x43ommitPages\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x30\n\x0c\x66irst_tokens\x18\x04 \x03(\x0b\x32\x1a.baton.rpc.v1.SampledToken\"\x1b\n\x08Quiesced\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\"\xcf\x01\n\x0fTransferRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.baton.rpc.v1.OpenSessionH\x00\x12-\n\x07reserve\x18\x02 \x01(\x0b\x32\x1a.baton.rpc.v1.ReservePagesH\x00\x12+\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x19.baton.rpc.v1.CommitPagesH\x00\x12*\n\x08quiesced\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.QuiescedH\x00\x42\t\n\x07request\"\x9e\x01\n\x0fSessionAccepted\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x0e\n\x06region\x18\x03 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12&\n\x06layout\x18\x05 \x01(\x0b\x32\x16.baton.rpc.v1.KvLayout\"D\n\x0cPagesGranted\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12\x13\n\x0bheld_blocks\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\"!\n\x0ePagesCommitted\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\"H\n\rAbortTransfer\x12\x0f\n\x07xfer_id\x18\x01 \x01(\t\x12&\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"\x85\x02\n\rTransferReply\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1d.baton.rpc.v1.SessionAcceptedH\x00\x12(\n\x07refused\x18\x02 \x01(\x0b\x32\x15.baton.rpc.v1.FailureH\x00\x12-\n\x07granted\x18\x03 \x01(\x0b\x32\x1a.baton.rpc.v1.PagesGrantedH\x00\x12\x31\n\tcommitted\x18\x04 \x01(\x0b\x32\x1c.baton.rpc.v1.PagesCommittedH\x00\x12,\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x1b.baton.rpc.v1.AbortTransferH\x00\x42\x07\n\x05reply2U\n\x08Transfer\x12I\n\x07Session\x12\x1d.baton.rpc.v1.TransferRequest\x1a\x1b.baton.rpc.v1.TransferReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,16 +42,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUIESCED']._serialized_end=474
   _globals['_TRANSFERREQUEST']._serialized_start=477
   _globals['_TRANSFERREQUEST']._serialized_end=684
-  _globals['_SESSIONACCEPTED']._serialized_start=686
-  _globals['_SESSIONACCEPTED']._serialized_end=804
-  _globals['_PAGESGRANTED']._serialized_start=806
-  _globals['_PAGESGRANTED']._serialized_end=874
-  _globals['_PAGESCOMMITTED']._serialized_start=876
-  _globals['_PAGESCOMMITTED']._serialized_end=909
-  _globals['_ABORTTRANSFER']._serialized_start=911
-  _globals['_ABORTTRANSFER']._serialized_end=983
-  _globals['_TRANSFERREPLY']._serialized_start=986
-  _globals['_TRANSFERREPLY']._serialized_end=1247
-  _globals['_TRANSFER']._serialized_start=1249
-  _globals['_TRANSFER']._serialized_end=1334
+  _globals['_SESSIONACCEPTED']._serialized_start=687
+  _globals['_SESSIONACCEPTED']._serialized_end=845
+  _globals['_PAGESGRANTED']._serialized_start=847
+  _globals['_PAGESGRANTED']._serialized_end=915
+  _globals['_PAGESCOMMITTED']._serialized_start=917
+  _globals['_PAGESCOMMITTED']._serialized_end=950
+  _globals['_ABORTTRANSFER']._serialized_start=952
+  _globals['_ABORTTRANSFER']._serialized_end=1024
+  _globals['_TRANSFERREPLY']._serialized_start=1027
+  _globals['_TRANSFERREPLY']._serialized_end=1288
+  _globals['_TRANSFER']._serialized_start=1290
+  _globals['_TRANSFER']._serialized_end=1375
 # @@protoc_insertion_point(module_scope)

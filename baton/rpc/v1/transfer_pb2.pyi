@@ -178,12 +178,17 @@ class SessionAccepted(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     region: _builtins.bytes
     """opaque handle of the backend; resolves to a registered range or fails"""
     num_blocks: _builtins.int
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
+    @_builtins.property
+    def layout(self) -> _common_pb2.KvLayout:
+        """of the region; heads may be spread over another number of ranks than the sender's"""
+
     def __init__(
         self,
         *,
@@ -191,10 +196,11 @@ class SessionAccepted(_message.Message):
         backend: _builtins.str = ...,
         region: _builtins.bytes = ...,
         num_blocks: _builtins.int = ...,
+        layout: _common_pb2.KvLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "identity", b"identity", "num_blocks", b"num_blocks", "region", b"region"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "identity", b"identity", "layout", b"layout", "num_blocks", b"num_blocks", "region", b"region"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
