@@ -4,11 +4,11 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.errors import IncompatibleError, TransferError
+from baton.errors import TransferError
 from baton.layout import KvLayout
-from kv_transfer.plan import check_pages
+from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.ports import Push, RegionHandle
-from kv_transfer.shm import layer_pages
+from kv_transfer.shm import Pages, copy_pages, layer_pages
 
 Done = Callable[[TransferError | None], None]
 
@@ -69,12 +69,13 @@ class FakeSender:
     def connect(
         self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
     ) -> "FakeWriter":
-        """Opens the peer's memory; both arenas have one layout here."""
-        if peer is not None and peer != layout:
-            raise IncompatibleError("the fake moves whole pages between equal layouts only")
+        """Opens the peer's memory."""
+        there = layout if peer is None else peer
+        plan = plan_link(layout, there)
         if handle.opaque not in self._fabric.regions:
             raise TransferError("the handle resolves to nothing")
-        writer = FakeWriter(self._fabric, handle, layout, self._memory, self._num_blocks)
+        source = layer_pages(self._memory, layout, self._num_blocks)
+        writer = FakeWriter(self._fabric, handle, source, there, plan)
         writer.held = self._held
         self.writers.append(writer)
         return writer
@@ -87,14 +88,15 @@ class FakeWriter:
         self,
         fabric: FakeFabric,
         handle: RegionHandle,
-        layout: KvLayout,
-        memory: memoryview,
-        num_blocks: int,
+        source: list[Pages],
+        target_layout: KvLayout,
+        plan: LinkPlan,
     ) -> None:
         self._fabric = fabric
         self._handle = handle
-        self._layout = layout
-        self._source = layer_pages(memory, layout, num_blocks)
+        self._source = source
+        self._target_layout = target_layout
+        self._plan = plan
         self._waiting: list[tuple[Push, Done]] = []
         self.held = False
         self.closed = False
@@ -126,10 +128,5 @@ class FakeWriter:
         if found is None:
             raise TransferError("the region was taken back")
         memory, num_blocks = found
-        if not 0 <= push.layer_index < len(self._source) or len(push.source) != len(push.target):
-            raise TransferError("malformed push")
-        check_pages(push.source, len(self._source[push.layer_index]))
-        check_pages(push.target, num_blocks)
-        target = layer_pages(memory, self._layout, num_blocks)[push.layer_index]
-        for source_page, target_page in zip(push.source, push.target, strict=True):
-            target[target_page] = self._source[push.layer_index][source_page]
+        target = layer_pages(memory, self._target_layout, num_blocks)
+        copy_pages(push, self._source, target, self._plan)

@@ -40,6 +40,7 @@ from kv_transfer.convert import (
     request_from_proto,
     request_to_proto,
 )
+from kv_transfer.heads import plan_link
 from kv_transfer.messages import SessionId, ToDecode, ToPrefill
 from kv_transfer.ports import KvReceiver, KvSender, KvWriter, RegionHandle
 
@@ -134,7 +135,7 @@ class PeerSession:
         if self._connecting is not None:
             try:
                 writer = await self._connecting
-            except TransferError:
+            except (TransferError, IncompatibleError):
                 _log.debug("the peer's region was never mapped", peer=str(self._peer))
             else:
                 await asyncio.to_thread(writer.close)
@@ -180,11 +181,12 @@ class PeerSession:
             raise IncompatibleError(
                 f"{self._peer} chose a backend not offered: {accepted.backend!r}"
             )
+        layout = layout_from_proto(accepted.layout)
         handle = RegionHandle(
             backend=accepted.backend, opaque=accepted.region, num_blocks=accepted.num_blocks
         )
         # Shielded: a writer that is still being made when the session ends has to be closed all the same.
-        connect = asyncio.to_thread(sender.connect, handle, self._here.layout)
+        connect = asyncio.to_thread(sender.connect, handle, self._here.layout, layout)
         self._connecting = asyncio.create_task(connect)
         writer = await asyncio.shield(self._connecting)
         self._listener.on_open(self._peer, writer, accepted.num_blocks)
@@ -281,9 +283,11 @@ class TransferService(pb_grpc.TransferServicer):
         expected = identity_from_proto(hello.expected_peer)
         if expected != self._here.identity:
             raise StaleIncarnationError(f"this is {self._here.identity}, not {expected}")
-        difference = self._here.layout.difference(layout_from_proto(hello.layout))
+        theirs = layout_from_proto(hello.layout)
+        difference = self._here.layout.difference(theirs)
         if difference is not None:
             raise IncompatibleError(f"KV layouts differ in {difference}")
+        plan_link(theirs, self._here.layout)  # refuses a pair of ranks that share no heads
         backend = next((name for name in hello.backends if name in self._receivers), None)
         if backend is None:
             raise IncompatibleError(
@@ -325,6 +329,7 @@ class TransferService(pb_grpc.TransferServicer):
                 backend=handle.backend,
                 region=handle.opaque,
                 num_blocks=self._num_blocks,
+                layout=layout_to_proto(self._here.layout),
             )
         )
 

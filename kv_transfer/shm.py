@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import IncompatibleError, TransferError
+from baton.errors import TransferError
 from baton.layout import KvLayout
+from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.plan import check_pages, runs
 from kv_transfer.ports import Push, RegionHandle
 from kv_transfer.region_server import TOKEN_BYTES, Attachment, RegionServer, attach
@@ -69,15 +70,16 @@ class ShmSender:
         """Maps the peer's region. Blocks for at most a few seconds.
 
         Raises:
-            IncompatibleError: The layouts differ.
+            IncompatibleError: The layouts cannot be matched; names the field.
             TransferError: The handle is not ours, resolves to nothing, or to a region of another size.
         """
-        if peer is not None and peer != layout:
-            raise IncompatibleError(f"KV layouts differ in {layout.difference(peer)}")
+        there = layout if peer is None else peer
+        plan = plan_link(layout, there)
         token, path = _parse(handle)
         local = layer_pages(self._arena, layout, self._num_blocks)
-        remote = attach(path, token, layout.region_bytes(handle.num_blocks))
-        return ShmWriter(local, remote, layout, num_blocks=handle.num_blocks)
+        remote = attach(path, token, there.region_bytes(handle.num_blocks))
+        target = layer_pages(remote.region.memoryview, there, handle.num_blocks)
+        return ShmWriter(local, target, plan, remote)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +92,12 @@ class ShmWriter:
     """An open way into one peer's region, with the thread that copies."""
 
     def __init__(
-        self, local: list[Pages], remote: Attachment, layout: KvLayout, *, num_blocks: int
+        self, local: list[Pages], target: list[Pages], plan: LinkPlan, remote: Attachment
     ) -> None:
         self._local = local
+        self._target = target
+        self._plan = plan
         self._remote = remote
-        self._target = layer_pages(remote.region.memoryview, layout, num_blocks)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._copy_all, name="kv-pusher", daemon=True)
         self._thread.start()
@@ -114,7 +117,7 @@ class ShmWriter:
     def _copy_all(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                self._copy(job.push)
+                copy_pages(job.push, self._local, self._target, self._plan)
             except TransferError as error:
                 job.done(error)
             except Exception as error:  # noqa: BLE001  # one bad push must not end the thread and hang all others
@@ -122,17 +125,26 @@ class ShmWriter:
             else:
                 job.done(None)
 
-    def _copy(self, push: Push) -> None:
-        if not 0 <= push.layer_index < len(self._local):
-            raise TransferError(f"layer {push.layer_index} of {len(self._local)}")
-        if len(push.source) != len(push.target):
-            raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
-        source, target = self._local[push.layer_index], self._target[push.layer_index]
-        check_pages(push.source, len(source))
-        check_pages(push.target, len(target))
-        # Slices of runs: a fancy index would copy through a temporary, twice the traffic.
-        for begin, to, count in runs(push.source, push.target):
-            target[to : to + count] = source[begin : begin + count]
+
+def copy_pages(push: Push, source: list[Pages], target: list[Pages], plan: LinkPlan) -> None:
+    """Carries out a push between the layers of two regions that this process maps.
+
+    Raises:
+        TransferError: It names a layer or a page that one of the two has not got; nothing is written then.
+    """
+    if len(push.source) != len(push.target):
+        raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
+    target_layer = plan.target_layer(push.layer_index)
+    here, there = source[push.layer_index], target[target_layer]
+    check_pages(push.source, len(here))
+    check_pages(push.target, len(there))
+    # Slices of runs: a fancy index would copy through a temporary, twice the traffic.
+    for begin, to, count in runs(push.source, push.target):
+        if plan.whole_pages:
+            there[to : to + count] = here[begin : begin + count]
+            continue
+        for part in plan.slices:
+            there[to : to + count, part.target] = here[begin : begin + count, part.source]
 
 
 def layer_pages(memory: memoryview, layout: KvLayout, num_blocks: int) -> list[Pages]:
