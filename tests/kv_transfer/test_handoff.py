@@ -331,7 +331,15 @@ class HandOffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.legs)
     @rule(data=st.data(), on_prefill=st.booleans(), on_decode=st.booleans())
     def router_cancels(self, data: st.DataObject, on_prefill: bool, on_decode: bool) -> None:
-        leg = self.pick(data)
+        self.cancel(self.pick(data), on_prefill, on_decode)
+
+    @precondition(lambda self: any(link.pushes for link in self.links))
+    @rule(on_prefill=st.booleans(), on_decode=st.booleans())
+    def router_cancels_what_is_being_written(self, on_prefill: bool, on_decode: bool) -> None:
+        push = next(push for link in self.links for push in link.pushes.values())
+        self.cancel(self.legs[push.push.xfer_id], on_prefill, on_decode)
+
+    def cancel(self, leg: Leg, on_prefill: bool, on_decode: bool) -> None:
         if on_prefill and not leg.over_here:
             leg.over_here = True
             self.act_p(self.outbox.handle(GivenUp(xfer_id=leg.xfer_id), self.now_s))
@@ -415,4 +423,4 @@ class HandOffMachine(RuleBasedStateMachine):
 
 
 TestHandOff = HandOffMachine.TestCase
-TestHandOff.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
+TestHandOff.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
