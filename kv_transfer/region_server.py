@@ -42,16 +42,11 @@ class RegionServer:
         """Binds and starts serving.
 
         Raises:
-            OSError: The path is taken, too long for a Unix socket (about 100 bytes), or its folder is missing.
+            OSError: The path is served by another process, too long for a Unix socket (about 100 bytes), or its folder is missing.
         """
         self._region = region
         self.path = path
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._listener.bind(path)
-        except OSError as error:
-            self._listener.close()
-            raise OSError(f"cannot bind the region's socket {path}: {error}") from error
+        self._listener = _bind(path)
         Path(path).chmod(0o600)
         self._listener.listen(64)
         self._listener.setblocking(False)
@@ -191,6 +186,31 @@ def attach(path: str, token: bytes, size_bytes: int) -> Attachment:
         connection.close()
         raise
     return Attachment(region=region, connection=connection)
+
+
+def _bind(path: str) -> socket.socket:
+    """A socket bound to `path`, in place of one that a killed predecessor left there."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _abandoned(path):
+            Path(path).unlink(missing_ok=True)
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot bind the region's socket {path}: {error}") from error
+    return listener
+
+
+def _abandoned(path: str) -> bool:
+    """Whether a socket file lies there that nobody serves."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return Path(path).is_socket()
+        except FileNotFoundError:
+            return False
+    return False
 
 
 def _same_user(peer: socket.socket) -> bool:

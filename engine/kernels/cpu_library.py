@@ -38,19 +38,24 @@ _BUILD_TIMEOUT_S = 300
 
 
 def default_cache_dir() -> Path:
-    """Where built kernels are kept if nobody says otherwise."""
-    return Path.home() / ".cache" / "baton" / "kernels"
+    """Where built kernels are kept if nobody says otherwise: the user's own, since code is loaded from there."""
+    try:
+        return Path.home() / ".cache" / "baton" / "kernels"
+    except RuntimeError as error:
+        raise _CannotBuildError(f"nowhere to keep a build: {error}") from error
 
 
 @cache
-def load_library(cache_dir: Path) -> ctypes.CDLL | None:
+def load_library(cache_dir: Path | None = None) -> ctypes.CDLL | None:
     """The kernels as a shared library, built now if `cache_dir` has none that fits; may block for some seconds.
 
     None where they cannot be built (no compiler, no OpenMP in torch, no place to write): the reason is logged, once.
+
+    Args:
+        cache_dir: Where builds are kept; None for `default_cache_dir()`.
     """
     try:
-        path = _build(cache_dir)
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(_build(cache_dir or default_cache_dir())))
     except (OSError, subprocess.SubprocessError, _CannotBuildError) as error:
         logger.warning("CPU kernels are not available, torch serves instead: %s", error)
         return None

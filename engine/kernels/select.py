@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from engine.kernels.cpu import SUPPORTED_DTYPES, CpuKernels
-from engine.kernels.cpu_library import default_cache_dir, load_library
+from engine.kernels.cpu_library import load_library
 from engine.kernels.ports import KernelSet
 from engine.kernels.reference import ReferenceKernels
 
@@ -18,10 +18,10 @@ def select_kernels(
     Args:
         device: Where activations and pages are.
         dtype: Of both.
-        cache_dir: Where built kernels are kept; None for `default_cache_dir()`.
+        cache_dir: Where built kernels are kept; None for one in the user's home.
     """
     if device.type == "cpu" and dtype in SUPPORTED_DTYPES:
-        library = load_library(cache_dir or default_cache_dir())
+        library = load_library(cache_dir)
         if library is not None:
             return CpuKernels(library, dtype)
     return ReferenceKernels()

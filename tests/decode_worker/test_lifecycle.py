@@ -1,6 +1,9 @@
 """Random lives of legs on a decode worker, against a model of the engine and of the prefill worker."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -239,10 +242,31 @@ class LifeMachine(RuleBasedStateMachine):
         self.engine.running[seq_id] = {0, 1}
         self.tell(PrefillStarted(seq_id=seq_id, num_blocks=2, cached_tokens=0))
 
-    @precondition(lambda self: self.engine.running)
-    @rule(data=st.data(), ends=st.booleans())
-    def engine_draws(self, data: st.DataObject, ends: bool) -> None:
-        seq_id = data.draw(st.sampled_from(list(self.engine.running)))
+    def progress(self) -> list[Callable[[], None]]:
+        ops: list[Callable[[], None]] = []
+        ops += [partial(self.engine_answers_a_reservation, False)] if self.engine.waiting else []
+        ops += [self.engine_prefills] if self.engine.queued else []
+        ops += [partial(self.draw, seq_id, False) for seq_id in self.engine.running]
+        ops += [partial(self.draw, seq_id, True) for seq_id in self.engine.running]
+        ops += [self.engine_answers_an_abort] if self.engine.answers else []
+        ops += [partial(self.commit, xfer_id, 0) for xfer_id in sorted(self.writing)]
+        ops += [self.peer_quiesces] if self.to_answer else []
+        return ops
+
+    @rule(random=st.randoms(use_true_random=False), steps=st.integers(1, 30))
+    def work(self, random: Random, steps: int) -> None:
+        """Lets everything go on by itself for a while."""
+        for _ in range(steps):
+            ops = self.progress()
+            if ops:
+                random.choice(ops)()
+                self.core.check_integrity()
+
+    @rule(random=st.randoms(use_true_random=False))
+    def work_hard(self, random: Random) -> None:
+        self.work(random, 60)
+
+    def draw(self, seq_id: SeqId, ends: bool) -> None:
         alive = self.engine.running[seq_id]
         finish = FinishReason.STOP if ends else None
         tokens = tuple(TokenSample(sample=i, token=3, finish=finish) for i in sorted(alive))
@@ -267,8 +291,10 @@ class LifeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), wrong=st.booleans())
     def peer_commits(self, data: st.DataObject, wrong: bool) -> None:
-        xfer_id = data.draw(st.sampled_from(sorted(self.writing)))
-        size = LAYOUT.page_bytes - wrong
+        self.commit(data.draw(st.sampled_from(sorted(self.writing))), int(wrong))
+
+    def commit(self, xfer_id: XferId, missing: int) -> None:
+        size = LAYOUT.page_bytes - missing
         self.tell(said(Commit(xfer_id=xfer_id, num_blocks=1, num_bytes=size, first_tokens=FIRST)))
 
     @precondition(lambda self: self.to_answer)
@@ -284,6 +310,7 @@ class LifeMachine(RuleBasedStateMachine):
         self.tell(Cancel(stream=STREAM, leg_id=LegId(leg)))
         self.open.discard(leg)
 
+    @precondition(lambda self: len(self.open) > 4)
     @rule(what=st.sampled_from(["stream", "session", "time"]))
     def calamity(self, what: str) -> None:
         if what == "stream":
@@ -312,4 +339,4 @@ class LifeMachine(RuleBasedStateMachine):
 
 
 TestLife = LifeMachine.TestCase
-TestLife.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestLife.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)

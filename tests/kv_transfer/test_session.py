@@ -11,6 +11,7 @@ import pytest
 from baton.errors import BatonError
 from baton.ids import BlockId, Incarnation, WorkerId, WorkerIdentity, XferId
 from baton.rpc.channel import bind, new_server, open_channel
+from baton.rpc.convert import PROTOCOL_VERSION, identity_to_proto, layout_to_proto
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
@@ -151,9 +152,18 @@ async def test_a_session_that_does_not_begin_with_open_is_refused(tmp_path: Path
 
 
 async def test_nonsense_in_a_session_ends_it(tmp_path: Path):
-    async with serving(tmp_path) as both:
-        session = both.dial()
-        await both.at_p.next()
-        session._outgoing.put_nowait(pb.TransferRequest())
-        assert (await both.at_d.next())[0] == "session lost"
-        assert (await both.at_p.next())[0] == "lost"
+    async with serving(tmp_path) as both, open_channel(both.address) as channel:
+        stub: Any = pb_grpc.TransferStub(channel)
+        call = stub.Session()
+        hello = pb.OpenSession(
+            protocol_version=PROTOCOL_VERSION,
+            identity=identity_to_proto(P),
+            expected_peer=identity_to_proto(D),
+            layout=layout_to_proto(LAYOUT),
+            backends=["fake"],
+        )
+        await call.write(pb.TransferRequest(open=hello))
+        assert (await call.read()).HasField("accepted")
+        await call.write(pb.TransferRequest())
+        assert await both.at_d.next() == ("session lost", SessionId(1))
+        assert await both.at_d.next() == ("fenced", SessionId(1))

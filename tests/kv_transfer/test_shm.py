@@ -2,6 +2,7 @@
 
 import base64
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -176,4 +177,35 @@ def test_closing_removes_the_socket_file(tmp_path: Path):
     assert path.stat().st_mode & 0o077 == 0
     receiver.close()
     assert not path.exists()
+    region.close()
+
+
+def test_the_socket_file_of_a_killed_predecessor_is_replaced(tmp_path: Path):
+    path = tmp_path / "kv"
+    left_behind = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    left_behind.bind(str(path))
+    left_behind.close()
+    region = SharedRegion.create(4096)
+    receiver = ShmReceiver(region, path=str(path), num_blocks=1)
+    with pytest.raises(OSError, match="cannot bind"):
+        ShmReceiver(region, path=str(path), num_blocks=1)
+    receiver.close()
+    region.close()
+
+
+@pytest.mark.parametrize("name", ["x" * 120, "missing/kv"])
+def test_a_path_that_cannot_be_bound_is_named(tmp_path: Path, name: str):
+    region = SharedRegion.create(4096)
+    with pytest.raises(OSError, match="cannot bind"):
+        ShmReceiver(region, path=str(tmp_path / name), num_blocks=1)
+    region.close()
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path):
+    path = tmp_path / "kv"
+    path.write_text("precious")
+    region = SharedRegion.create(4096)
+    with pytest.raises(OSError, match="cannot bind"):
+        ShmReceiver(region, path=str(path), num_blocks=1)
+    assert path.read_text() == "precious"
     region.close()

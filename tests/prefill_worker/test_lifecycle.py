@@ -1,6 +1,9 @@
 """Random lives of legs on a prefill worker, against a model of the engine and of the decode worker."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -230,10 +233,35 @@ class LifeMachine(RuleBasedStateMachine):
         self.committing.clear()
         self.tell(PeerDown(peer=D, error=WorkerLostError("broke")))
 
+    def progress(self) -> list[Callable[[], None]]:
+        ops: list[Callable[[], None]] = []
+        ops += [partial(self.session_answers, True)] if self.dialling else []
+        ops += [partial(self.compute, seq_id, False) for seq_id in self.seqs]
+        ops += [partial(self.peer_answers, 1, False)] if self.asked else []
+        ops += [self.peer_verifies] if self.committing else []
+        ops += [partial(self.land, push, None) for push in self.pushes]
+        ops += [self.engine_released] if self.answers else []
+        return ops
+
+    @rule(random=st.randoms(use_true_random=False), steps=st.integers(1, 30))
+    def work(self, random: Random, steps: int) -> None:
+        """Lets everything go on by itself for a while."""
+        for _ in range(steps):
+            ops = self.progress()
+            if ops:
+                random.choice(ops)()
+                self.core.check_integrity()
+
+    @rule(random=st.randoms(use_true_random=False))
+    def work_hard(self, random: Random) -> None:
+        self.work(random, 60)
+
     @precondition(lambda self: self.seqs)
-    @rule(data=st.data(), finishes=st.booleans())
-    def engine_computes(self, data: st.DataObject, finishes: bool) -> None:
-        seq_id = self.pick(data)
+    @rule(data=st.data())
+    def engine_finishes_early(self, data: st.DataObject) -> None:
+        self.compute(self.pick(data), True)
+
+    def compute(self, seq_id: SeqId, finishes: bool) -> None:
         seq = self.seqs[seq_id]
         if not seq.started:
             seq.started = True
@@ -287,9 +315,11 @@ class LifeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pushes)
     @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]))
     def push_lands(self, data: st.DataObject, fails: bool) -> None:
-        push = data.draw(st.sampled_from(self.pushes))
-        self.pushes.remove(push)
         error = TransferError("copy failed") if fails else None
+        self.land(data.draw(st.sampled_from(self.pushes)), error)
+
+    def land(self, push: StartPush, error: TransferError | None) -> None:
+        self.pushes.remove(push)
         self.tell(PushDone(xfer_id=push.push.xfer_id, push_id=push.push_id, error=error))
 
     @rule(back=st.integers(0, 3))
@@ -298,6 +328,14 @@ class LifeMachine(RuleBasedStateMachine):
         self.tell(Cancel(stream=STREAM, leg_id=LegId(leg)))
         self.open.discard(leg)
 
+    @precondition(lambda self: self.pushes)
+    @rule()
+    def router_cancels_what_is_being_written(self) -> None:
+        leg = int(self.pushes[0].push.xfer_id[1:])
+        self.tell(Cancel(stream=STREAM, leg_id=LegId(leg)))
+        self.open.discard(leg)
+
+    @precondition(lambda self: len(self.open) > 4)
     @rule()
     def stream_ends(self) -> None:
         self.tell(StreamGone(stream=STREAM))
@@ -320,4 +358,4 @@ class LifeMachine(RuleBasedStateMachine):
 
 
 TestLife = LifeMachine.TestCase
-TestLife.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestLife.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)

@@ -17,7 +17,7 @@ from baton.ids import RequestId, Role
 from router.dispatch import Patience
 from router.generator import ClusterGenerator
 from router.links import LinkTiming
-from router.ports import GenerationJob, ServedModel, Timing
+from router.ports import GenerationJob, ServedModel, Timing, Tokens
 from tests.router.grpc_workers import FakeWorker, running
 from tests.router.workers import drawn
 
@@ -156,15 +156,13 @@ async def test_a_prefill_worker_killed_before_the_first_token_is_replaced(tmp_pa
 async def test_the_only_worker_killed_and_restarted_goes_on_where_it_was(tmp_path):
     async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
         workers["h0"].hold_at = 3
-
-        async def restart() -> None:
-            await workers["h0"].holding.wait()
-            await workers["h0"].restart()
-
-        restarting = asyncio.create_task(restart())
-        seen, _ = await collect(generator, job())
-        await restarting
-        assert seen[0] == model_output(0, 6)
+        seen: list[TokenSample] = []
+        async for event in generator.generate(job()):
+            if isinstance(event, Tokens):
+                seen += event.samples
+            if len(seen) == 3 and workers["h0"].hold_at is not None:
+                await workers["h0"].restart()
+        assert seen == model_output(0, 6)
         (again,) = [s for s in workers["h0"].started if s.request.output_tokens]
         assert list(again.request.output_tokens) == [0, 1, 2]
 
