@@ -1,6 +1,7 @@
 """Both sides of a hand-off as sets of ranks, and what each rank's memory must hold, told without any plan."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ WHOLE = KvLayout(
 )
 
 
-def spread(total_kv_heads: int, tp_size: int, **more) -> list[KvLayout] | None:
+def spread(total_kv_heads: int, tp_size: int, **more: Any) -> list[KvLayout] | None:
     """The layouts of all ranks, or None where the heads cannot be spread evenly."""
     if total_kv_heads % tp_size == 0:
         heads, replicas = total_kv_heads // tp_size, 1
