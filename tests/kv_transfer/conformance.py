@@ -3,11 +3,11 @@
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from baton.errors import TransferError
+from baton.errors import IncompatibleError, TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
 from kv_transfer.ports import KvReceiver, KvSender, KvWriter, Push, RegionHandle
@@ -177,3 +177,64 @@ class BackendConformance:
         before = bytes(link.target)
         writer.push(push(0, [0], [0]), lambda error: None)
         assert bytes(link.target) == before
+
+
+HALF = replace(LAYOUT, num_kv_heads=1, tp_size=2)
+
+
+class ShardedConformance:
+    """For senders that hold other heads, or list other layers, than the receiver. Inherit and give a `link` fixture."""
+
+    @pytest.fixture
+    def link(self) -> Link | Iterator[Link]:
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_one_rank_of_two_fills_its_half_of_each_page_and_no_other_byte(
+        self, link: Link, rank: int
+    ):
+        fill(link.source)
+        fill(link.target)
+        here = replace(HALF, tp_rank=rank)
+        wanted = bytearray(bytes(link.target))
+        for source, target in ((3, 7), (4, 8), (0, 2)):
+            there = LAYOUT.layer_offset(1, RECEIVER_BLOCKS) + target * LAYOUT.page_layer_bytes
+            there += rank * HALF.page_layer_bytes
+            wanted[there : there + HALF.page_layer_bytes] = _page_of(link, here, 1, source)
+        writer = link.sender.connect(link.receiver.handle(), here, LAYOUT)
+        outcome = Outcome()
+        writer.push(push(1, [3, 4, 0], [7, 8, 2]), outcome.done)
+        assert outcome.wait() == [None]
+        assert bytes(link.target) == bytes(wanted)
+        writer.close()
+
+    def test_layers_go_where_their_names_are(self, link: Link):
+        fill(link.source)
+        fill(link.target)
+        here = replace(LAYOUT, layers=LAYOUT.layers[:0:-1])  # the last two, backwards
+        writer = link.sender.connect(link.receiver.handle(), here, LAYOUT)
+        outcome = Outcome()
+        writer.push(push(0, [5], [6]), outcome.done)
+        assert outcome.wait() == [None]
+        assert page(link.target, RECEIVER_BLOCKS, 2, 6) == _page_of(link, here, 0, 5)
+        writer.close()
+
+    def test_a_layer_that_the_receiver_lacks_is_refused(self, link: Link):
+        here = replace(LAYOUT, layers=(LAYOUT.layers[0], LayerName("of another stage")))
+        writer = link.sender.connect(link.receiver.handle(), here, LAYOUT)
+        before = bytes(link.target)
+        outcome = Outcome()
+        writer.push(push(1, [0], [0]), outcome.done)
+        assert isinstance(outcome.wait()[0], TransferError)
+        assert bytes(link.target) == before
+        writer.close()
+
+    def test_pages_that_cannot_be_matched_are_refused_by_name(self, link: Link):
+        with pytest.raises(IncompatibleError, match="head_dim"):
+            link.sender.connect(link.receiver.handle(), replace(LAYOUT, head_dim=16), LAYOUT)
+
+
+def _page_of(link: Link, here: KvLayout, layer: int, block: int) -> bytes:
+    """A page of a sender with the layout `here`."""
+    at = here.layer_offset(layer, SENDER_BLOCKS) + block * here.page_layer_bytes
+    return bytes(link.source[at : at + here.page_layer_bytes])

@@ -7,10 +7,11 @@ from tests.kv_transfer.conformance import (
     SENDER_BLOCKS,
     BackendConformance,
     Link,
+    ShardedConformance,
 )
 
 
-class TestFakeBackend(BackendConformance):
+class TestFakeBackend(BackendConformance, ShardedConformance):
     @pytest.fixture
     def link(self) -> Link:
         fabric = FakeFabric()

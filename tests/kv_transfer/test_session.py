@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.errors import BatonError
-from baton.ids import BlockId, Incarnation, WorkerId, WorkerIdentity, XferId
+from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.rpc.channel import bind, new_server, open_channel
 from baton.rpc.convert import PROTOCOL_VERSION, identity_to_proto, layout_to_proto
 from baton.rpc.v1 import transfer_pb2 as pb
@@ -19,7 +19,7 @@ from kv_transfer.messages import Granted, Reserve, SessionId, ToDecode, ToPrefil
 from kv_transfer.plan import Grant
 from kv_transfer.ports import KvWriter
 from kv_transfer.session import Endpoint, PeerSession, TransferService
-from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS
+from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, push
 
 TIMEOUT_S = 20
 P = WorkerIdentity(worker_id=WorkerId("p"), incarnation=Incarnation(1))
@@ -62,6 +62,8 @@ class Serving:
     at_p: Heard
     address: str
     sender: FakeSender
+    source: memoryview
+    target: memoryview
 
     def dial(self, *, peer=D, layout=LAYOUT, backend="fake") -> PeerSession:
         return PeerSession(
@@ -90,7 +92,15 @@ async def serving(folder: Path):
     address = bind(server, f"unix:{folder}/d.sock")
     await server.start()
     sender = FakeSender(fabric, source, num_blocks=SENDER_BLOCKS)
-    yield Serving(service=service, at_d=at_d, at_p=Heard(), address=address, sender=sender)
+    yield Serving(
+        service=service,
+        at_d=at_d,
+        at_p=Heard(),
+        address=address,
+        sender=sender,
+        source=source,
+        target=target,
+    )
     await server.stop(0)
 
 
@@ -116,6 +126,13 @@ async def test_messages_travel_both_ways_and_the_end_is_told_on_both_sides(tmp_p
     [
         ({"layout": replace(LAYOUT, head_dim=16)}, "incompatible", "head_dim: 8 here, 16 there"),
         ({"layout": replace(LAYOUT, model_fingerprint="g")}, "incompatible", "model_fingerprint"),
+        ({"layout": replace(LAYOUT, tp_size=2)}, "incompatible", "total_kv_heads: 2 here, 4 there"),
+        ({"layout": replace(LAYOUT, kv_head_replicas=0)}, "incompatible", "kv_head_replicas: 0"),
+        (
+            {"layout": replace(LAYOUT, layers=(LayerName("z"),))},
+            "incompatible",
+            "layers: none of 3 here",
+        ),
         ({"backend": "other"}, "incompatible", "backends"),
         ({"peer": replace(D, incarnation=Incarnation(3))}, "stale_incarnation", "d@3"),
     ],
@@ -129,6 +146,48 @@ async def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, options, cod
         assert error.code == code
         assert names in error.message
         assert both.service.sessions == 0
+
+
+async def test_a_rank_of_another_tensor_parallelism_writes_its_heads(tmp_path: Path):
+    async with serving(tmp_path) as both:
+        half = replace(LAYOUT, num_kv_heads=1, tp_size=2, tp_rank=1)
+        both.source[:] = bytes(range(256)) * (len(both.source) // 256)
+        session = both.dial(layout=half)
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
+        both.sender.writers[0].push(push(0, [3], [4]), _no_error)
+        wanted = bytearray(len(both.target))
+        here, there = 3 * half.page_layer_bytes, 4 * LAYOUT.page_layer_bytes
+        wanted[there + half.head_bytes : there + 2 * half.head_bytes] = both.source[
+            here : here + half.head_bytes
+        ]
+        assert bytes(both.target) == bytes(wanted)
+        await session.close()
+
+
+async def test_a_peer_that_tells_no_layout_of_its_region_is_refused_by_name(tmp_path: Path):
+    class Forgetful(pb_grpc.TransferServicer):
+        async def Session(self, request_iterator, context):  # noqa: N802  # the stub's name
+            identity = identity_to_proto(D)
+            accepted = pb.SessionAccepted(identity=identity, backend="fake", num_blocks=1)
+            yield pb.TransferReply(accepted=accepted)
+            await asyncio.Event().wait()
+
+    async with serving(tmp_path) as both:
+        server = new_server()
+        pb_grpc.add_TransferServicer_to_server(Forgetful(), server)
+        both.address = bind(server, f"unix:{tmp_path}/forgetful.sock")
+        await server.start()
+        session = both.dial()
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert isinstance(error, BatonError)
+        assert (error.code, error.message[:27]) == ("incompatible", "KV layouts differ in dtype:")
+        await session.close()
+        await server.stop(0)
+
+
+def _no_error(error: BatonError | None) -> None:
+    assert error is None
 
 
 async def test_nobody_at_the_address_is_told_as_a_loss(tmp_path: Path):

@@ -21,6 +21,7 @@ from tests.kv_transfer.conformance import (
     SENDER_BLOCKS,
     BackendConformance,
     Link,
+    ShardedConformance,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +99,7 @@ def arena() -> Iterator[SharedRegion]:
     region.close()
 
 
-class TestSharedMemoryBackend(BackendConformance):
+class TestSharedMemoryBackend(BackendConformance, ShardedConformance):
     @pytest.fixture
     def link(self, tmp_path: Path, arena: SharedRegion) -> Iterator[Link]:
         child = Child(tmp_path / "region.kv")
