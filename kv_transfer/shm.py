@@ -16,7 +16,8 @@ from baton.layout import KvLayout
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.plan import check_pages, runs
 from kv_transfer.ports import Push, RegionHandle
-from kv_transfer.region_server import TOKEN_BYTES, Attachment, RegionServer, attach
+from kv_transfer.gate import TOKEN_BYTES
+from kv_transfer.region_server import Attachment, attach, serve_region
 from kv_transfer.regions import SharedRegion
 
 BACKEND = "shm"
@@ -35,26 +36,27 @@ class ShmReceiver:
         Raises:
             OSError: The socket cannot be bound.
         """
-        self._server = RegionServer(region, path)
+        self._path = path
+        self._gate = serve_region(region, path)
         self._num_blocks = num_blocks
 
     def handle(self) -> RegionHandle:
         """A handle that lets one peer attach once."""
-        opaque = _MAGIC + self._server.grant() + self._server.path.encode()
+        opaque = _MAGIC + self._gate.grant() + self._path.encode()
         return RegionHandle(backend=BACKEND, opaque=opaque, num_blocks=self._num_blocks)
 
     def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
         """Calls `gone` once the peer has unmapped the region or died."""
         token, _ = _parse(handle)
-        self._server.revoke(token, gone)
+        self._gate.revoke(token, gone)
 
     def attached(self) -> int:
         """How many peers map the region now."""
-        return self._server.attached()
+        return self._gate.inside()
 
     def close(self) -> None:
         """Refuses later peers and removes the socket file."""
-        self._server.close()
+        self._gate.close()
 
 
 class ShmSender:

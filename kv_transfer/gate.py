@@ -1,0 +1,369 @@
+"""The door to a receiver's memory: peers show a one-time token, and the receiver knows when they have let go.
+
+A peer connects, shows the token that its handle carried, gets what its backend needs and keeps the connection open for as
+long as it may write. The kernel closes it when the process dies, however it dies. So the end of the connection proves
+that nothing more is written by that peer: this is what fencing means where access cannot be taken back.
+
+On one host the door is a Unix socket of the same user; between hosts it is TCP, where keep-alive notices a host that died.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from baton.errors import TransferError
+
+TOKEN_BYTES = 32
+CONNECT_TIMEOUT_S = 5.0
+_UNIX = "unix:"
+_UCRED = struct.Struct("3i")  # pid, uid, gid
+_LENGTH = struct.Struct(">I")
+_MAX_WELCOME_BYTES = 1 << 20
+_SEAL_BYTES = 32
+# A host that is gone without a word: known after two silent seconds and five unanswered probes.
+_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 7000}
+
+Welcome = Callable[[socket.socket, bytes], None]
+"""Gives a peer, over its connection, what it needs; called with its token on the gate's thread. May raise OSError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """What a backend's handle consists of: where the gate is, and the token that opens it once."""
+
+    token: bytes
+    address: str
+
+    def pack(self, magic: bytes) -> bytes:
+        """As a handle's opaque bytes."""
+        return magic + self.token + self.address.encode()
+
+    @classmethod
+    def unpack(cls, opaque: bytes, magic: bytes) -> Self:
+        """The inverse.
+
+        Raises:
+            TransferError: It is another backend's, or malformed.
+        """
+        begin, end = len(magic), len(magic) + TOKEN_BYTES
+        if not opaque.startswith(magic) or len(opaque) <= end:
+            raise TransferError("not a handle of this backend")
+        return cls(token=opaque[begin:end], address=opaque[end:].decode(errors="replace"))
+
+
+@dataclass(slots=True, eq=False)
+class _Grant:
+    """One token and who uses it."""
+
+    token: bytes
+    peer: socket.socket | None = None
+    gone: Callable[[], None] | None = None
+
+
+class Gate:
+    """Admits peers on one socket, from one small thread."""
+
+    def __init__(self, address: str, welcome: Welcome) -> None:
+        """Binds and starts serving.
+
+        Args:
+            address: `unix:/path`, or `host:port` where port 0 takes a free one.
+            welcome: What an admitted peer is given.
+
+        Raises:
+            OSError: The address is served by another process, a path is too long for a Unix socket (about 100 bytes), or
+                its folder is missing.
+        """
+        self._welcome = welcome
+        self._path = address.removeprefix(_UNIX) if address.startswith(_UNIX) else None
+        self._listener = _bind_unix(self._path) if self._path is not None else _bind_tcp(address)
+        self.address = address if self._path is not None else _tcp_address(self._listener)
+        self._listener.listen(64)
+        self._listener.setblocking(False)
+        self._wake, self._woken = socket.socketpair()
+        self._lock = threading.Lock()
+        self._grants: dict[bytes, _Grant] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
+        self._serving = True  # the thread's
+        self._closed = False  # the callers'
+        self._thread = threading.Thread(target=self._serve, name="kv-gate", daemon=True)
+        self._thread.start()
+
+    def grant(self) -> bytes:
+        """A fresh token with which one peer may enter once."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        with self._lock:
+            self._grants[token] = _Grant(token=token)
+        return token
+
+    def revoke(self, token: bytes, gone: Callable[[], None]) -> None:
+        """Admits nobody by `token` any more and asks whoever entered to leave; calls `gone`, from any thread, once they
+        have.
+        """
+        with self._lock:
+            grant = self._grants.get(token)
+            if grant is not None and grant.peer is not None:
+                grant.gone = gone
+                _hang_up(grant.peer)
+                return
+            self._grants.pop(token, None)
+        gone()
+
+    def send(self, token: bytes, data: bytes) -> bool:
+        """Sends a few bytes to the peer that entered by `token`; False when it is gone, or lets them pile up unread."""
+        with self._lock:
+            grant = self._grants.get(token)
+            peer = grant.peer if grant is not None else None
+            if peer is None:
+                return False
+            try:
+                return peer.send(data) == len(data)
+            except OSError:
+                return False
+
+    def inside(self) -> int:
+        """How many peers have entered and not left."""
+        with self._lock:
+            return sum(grant.peer is not None for grant in self._grants.values())
+
+    def close(self) -> None:
+        """Stops serving and removes the socket file. Peers see their connections end."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wake.send(b"x")
+        self._thread.join()
+        self._wake.close()
+        if self._path is not None:
+            Path(self._path).unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        while self._serving:
+            for key, _ in self._selector.select():
+                key.data()
+        with self._lock:
+            self._grants.clear()
+        for registered in list(self._selector.get_map().values()):
+            sock = registered.fileobj
+            assert isinstance(sock, socket.socket)
+            sock.close()
+        self._selector.close()
+
+    def _stop(self) -> None:
+        self._serving = False
+
+    def _accept(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+        except OSError:
+            return  # It hung up before it was its turn.
+        peer.setblocking(False)
+        if self._path is None:
+            keep_alive(peer)
+        elif not _same_user(peer):
+            peer.close()
+            return
+        self._selector.register(peer, selectors.EVENT_READ, lambda: self._introduce(peer))
+
+    def _introduce(self, peer: socket.socket) -> None:
+        """The peer's first and only message: its token, in one piece."""
+        grant = self._claim(_receive(peer), peer)
+        if grant is None:
+            self._drop(peer)
+            return
+        try:
+            self._welcome(peer, grant.token)
+        except OSError:
+            self._left(grant, peer)
+            return
+        self._selector.modify(peer, selectors.EVENT_READ, lambda: self._heard(grant, peer))
+
+    def _claim(self, token: bytes, peer: socket.socket) -> _Grant | None:
+        with self._lock:
+            for known, grant in self._grants.items():
+                if hmac.compare_digest(known, token) and grant.peer is None:
+                    grant.peer = peer
+                    return grant
+        return None
+
+    def _heard(self, grant: _Grant, peer: socket.socket) -> None:
+        """A peer has nothing to say after it entered; its silence ends when it leaves."""
+        if not _receive(peer):
+            self._left(grant, peer)
+
+    def _left(self, grant: _Grant, peer: socket.socket) -> None:
+        with self._lock:
+            self._grants.pop(grant.token, None)
+            gone = grant.gone
+        self._drop(peer)
+        if gone is not None:
+            gone()
+
+    def _drop(self, peer: socket.socket) -> None:
+        self._selector.unregister(peer)
+        peer.close()
+
+
+def enter(invitation: Invitation) -> socket.socket:
+    """Connects to a gate and shows the token. Blocks for at most a few seconds; so do reads of what is returned.
+
+    Raises:
+        TransferError: Nobody serves there.
+    """
+    address = invitation.address
+    try:
+        connection = _connect(address)
+    except (OSError, ValueError, OverflowError) as error:
+        raise TransferError(f"the peer's memory at {address} cannot be reached: {error}") from error
+    try:
+        connection.sendall(invitation.token)
+    except OSError as error:
+        connection.close()
+        raise TransferError(f"the peer at {address} hung up: {error}") from error
+    return connection
+
+
+def on_one_host(address: str) -> bool:
+    """Whether only processes of this host can reach the gate at `address`."""
+    return address.startswith(_UNIX)
+
+
+def seal(blob: bytes, token: bytes) -> bytes:
+    """A welcome message of bytes that the peer hands to its transport, which would trust them blindly."""
+    return _LENGTH.pack(len(blob)) + blob + _mac(blob, token)
+
+
+def read_sealed(connection: socket.socket, token: bytes) -> bytes:
+    """The peer's side of `seal`: bytes that come, whole, from whoever made the token.
+
+    Raises:
+        TransferError: The token was refused, or the message is not what the receiver sent.
+    """
+    try:
+        (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+        if length > _MAX_WELCOME_BYTES:
+            raise TransferError(f"a welcome of {length} bytes")
+        blob, mac = _read(connection, length), _read(connection, _SEAL_BYTES)
+    except OSError as error:
+        raise TransferError(f"the peer did not answer: {error}") from error
+    if not hmac.compare_digest(mac, _mac(blob, token)):
+        raise TransferError("the peer's welcome is not the receiver's")
+    return blob
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other side hung up; never blocks. Only for connections on which nothing else is sent."""
+    try:
+        return connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Lets the kernel notice within seconds that the host at the other end is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _connect(address: str) -> socket.socket:
+    if not address.startswith(_UNIX):
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S)
+        keep_alive(connection)
+        return connection
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(CONNECT_TIMEOUT_S)
+    try:
+        connection.connect(address.removeprefix(_UNIX))
+    except (OSError, ValueError):
+        connection.close()
+        raise
+    return connection
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        if not part:
+            raise TransferError("the peer refused the token")
+        found += part
+    return bytes(found)
+
+
+def _mac(blob: bytes, token: bytes) -> bytes:
+    return hashlib.blake2b(blob, key=token, digest_size=_SEAL_BYTES).digest()
+
+
+def _bind_tcp(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_server((host, int(port)))
+
+
+def _tcp_address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{host}:{port}"
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """A socket bound to `path`, in place of one that a killed predecessor left there."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _abandoned(path):
+            Path(path).unlink(missing_ok=True)
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot bind the region's socket {path}: {error}") from error
+    Path(path).chmod(0o600)
+    return listener
+
+
+def _abandoned(path: str) -> bool:
+    """Whether a socket file lies there that nobody serves."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return Path(path).is_socket()
+        except FileNotFoundError:
+            return False
+    return False
+
+
+def _hang_up(peer: socket.socket) -> None:
+    try:
+        peer.shutdown(socket.SHUT_WR)
+    except OSError:
+        return  # It is gone already, which the gate's thread is about to see.
+
+
+def _same_user(peer: socket.socket) -> bool:
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    _, uid, _ = _UCRED.unpack(raw)
+    return bool(uid == os.getuid())
+
+
+def _receive(peer: socket.socket) -> bytes:
+    """What the peer sent; empty when it is gone."""
+    try:
+        return peer.recv(TOKEN_BYTES + 1)
+    except BlockingIOError:
+        return b"-"
+    except OSError:
+        return b""
