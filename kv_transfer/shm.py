@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
+from kv_transfer.gate import TOKEN_BYTES
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.plan import check_pages, runs
 from kv_transfer.ports import Push, RegionHandle
-from kv_transfer.gate import TOKEN_BYTES
 from kv_transfer.region_server import Attachment, attach, serve_region
 from kv_transfer.regions import SharedRegion
 
