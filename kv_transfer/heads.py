@@ -57,12 +57,14 @@ class LinkPlan:
     Attributes:
         slices: Of each page in each layer that both hold; ascending on both sides, none touching another.
         target_layers: For each of the sender's layers its index at the receiver, or None where that one lacks it.
+        shared_layers: How many of the sender's layers the receiver has.
         bytes_per_page: What the link writes of one page over all layers.
         whole_pages: Whether a page-layer is written whole to a page of the same size.
     """
 
     slices: tuple[HeadSlice, ...]
     target_layers: tuple[int | None, ...]
+    shared_layers: int
     bytes_per_page: int
     whole_pages: bool
 
@@ -99,6 +101,7 @@ def plan_link(source: KvLayout, target: KvLayout) -> LinkPlan:
     return LinkPlan(
         slices=slices,
         target_layers=target_layers,
+        shared_layers=shared_layers,
         bytes_per_page=written * shared_layers,
         whole_pages=written == source.page_layer_bytes == target.page_layer_bytes,
     )

@@ -9,6 +9,7 @@ from typing import NewType
 from baton.errors import BatonError, TransferError
 from baton.generation import TokenSample
 from baton.ids import WorkerIdentity, XferId
+from kv_transfer.heads import LinkPlan
 from kv_transfer.plan import Export, Grant
 from kv_transfer.ports import Push
 
@@ -187,10 +188,17 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerUp:
-    """The session with `peer` is open; its region has `region_blocks` pages."""
+    """The session with `peer` is open.
+
+    Attributes:
+        peer: Who.
+        region_blocks: Pages of its region.
+        link: What is written of each page; None where both layouts are equal.
+    """
 
     peer: WorkerIdentity
     region_blocks: int
+    link: LinkPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from baton.errors import BatonError, InvariantError, TransferError
 from baton.generation import TokenSample
 from baton.ids import WorkerIdentity, XferId
 from baton.layout import KvLayout
+from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.messages import (
     AbortRequest,
     Commit,
@@ -117,9 +118,9 @@ class Outbox:
 
     def __init__(self, layout: KvLayout) -> None:
         self._num_layers = len(layout.layers)
-        self._page_bytes = layout.page_bytes
+        self._whole = plan_link(layout, layout)
         self._transfers: dict[XferId, _Transfer] = {}
-        self._peers: dict[WorkerIdentity, int] = {}
+        self._peers: dict[WorkerIdentity, PeerUp] = {}
         self._next = 0
 
     def handle(self, event: OutboxEvent, now_s: float) -> list[OutboxAction]:
@@ -190,7 +191,7 @@ class Outbox:
         return []
 
     def _peer_up(self, event: PeerUp) -> list[OutboxAction]:
-        self._peers[event.peer] = event.region_blocks
+        self._peers[event.peer] = event
         actions: list[OutboxAction] = []
         for transfer in self._of_peer(event.peer):
             if transfer.started_s is not None and transfer.state is _S.OPENED:
@@ -239,7 +240,7 @@ class Outbox:
     def _granted(self, transfer: _Transfer, grant: Grant, now_s: float) -> list[OutboxAction]:
         if transfer.state is not _S.RESERVING:
             return []
-        region_blocks = self._peers[transfer.peer]
+        region_blocks = self._peers[transfer.peer].region_blocks
         try:
             check_grant(grant, num_blocks=transfer.num_blocks, region_blocks=region_blocks)
         except TransferError as error:
@@ -299,7 +300,7 @@ class Outbox:
 
     def _push(self, transfer: _Transfer, grant: Grant, item: _Waiting) -> list[OutboxAction]:
         plan = plan_pages(item.export, grant)
-        if plan is None:
+        if plan is None or self._link(transfer).target_layers[item.export.layer_index] is None:
             return []
         self._next += 1
         transfer.outstanding[self._next] = _Outstanding(
@@ -335,14 +336,14 @@ class Outbox:
         if transfer.state is not _S.WRITING or transfer.first_tokens is None:
             return []
         assert transfer.grant is not None
-        pages = len(transfer.grant.blocks)
-        if transfer.outstanding or transfer.landed < pages * self._num_layers:
+        pages, link = len(transfer.grant.blocks), self._link(transfer)
+        if transfer.outstanding or transfer.landed < pages * link.shared_layers:
             return []
         self._move(transfer, _S.COMMITTING)
         commit = Commit(
             xfer_id=transfer.xfer_id,
             num_blocks=pages,
-            num_bytes=pages * self._page_bytes,
+            num_bytes=pages * link.bytes_per_page,
             first_tokens=transfer.first_tokens,
         )
         return [Send(peer=transfer.peer, message=commit)]
@@ -357,7 +358,7 @@ class Outbox:
         done = HandOver(
             xfer_id=transfer.xfer_id,
             blocks_sent=pages,
-            bytes_sent=pages * self._page_bytes,
+            bytes_sent=pages * self._link(transfer).bytes_per_page,
             reserve_wait_s=transfer.granted_s - transfer.started_s,
             unhidden_s=now_s - transfer.drawn_s,
         )
@@ -377,6 +378,10 @@ class Outbox:
             return []
         del self._transfers[transfer.xfer_id]
         return [] if transfer.cut_off else [_quiesced(transfer.peer, transfer.xfer_id)]
+
+    def _link(self, transfer: _Transfer) -> LinkPlan:
+        """What is written of each page; its peer is known from the grant on."""
+        return self._peers[transfer.peer].link or self._whole
 
     def _of_peer(self, peer: WorkerIdentity) -> list[_Transfer]:
         return [transfer for transfer in self._transfers.values() if transfer.peer == peer]

@@ -40,7 +40,7 @@ from kv_transfer.convert import (
     request_from_proto,
     request_to_proto,
 )
-from kv_transfer.heads import plan_link
+from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.messages import SessionId, ToDecode, ToPrefill
 from kv_transfer.ports import KvReceiver, KvSender, KvWriter, RegionHandle
 
@@ -60,8 +60,10 @@ class Endpoint:
 class SessionListener(Protocol):
     """What a prefill worker hears of one session. Called on the event loop."""
 
-    def on_open(self, peer: WorkerIdentity, writer: KvWriter, region_blocks: int) -> None:
-        """The handshake succeeded and the peer's region is mapped."""
+    def on_open(
+        self, peer: WorkerIdentity, writer: KvWriter, region_blocks: int, link: LinkPlan
+    ) -> None:
+        """The handshake succeeded and the peer's region, of so many pages, is mapped."""
 
     def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
         """The peer says something."""
@@ -182,6 +184,7 @@ class PeerSession:
                 f"{self._peer} chose a backend not offered: {accepted.backend!r}"
             )
         layout = layout_from_proto(accepted.layout)
+        link = plan_link(self._here.layout, layout)
         handle = RegionHandle(
             backend=accepted.backend, opaque=accepted.region, num_blocks=accepted.num_blocks
         )
@@ -189,7 +192,7 @@ class PeerSession:
         connect = asyncio.to_thread(sender.connect, handle, self._here.layout, layout)
         self._connecting = asyncio.create_task(connect)
         writer = await asyncio.shield(self._connecting)
-        self._listener.on_open(self._peer, writer, accepted.num_blocks)
+        self._listener.on_open(self._peer, writer, accepted.num_blocks, link)
 
 
 class SessionHost(Protocol):

@@ -24,6 +24,7 @@ from baton.telemetry.logs import get_logger
 from baton.telemetry.worker import WorkerMetrics
 from engine.messages import StepEvents
 from engine.ports import EnginePort
+from kv_transfer.heads import LinkPlan
 from kv_transfer.messages import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush, ToPrefill
 from kv_transfer.ports import KvSender, KvWriter
 from kv_transfer.session import Endpoint, PeerSession
@@ -250,10 +251,12 @@ class PrefillWorker(pb_grpc.PrefillServicer):
 
         self._writers[action.peer].push(action.push, done)
 
-    def on_open(self, peer: WorkerIdentity, writer: KvWriter, region_blocks: int) -> None:
+    def on_open(
+        self, peer: WorkerIdentity, writer: KvWriter, region_blocks: int, link: LinkPlan
+    ) -> None:
         """The session with `peer` is up."""
         self._writers[peer] = writer
-        self._apply(PeerUp(peer=peer, region_blocks=region_blocks))
+        self._apply(PeerUp(peer=peer, region_blocks=region_blocks, link=link))
 
     def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
         """`peer` says something."""

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
 from baton.errors import InvariantError, TransferError, WorkerLostError
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
+from kv_transfer.heads import plan_link
 from kv_transfer.messages import (
     AbortRequest,
     Commit,
@@ -103,6 +106,24 @@ def test_the_commit_waits_for_every_layer_of_every_page_and_the_first_tokens(out
     assert isinstance(done, HandOver)
     assert done.unhidden_s == 2.0
     assert outbox.in_flight() == 0
+
+
+def test_a_peer_with_some_heads_of_some_layers_is_sent_those_and_told_their_bytes():
+    here = replace(LAYOUT, num_kv_heads=4)
+    there = replace(here, num_kv_heads=2, tp_size=2, tp_rank=1, layers=LAYOUT.layers[1:])
+    outbox = Outbox(here)
+    outbox.handle(Opened(xfer_id=X, peer=D, num_blocks=2), 0.0)
+    outbox.handle(PeerUp(peer=D, region_blocks=10, link=plan_link(here, there)), 0.0)
+    outbox.handle(exported(0, 0, 3, 4), 0.0)
+    outbox.handle(exported(1, 0, 3, 4), 0.0)
+    (push,) = pushes(outbox.handle(granted(0, 7, 8), 0.0))
+    assert push.push.layer_index == 1
+    outbox.handle(DREW, 0.0)
+    commit = Commit(xfer_id=X, num_blocks=2, num_bytes=2 * there.page_bytes, first_tokens=FIRST)
+    assert land(outbox, push) == [Send(peer=D, message=commit)]
+    (done,) = outbox.handle(said(Committed(xfer_id=X)), 0.0)
+    assert isinstance(done, HandOver)
+    assert done.bytes_sent == 2 * there.page_bytes
 
 
 def test_a_prompt_that_the_peer_holds_whole_is_committed_without_a_push(outbox: Outbox):

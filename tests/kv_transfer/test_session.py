@@ -15,6 +15,7 @@ from baton.rpc.convert import PROTOCOL_VERSION, identity_to_proto, layout_to_pro
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
+from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.messages import Granted, Reserve, SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Grant
 from kv_transfer.ports import KvWriter
@@ -32,8 +33,12 @@ class Heard:
     """Both sides' listener."""
 
     events: asyncio.Queue[tuple[str, object]] = field(default_factory=asyncio.Queue)
+    link: LinkPlan | None = None
 
-    def on_open(self, peer: WorkerIdentity, writer: KvWriter, region_blocks: int) -> None:
+    def on_open(
+        self, peer: WorkerIdentity, writer: KvWriter, region_blocks: int, link: LinkPlan
+    ) -> None:
+        self.link = link
         self.events.put_nowait(("open", region_blocks))
 
     def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
@@ -154,6 +159,7 @@ async def test_a_rank_of_another_tensor_parallelism_writes_its_heads(tmp_path: P
         both.source[:] = bytes(range(256)) * (len(both.source) // 256)
         session = both.dial(layout=half)
         assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
+        assert both.at_p.link == plan_link(half, LAYOUT)
         both.sender.writers[0].push(push(0, [3], [4]), _no_error)
         wanted = bytearray(len(both.target))
         here, there = 3 * half.page_layer_bytes, 4 * LAYOUT.page_layer_bytes
