@@ -279,6 +279,15 @@ async def test_a_worker_says_who_it_is_and_how_it_is(tmp_path: Path):
         assert b"vllm:num_requests_running 0.0" in both.d.server.collect()
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_worker_that_has_not_worked_yet_reports_all_its_pages_as_free(tmp_path: Path, side):
+    async with pair(tmp_path) as both:
+        router = both.to_p if side == "prefill" else both.to_d
+        await router.until(lambda: router.load is not None)
+        assert router.load is not None
+        assert router.load.blocks_total == router.load.blocks_free == LIMITS.num_blocks
+
+
 async def test_an_engine_whose_loop_died_ends_its_process_and_its_health(tmp_path: Path):
     async with node(Role.DECODE, tmp_path) as d:
         router = Router(d, decode=True)
