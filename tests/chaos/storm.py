@@ -1,0 +1,92 @@
+"""A storm: traffic on a served cluster while a seeded hand does some harm every second."""
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import psutil
+
+from tests.chaos.process import ProcessFaults
+from tests.chaos.traffic import Traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weather:
+    """How hard it blows.
+
+    Attributes:
+        interval_s: Time between two faults.
+        kill: Weight of a SIGKILL.
+        stop: Weight of a SIGSTOP that ends with a SIGCONT.
+        leave: Weight of a client that hangs up.
+        longest_stop_s: Stops last up to this long.
+    """
+
+    interval_s: float = 1.0
+    kill: float = 0.3
+    stop: float = 0.4
+    leave: float = 0.3
+    longest_stop_s: float = 8.0
+
+
+@dataclass(slots=True, eq=False)
+class Storm:
+    """Does harm until told to end; then lets everything run that it stopped.
+
+    Attributes:
+        faults: What does the harm to processes, and the proof of it.
+        workers: Names of the workers that may be harmed.
+        traffic: Whose clients hang up.
+        rng: Decides.
+        weather: How hard it blows.
+        log: What was done, in order.
+        hung_up: Clients made to leave.
+    """
+
+    faults: ProcessFaults
+    workers: tuple[str, ...]
+    traffic: Traffic
+    rng: random.Random
+    weather: Weather = field(default_factory=Weather)
+    log: list[str] = field(default_factory=list)
+    hung_up: int = 0
+    _stopped: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def blow(self, calm: asyncio.Event) -> None:
+        """One fault after the other until `calm`."""
+        while not calm.is_set():
+            try:
+                async with asyncio.timeout(self.weather.interval_s):
+                    await calm.wait()
+            except TimeoutError:
+                await self._strike()
+        await asyncio.gather(*self._stopped.values())
+
+    def counts(self) -> Counter[str]:
+        """How often each kind of fault happened, by proof."""
+        return self.faults.happened + Counter({"leave": self.hung_up})
+
+    async def _strike(self) -> None:
+        weather = self.weather
+        kinds = {"kill": weather.kill, "stop": weather.stop, "leave": weather.leave}
+        kind = self.rng.choices(list(kinds), weights=list(kinds.values()))[0]
+        worker = self.rng.choice(self.workers)
+        if kind == "leave":
+            self.hung_up += self.traffic.hang_up(self.rng)
+        elif await asyncio.to_thread(self.faults.find, worker) is None:
+            kind = "spared"  # away already
+        elif kind == "kill":
+            await asyncio.to_thread(self.faults.kill, worker)
+        elif worker not in self._stopped:
+            await self._stop(worker, self.rng.uniform(0.1, weather.longest_stop_s))
+        self.log.append(f"{kind} {worker}")
+
+    async def _stop(self, worker: str, for_s: float) -> None:
+        victim = await asyncio.to_thread(self.faults.stop, worker)
+        self._stopped[worker] = asyncio.create_task(self._resume(worker, victim, for_s))
+
+    async def _resume(self, worker: str, victim: psutil.Process, for_s: float) -> None:
+        await asyncio.sleep(for_s)
+        await asyncio.to_thread(self.faults.resume, victim)
+        del self._stopped[worker]
