@@ -1,7 +1,6 @@
 """Which bytes go where: from the pages a prefill step completed to the pages that the decode worker granted.
 
-Pure. Both workers of a pair have the same layout here, so a page is written whole; a worker with another tensor
-parallelism will take a contiguous slice of heads of each page, and that is decided here too.
+Pure. Which part of each page is written, where the two workers spread the heads differently, is told by `heads.py`.
 
     prompt blocks   0   1   2   3   4   5        6 blocks, the first 2 are held by the decode worker
     granted                 7   9   4   1        its pages for the rest, in prompt order

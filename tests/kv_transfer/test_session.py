@@ -132,6 +132,7 @@ async def test_messages_travel_both_ways_and_the_end_is_told_on_both_sides(tmp_p
         ({"layout": replace(LAYOUT, head_dim=16)}, "incompatible", "head_dim: 8 here, 16 there"),
         ({"layout": replace(LAYOUT, model_fingerprint="g")}, "incompatible", "model_fingerprint"),
         ({"layout": replace(LAYOUT, tp_size=2)}, "incompatible", "total_kv_heads: 2 here, 4 there"),
+        ({"layout": replace(LAYOUT, tp_rank=3)}, "incompatible", "tp_rank: 3 of 1"),
         ({"layout": replace(LAYOUT, kv_head_replicas=0)}, "incompatible", "kv_head_replicas: 0"),
         (
             {"layout": replace(LAYOUT, layers=(LayerName("z"),))},
