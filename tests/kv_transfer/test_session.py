@@ -10,6 +10,7 @@ import pytest
 
 from baton.errors import BatonError
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
+from baton.layout import KvLayout
 from baton.rpc.channel import bind, new_server, open_channel
 from baton.rpc.convert import PROTOCOL_VERSION, identity_to_proto, layout_to_proto
 from baton.rpc.v1 import transfer_pb2 as pb
@@ -81,13 +82,13 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(folder: Path):
+async def serving(folder: Path, layout: KvLayout = LAYOUT):
     fabric = FakeFabric()
     target = memoryview(bytearray(LAYOUT.region_bytes(RECEIVER_BLOCKS)))
     source = memoryview(bytearray(LAYOUT.region_bytes(SENDER_BLOCKS)))
     at_d = Heard()
     service = TransferService(
-        here=Endpoint(identity=D, layout=LAYOUT),
+        here=Endpoint(identity=D, layout=layout),
         num_blocks=RECEIVER_BLOCKS,
         receivers={"fake": FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS)},
         host=at_d,
@@ -169,6 +170,17 @@ async def test_a_rank_of_another_tensor_parallelism_writes_its_heads(tmp_path: P
         ]
         assert bytes(both.target) == bytes(wanted)
         await session.close()
+
+
+async def test_a_pair_of_ranks_that_share_no_heads_is_refused_by_name(tmp_path: Path):
+    first = replace(LAYOUT, num_kv_heads=1, tp_size=2)
+    async with serving(tmp_path, layout=first) as both:
+        both.dial(layout=replace(first, tp_rank=1))
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert isinstance(error, BatonError)
+        assert error.code == "incompatible"
+        assert "tp_rank: 1 of 2 has no heads to send to 0 of 2" in error.message
 
 
 async def test_a_peer_that_tells_no_layout_of_its_region_is_refused_by_name(tmp_path: Path):
