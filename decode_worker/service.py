@@ -50,7 +50,8 @@ from kv_transfer.messages import (
     ToPeer,
 )
 from kv_transfer.ports import KvReceiver
-from kv_transfer.session import Endpoint, TransferService
+from kv_transfer.session import Endpoint
+from kv_transfer.session_service import TransferService
 
 _log = get_logger(__name__)
 

@@ -20,7 +20,8 @@ from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.messages import Granted, Reserve, SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Grant
 from kv_transfer.ports import KvWriter
-from kv_transfer.session import Endpoint, PeerSession, TransferService
+from kv_transfer.session import Endpoint, PeerSession
+from kv_transfer.session_service import TransferService
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, push
 
 TIMEOUT_S = 20
