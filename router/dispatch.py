@@ -33,6 +33,7 @@ from router.events import (
     TimePassed,
     WorkerJoined,
     WorkerLost,
+    WorkerSuspected,
 )
 from router.flight import Flight, FlightState
 from router.job import Job
@@ -40,7 +41,10 @@ from router.legs import LegTable
 from router.placement import Placement
 from router.progress import Broken, FlightProgress, Over, Settling, Verdict
 from router.routing.policy import Unavailable
-from router.routing.view import ClusterView
+from router.routing.view import ClusterView, WorkerView
+
+_DEAF_S = 1.0
+"""After such a pause between two ticks this router cannot tell who was silent: it heard nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,7 @@ class Dispatcher:
         self._waiting: dict[Flight, Unavailable] = {}
         self._settling: dict[Flight, None] = {}
         self._deadlines: list[tuple[float, RequestId]] = []
+        self._ticked_s = float("-inf")
 
     @property
     def in_flight(self) -> int:
@@ -226,6 +231,7 @@ class Dispatcher:
         if own_fault or flight.attempt >= self._patience.max_attempts:
             return actions + self._fail(job.request_id, error)
         wanted = tuple(sample for sample in flight.samples if not job.finished(sample))
+        job.watch.started_again(resumed=job.has_tokens(wanted))
         groups = [(sample,) for sample in wanted] if job.has_tokens(wanted) else [wanted]
         for group in groups:
             successor = Flight(
@@ -279,6 +285,21 @@ class Dispatcher:
         worker = self._view.lose(identity)
         if worker is None:
             return []
+        return self._go_on_without(worker, reason, now_s)
+
+    def _suspect(self, worker: WorkerView, now_s: float) -> list[Action]:
+        """Goes on without a worker that stands still. It stays a member, takes nothing new until it is heard from, and
+        finds the end of its legs among the commands that wait for it.
+        """
+        silent_s = now_s - worker.heard_s
+        cancels = [leg.cancel() for leg in self._legs.on_worker(worker)]
+        told = WorkerSuspected(worker=worker.identity, silent_s=silent_s)
+        reason = f"silent for {silent_s:.1f} s"
+        return [told, *cancels, *self._go_on_without(worker, reason, now_s)]
+
+    def _go_on_without(self, worker: WorkerView, reason: str, now_s: float) -> list[Action]:
+        """Closes every leg on `worker` and continues their flights elsewhere."""
+        identity = worker.identity
         error = WorkerLostError(f"worker {identity} was lost: {reason}")
         gone = self._legs.on_worker(worker)
         for leg in gone:
@@ -295,12 +316,12 @@ class Dispatcher:
         worker = self._view.find(event.worker.worker_id)
         if worker is None or worker.identity != event.worker:
             return []
-        was_draining = worker.draining
+        was_away = worker.draining or self._view.suspected(worker, now_s)
         worker.report(event.load, now_s)
-        return self._place_waiting(now_s) if was_draining and not worker.draining else []
+        return self._place_waiting(now_s) if was_away and not worker.draining else []
 
     def _time_passed(self, now_s: float) -> list[Action]:
-        actions: list[Action] = []
+        actions = self._look_for_silent_workers(now_s)
         while self._deadlines and self._deadlines[0][0] <= now_s:
             deadline_s, request_id = heappop(self._deadlines)
             job = self._jobs.get(request_id)
@@ -309,6 +330,16 @@ class Dispatcher:
         for flight in [f for f in self._settling if now_s - f.since_s >= self._patience.settle_s]:
             actions += self._end(flight, now_s)
         return actions + self._place_waiting(now_s)
+
+    def _look_for_silent_workers(self, now_s: float) -> list[Action]:
+        if now_s - self._ticked_s > _DEAF_S:
+            self._view.excuse_silence(now_s)
+        self._ticked_s = now_s
+        actions: list[Action] = []
+        for worker in self._view.workers:
+            if worker.legs and self._view.suspected(worker, now_s):
+                actions += self._suspect(worker, now_s)
+        return actions
 
     def _place_waiting(self, now_s: float) -> list[Action]:
         actions: list[Action] = []

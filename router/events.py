@@ -219,6 +219,14 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSuspected:
+    """A worker with legs of this router fell silent; they go on elsewhere. Nothing is to be done but to say so."""
+
+    worker: WorkerIdentity
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RefuseWorker:
     """The worker that joined at `address` cannot be used: hang up."""
 
@@ -227,4 +235,4 @@ class RefuseWorker:
 
 
 SendAction = SendPrefill | SendExpect | SendGenerate | SendCancel
-Action = SendAction | Emit | Finish | Fail | RefuseWorker
+Action = SendAction | Emit | Finish | Fail | RefuseWorker | WorkerSuspected

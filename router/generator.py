@@ -23,6 +23,7 @@ from router.events import (
     Submitted,
     TimePassed,
     WorkerJoined,
+    WorkerSuspected,
 )
 from router.inbox import Inbox
 from router.links import LinkTiming
@@ -67,7 +68,7 @@ class ClusterGenerator:
         self._clock = clock or MonotonicClock()
         self._max_queued_bytes = config.max_queued_bytes_per_client
         index = PrefixIndex()
-        self.view = ClusterView(index)
+        self.view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
         placement = Placement(
             view=self.view,
             index=index,
@@ -210,6 +211,12 @@ class ClusterGenerator:
                     self._inboxes[request_id].end(end)
             case RefuseWorker():
                 self.membership.refuse(action)
+            case WorkerSuspected():
+                _log.warning(
+                    "worker fell silent, its requests go on elsewhere",
+                    worker=str(action.worker),
+                    silent_s=round(action.silent_s, 1),
+                )
             case _:
                 self.membership.send(action)
 

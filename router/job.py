@@ -42,6 +42,8 @@ class Stopwatch:
     cached_tokens: int = 0
     blocks_sent: int = 0
     bytes_sent: int = 0
+    retries: int = 0
+    resumptions: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
 
@@ -52,6 +54,13 @@ class Stopwatch:
         if self.first_token_s is None:
             self.prefill_worker = pair.prefill.identity.worker_id
         self.decode_worker = pair.decode.identity.worker_id
+
+    def started_again(self, *, resumed: bool) -> None:
+        """An attempt failed and another takes its place, from the token log or from nothing."""
+        if resumed:
+            self.resumptions += 1
+        else:
+            self.retries += 1
 
     def prefilled(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
         """First tokens come; the times are the worker's."""
@@ -148,6 +157,8 @@ class Job:
             output_tokens=sum(len(log.tokens) for log in self._logs.values()),
             blocks_sent=watch.blocks_sent,
             bytes_sent=watch.bytes_sent,
+            retries=watch.retries,
+            resumptions=watch.resumptions,
         )
 
     def _log(self, token: TokenSample) -> bool:

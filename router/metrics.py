@@ -69,6 +69,8 @@ class RouterMetrics:
         self._prefill.observe(timing.prefill_s)
         self._decode.observe(timing.decode_s)
         self._inference.observe(timing.prefill_s + timing.decode_s)
+        self._retries.inc(timing.retries)
+        self._resumed.inc(timing.resumptions)
         self._route.observe(timing.route_s)
         if timing.blocks_sent:
             self._handoff.observe(timing.handoff_s)
@@ -82,6 +84,16 @@ class RouterMetrics:
             "baton_prompt_tokens_cached", "Prompt tokens whose KV a prefix cache held."
         )
         self._handoff_bytes = self._counter("baton_handoff_bytes", "KV bytes handed over.")
+        self._retries = self._counter(
+            "baton_prefill_retries", "Attempts started again before their first token."
+        )
+        migrations = Counter(
+            "baton_migrations",
+            "Running samples that went on elsewhere.",
+            ["model_name", "kind"],
+            registry=self.registry,
+        )
+        self._resumed = migrations.labels(self._model_name, "resumed")
         success = Counter(
             "vllm:request_success",
             "Samples that reached their end.",

@@ -54,6 +54,8 @@ class Timing:
         output_tokens: Generated tokens over all samples.
         blocks_sent: Pages pushed.
         bytes_sent: Bytes pushed.
+        retries: Attempts that were lost before they gave a token.
+        resumptions: Attempts that were lost later, and continued on other workers from the tokens given.
     """
 
     prefill_worker: str
@@ -71,6 +73,8 @@ class Timing:
     output_tokens: int
     blocks_sent: int
     bytes_sent: int
+    retries: int = 0
+    resumptions: int = 0
 
 
 GenerationEvent = Tokens | Timing

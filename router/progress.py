@@ -82,7 +82,7 @@ class FlightProgress:
         leg = self._legs.find(event)
         if leg is None:
             return [], None
-        leg.worker.progress_s = now_s
+        leg.worker.progress_s = leg.worker.heard_s = now_s
         if isinstance(event, LegFailed):
             return [], self._drop(leg, event.error, now_s)
         if leg.service is not _SERVICE_OF[type(event)]:

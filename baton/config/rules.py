@@ -96,9 +96,12 @@ RULES: tuple[Rule, ...] = (
     ),
     *_above_zero(
         "router.request_timeout_s",
+        "router.silence_timeout_s",
         "transfer.expect_timeout_s",
         "transfer.reserve_timeout_s",
         "transfer.quiesce_timeout_s",
+        "transfer.lease_s",
+        "transfer.retry_grace_s",
         "cluster.restart_backoff_s",
         "cluster.restart_backoff_max_s",
         "cluster.startup_timeout_s",

@@ -66,6 +66,8 @@ class RouterConfig:
         max_body_bytes: Larger bodies get 413.
         request_timeout_s: Deadline of one request, queueing included.
         max_attempts: How often the legs of a request may be started before it fails.
+        silence_timeout_s: A worker that says nothing for this long, though it should twice per second, is suspected:
+            its requests go on elsewhere, and it gets nothing new until it is heard from.
         max_queued_bytes_per_client: Output a slow client may leave unread before its request is cancelled.
     """
 
@@ -76,6 +78,7 @@ class RouterConfig:
     max_body_bytes: int = 32 * 1024 * 1024
     request_timeout_s: float = 600.0
     max_attempts: int = 3
+    silence_timeout_s: float = 5.0
     max_queued_bytes_per_client: int = 4 * 1024 * 1024
 
 
@@ -88,12 +91,18 @@ class TransferConfig:
         expect_timeout_s: How long a decode worker waits for an announced transfer; covers queueing at the prefill worker.
         reserve_timeout_s: How long a decode worker may leave a reservation unanswered for lack of room.
         quiesce_timeout_s: How long an aborted transfer may stay unacknowledged before its peer is fenced.
+        lease_s: A prefill worker whose heartbeats stop for this long is suspected: it is cut off and another takes over.
+        retry_grace_s: How long a decode worker keeps a reservation for another prefill worker after one was lost.
+        checksums: Verify every page before it is decoded.
     """
 
     backends: tuple[str, ...] = ("shm",)
     expect_timeout_s: float = 600.0
     reserve_timeout_s: float = 60.0
     quiesce_timeout_s: float = 5.0
+    lease_s: float = 5.0
+    retry_grace_s: float = 2.0
+    checksums: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

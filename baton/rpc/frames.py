@@ -19,6 +19,9 @@ StreamId = NewType("StreamId", int)
 """One router's stream, as the worker counts them."""
 
 LOAD_INTERVAL_S = 0.2
+HEARTBEAT_S = 0.5
+"""A router hears at least so often from a worker that is well, whether or not there is news."""
+
 MAX_PENDING = 1_000_000
 
 _log = get_logger(__name__)
@@ -50,8 +53,13 @@ class FrameStream(Generic[Frame]):
 
     def report(self, load: WorkerLoad, now_s: float) -> None:
         """Reports the load if it changed in more than its step count, or if the last report is old."""
-        same = replace(load, steps=self._reported.steps) == self._reported
-        if load == self._reported or (same and now_s - self._reported_s < LOAD_INTERVAL_S):
+        if load == self._reported:
+            wait_s = HEARTBEAT_S
+        elif replace(load, steps=self._reported.steps) == self._reported:
+            wait_s = LOAD_INTERVAL_S
+        else:
+            wait_s = 0.0
+        if now_s - self._reported_s < wait_s:
             return
         self._load, self._reported, self._reported_s = load, load, now_s
         self._ready.set()

@@ -44,6 +44,8 @@ class TimingReply(BaseModel):
     output_tokens: int
     blocks_sent: int
     bytes_sent: int
+    retries: int
+    resumptions: int
 
 
 class TopLogprob(BaseModel):

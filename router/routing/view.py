@@ -14,6 +14,8 @@ from baton.layout import KvLayout
 from baton.rpc.convert import WorkerHello
 from router.routing.index import PrefixIndex
 
+_READY = "ready"
+
 
 @dataclass(slots=True, eq=False)
 class WorkerView:
@@ -33,6 +35,7 @@ class WorkerView:
         foreign_prefill_tokens: Pending prompt tokens that are not this router's, by the last report.
         foreign_sequences: The same for sequences.
         progress_s: When it last showed progress, or when it last became busy.
+        heard_s: When it last said anything; a worker that is well reports twice per second.
         last_pick: Number of the last decision that chose it.
     """
 
@@ -41,6 +44,7 @@ class WorkerView:
     slot: int
     layout_group: int
     progress_s: float
+    heard_s: float
     load: WorkerLoad = field(default_factory=WorkerLoad)
     draining: bool = False
     legs: int = 0
@@ -68,6 +72,7 @@ class WorkerView:
 
     def report(self, load: WorkerLoad, now_s: float) -> None:
         """Takes a load report: corrects what is not this router's own."""
+        self.heard_s = now_s
         if load.steps != self.load.steps:
             self.progress_s = now_s
         self.load = load
@@ -81,6 +86,10 @@ class WorkerView:
         """Whether it holds work of this router and has shown no progress for `timeout_s`."""
         return self.legs > 0 and now_s - self.progress_s > timeout_s
 
+    def silent(self, now_s: float, timeout_s: float) -> bool:
+        """Whether nothing came from it for `timeout_s`: it stands still, or the way to it is cut."""
+        return now_s - self.heard_s > timeout_s
+
 
 class ClusterView:
     """Every connected worker, at most one incarnation of each.
@@ -88,11 +97,19 @@ class ClusterView:
     Args:
         index: Told of incarnations that are gone.
         stall_timeout_s: Work without progress for this long keeps a worker from being chosen.
+        silence_timeout_s: A worker that says nothing for this long is suspected until it is heard from again.
     """
 
-    def __init__(self, index: PrefixIndex, *, stall_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        stall_timeout_s: float = 60.0,
+        silence_timeout_s: float = 5.0,
+    ) -> None:
         self._index = index
         self._stall_timeout_s = stall_timeout_s
+        self._silence_timeout_s = silence_timeout_s
         self._workers: dict[WorkerId, WorkerView] = {}
         self._groups: dict[KvLayout, int] = {}
 
@@ -127,6 +144,7 @@ class ClusterView:
             slot=self._index.admit(identity),
             layout_group=self._groups.setdefault(hello.layout, len(self._groups)),
             progress_s=now_s,
+            heard_s=now_s,
         )
         self._workers[identity.worker_id] = worker
         return worker
@@ -139,19 +157,25 @@ class ClusterView:
         return self._workers.pop(identity.worker_id)
 
     def usable(self, now_s: float) -> list[WorkerView]:
-        """Those that may be given new work: neither draining nor stalled."""
-        timeout_s = self._stall_timeout_s
-        return [
-            worker
-            for worker in self._workers.values()
-            if not worker.draining and not worker.stalled(now_s, timeout_s)
-        ]
+        """Those that may be given new work: neither draining nor stalled nor suspected."""
+        return [w for w in self._workers.values() if self.state(w, now_s) == _READY]
+
+    def suspected(self, worker: WorkerView, now_s: float) -> bool:
+        """Whether it has been silent for too long."""
+        return worker.silent(now_s, self._silence_timeout_s)
+
+    def excuse_silence(self, now_s: float) -> None:
+        """It was this router that did not listen: what the workers said meanwhile is still to be read."""
+        for worker in self.workers:
+            worker.heard_s = now_s
 
     def state(self, worker: WorkerView, now_s: float) -> str:
         """One word for operators."""
+        if self.suspected(worker, now_s):
+            return "suspected"
         if worker.draining:
             return "draining"
-        return "stalled" if worker.stalled(now_s, self._stall_timeout_s) else "ready"
+        return "stalled" if worker.stalled(now_s, self._stall_timeout_s) else _READY
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a count is negative or left over without a leg."""

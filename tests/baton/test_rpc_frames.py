@@ -5,7 +5,7 @@ import pytest
 from baton.errors import OverloadedError
 from baton.generation import WorkerLoad
 from baton.rpc import frames
-from baton.rpc.frames import LOAD_INTERVAL_S, FrameStream
+from baton.rpc.frames import HEARTBEAT_S, LOAD_INTERVAL_S, FrameStream
 
 Frame = tuple[list[int], WorkerLoad | None]
 
@@ -57,6 +57,17 @@ async def test_more_steps_alone_are_reported_every_so_often(builder: Builder, st
     later = WorkerLoad(running=1, steps=3)
     stream.report(later, LOAD_INTERVAL_S)
     assert (await stream.next())[1] == later
+
+
+async def test_a_load_that_stays_the_same_is_repeated_as_a_sign_of_life(stream):
+    load = WorkerLoad(running=1)
+    stream.report(load, 0.0)
+    await stream.next()
+    stream.report(load, HEARTBEAT_S / 2)
+    stream.wake()
+    assert (await stream.next())[1] is None
+    stream.report(load, HEARTBEAT_S)
+    assert (await stream.next())[1] == load
 
 
 async def test_a_router_that_does_not_read_is_given_up(

@@ -41,6 +41,7 @@ from router.events import (
     TimePassed,
     WorkerJoined,
     WorkerLost,
+    WorkerSuspected,
 )
 from router.placement import Placement
 from router.ports import GenerationJob
@@ -95,6 +96,16 @@ class Core:
     def pass_time(self, seconds: float):
         self.now_s += seconds
         return self(TimePassed())
+
+    def pass_time_hearing(self, seconds: float, *heard: str):
+        """Ticks pass as they do in life, and only these workers say that they are there."""
+        actions = []
+        for _ in range(round(seconds / 0.5)):
+            actions += self.pass_time(0.5)
+            for worker in self.view.workers:
+                if worker.identity.worker_id in heard:
+                    actions += self(LoadReported(worker=worker.identity, load=WorkerLoad()))
+        return actions
 
     def assert_empty(self) -> None:
         assert self.dispatcher.in_flight == 0
@@ -282,6 +293,67 @@ def test_a_lost_decode_worker_is_replaced_with_the_token_log(core):
     assert again.target != d.worker
     actions = core(first_tokens(again, drawn(0, 2, 4)))
     assert tokens_in(actions) == [drawn(0, 2, 4)]
+
+
+def test_a_worker_that_falls_silent_is_replaced_with_the_token_log(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    core(handed_off(p))
+    core(decoded(d, drawn(0, 1, 4)))
+    others = {"p0", "d0", "d1"} - {d.worker.worker_id}
+    assert core.pass_time_hearing(5.0, *others) == []
+    actions = core.pass_time_hearing(1.0, *others)
+    assert sent(actions, WorkerSuspected).worker == d.worker
+    assert cancelled(actions) == {d.leg_id}
+    again = sent(actions, SendPrefill)
+    assert again.prompt.output_tokens == (0, 1)
+    assert again.target != d.worker
+    assert core(decoded(d, drawn(0, 2, 4))) == []
+
+
+def test_a_prefill_worker_that_falls_silent_is_replaced(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    others = {"p0", "p1", "d0"} - {p.worker.worker_id}
+    actions = core.pass_time_hearing(6.0, *others)
+    assert sent(actions, SendPrefill).worker != p.worker
+    assert cancelled(actions) == {p.leg_id, d.leg_id}
+
+
+def test_a_suspected_worker_is_used_again_when_it_is_heard(core):
+    core.join("h0")
+    first = sent(core.submit(), SendGenerate)
+    actions = core.pass_time_hearing(7.0)
+    assert cancelled(actions) == {first.leg_id}
+    assert not any(isinstance(action, SendGenerate) for action in actions)
+    again = core(LoadReported(worker=first.worker, load=WorkerLoad()))
+    assert sent(again, SendGenerate).worker == first.worker
+    assert core(decoded(first, drawn(0, 0, 4))) == []
+
+
+def test_a_silent_worker_gets_nothing_new_even_if_it_had_nothing(core):
+    core.join("h0", "h1")
+    core.pass_time_hearing(6.0, "h1")
+    assert sent(core.submit(), SendGenerate).worker.worker_id == "h1"
+
+
+def test_a_router_that_slept_suspects_nobody(core):
+    core.join("h0")
+    core.submit()
+    core.pass_time_hearing(4.0, "h0")
+    assert core.pass_time(30.0) == []
+    assert core.pass_time_hearing(4.0) == []
+
+
+def test_the_timing_tells_retries_from_resumptions(core):
+    core.join("p0", "p1", "d0", "d1")
+    p, _ = start_pair(core, max_tokens=2)
+    second = sent(core(failed(p, EngineError("a step failed"))), SendPrefill)
+    core(first_tokens(second, drawn(0, 0, 2)))
+    third = sent(core(WorkerLost(worker=second.target, reason="killed")), SendPrefill)
+    timing = sent(core(first_tokens(third, drawn(0, 1, 2))), Finish).timing
+    assert (timing.retries, timing.resumptions) == (1, 1)
 
 
 def test_samples_that_have_tokens_are_resumed_one_by_one(core):

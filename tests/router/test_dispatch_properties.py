@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.errors import CancelledByPeerError, EngineError, TransferError
-from baton.generation import FinishReason, Prompt, SamplingParams
+from baton.generation import FinishReason, Prompt, SamplingParams, WorkerLoad
 from baton.ids import LegId, RequestId, Role, WorkerIdentity
 from router.dispatch import Dispatcher, Patience
 from router.events import (
@@ -26,6 +26,7 @@ from router.events import (
     FirstTokensArrived,
     HandedOff,
     LegFailed,
+    LoadReported,
     SampleFinished,
     SendCancel,
     SendExpect,
@@ -346,6 +347,22 @@ class Interleavings(RuleBasedStateMachine):
             if stream
         ]
 
+    @rule(name=st.sampled_from(sorted(ROLES)))
+    def stand_still(self, name: str) -> None:
+        """A worker is stopped for longer than the router's patience; what it had sent arrives afterwards."""
+        for _ in range(8):
+            self.now_s += 0.8
+            self.hear(set(ROLES) - {name})
+            self.feed(TimePassed())
+
+    @rule(name=st.sampled_from(sorted(ROLES)))
+    def give_a_sign(self, name: str) -> None:
+        self.hear({name})
+
+    def hear(self, names: set[str]) -> None:
+        for name in names & self.workers.keys():
+            self.feed(LoadReported(worker=self.workers[name].identity, load=WorkerLoad()))
+
     @rule(seconds=st.floats(0.1, 3.0))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
@@ -360,6 +377,7 @@ class Interleavings(RuleBasedStateMachine):
         for name in ROLES:
             self.join(name)
         for _ in range(200):
+            self.hear(set(ROLES))
             for name in ROLES:
                 self.move(name)
             for name, service in self.streams():

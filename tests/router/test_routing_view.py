@@ -10,7 +10,7 @@ from tests.router.workers import hello, layout
 
 @pytest.fixture
 def view() -> ClusterView:
-    return ClusterView(PrefixIndex(max_blocks=100), stall_timeout_s=60.0)
+    return ClusterView(PrefixIndex(max_blocks=100), stall_timeout_s=60.0, silence_timeout_s=600.0)
 
 
 def test_workers_with_equal_layouts_form_a_group(view):
@@ -50,9 +50,18 @@ def test_a_worker_with_work_and_no_progress_is_stalled_until_it_moves(view):
     assert view.usable(63.0) == [worker]
 
 
+def test_a_worker_that_says_nothing_is_suspected_until_it_is_heard(view):
+    worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    assert view.usable(600.0) == [worker]
+    assert view.usable(601.0) == []
+    assert view.state(worker, 601.0) == "suspected"
+    worker.report(WorkerLoad(), 602.0)
+    assert view.usable(602.0) == [worker]
+
+
 def test_an_idle_worker_is_never_stalled(view):
     worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
-    assert view.state(worker, 1e6) == "ready"
+    assert view.state(worker, 500.0) == "ready"
 
 
 def test_a_report_adds_only_the_work_of_others(view):
