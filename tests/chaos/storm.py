@@ -27,7 +27,7 @@ class Weather:
     kill: float = 0.3
     stop: float = 0.4
     leave: float = 0.3
-    longest_stop_s: float = 8.0
+    longest_stop_s: float = 12.0
 
 
 @dataclass(slots=True, eq=False)

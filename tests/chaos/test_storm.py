@@ -1,8 +1,14 @@
-"""A cluster of two prefill and two decode workers lives through a storm of faults without a hang, a wrong token or a lost page."""
+"""A cluster of two prefill and two decode workers lives through a storm of faults: no hang, no wrong token, no lost page.
+
+The oracle is one undisturbed forward pass of transformers over each prompt and what came back for it: every token must be
+the likeliest at its place, in replies that broke off as well (`tests.e2e.reference` says what counts as a tie).
+"""
 
 import asyncio
 import random
-import time
+import re
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,16 +21,33 @@ from tests.e2e.served import Served, assert_at_rest, eventually, serve
 from tests.engine.tiny_models import make_model
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-FLAGS = ("--dtype", "float32", "--kv-cache-memory", "8MiB")
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "8MiB", "--log-level", "warning")
 FLAGS += ("--prefill-workers", "2", "--decode-workers", "2")
 DEADLINE_S = 60.0
-
 SETTINGS = {
     "BATON_ROUTER_REQUEST_TIMEOUT_S": str(DEADLINE_S),
-    "BATON_ROUTER_MAX_ATTEMPTS": "8",
+    # A request may meet several faults in one life here.
+    "BATON_ROUTER_MAX_ATTEMPTS": "10",
     "BATON_CLUSTER_RESTART_BACKOFF_S": "0.1",
     "BATON_CLUSTER_RESTART_BACKOFF_MAX_S": "0.5",
 }
+COUNTED = re.compile(r"^(baton_prefill_retries_total|baton_migrations_total)\{.*\} (\S+)$", re.M)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """What a storm did, and what became of the requests."""
+
+    replies: list[Reply]
+    ends: Counter[End]
+    faults: Counter[str]
+    counted: dict[str, float]
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{count} {end.value}" for end, count in self.ends.most_common())
+        faults = ", ".join(f"{count} {kind}" for kind, count in self.faults.most_common())
+        counted = ", ".join(f"{name} {value:.0f}" for name, value in self.counted.items())
+        return f"{len(self.replies)} requests: {ends}; faults: {faults}; {counted}"
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +55,40 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-async def _through(served: Served, count: int, seed: int) -> tuple[Traffic, Storm]:
-    requests = make_requests(count, seed=seed)
-    traffic = Traffic(served.url, requests, clients=24, deadline_s=DEADLINE_S)
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+
+
+def live_through(checkpoint: Path, *, requests: int, seed: int, weather: Weather) -> Account:
+    """Starts a cluster, lets the storm blow until every request has ended, and waits for the cluster to be at rest."""
+    with serve(str(checkpoint), *FLAGS) as served:
+        traffic, storm = asyncio.run(_blow(served, requests, seed, weather))
+        account = Account(
+            replies=traffic.replies,
+            ends=traffic.ends(),
+            faults=storm.counts(),
+            counted=_counted(served),
+        )
+        print(f"\n{account}")
+        eventually(lambda: len(served.workers()) == len(WORKERS), "every worker is back", 60.0)
+        assert_at_rest(served)
+    return account
+
+
+async def _blow(
+    served: Served, requests: int, seed: int, weather: Weather
+) -> tuple[Traffic, Storm]:
+    traffic = Traffic(
+        served.url, make_requests(requests, seed=seed), clients=24, deadline_s=DEADLINE_S
+    )
     storm = Storm(
         faults=ProcessFaults(served),
         workers=WORKERS,
         traffic=traffic,
         rng=random.Random(seed),
-        weather=Weather(),
+        weather=weather,
     )
     calm = asyncio.Event()
     blowing = asyncio.create_task(storm.blow(calm))
@@ -52,46 +100,42 @@ async def _through(served: Served, count: int, seed: int) -> tuple[Traffic, Stor
     return traffic, storm
 
 
-def _check_tokens(checkpoint: Path, replies: list[Reply]) -> int:
-    """Every token of every reply is the likeliest one, also of those that broke off; returns how many there were."""
-    reference, checked = Reference(checkpoint), 0
-    for reply in replies:
-        for tokens in reply.tokens.values():
-            if tokens:
-                reference.assert_greedy(list(reply.request.prompt), tokens)
-                checked += len(tokens)
+def _counted(served: Served) -> dict[str, float]:
+    with served.client() as http:
+        found = COUNTED.findall(http.get("/metrics").text)
+    return {name: float(value) for name, value in found}
+
+
+def check(checkpoint: Path, account: Account) -> None:
+    """Each request ended in time, nobody was told a wrong token, and nearly all were served to their end."""
+    ends = account.ends
+    assert ends.total() == len(account.replies)
+    assert ends[End.HUNG] == ends[End.BROKEN] == 0, account
+    assert ends[End.COMPLETED] >= 0.9 * (ends.total() - ends[End.LEFT]), account
+    reference = Reference(checkpoint)
+    for reply in account.replies:
+        for tokens in filter(None, reply.tokens.values()):
+            reference.assert_greedy(list(reply.request.prompt), tokens)
         if reply.end is End.COMPLETED:
             lengths = [len(reply.tokens[index]) for index in range(reply.request.samples)]
             assert lengths == [reply.request.max_tokens] * reply.request.samples
-    return checked
+
+
+@pytest.mark.usefixtures("_patient")
+def test_a_short_storm_costs_no_token_and_no_page(checkpoint: Path) -> None:
+    weather = Weather(interval_s=0.7, longest_stop_s=2.0)
+    account = live_through(checkpoint, requests=80, seed=3, weather=weather)
+    assert account.faults["kill"] + account.faults["stop"] > 0
+    check(checkpoint, account)
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(900)
-def test_a_thousand_requests_live_through_a_fault_every_second(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in SETTINGS.items():
-        monkeypatch.setenv(name, value)
-    began_s = time.monotonic()
-    with serve(str(checkpoint), *FLAGS) as served:
-        traffic, storm = asyncio.run(_through(served, 1000, seed=1))
-        print(f"\n{len(traffic.replies)} requests in {time.monotonic() - began_s:.0f} s")
-        print(dict(storm.counts()))
-        print({end.value: n for end, n in traffic.ends().items()})
-        for reply in traffic.replies:
-            if reply.error:
-                print(reply.end, reply.error[:200])
-        print("".join(served.output)[-6000:])
-        eventually(lambda: len(served.workers()) == len(WORKERS), "everyone is back", 60.0)
-        try:
-            assert_at_rest(served)
-        except AssertionError:
-            for w in served.workers(): print(w)
-            import subprocess
-            print(subprocess.run("ls "+str(served.runtime_dir), shell=True, capture_output=True, text=True).stdout)
-            print("".join(served.output)[-3000:])
-            raise
-    print(_check_tokens(checkpoint, traffic.replies), "tokens checked")
-    ends = traffic.ends()
-    assert ends[End.HUNG] == ends[End.BROKEN] == 0
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("_patient")
+@pytest.mark.parametrize("seed", [1])
+def test_a_thousand_requests_live_through_a_fault_every_second(checkpoint: Path, seed: int) -> None:
+    account = live_through(checkpoint, requests=1000, seed=seed, weather=Weather())
+    assert all(account.faults[kind] >= 3 for kind in ("kill", "stop", "leave")), account
+    assert account.counted["baton_prefill_retries_total"] > 0
+    assert account.counted["baton_migrations_total"] > 0
+    check(checkpoint, account)

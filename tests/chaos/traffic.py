@@ -4,9 +4,10 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import httpx
 
@@ -72,9 +73,9 @@ class Reply:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     error: str = ""
 
-    def add(self, chunk: dict[str, object]) -> None:
+    def add(self, chunk: dict[str, Any]) -> None:
         """Takes the tokens of a chunk, or of a whole reply."""
-        for choice in chunk.get("choices", ()):  # type: ignore[attr-defined]
+        for choice in chunk.get("choices", ()):
             self.tokens.setdefault(choice["index"], []).extend(choice["token_ids"])
 
 
@@ -85,9 +86,7 @@ def make_requests(count: int, *, seed: int, longest: int = 600, vocab: int = 320
     return [_request(rng, stems, longest, vocab) for _ in range(count)]
 
 
-def _request(
-    rng: random.Random, stems: list[tuple[int, ...]], longest: int, vocab: int
-) -> Request:
+def _request(rng: random.Random, stems: list[tuple[int, ...]], longest: int, vocab: int) -> Request:
     length = rng.randint(1, longest)
     prompt = tuple(rng.randrange(6, vocab) for _ in range(length))
     if rng.random() < 1 / 3:
@@ -196,13 +195,13 @@ async def _read_stream(lines: AsyncIterator[str], reply: Reply) -> End:
     return End.BROKEN_OFF if reply.error else End.BROKEN
 
 
-async def _until_left(exchange: "asyncio.Future[End] | object", leave: asyncio.Event) -> End:
+async def _until_left(exchange: Coroutine[None, None, End], leave: asyncio.Event) -> End:
     """The end of an exchange, or `LEFT` if the client is made to hang up before."""
-    talking = asyncio.ensure_future(exchange)  # type: ignore[arg-type]
-    leaving = asyncio.ensure_future(leave.wait())
+    talking = asyncio.create_task(exchange)
+    leaving = asyncio.create_task(leave.wait())
     try:
         await asyncio.wait({talking, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return talking.result() if talking.done() else End.LEFT  # type: ignore[no-any-return]
+        return talking.result() if talking.done() else End.LEFT
     finally:
         talking.cancel()
         leaving.cancel()
