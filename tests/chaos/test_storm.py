@@ -21,8 +21,10 @@ from tests.e2e.served import Served, assert_at_rest, eventually, serve
 from tests.engine.tiny_models import make_model
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-FLAGS = ("--dtype", "float32", "--kv-cache-memory", "8MiB", "--log-level", "warning")
-FLAGS += ("--prefill-workers", "2", "--decode-workers", "2")
+FLAGS = (
+    *("--dtype", "float32", "--kv-cache-memory", "8MiB", "--log-level", "warning"),
+    *("--prefill-workers", "2", "--decode-workers", "2"),
+)
 DEADLINE_S = 60.0
 SETTINGS = {
     "BATON_ROUTER_REQUEST_TIMEOUT_S": str(DEADLINE_S),
