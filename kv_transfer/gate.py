@@ -263,9 +263,9 @@ def read_sealed(connection: socket.socket, token: bytes) -> bytes:
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Whether the other side hung up; never blocks. Only for connections on which nothing else is sent."""
+    """Whether the other side hung up. For non-blocking connections on which nothing else is sent."""
     try:
-        return connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
+        return connection.recv(1, socket.MSG_PEEK) == b""
     except BlockingIOError:
         return False
     except OSError:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -33,6 +33,7 @@ class Link:
     receiver: KvReceiver
     source: memoryview
     target: memoryview
+    kill_receiver: Callable[[], None] | None = None
 
 
 @dataclass
@@ -238,3 +239,75 @@ def _page_of(link: Link, here: KvLayout, layer: int, block: int) -> bytes:
     """A page of a sender with the layout `here`."""
     at = here.layer_offset(layer, SENDER_BLOCKS) + block * here.page_layer_bytes
     return bytes(link.source[at : at + here.page_layer_bytes])
+
+
+class RemoteConformance(BackendConformance):
+    """What else is asked of a backend whose receiver is another process."""
+
+    def test_each_push_is_answered_though_the_receiver_is_killed(
+        self, link: Link, writer: KvWriter
+    ):
+        assert link.kill_receiver is not None
+        outcome = Outcome()
+        writer.push(push(0, [0], [0]), outcome.done)
+        assert outcome.wait() == [None]
+        for _ in range(200):
+            writer.push(push(1, list(range(12)), list(range(19, 7, -1))), outcome.done)
+        link.kill_receiver()
+        for _ in range(200):
+            writer.push(push(1, list(range(12)), list(range(19, 7, -1))), outcome.done)
+        assert len(outcome.wait(400)) == 401
+        writer.close()
+
+    def test_a_writer_closes_though_the_receiver_is_killed(self, link: Link, writer: KvWriter):
+        assert link.kill_receiver is not None
+        outcome = Outcome()
+        link.kill_receiver()
+        for _ in range(100):
+            writer.push(push(2, [1, 2], [3, 4]), outcome.done)
+        writer.close()
+        assert len(outcome.errors) == 100
+
+
+class RevocableConformance(RemoteConformance):
+    """For backends that hang up on a peer, and on which a dead peer shows."""
+
+    def test_pushes_fail_once_the_receiver_is_dead(self, link: Link, writer: KvWriter):
+        assert link.kill_receiver is not None
+        link.kill_receiver()
+        outcome = Outcome()
+        writer.push(push(0, [0], [0]), outcome.done)
+        assert isinstance(outcome.wait()[0], TransferError)
+
+    def test_a_revoked_peer_leaves_by_itself(self, link: Link):
+        handle = link.receiver.handle()
+        writer = link.sender.connect(handle, LAYOUT)
+        gone = threading.Event()
+        link.receiver.revoke(handle, gone.set)
+        assert gone.wait(TIMEOUT_S)
+        before = bytes(link.target)
+        outcome = Outcome()
+        writer.push(push(0, [0], [0]), outcome.done)
+        assert isinstance(outcome.wait()[0], TransferError)
+        assert bytes(link.target) == before
+        writer.close()
+
+    def test_a_handle_admits_one_peer_only(self, link: Link):
+        handle = link.receiver.handle()
+        writer = link.sender.connect(handle, LAYOUT)
+        with pytest.raises(TransferError, match="refused"):
+            link.sender.connect(handle, LAYOUT)
+        writer.close()
+
+    def test_two_peers_write_at_once(self, link: Link):
+        fill(link.source)
+        writers = [link.sender.connect(link.receiver.handle(), LAYOUT) for _ in range(2)]
+        outcome = Outcome()
+        for block in range(SENDER_BLOCKS):
+            writers[block % 2].push(push(1, [block], [block]), outcome.done)
+        assert outcome.wait(SENDER_BLOCKS) == [None] * SENDER_BLOCKS
+        for block in range(SENDER_BLOCKS):
+            written = page(link.target, RECEIVER_BLOCKS, 1, block)
+            assert written == page(link.source, SENDER_BLOCKS, 1, block)
+        for writer in writers:
+            writer.close()

@@ -2,20 +2,31 @@
 
 import base64
 import json
+import os
 import sys
 import threading
 
+from kv_transfer.backends import open_receivers
 from kv_transfer.ports import RegionHandle
 from kv_transfer.regions import SharedRegion
-from kv_transfer.shm import ShmReceiver
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS
 
 
 def main() -> None:
+    # Transports' own libraries print to standard output at times: the answers have a descriptor of their own.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     region = SharedRegion.create(LAYOUT.region_bytes(RECEIVER_BLOCKS))
-    receiver = ShmReceiver(region, path=sys.argv[1], num_blocks=RECEIVER_BLOCKS)
+    backend, address = sys.argv[1:]
+    receiver = open_receivers(
+        [backend],
+        region,
+        gate_address=lambda _name: address,
+        layout=LAYOUT,
+        num_blocks=RECEIVER_BLOCKS,
+    )[backend]
     handles: dict[bytes, RegionHandle] = {}
-    gone = threading.Event()
+    gone: dict[bytes, threading.Event] = {}
     for line in sys.stdin:
         asked = json.loads(line)
         answer = ""
@@ -25,17 +36,19 @@ def main() -> None:
                 handles[handle.opaque] = handle
                 answer = base64.b64encode(handle.opaque).decode()
             case "revoke":
-                receiver.revoke(handles[base64.b64decode(asked["with"])], gone.set)
+                opaque = base64.b64decode(asked["with"])
+                gone[opaque] = threading.Event()
+                receiver.revoke(handles[opaque], gone[opaque].set)
             case "gone":
-                gone.wait(30)
+                gone[base64.b64decode(asked["with"])].wait(30)
             case "read":
                 answer = base64.b64encode(region.memoryview).decode()
             case "write":
                 region.memoryview[:] = base64.b64decode(asked["with"])
             case "close":
                 receiver.close()
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

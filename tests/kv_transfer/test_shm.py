@@ -1,12 +1,10 @@
 """The shm backend between two real processes: the receiver's region is owned by a child."""
 
-import base64
-import json
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,77 +17,11 @@ from tests.kv_transfer.conformance import (
     LAYOUT,
     RECEIVER_BLOCKS,
     SENDER_BLOCKS,
-    BackendConformance,
     Link,
+    RemoteConformance,
     ShardedConformance,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Child:
-    """The receiver's process."""
-
-    def __init__(self, path: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kv_transfer.receiver_process", str(path)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def ask(self, do: str, **more: str) -> bytes:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
-        self.process.stdin.flush()
-        return base64.b64decode(json.loads(self.process.stdout.readline()))
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-class RemoteReceiver:
-    """`KvReceiver` whose region is the child's."""
-
-    def __init__(self, child: Child) -> None:
-        self._child = child
-
-    def handle(self) -> RegionHandle:
-        opaque = self._child.ask("handle")
-        return RegionHandle(backend=BACKEND, opaque=opaque, num_blocks=RECEIVER_BLOCKS)
-
-    def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
-        self._child.ask("revoke", **{"with": base64.b64encode(handle.opaque).decode()})
-        threading.Thread(target=self._wait, args=(gone,)).start()
-
-    def _wait(self, gone: Callable[[], None]) -> None:
-        self._child.ask("gone")
-        gone()
-
-    def close(self) -> None:
-        self._child.ask("close")
-
-
-class RemoteMemory:
-    """Looks like the child's memoryview to the suite."""
-
-    def __init__(self, child: Child) -> None:
-        self._child = child
-
-    def __len__(self) -> int:
-        return LAYOUT.region_bytes(RECEIVER_BLOCKS)
-
-    def __getitem__(self, part: slice) -> bytes:
-        return self._child.ask("read")[part]
-
-    def __setitem__(self, part: slice, value: bytes) -> None:
-        self._child.ask("write", **{"with": base64.b64encode(value).decode()})
-
-    def __bytes__(self) -> bytes:
-        return self._child.ask("read")
+from tests.kv_transfer.remote import ROOT, Remote, remote
 
 
 @pytest.fixture(scope="module")
@@ -99,17 +31,16 @@ def arena() -> Iterator[SharedRegion]:
     region.close()
 
 
-class TestSharedMemoryBackend(BackendConformance, ShardedConformance):
+class TestSharedMemoryBackend(RemoteConformance, ShardedConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def both(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+        with remote(BACKEND, f"unix:{tmp_path_factory.mktemp('kv') / 'region'}") as both:
+            yield both
+
     @pytest.fixture
-    def link(self, tmp_path: Path, arena: SharedRegion) -> Iterator[Link]:
-        child = Child(tmp_path / "region.kv")
-        yield Link(
-            sender=ShmSender(arena.memoryview, num_blocks=SENDER_BLOCKS),
-            receiver=RemoteReceiver(child),
-            source=arena.memoryview,
-            target=RemoteMemory(child),  # type: ignore[arg-type]
-        )
-        child.end()
+    def link(self, both: Remote) -> Link:
+        return both.link()
 
 
 @pytest.fixture
