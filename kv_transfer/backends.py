@@ -5,11 +5,15 @@ offered to peers, and one that is costs nothing until a peer uses it.
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import psutil
 
 from baton.errors import ConfigError
 from baton.layout import KvLayout
+from kv_transfer.link import MeasuredSender
 from kv_transfer.memory import ArenaSpan
 from kv_transfer.ports import KvReceiver, KvSender
 from kv_transfer.regions import SharedRegion
@@ -22,10 +26,12 @@ class Backend:
     Attributes:
         name: As in `transfer.backends`.
         modules: Python packages of which it needs one; none if it comes with Baton.
+        same_host: Whether it reaches peers on this host only.
     """
 
     name: str
     modules: tuple[str, ...] = ()
+    same_host: bool = False
 
     @property
     def installed(self) -> bool:
@@ -42,7 +48,7 @@ class Backend:
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend(name="shm"),
+        Backend(name="shm", same_host=True),
         Backend(name="nixl", modules=("nixl_cu12", "nixl_cu13")),
         Backend(name="ucx", modules=("ucxx",)),
     )
@@ -68,14 +74,21 @@ def usable(allowed: Sequence[str]) -> tuple[str, ...]:
 
 def open_senders(
     names: Sequence[str], region: SharedRegion, *, num_blocks: int
-) -> dict[str, KvSender]:
+) -> dict[str, MeasuredSender]:
     """A sender per backend for one arena, in the order of `names`.
 
     Raises:
         ConfigError: As `usable`.
     """
     arena = ArenaSpan.of_host(region.memoryview)
-    return {name: _sender(name, arena, num_blocks) for name in usable(names)}
+    return {name: MeasuredSender(name, _sender(name, arena, num_blocks)) for name in usable(names)}
+
+
+def offered(senders: Mapping[str, KvSender], address: str) -> Mapping[str, KvSender]:
+    """Those of the senders that can reach a peer whose Transfer service is at `address`."""
+    if address.startswith("unix:") or _is_this_host(address.rpartition(":")[0]):
+        return senders
+    return {name: sender for name, sender in senders.items() if not BACKENDS[name].same_host}
 
 
 def open_receivers(
@@ -139,3 +152,13 @@ def _receiver(
             from kv_transfer.shm import ShmReceiver
 
             return ShmReceiver(region, path=address.removeprefix("unix:"), num_blocks=num_blocks)
+
+
+def _is_this_host(host: str) -> bool:
+    """Whether a name or address is one of this machine's own interfaces."""
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return False
+    return bool(found & own)

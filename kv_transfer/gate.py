@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import Self
 
 from baton.errors import TransferError
+from baton.telemetry.logs import get_logger
+
+_log = get_logger(__name__)
 
 TOKEN_BYTES = 32
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 10.0
 _UNIX = "unix:"
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 _LENGTH = struct.Struct(">I")
@@ -33,7 +36,8 @@ _SEAL_BYTES = 32
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 7000}
 
 Welcome = Callable[[socket.socket, bytes], None]
-"""Gives a peer, over its connection, what it needs; called with its token on the gate's thread. May raise OSError."""
+"""Gives a peer, over its connection, what it needs; called with its token on the gate's thread. The peer is turned away
+when it raises OSError or TransferError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +188,8 @@ class Gate:
             return
         try:
             self._welcome(peer, grant.token)
-        except OSError:
+        except (OSError, TransferError) as error:
+            _log.warning("a peer could not be let in", reason=str(error))
             self._left(grant, peer)
             return
         self._selector.modify(peer, selectors.EVENT_READ, lambda: self._heard(grant, peer))

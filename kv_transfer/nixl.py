@@ -94,7 +94,7 @@ class NixlReceiver:
     """A decode worker's arena, registered for one-sided writes."""
 
     def __init__(self, arena: ArenaSpan, *, address: str, num_blocks: int) -> None:
-        """Opens the gate; the arena is registered when the first handle is asked for.
+        """Opens the gate; the arena is registered when the first peer comes.
 
         Raises:
             OSError: The address cannot be bound.
@@ -104,12 +104,7 @@ class NixlReceiver:
         self._gate = Gate(address, self._welcome)
 
     def handle(self) -> RegionHandle:
-        """A handle that lets one peer in once. The first one blocks for a moment.
-
-        Raises:
-            TransferError: NIXL refuses the memory.
-        """
-        self._agent.get()
+        """A handle that lets one peer in once."""
         invitation = Invitation(token=self._gate.grant(), address=self._gate.address)
         return RegionHandle(
             backend=BACKEND, opaque=invitation.pack(_MAGIC), num_blocks=self._num_blocks

@@ -27,7 +27,7 @@ _BUFFERS = 8
 _LOOK_AROUND_S = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Arriving:
     """A frame that is being received."""
 
@@ -43,7 +43,7 @@ class UcxReceiver:
     def __init__(
         self, arena: ArenaSpan, *, layout: KvLayout, address: str, num_blocks: int
     ) -> None:
-        """Opens the gate; UCX starts when the first handle is asked for.
+        """Opens the gate; UCX starts when the first peer comes.
 
         Raises:
             OSError: The address cannot be bound.
@@ -60,19 +60,14 @@ class UcxReceiver:
         self._closing = False
         self._free = [np.empty(MAX_FRAME_BYTES, np.uint8) for _ in range(_BUFFERS)]
         self._arriving: list[_Arriving] = []
+        self._abandoned: list[_Arriving] = []
         self._gate = Gate(address, self._welcome)
         self.refused = 0
 
     def handle(self) -> RegionHandle:
-        """A handle that lets one peer in once. The first one blocks for a moment.
-
-        Raises:
-            TransferError: UCX cannot be used.
-        """
-        with self._lock:
-            self._start()
-            token = self._gate.grant()
-            self._sessions[tag_of(token)] = token
+        """A handle that lets one peer in once."""
+        token = self._gate.grant()
+        self._sessions[tag_of(token)] = token
         invitation = Invitation(token=token, address=self._gate.address)
         return RegionHandle(
             backend=BACKEND, opaque=invitation.pack(MAGIC), num_blocks=self._num_blocks
@@ -83,7 +78,7 @@ class UcxReceiver:
         token = Invitation.unpack(handle.opaque, MAGIC).token
 
         def fence() -> None:
-            self._sessions.pop(tag_of(token), None)
+            self._forget(tag_of(token))
             self._gate.revoke(token, _nothing)
             gone()
 
@@ -93,10 +88,13 @@ class UcxReceiver:
         """Refuses later peers and stops receiving."""
         self._gate.close()
         with self._lock:
+            if self._closing:
+                return
             thread, self._closing = self._thread, True
         os.eventfd_write(self._wake, 1)
         if thread is not None:
             thread.join()
+        os.close(self._wake)
 
     def _do(self, command: Callable[[], None]) -> None:
         """Runs something on the receiving thread, or here where none runs."""
@@ -104,24 +102,30 @@ class UcxReceiver:
             running = self._thread is not None and not self._closing
             if running:
                 self._commands.put(command)
-        if running:
-            os.eventfd_write(self._wake, 1)
-        else:
+                os.eventfd_write(self._wake, 1)
+        if not running:
             command()
 
-    def _start(self) -> None:
+    def _start(self) -> UcxWorker:
+        """Opens UCX at first use.
+
+        Raises:
+            TransferError: It cannot be used, or nobody is let in any more.
+        """
         if self._closing:
             raise TransferError("the receiver is closed")
-        if self._thread is None:
+        if self._worker is None:
             self._worker = UcxWorker()
             self._thread = threading.Thread(
                 target=self._run, args=(self._worker,), name="kv-receiver", daemon=True
             )
             self._thread.start()
+        return self._worker
 
     def _welcome(self, peer: socket.socket, token: bytes) -> None:
-        assert self._worker is not None, "a token was granted"
-        peer.sendall(seal(self._worker.address, token))
+        with self._lock:
+            worker = self._start()
+        peer.sendall(seal(worker.address, token))
 
     def _run(self, worker: UcxWorker) -> None:
         while not self._closing:
@@ -152,10 +156,10 @@ class UcxReceiver:
     def _settle(self) -> None:
         """Puts the frames that are whole in place, in the order in which they came."""
         for arriving in [entry for entry in self._arriving if entry.request.completed]:
-            self._arriving.remove(arriving)
-            self._free.append(arriving.buffer)
-            if arriving.tag in self._sessions:  # else it was revoked meanwhile
+            if arriving in self._arriving:  # else its session ended with the frame before it
+                self._arriving.remove(arriving)
                 self._take(arriving)
+                self._free.append(arriving.buffer)
 
     def _take(self, arriving: _Arriving) -> None:
         try:
@@ -172,10 +176,19 @@ class UcxReceiver:
         """A peer that sends what it must not is not listened to any more."""
         self.refused += 1
         _log.warning("refused a frame", reason=reason)
-        token = self._sessions.pop(tag, None)
+        token = self._forget(tag)
         if token is not None:
             self._gate.send(token, ANSWER.pack(0, 1))
             self._gate.revoke(token, _nothing)
+
+    def _forget(self, tag: int) -> bytes | None:
+        """Ends a session. A frame of which half came may never be whole: its buffer is left to UCX, and replaced."""
+        for arriving in [entry for entry in self._arriving if entry.tag == tag]:
+            self._arriving.remove(arriving)
+            self._abandoned.append(arriving)
+            self._free.append(np.empty(MAX_FRAME_BYTES, np.uint8))
+        self._abandoned = [entry for entry in self._abandoned if not entry.request.completed]
+        return self._sessions.pop(tag, None)
 
 
 def _nothing() -> None:
