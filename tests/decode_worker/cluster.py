@@ -33,7 +33,7 @@ from baton.ids import (
 )
 from baton.layout import KvLayout
 from baton.rpc.channel import open_channel
-from baton.rpc.convert import WorkerHello, identity_to_proto, prompt_to_proto
+from baton.rpc.convert import WorkerHello, prompt_to_proto
 from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.rpc.worker import WorkerServer
 from baton.telemetry.worker import WorkerMetrics
@@ -43,8 +43,10 @@ from engine.host import ThreadEngineHost
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
+from kv_transfer.checksum import ArenaHashes
 from kv_transfer.regions import SharedMemoryArena
 from kv_transfer.shm import ShmReceiver, ShmSender
+from kv_transfer.ticket import Permit, TicketOffice
 from prefill_worker.service import PrefillWorker
 from prefill_worker.sink import TransferSink
 
@@ -154,7 +156,12 @@ class Node:
 
 
 async def start_node(
-    role: Role, folder: Path, *, name: str = "", transfer: TransferConfig | None = None
+    role: Role,
+    folder: Path,
+    *,
+    name: str = "",
+    transfer: TransferConfig | None = None,
+    advertised: str = "",
 ) -> Node:
     """Composes a worker as a process of the cluster does: memory and sink, engine, services, server."""
     name = name or role.value
@@ -175,12 +182,13 @@ async def start_node(
         vocab_size=LIMITS.vocab_size,
         num_blocks=LIMITS.num_blocks,
         max_num_seqs=LIMITS.max_num_seqs,
-        transfer_address=address if role.decodes else "",
+        transfer_address=(advertised or address) if role.decodes else "",
     )
     clock = MonotonicClock()
     metrics = WorkerMetrics(
         CollectorRegistry(), block_tokens=LAYOUT.block_tokens, num_blocks=LIMITS.num_blocks
     )
+    hashes, office = ArenaHashes(memory, LAYOUT, num_blocks=LIMITS.num_blocks), TicketOffice(SECRET)
     services: list[PrefillWorker | DecodeWorker] = []
     receiver = None
     if role.prefills_for_others:
@@ -191,6 +199,8 @@ async def start_node(
                 sink=sink,
                 hello=hello,
                 senders={"shm": sender},
+                hashes=hashes,
+                office=office,
                 metrics=metrics,
                 clock=clock,
             )
@@ -204,6 +214,8 @@ async def start_node(
                 engine=engine,
                 hello=hello,
                 receivers={"shm": receiver},
+                hashes=hashes,
+                office=office,
                 transfer=transfer or TransferConfig(),
                 metrics=metrics,
                 clock=clock,
@@ -361,23 +373,42 @@ class Pair:
         submit: bool = True,
         xfer_id: XferId | None = None,
         target: WorkerIdentity | None = None,
+        attempt: int = 1,
     ) -> XferId:
         """Sends the router's two messages, or one of them."""
         request = prompt_to_proto(LegId(leg_id), RequestId("r"), asked)
         xfer_id = xfer_id or new_xfer_id()
+        permit = self.permit(xfer_id, asked, attempt=attempt, target=target)
         if expect:
-            announced = decode_pb2.Expect(
-                request=request, xfer_id=xfer_id, source=identity_to_proto(self.p.identity)
-            )
+            announced = decode_pb2.Expect(request=request, permit=permit)
             await self.to_d.send(decode_pb2.DecodeCommand(expect=announced))
         if submit:
-            to = prefill_pb2.DecodeTarget(
-                identity=identity_to_proto(target or self.d.identity),
-                transfer_address=self.d.address,
+            submitted = prefill_pb2.SubmitPrefill(
+                request=request, permit=permit, transfer_address=self.d.address
             )
-            submitted = prefill_pb2.SubmitPrefill(request=request, xfer_id=xfer_id, target=to)
             await self.to_p.send(prefill_pb2.PrefillCommand(submit=submitted))
         return xfer_id
+
+    def permit(
+        self,
+        xfer_id: XferId,
+        asked: Prompt,
+        *,
+        attempt: int = 1,
+        source: WorkerIdentity | None = None,
+        target: WorkerIdentity | None = None,
+    ) -> common_pb2.Signed:
+        """What a router would sign."""
+        permit = Permit(
+            xfer_id=xfer_id,
+            attempt=attempt,
+            cache_scope=asked.cache_scope,
+            layout_digest=LAYOUT.content_digest(),
+            source=source or self.p.identity,
+            target=target or self.d.identity,
+            num_blocks=LAYOUT.num_blocks_for(len(asked.tokens)),
+        )
+        return TicketOffice(SECRET).sign_permit(permit)
 
     async def cancel(self, leg_id: int, *, on_p: bool = True, on_d: bool = True) -> None:
         cancel = common_pb2.Cancel(leg_id=leg_id)
