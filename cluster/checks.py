@@ -1,7 +1,6 @@
 """What `baton doctor` looks at, one function each. A check finds out by trying, where trying is harmless."""
 
 import fcntl
-import importlib.util
 import mmap
 import os
 import resource
@@ -22,6 +21,7 @@ from cluster import listener
 from cluster.machine import huge_pages, memory_limit_bytes, usable_cores
 from cluster.runtime_dir import RuntimeDir, default_dir, is_alive, parent_dir
 from engine.kernels.cpu_features import cpu_flags
+from kv_transfer.backends import BACKENDS
 from kv_transfer.regions import available_bytes
 
 _GIB = 1 << 30
@@ -160,11 +160,13 @@ def _share_a_page() -> None:
 
 def check_network_transports() -> Finding:
     """Only clusters of several hosts need one."""
-    names = {"ucxx": "UCX", "nixl": "NIXL"}
-    found = [title for name, title in names.items() if importlib.util.find_spec(name) is not None]
+    optional = [backend for backend in BACKENDS.values() if backend.modules]
+    found = [backend.name for backend in optional if backend.installed]
+    missing = [backend.remedy for backend in optional if not backend.installed]
     adapters = _rdma_adapters()
     nics = f"; RDMA adapters: {', '.join(adapters)}" if adapters else ""
-    return _ok("transports", f"{', '.join(found) or 'neither UCX nor NIXL'} installed{nics}")
+    how = f" (for several hosts: {' or '.join(missing)})" if missing else ""
+    return _ok("transports", f"{', '.join(found) or 'none between hosts'} installed{how}{nics}")
 
 
 def _rdma_adapters() -> list[str]:

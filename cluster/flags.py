@@ -80,6 +80,13 @@ FLAGS: tuple[Flag, ...] = (
         metavar="SIZE",
     ),
     _flag(
+        "--transfer-backends",
+        path="transfer.backends",
+        help="ways to hand KV over, preferred first: shm|nixl|ucx",
+        metavar="NAME",
+        is_list=True,
+    ),
+    _flag(
         "--runtime-dir",
         path="cluster.runtime_dir",
         help="directory of the cluster's sockets",

@@ -84,6 +84,18 @@ def open_senders(
     return {name: MeasuredSender(name, _sender(name, arena, num_blocks)) for name in usable(names)}
 
 
+def needed(allowed: Sequence[str], address: str) -> tuple[str, ...]:
+    """Those that a worker with its Transfer service at `address` has to receive by.
+
+    Peers that reach a Unix socket are on this host, where the first backend that works serves them all.
+
+    Raises:
+        ConfigError: As `usable`.
+    """
+    found = usable(allowed)
+    return found[:1] if address.startswith("unix:") else found
+
+
 def offered(senders: Mapping[str, KvSender], address: str) -> Mapping[str, KvSender]:
     """Those of the senders that can reach a peer whose Transfer service is at `address`."""
     if address.startswith("unix:") or _is_this_host(address.rpartition(":")[0]):

@@ -50,7 +50,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-BACKENDS = ("shm",)
+BACKENDS = ("shm", "nixl", "ucx")
 
 RULES: tuple[Rule, ...] = (
     _one_of("model.dtype", DTYPES),
