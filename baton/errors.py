@@ -108,6 +108,24 @@ class TransferError(BatonError):
     code = "transfer_failed"
 
 
+class TicketError(TransferError):
+    """A permit or ticket is forged, altered, of another version, or not for whoever shows it; `param` says which."""
+
+    code = "ticket_refused"
+
+
+class LeaseExpiredError(TransferError):
+    """The leave to write was not renewed in time; nothing was written."""
+
+    code = "lease_expired"
+
+
+class CorruptKvError(TransferError):
+    """Pages do not have the checksums that their sender computed; they are never decoded."""
+
+    code = "kv_corrupt"
+
+
 class IncompatibleError(BatonError):
     """Two peers cannot work together; the message names the differing field."""
 
@@ -181,6 +199,9 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     DeadlineError: _row(504, "DEADLINE_EXCEEDED", "timeout_error", retryable=True),
     CancelledByPeerError: _row(499, "CANCELLED", "cancelled_error"),
     TransferError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
+    TicketError: _row(503, "PERMISSION_DENIED", "service_unavailable_error", retryable=True),
+    LeaseExpiredError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
+    CorruptKvError: _row(503, "DATA_LOSS", "service_unavailable_error", retryable=True),
     IncompatibleError: _row(503, "FAILED_PRECONDITION", "service_unavailable_error"),
     StaleIncarnationError: _row(
         503, "FAILED_PRECONDITION", "service_unavailable_error", retryable=True

@@ -24,8 +24,10 @@ from baton.version import version
 from cluster.child import Child, RoleMain, run
 from cluster.plan import ROUTER
 from cluster.runtime_dir import kv_socket
+from kv_transfer.checksum import ArenaHashes
 from kv_transfer.regions import SharedMemoryArena, SharedRegion
 from kv_transfer.shm import ShmReceiver, ShmSender
+from kv_transfer.ticket import TicketOffice
 
 if TYPE_CHECKING:
     from engine.build import BuiltEngine
@@ -72,6 +74,10 @@ async def run_worker(child: Child) -> None:
         hello=_hello(child, built),
         engine=built.host,
         region=memory.region,
+        hashes=ArenaHashes(
+            memory.region.memoryview, built.layout, num_blocks=built.limits.num_blocks
+        ),
+        office=TicketOffice(bytes.fromhex(config.cluster.secret)),
         sink=sink,
         metrics=_metrics(built),
     )
@@ -99,6 +105,8 @@ class _Parts:
     hello: WorkerHello
     engine: "ThreadEngineHost"
     region: SharedRegion
+    hashes: ArenaHashes
+    office: TicketOffice
     sink: "TransferSink"
     metrics: WorkerMetrics
 
@@ -144,6 +152,8 @@ def _prefill(parts: _Parts) -> WorkerService:
         sink=parts.sink,
         hello=parts.hello,
         senders={"shm": sender},
+        hashes=parts.hashes,
+        office=parts.office,
         metrics=parts.metrics,
         clock=MonotonicClock(),
     )
@@ -158,6 +168,8 @@ def _decode(parts: _Parts) -> WorkerService:
         engine=parts.engine,
         hello=parts.hello,
         receivers={"shm": receiver},
+        hashes=parts.hashes,
+        office=parts.office,
         transfer=parts.config.transfer,
         metrics=parts.metrics,
         clock=MonotonicClock(),

@@ -3,7 +3,7 @@
 from baton.generation import TokenLogprobs, WorkerLoad
 from baton.rpc.convert import failure_to_proto, finish_to_proto, load_to_proto, logprobs_to_proto
 from baton.rpc.v1 import common_pb2, decode_pb2
-from decode_worker.messages import TellFailed, TellPrefilled, TellTokens
+from decode_worker.messages import TellFailed, TellPrefilled, TellTokens, TellWriterLost
 
 _NO_LOGPROBS = common_pb2.TokenLogprobs()
 
@@ -21,6 +21,7 @@ class DecodeFrameBuilder:
         self._finished: list[decode_pb2.SampleFinished] = []
         self._failed: list[common_pb2.LegFailed] = []
         self._prefilled: list[decode_pb2.LocalPrefill] = []
+        self._writers_lost: list[decode_pb2.WriterLost] = []
 
     def tokens(self, tell: TellTokens) -> None:
         """Adds the tokens that one leg drew in one step."""
@@ -50,6 +51,13 @@ class DecodeFrameBuilder:
             )
         )
 
+    def writer_lost(self, tell: TellWriterLost) -> None:
+        """Adds the loss of a leg's prefill worker."""
+        failure = failure_to_proto(tell.error)
+        self._writers_lost.append(
+            decode_pb2.WriterLost(leg_id=tell.leg_id, attempt=tell.attempt, failure=failure)
+        )
+
     def failed(self, tell: TellFailed) -> None:
         """Adds the end of a leg that failed."""
         failure = failure_to_proto(tell.error)
@@ -57,7 +65,8 @@ class DecodeFrameBuilder:
 
     def pending(self) -> int:
         """How many entries wait."""
-        return len(self._leg_ids) + len(self._failed) + len(self._prefilled)
+        told = len(self._failed) + len(self._prefilled) + len(self._writers_lost)
+        return len(self._leg_ids) + told
 
     def build(self, load: WorkerLoad | None) -> decode_pb2.DecodeFrame:
         """Everything that waits, as one frame."""
@@ -70,11 +79,12 @@ class DecodeFrameBuilder:
             finished=self._finished,
             failed=self._failed,
             prefilled=self._prefilled,
+            writers_lost=self._writers_lost,
             load=None if load is None else load_to_proto(load),
         )
         for column in (self._leg_ids, self._samples, self._tokens, self._logprobs):
             column.clear()
-        self._finished, self._failed, self._prefilled = [], [], []
+        self._finished, self._failed, self._prefilled, self._writers_lost = [], [], [], []
         self._any_logprobs = False
         return frame
 

@@ -30,10 +30,12 @@ from decode_worker.messages import (
     DecodeEvent,
     ExpectLeg,
     GenerateLeg,
+    ReassignLeg,
     StreamGone,
     TellFailed,
     TellPrefilled,
     TellTokens,
+    TellWriterLost,
 )
 from engine.messages import (
     Abort,
@@ -56,15 +58,21 @@ from kv_transfer.messages import (
     LedgerEvent,
     PagesGone,
     PagesReserved,
+    PagesVerified,
     PeerFenced,
+    Reassigned,
     ReservePages,
     SessionLost,
+    SessionOpened,
     StartDecoding,
     ToPeer,
     TransferFailed,
+    VerifyPages,
     Withdrawn,
+    WriterLost,
 )
 from kv_transfer.plan import Grant
+from kv_transfer.ticket import refuse_holder
 
 OWNER = "decode"
 
@@ -141,8 +149,10 @@ class DecodeLifecycle:
             case StreamGone():
                 legs = [leg for leg in self._legs.values() if leg.stream == event.stream]
                 return [action for leg in legs for action in self._cancel(leg, now_s)]
-            case FromPeer() | SessionLost() | PeerFenced():
+            case FromPeer() | SessionOpened() | PagesVerified() | SessionLost() | PeerFenced():
                 return self._transfer(event, now_s)
+            case ReassignLeg():
+                return self._reassign(event, now_s)
             case Reserved():
                 return self._reserved(event, now_s)
             case PrefillStarted():
@@ -170,6 +180,15 @@ class DecodeLifecycle:
         """Peers' messages that fitted nothing."""
         return self._ledger.refused
 
+    @property
+    def corrupted_transfers(self) -> int:
+        """Hand-offs whose pages had other checksums than their sender's."""
+        return self._ledger.corrupted
+
+    def quarantined_pages(self) -> int:
+        """Pages that nobody may use because a lost prefill worker may still write there."""
+        return self._ledger.quarantined()
+
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
         self._ledger.check_integrity()
@@ -190,21 +209,36 @@ class DecodeLifecycle:
     def _expect(self, event: ExpectLeg, now_s: float) -> list[DecodeAction]:
         if (event.stream, event.leg_id) in self._legs:
             return []  # a repetition; failing it would end the leg that runs
-        refusal = self._refusal(event.prompt)
-        if event.xfer_id in self._transfers:
+        refusal = self._refusal(event.prompt) or self._misfit(event)
+        if event.permit.xfer_id in self._transfers:
             refusal = InvalidRequestError("the transfer id is in use", param="xfer_id")
         elif refusal is not None:
             # The prefill worker may have asked for pages already, or will: let it know.
-            withdrawn = self._transfer(Withdrawn(xfer_id=event.xfer_id, error=refusal), now_s)
+            withdrawn = self._transfer(
+                Withdrawn(xfer_id=event.permit.xfer_id, error=refusal), now_s
+            )
             return [_failed(event, refusal), *withdrawn]
         if refusal is not None:
             return [_failed(event, refusal)]
         leg = self._admit(event, _L.EXPECTING, now_s)
-        leg.xfer_id = event.xfer_id
-        self._transfers[event.xfer_id] = leg
-        num_blocks = self._layout.num_blocks_for(len(event.prompt.tokens))
-        expected = Expected(xfer_id=event.xfer_id, source=event.source, num_blocks=num_blocks)
-        return self._transfer(expected, now_s)
+        leg.xfer_id = event.permit.xfer_id
+        self._transfers[leg.xfer_id] = leg
+        return self._transfer(Expected(permit=event.permit), now_s)
+
+    def _misfit(self, event: ExpectLeg) -> BatonError | None:
+        """Why the permit is not one for this prompt."""
+        blocks, permit = self._layout.num_blocks_for(len(event.prompt.tokens)), event.permit
+        if permit.num_blocks != blocks:
+            return refuse_holder(f"prompt: it takes {blocks} pages, not {permit.num_blocks}")
+        if permit.cache_scope != event.prompt.cache_scope:
+            return refuse_holder("cache_scope")
+        return None
+
+    def _reassign(self, event: ReassignLeg, now_s: float) -> list[DecodeAction]:
+        leg = self._legs.get((event.stream, event.leg_id))
+        if leg is None or leg.xfer_id != event.permit.xfer_id:
+            return []  # over: the router is told so already
+        return self._transfer(Reassigned(permit=event.permit), now_s)
 
     def _generate(self, event: GenerateLeg, now_s: float) -> list[DecodeAction]:
         if (event.stream, event.leg_id) in self._legs:
@@ -304,8 +338,11 @@ class DecodeLifecycle:
 
     def _transfer(self, event: LedgerEvent, now_s: float) -> list[DecodeAction]:
         actions = self._carry_out(self._ledger.handle(event, now_s))
-        if isinstance(event, (Expected, Withdrawn, PagesGone)):
-            self._forget(event.xfer_id)
+        match event:
+            case Expected():
+                self._forget(event.permit.xfer_id)
+            case Withdrawn() | PagesGone():
+                self._forget(event.xfer_id)
         return actions
 
     def _carry_out(self, decided: list[LedgerAction]) -> list[DecodeAction]:
@@ -322,7 +359,9 @@ class DecodeLifecycle:
                     actions.append(Abort(seq_id=self._transfers[action.xfer_id].seq_id))
                 case TransferFailed():
                     actions += self._not_given(action)
-                case ToPeer() | EndSession():
+                case WriterLost():
+                    actions += self._writer_lost(action)
+                case ToPeer() | EndSession() | VerifyPages():
                     actions.append(action)
         return actions
 
@@ -334,6 +373,15 @@ class DecodeLifecycle:
         if leg.unfinished == 0:
             self._end(leg, _L.DONE)
         return Start(seq_id=leg.seq_id, first_tokens=first_tokens)
+
+    def _writer_lost(self, lost: WriterLost) -> list[DecodeAction]:
+        leg = self._transfers.get(lost.xfer_id)
+        if leg is None or leg.state in ENDS:
+            return []
+        tell = TellWriterLost(
+            stream=leg.stream, leg_id=leg.leg_id, attempt=lost.attempt, error=lost.error
+        )
+        return [tell]
 
     def _not_given(self, failed: TransferFailed) -> list[DecodeAction]:
         leg = self._transfers[failed.xfer_id]

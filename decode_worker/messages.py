@@ -4,22 +4,40 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.generation import Prompt, TokenSample
-from baton.ids import LegId, RequestId, WorkerIdentity, XferId
+from baton.ids import LegId, RequestId
 from baton.rpc.frames import StreamId
 from engine.messages import Command, SeqEvent
-from kv_transfer.messages import EndSession, FromPeer, PeerFenced, SessionLost, ToPeer
+from kv_transfer.messages import (
+    EndSession,
+    FromPeer,
+    PagesVerified,
+    PeerFenced,
+    SessionLost,
+    SessionOpened,
+    ToPeer,
+    VerifyPages,
+)
+from kv_transfer.ticket import Permit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectLeg:
-    """A router announces a leg whose KV comes from `source` as transfer `xfer_id`."""
+    """A router announces a leg whose KV comes as its permit says."""
 
     stream: StreamId
     leg_id: LegId
     request_id: RequestId
     prompt: Prompt
-    xfer_id: XferId
-    source: WorkerIdentity
+    permit: Permit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReassignLeg:
+    """A router gave the prefill of a leg to another worker."""
+
+    stream: StreamId
+    leg_id: LegId
+    permit: Permit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +66,17 @@ class StreamGone:
 
 
 DecodeEvent = (
-    ExpectLeg | GenerateLeg | Cancel | StreamGone | SeqEvent | FromPeer | SessionLost | PeerFenced
+    ExpectLeg
+    | ReassignLeg
+    | GenerateLeg
+    | Cancel
+    | StreamGone
+    | SeqEvent
+    | SessionOpened
+    | FromPeer
+    | PagesVerified
+    | SessionLost
+    | PeerFenced
 )
 
 
@@ -74,6 +102,16 @@ class TellPrefilled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TellWriterLost:
+    """To the router: the prefill worker of this attempt is gone; another one may take its place for a moment."""
+
+    stream: StreamId
+    leg_id: LegId
+    attempt: int
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TellFailed:
     """To the router: this leg is over."""
 
@@ -82,4 +120,5 @@ class TellFailed:
     error: BatonError
 
 
-DecodeAction = Command | ToPeer | EndSession | TellTokens | TellPrefilled | TellFailed
+Tell = TellTokens | TellPrefilled | TellWriterLost | TellFailed
+DecodeAction = Command | VerifyPages | ToPeer | EndSession | Tell

@@ -21,6 +21,18 @@ class DecodeMetrics:
             "baton_kv_fenced_peers", "Prefill workers cut off for not stopping", registry=registry
         )
 
+        self._corrupt = Counter(
+            "baton_kv_integrity_failures",
+            "Hand-offs whose pages had other checksums than their sender's",
+            registry=registry,
+        )
+        self._corrupt_told = 0
+        self._quarantined = Gauge(
+            "baton_kv_pages_quarantined",
+            "KV pages out of use because a lost prefill worker may still write there",
+            registry=registry,
+        )
+
     def failed(self, error: BatonError) -> None:
         """A leg failed; error codes are a closed set."""
         self._failures.labels(reason=error.code).inc()
@@ -28,6 +40,12 @@ class DecodeMetrics:
     def refused(self, messages: int) -> None:
         """So many messages have been refused since the start."""
         self._refused.set(messages)
+
+    def integrity(self, *, corrupted: int, quarantined: int) -> None:
+        """So many hand-offs were corrupt since the start; so many pages are out of use now."""
+        self._corrupt.inc(corrupted - self._corrupt_told)
+        self._corrupt_told = corrupted
+        self._quarantined.set(quarantined)
 
     def cut_off(self) -> None:
         """A peer's session was ended because it did not confirm an abort."""

@@ -5,6 +5,7 @@ Everything happens on the event loop; the engine's thread only posts its events 
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -12,15 +13,15 @@ import grpc
 
 from baton.clock import Clock
 from baton.config.schema import TransferConfig
-from baton.errors import InvalidRequestError, InvariantError
+from baton.errors import BatonError, InvalidRequestError, InvariantError, TicketError
 from baton.generation import WorkerLoad
-from baton.ids import LegId, RequestId, WorkerIdentity, XferId
-from baton.rpc.convert import WorkerHello, hello_to_proto, identity_from_proto, prompt_from_proto
+from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.rpc.convert import WorkerHello, hello_to_proto, prompt_from_proto
 from baton.rpc.frames import FrameStream, StreamId, serve_stream
 from baton.rpc.mailbox import Mailbox
+from baton.rpc.v1 import common_pb2, transfer_pb2_grpc
 from baton.rpc.v1 import decode_pb2 as pb
 from baton.rpc.v1 import decode_pb2_grpc as pb_grpc
-from baton.rpc.v1 import transfer_pb2_grpc
 from baton.telemetry.logs import get_logger
 from baton.telemetry.worker import WorkerMetrics
 from decode_worker.frames import DecodeFrameBuilder
@@ -31,27 +32,37 @@ from decode_worker.messages import (
     DecodeEvent,
     ExpectLeg,
     GenerateLeg,
+    ReassignLeg,
     StreamGone,
+    Tell,
     TellFailed,
     TellPrefilled,
     TellTokens,
+    TellWriterLost,
 )
 from decode_worker.metrics import DecodeMetrics
 from engine.messages import StepEvents
 from engine.ports import EnginePort
+from kv_transfer.checksum import PageHashes, find_corruption
+from kv_transfer.convert import check_permit
+from kv_transfer.heads import LinkPlan
 from kv_transfer.ledger import LedgerLimits
 from kv_transfer.messages import (
     EndSession,
     FromPeer,
+    PagesVerified,
     PeerFenced,
     SessionId,
     SessionLost,
+    SessionOpened,
     ToDecode,
     ToPeer,
+    VerifyPages,
 )
 from kv_transfer.ports import KvReceiver
 from kv_transfer.session import Endpoint
-from kv_transfer.session_service import TransferService
+from kv_transfer.session_service import SessionOffer, TransferService
+from kv_transfer.ticket import Permit, TicketOffice
 
 _log = get_logger(__name__)
 
@@ -71,6 +82,8 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         engine: Its sequences are named `decode/N`.
         hello: What routers are told first.
         receivers: Transfer backends by name.
+        hashes: Of the arena that they receive into.
+        office: Checks permits and signs tickets.
         transfer: Timeouts of the hand-off.
         metrics: Shared with the process's other service.
         clock: Monotonic.
@@ -82,6 +95,8 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         engine: EnginePort,
         hello: WorkerHello,
         receivers: Mapping[str, KvReceiver],
+        hashes: PageHashes,
+        office: TicketOffice,
         transfer: TransferConfig,
         metrics: WorkerMetrics,
         clock: Clock,
@@ -89,6 +104,10 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         self._engine = engine
         self._hello = hello
         self._receivers = receivers
+        self._hashes = hashes
+        self._office = office
+        self._layout_digest = hello.layout.content_digest()
+        self._verifier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-verifier")
         self._shared = metrics
         self._metrics = DecodeMetrics(metrics.registry)
         self._clock = clock
@@ -96,12 +115,18 @@ class DecodeWorker(pb_grpc.DecodeServicer):
             expect_timeout_s=transfer.expect_timeout_s,
             reserve_timeout_s=transfer.reserve_timeout_s,
             quiesce_timeout_s=transfer.quiesce_timeout_s,
-            page_bytes=hello.layout.page_bytes,
+            lease_s=transfer.lease_s,
+            retry_grace_s=transfer.retry_grace_s,
+            checksums=transfer.checksums,
         )
         self._lifecycle = DecodeLifecycle(hello.layout, limits)
         self._transfers = TransferService(
-            here=Endpoint(identity=hello.identity, layout=hello.layout),
-            num_blocks=hello.num_blocks,
+            here=Endpoint(identity=hello.identity, layout=hello.layout, office=office),
+            offer=SessionOffer(
+                num_blocks=hello.num_blocks,
+                lease_s=transfer.lease_s,
+                checksums=transfer.checksums,
+            ),
             receivers=receivers,
             host=self,
         )
@@ -124,6 +149,10 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         """Checks deadlines, and reports the load of a step that brought no news for any router."""
         self._carry_out(self._lifecycle.tick(self._clock.now_s()))
         self._metrics.refused(self._lifecycle.refused_messages)
+        self._metrics.integrity(
+            corrupted=self._lifecycle.corrupted_transfers,
+            quarantined=self._lifecycle.quarantined_pages(),
+        )
         for outcome, total in self._lifecycle.outcomes.items():
             self._shared.legs_ended(OWNER, outcome.value, total)
         self._report_load()
@@ -153,6 +182,7 @@ class DecodeWorker(pb_grpc.DecodeServicer):
             self._apply(StreamGone(stream=stream))
         for receiver in self._receivers.values():
             await asyncio.to_thread(receiver.close)
+        await asyncio.to_thread(self._verifier.shutdown)
         if self._mailbox is not None:
             self._mailbox.close()
 
@@ -177,13 +207,55 @@ class DecodeWorker(pb_grpc.DecodeServicer):
     def _command(self, stream: StreamId, command: pb.DecodeCommand) -> None:
         match command.WhichOneof("command"):
             case "expect":
-                self._apply(_expect(stream, command.expect))
+                self._expect(stream, command.expect)
+            case "reassign":
+                self._reassign(stream, command.reassign)
             case "generate":
                 self._apply(_generate(stream, command.generate))
             case "cancel":
                 self._apply(Cancel(stream=stream, leg_id=LegId(command.cancel.leg_id)))
             case other:
                 raise InvalidRequestError(f"unknown command: {other}")
+
+    def _expect(self, stream: StreamId, message: pb.Expect) -> None:
+        leg_id = LegId(message.request.leg_id)
+        try:
+            permit = self._permit(message.permit)
+        except TicketError as error:
+            self._refuse(stream, leg_id, error)
+            return
+        leg = ExpectLeg(
+            stream=stream,
+            leg_id=leg_id,
+            request_id=RequestId(message.request.request_id),
+            prompt=prompt_from_proto(message.request),
+            permit=permit,
+        )
+        self._apply(leg)
+
+    def _reassign(self, stream: StreamId, message: pb.Reassign) -> None:
+        leg_id = LegId(message.leg_id)
+        try:
+            permit = self._permit(message.permit)
+        except TicketError as error:
+            self.on_ticket_refused(error)
+            return
+        self._apply(ReassignLeg(stream=stream, leg_id=leg_id, permit=permit))
+
+    def _permit(self, signed: common_pb2.Signed) -> Permit:
+        """A router's word on a transfer to this worker.
+
+        Raises:
+            TicketError: It is not good, or not for here.
+        """
+        permit = self._office.read_permit(signed)
+        check_permit(permit, self._hello.identity, self._layout_digest)
+        return permit
+
+    def _refuse(self, stream: StreamId, leg_id: LegId, error: BatonError) -> None:
+        if isinstance(error, TicketError):
+            self.on_ticket_refused(error)
+        self._tell(TellFailed(stream=stream, leg_id=leg_id, error=error))
 
     def _receive(self, posted: StepEvents) -> None:
         self._load = posted.load
@@ -209,8 +281,10 @@ class DecodeWorker(pb_grpc.DecodeServicer):
     def _carry_out(self, actions: list[DecodeAction]) -> None:
         for action in actions:
             match action:
-                case TellTokens() | TellPrefilled() | TellFailed():
+                case TellTokens() | TellPrefilled() | TellWriterLost() | TellFailed():
                     self._tell(action)
+                case VerifyPages():
+                    self._verify(action)
                 case ToPeer():
                     self._transfers.send(action.session, action.message)
                 case EndSession():
@@ -219,7 +293,23 @@ class DecodeWorker(pb_grpc.DecodeServicer):
                 case _:
                     self._engine.submit(action)
 
-    def _tell(self, tell: TellTokens | TellPrefilled | TellFailed) -> None:
+    def _verify(self, asked: VerifyPages) -> None:
+        """On a thread of its own: hashing takes as long as the memory is slow."""
+        checking = asyncio.get_running_loop().run_in_executor(
+            self._verifier, find_corruption, self._hashes, asked.link, asked.grant, asked.checksums
+        )
+        checking.add_done_callback(partial(self._verified, asked))
+
+    def _verified(self, asked: VerifyPages, checked: asyncio.Future[str | None]) -> None:
+        if checked.cancelled():
+            return
+        failed = checked.exception()
+        fault = checked.result() if failed is None else f"they cannot be read: {failed!r}"
+        if fault is not None:
+            _log.error("corrupt KV pages", xfer_id=asked.xfer_id, fault=fault)
+        self._apply(PagesVerified(xfer_id=asked.xfer_id, attempt=asked.attempt, fault=fault))
+
+    def _tell(self, tell: Tell) -> None:
         self._count(tell)
         stream = self._streams.get(tell.stream)
         if stream is None:
@@ -229,11 +319,13 @@ class DecodeWorker(pb_grpc.DecodeServicer):
                 stream.builder.tokens(tell)
             case TellPrefilled():
                 stream.builder.prefilled(tell)
+            case TellWriterLost():
+                stream.builder.writer_lost(tell)
             case TellFailed():
                 stream.builder.failed(tell)
         stream.frames.wake()
 
-    def _count(self, tell: TellTokens | TellPrefilled | TellFailed) -> None:
+    def _count(self, tell: Tell) -> None:
         match tell:
             case TellTokens():
                 self._shared.generation_tokens.inc(len(tell.tokens))
@@ -241,8 +333,19 @@ class DecodeWorker(pb_grpc.DecodeServicer):
                 self._shared.queue_s.observe(tell.queue_s)
                 self._shared.prefill_s.observe(tell.prefill_s)
                 self._shared.prompt_tokens.inc(tell.prompt_tokens)
+            case TellWriterLost():
+                _log.info("a prefill worker was lost in mid-transfer", reason=tell.error.message)
             case TellFailed():
                 self._metrics.failed(tell.error)
+
+    def on_session_open(self, session: SessionId, peer: WorkerIdentity, link: LinkPlan) -> None:
+        """A prefill worker was let in."""
+        self._apply(SessionOpened(session=session, peer=peer, link=link))
+
+    def on_ticket_refused(self, error: TicketError) -> None:
+        """Somebody showed a permit that is not good."""
+        _log.warning("a permit was refused", reason=error.message)
+        self._shared.ticket_refused(error.param or "other")
 
     def on_peer_message(self, session: SessionId, peer: WorkerIdentity, message: ToDecode) -> None:
         """A prefill worker says something."""
@@ -255,17 +358,6 @@ class DecodeWorker(pb_grpc.DecodeServicer):
     def on_peer_fenced(self, session: SessionId) -> None:
         """A prefill worker can never write here again."""
         self._apply(PeerFenced(session=session))
-
-
-def _expect(stream: StreamId, message: pb.Expect) -> ExpectLeg:
-    return ExpectLeg(
-        stream=stream,
-        leg_id=LegId(message.request.leg_id),
-        request_id=RequestId(message.request.request_id),
-        prompt=prompt_from_proto(message.request),
-        xfer_id=XferId(message.xfer_id),
-        source=identity_from_proto(message.source),
-    )
 
 
 def _generate(stream: StreamId, message: pb.Generate) -> GenerateLeg:

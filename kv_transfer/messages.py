@@ -3,15 +3,19 @@
 `ledger.py` (decode worker) and `outbox.py` (prefill worker) speak these; `session.py` carries the ones that cross the wire.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
-from baton.errors import BatonError, TransferError
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import BatonError, TicketError, TransferError
 from baton.generation import TokenSample
 from baton.ids import WorkerIdentity, XferId
 from kv_transfer.heads import LinkPlan
 from kv_transfer.plan import Export, Grant
 from kv_transfer.ports import Push
+from kv_transfer.ticket import Permit
 
 SessionId = NewType("SessionId", int)
 """One session of one peer, as the decode worker counts them; a peer that reconnects gets a new one."""
@@ -21,33 +25,62 @@ SessionId = NewType("SessionId", int)
 class Reserve:
     """P to D: pages for the whole prompt, please."""
 
-    xfer_id: XferId
-    num_blocks: int
+    permit: Permit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """P to D: everything is written."""
+    """P to D: everything is written, and nothing more will be.
+
+    Attributes:
+        xfer_id: The transfer.
+        attempt: The one that wrote.
+        num_blocks: Pages written.
+        num_bytes: Their bytes.
+        first_tokens: What decoding goes on from.
+        checksums: Of the pages (`kv_transfer.checksum`), 64-bit little-endian; empty where the session does without.
+    """
 
     xfer_id: XferId
+    attempt: int
     num_blocks: int
     num_bytes: int
     first_tokens: tuple[TokenSample, ...]
+    checksums: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quiesced:
-    """P to D: nothing will be written to this transfer's pages any more, and nothing committed."""
+    """P to D: this attempt writes nothing any more, and nothing was committed."""
 
     xfer_id: XferId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """P to D, and D's answer: still here, with everything that this session writes."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """D to P: these pages are yours to write."""
+    """D to P: these pages are yours to write. Crosses as a signed ticket."""
 
     xfer_id: XferId
+    attempt: int
+    cache_scope: str
     grant: Grant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantRefused:
+    """D to P, as P took it: the ticket of this attempt is not good."""
+
+    xfer_id: XferId
+    attempt: int
+    error: TicketError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +88,7 @@ class Committed:
     """D to P: verified; you may release your pages."""
 
     xfer_id: XferId
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +96,35 @@ class AbortRequest:
     """D to P: stop writing and answer `Quiesced`."""
 
     xfer_id: XferId
+    attempt: int
     error: BatonError
 
 
-ToDecode = Reserve | Commit | Quiesced
-ToPrefill = Granted | Committed | AbortRequest
+ToDecode = Reserve | Commit | Quiesced | Heartbeat
+ToPrefill = Granted | GrantRefused | Committed | AbortRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The router announced a transfer from `source` that fills `num_blocks` pages."""
+    """The router announced a transfer."""
 
-    xfer_id: XferId
-    source: WorkerIdentity
-    num_blocks: int
+    permit: Permit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reassigned:
+    """The router gave the transfer to another prefill worker, as a later attempt."""
+
+    permit: Permit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOpened:
+    """A prefill worker's session begins; its lease counts from now, and `link` is what it writes of each page."""
+
+    session: SessionId
+    peer: WorkerIdentity
+    link: LinkPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +153,15 @@ class PagesGone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PagesVerified:
+    """The answer to `VerifyPages`: `fault` says what differs."""
+
+    xfer_id: XferId
+    attempt: int
+    fault: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Withdrawn:
     """The router, or the end of its stream, cancelled the leg."""
 
@@ -125,7 +183,18 @@ class PeerFenced:
     session: SessionId
 
 
-LedgerEvent = Expected | FromPeer | PagesReserved | PagesGone | Withdrawn | SessionLost | PeerFenced
+LedgerEvent = (
+    Expected
+    | Reassigned
+    | SessionOpened
+    | FromPeer
+    | PagesReserved
+    | PagesGone
+    | PagesVerified
+    | Withdrawn
+    | SessionLost
+    | PeerFenced
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +202,17 @@ class ReservePages:
     """To the engine: take pages for this transfer's prompt."""
 
     xfer_id: XferId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyPages:
+    """To a thread of the shell's: compare the pages that came over `link` with these checksums (`PagesVerified` answers)."""
+
+    xfer_id: XferId
+    attempt: int
+    link: LinkPlan
+    grant: Grant
+    checksums: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +239,15 @@ class ToPeer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WriterLost:
+    """To the leg: the prefill worker of this attempt is gone. The reservation is kept for a moment, for another one."""
+
+    xfer_id: XferId
+    attempt: int
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferFailed:
     """To the leg: its KV will not come. Said once, and never of a transfer that the router withdrew."""
 
@@ -174,16 +263,23 @@ class EndSession:
     error: BatonError
 
 
-LedgerAction = ReservePages | StartDecoding | FreePages | ToPeer | TransferFailed | EndSession
+LedgerAction = (
+    ReservePages
+    | VerifyPages
+    | StartDecoding
+    | FreePages
+    | ToPeer
+    | WriterLost
+    | TransferFailed
+    | EndSession
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A prompt will be prefilled here for `peer`."""
+    """A prompt will be prefilled here for another worker."""
 
-    xfer_id: XferId
-    peer: WorkerIdentity
-    num_blocks: int
+    permit: Permit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +290,13 @@ class PeerUp:
         peer: Who.
         region_blocks: Pages of its region.
         link: What is written of each page; None where both layouts are equal.
+        checksums: Whether its commits have to carry them.
     """
 
     peer: WorkerIdentity
     region_blocks: int
     link: LinkPlan | None = None
+    checksums: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,11 +332,19 @@ class Drew:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushDone:
-    """A push landed in the peer's memory, or cannot."""
+    """A push landed in the peer's memory, or cannot.
+
+    Attributes:
+        xfer_id: Its transfer.
+        push_id: Which one.
+        error: Why not.
+        hashes: Of the pages as they were pushed, `[pages]`, if the session wants them.
+    """
 
     xfer_id: XferId
     push_id: int
     error: TransferError | None = None
+    hashes: npt.NDArray[np.uint64] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from baton.errors import BatonError, InvariantError, TransferError
 from baton.generation import TokenSample
 from baton.ids import WorkerIdentity, XferId
 from baton.layout import KvLayout
+from kv_transfer.checksum import fold
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.messages import (
     AbortRequest,
@@ -28,6 +29,7 @@ from kv_transfer.messages import (
     FromDecode,
     GivenUp,
     Granted,
+    GrantRefused,
     HandOver,
     HandOverFailed,
     Opened,
@@ -44,6 +46,7 @@ from kv_transfer.messages import (
 )
 from kv_transfer.plan import Export, Grant, check_export, check_grant, plan_pages
 from kv_transfer.ports import Push
+from kv_transfer.ticket import Permit, refuse_holder
 
 _LANDED = -1
 
@@ -88,16 +91,15 @@ class _Outstanding:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """One hand-off.
+    """One hand-off, in one attempt.
 
-    `exported` is `[num_layers, num_blocks]` int32: 0 for a page not exported, `_LANDED`, or the number of its latest
+    `hashes` is `[num_layers, num_blocks]` uint64 of what landed, where the session wants checksums. `exported` is `[num_layers, num_blocks]` int32: 0 for a page not exported, `_LANDED`, or the number of its latest
     export. A prompt that the engine preempts is exported again, from other pages.
     """
 
-    xfer_id: XferId
-    peer: WorkerIdentity
-    num_blocks: int
+    permit: Permit
     exported: npt.NDArray[np.int32]
+    hashes: npt.NDArray[np.uint64] | None = None
     state: OutboxState = _S.OPENED
     started_s: float | None = None
     granted_s: float = 0.0
@@ -108,6 +110,26 @@ class _Transfer:
     outstanding: dict[int, _Outstanding] = field(default_factory=dict)
     landed: int = 0
     cut_off: bool = False
+
+    @property
+    def xfer_id(self) -> XferId:
+        """Its name."""
+        return self.permit.xfer_id
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt at it this worker makes."""
+        return self.permit.attempt
+
+    @property
+    def peer(self) -> WorkerIdentity:
+        """Who takes the pages."""
+        return self.permit.target
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages of the whole prompt."""
+        return self.permit.num_blocks
 
 
 class Outbox:
@@ -122,6 +144,8 @@ class Outbox:
         self._transfers: dict[XferId, _Transfer] = {}
         self._peers: dict[WorkerIdentity, PeerUp] = {}
         self._next = 0
+        self.stale = 0
+        """Messages of peers about attempts that are over here."""
 
     def handle(self, event: OutboxEvent, now_s: float) -> list[OutboxAction]:
         """Applies one event; what names an unknown transfer has no effect."""
@@ -180,14 +204,11 @@ class Outbox:
                 raise InvariantError(f"hand-off {transfer.xfer_id} is inconsistent: {transfer!r}")
 
     def _open(self, event: Opened) -> list[OutboxAction]:
-        if event.xfer_id in self._transfers:
-            raise InvariantError(f"hand-off {event.xfer_id} was opened twice")
-        self._transfers[event.xfer_id] = _Transfer(
-            xfer_id=event.xfer_id,
-            peer=event.peer,
-            num_blocks=event.num_blocks,
-            exported=np.zeros((self._num_layers, event.num_blocks), dtype=np.int32),
-        )
+        xfer_id, num_blocks = event.permit.xfer_id, event.permit.num_blocks
+        if xfer_id in self._transfers:
+            raise InvariantError(f"hand-off {xfer_id} was opened twice")
+        exported = np.zeros((self._num_layers, num_blocks), dtype=np.int32)
+        self._transfers[xfer_id] = _Transfer(permit=event.permit, exported=exported)
         return []
 
     def _peer_up(self, event: PeerUp) -> list[OutboxAction]:
@@ -217,35 +238,43 @@ class Outbox:
 
     def _reserve(self, transfer: _Transfer) -> list[OutboxAction]:
         self._move(transfer, _S.RESERVING)
-        message = Reserve(xfer_id=transfer.xfer_id, num_blocks=transfer.num_blocks)
-        return [Send(peer=transfer.peer, message=message)]
+        return [Send(peer=transfer.peer, message=Reserve(permit=transfer.permit))]
 
     def _from_decode(self, event: FromDecode, now_s: float) -> list[OutboxAction]:
         message = event.message
         transfer = self._transfers.get(message.xfer_id)
-        if transfer is None or transfer.peer != event.peer:
+        meant = transfer is not None and transfer.peer == event.peer
+        if transfer is None or not meant or transfer.attempt != message.attempt:
             # Over here already, and nothing outstanding: say so to a peer that still waits for it.
+            self.stale += 1
             waits = isinstance(message, AbortRequest)
-            return [_quiesced(event.peer, message.xfer_id)] if waits else []
+            return [_quiesced(event.peer, message.xfer_id, message.attempt)] if waits else []
         if transfer.state is _S.ABORTING:
             return []
         match message:
             case Granted():
-                return self._granted(transfer, message.grant, now_s)
+                return self._granted(transfer, message, now_s)
+            case GrantRefused():
+                return self._fail(transfer, message.error)
             case Committed():
                 return self._committed(transfer, now_s)
             case AbortRequest():
                 return self._fail(transfer, message.error)
 
-    def _granted(self, transfer: _Transfer, grant: Grant, now_s: float) -> list[OutboxAction]:
+    def _granted(self, transfer: _Transfer, granted: Granted, now_s: float) -> list[OutboxAction]:
         if transfer.state is not _S.RESERVING:
+            self.stale += 1  # a ticket that is shown again is worth nothing
             return []
-        region_blocks = self._peers[transfer.peer].region_blocks
+        peer, grant = self._peers[transfer.peer], granted.grant
+        if granted.cache_scope != transfer.permit.cache_scope:
+            return self._fail(transfer, refuse_holder("cache_scope"))
         try:
-            check_grant(grant, num_blocks=transfer.num_blocks, region_blocks=region_blocks)
+            check_grant(grant, num_blocks=transfer.num_blocks, region_blocks=peer.region_blocks)
         except TransferError as error:
             return self._fail(transfer, error)
         self._move(transfer, _S.WRITING)
+        if peer.checksums:
+            transfer.hashes = np.zeros(transfer.exported.shape, dtype=np.uint64)
         transfer.grant, transfer.granted_s = grant, now_s
         return [*self._push_waiting(transfer), *self._try_commit(transfer)]
 
@@ -329,6 +358,11 @@ class Outbox:
         row = transfer.exported[push.layer_index, push.first : push.end]
         ours = row == push.number
         row[ours] = _LANDED
+        if transfer.hashes is not None:
+            if event.hashes is None:
+                raise InvariantError(f"push {event.push_id} of {event.xfer_id} was not hashed")
+            hashes = transfer.hashes[push.layer_index, push.first : push.end]
+            hashes[ours] = event.hashes[ours]
         transfer.landed += int(np.count_nonzero(ours))
         return [*self._push_waiting(transfer), *self._try_commit(transfer)]
 
@@ -342,9 +376,11 @@ class Outbox:
         self._move(transfer, _S.COMMITTING)
         commit = Commit(
             xfer_id=transfer.xfer_id,
+            attempt=transfer.attempt,
             num_blocks=pages,
             num_bytes=pages * link.bytes_per_page,
             first_tokens=transfer.first_tokens,
+            checksums=_checksums(transfer, transfer.grant),
         )
         return [Send(peer=transfer.peer, message=commit)]
 
@@ -377,7 +413,11 @@ class Outbox:
         if transfer.outstanding:
             return []
         del self._transfers[transfer.xfer_id]
-        return [] if transfer.cut_off else [_quiesced(transfer.peer, transfer.xfer_id)]
+        return (
+            []
+            if transfer.cut_off
+            else [_quiesced(transfer.peer, transfer.xfer_id, transfer.attempt)]
+        )
 
     def _link(self, transfer: _Transfer) -> LinkPlan:
         """What is written of each page; its peer is known from the grant on."""
@@ -392,5 +432,12 @@ class Outbox:
         transfer.state = state
 
 
-def _quiesced(peer: WorkerIdentity, xfer_id: XferId) -> Send:
-    return Send(peer=peer, message=Quiesced(xfer_id=xfer_id))
+def _quiesced(peer: WorkerIdentity, xfer_id: XferId, attempt: int) -> Send:
+    return Send(peer=peer, message=Quiesced(xfer_id=xfer_id, attempt=attempt))
+
+
+def _checksums(transfer: _Transfer, grant: Grant) -> bytes:
+    """Of the pages that were written, as the commit record carries them."""
+    if transfer.hashes is None:
+        return b""
+    return fold(transfer.hashes[:, grant.held_blocks :]).astype("<u8").tobytes()

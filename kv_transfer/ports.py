@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.errors import TransferError
+from baton.errors import LeaseExpiredError, TransferError
 from baton.ids import BlockId, XferId
 from baton.layout import KvLayout
 
@@ -28,6 +28,13 @@ class RegionHandle:
     num_blocks: int
 
 
+class Lease(Protocol):
+    """Leave to write into a peer's memory."""
+
+    def holds(self) -> bool:
+        """Whether a write may begin now. Called from any thread."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
     """Pages of one layer to be written into the peer.
@@ -37,12 +44,23 @@ class Push:
         layer_index: Index into `KvLayout.layers`.
         source: Pages in the local arena.
         target: Pages in the peer's arena, as many.
+        lease: What lets it; None where nobody set a limit.
     """
 
     xfer_id: XferId
     layer_index: int
     source: tuple[BlockId, ...]
     target: tuple[BlockId, ...]
+    lease: Lease | None = None
+
+    def check_lease(self) -> None:
+        """For backends, right before the bytes move: whoever was stopped meanwhile may not write any more.
+
+        Raises:
+            LeaseExpiredError: The lease is over.
+        """
+        if self.lease is not None and not self.lease.holds():
+            raise LeaseExpiredError("the lease on the peer's pages is over")
 
 
 class KvReceiver(Protocol):

@@ -6,12 +6,14 @@ stream's end. What a message means is decided by `ledger.py` and `outbox.py`.
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
 
+from baton.clock import Clock
 from baton.errors import (
     BatonError,
     IncompatibleError,
@@ -33,34 +35,52 @@ from baton.rpc.convert import (
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.telemetry.logs import get_logger
-from kv_transfer.convert import (
-    reply_from_proto,
-    request_to_proto,
-)
+from kv_transfer.checksum import PageHashes
+from kv_transfer.convert import SessionTerms, reply_from_proto, request_to_proto
 from kv_transfer.heads import LinkPlan, plan_link
-from kv_transfer.messages import ToDecode, ToPrefill
+from kv_transfer.lease import WriteLease
+from kv_transfer.messages import Heartbeat, ToDecode, ToPrefill
 from kv_transfer.ports import KvSender, KvWriter, RegionHandle
+from kv_transfer.pusher import Pusher
+from kv_transfer.ticket import TicketOffice, region_digest
 
 _log = get_logger(__name__)
 
 _HANDSHAKE_TIMEOUT_S = 10.0
+_MIN_LEASE_S, _MAX_LEASE_S = 0.05, 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Who a worker is at the handshake."""
+    """Who a worker is at the handshake, and what it proves it with."""
 
     identity: WorkerIdentity
     layout: KvLayout
+    office: TicketOffice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedSession:
+    """What a prefill worker has once a session is up.
+
+    Attributes:
+        pusher: Writes into the peer's region.
+        region_blocks: Pages of that region.
+        link: What is written of each page.
+        checksums: Whether commits have to carry them.
+    """
+
+    pusher: Pusher
+    region_blocks: int
+    link: LinkPlan
+    checksums: bool
 
 
 class SessionListener(Protocol):
     """What a prefill worker hears of one session. Called on the event loop."""
 
-    def on_open(
-        self, peer: WorkerIdentity, writer: KvWriter, region_blocks: int, link: LinkPlan
-    ) -> None:
-        """The handshake succeeded and the peer's region, of so many pages, is mapped."""
+    def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
+        """The handshake succeeded and the peer's region is mapped."""
 
     def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
         """The peer says something."""
@@ -80,6 +100,9 @@ class PeerSession:
         address: str,
         senders: Mapping[str, KvSender],
         listener: SessionListener,
+        hashes: PageHashes,
+        clock: Clock,
+        number: int,
     ) -> None:
         """Starts dialling; must be called on the event loop.
 
@@ -89,14 +112,24 @@ class PeerSession:
             address: Its Transfer service.
             senders: Backends by name, preferred first.
             listener: Told of everything that happens.
+            hashes: Of the local arena.
+            clock: Monotonic.
+            number: Of this worker's sessions with this peer; each has a greater one.
         """
         self._here = here
         self._peer = peer
         self._address = address
         self._senders = senders
         self._listener = listener
+        self._hashes = hashes
+        self._clock = clock
+        self._number = number
+        self._lease: WriteLease | None = None
+        self._terms: SessionTerms | None = None
+        self._beats: dict[int, float] = {}
         self._outgoing: asyncio.Queue[pb.TransferRequest] = asyncio.Queue()
         self._connecting: asyncio.Task[KvWriter] | None = None
+        self._pusher: Pusher | None = None
         self._task = asyncio.create_task(self._run(), name=f"transfer-session {peer}")
 
     def send(self, message: ToDecode) -> None:
@@ -125,6 +158,8 @@ class PeerSession:
         except TimeoutError:
             error = WorkerLostError(f"{self._peer} did not answer at {self._address}")
         finally:
+            if self._lease is not None:
+                self._lease.end()
             # The peer may be alive and reuse our target pages once it knows that we have let go of its region. Pushes
             # of this session finish first; only then does the region's connection close.
             self._listener.on_lost(self._peer, error)
@@ -137,7 +172,8 @@ class PeerSession:
             except (TransferError, IncompatibleError):
                 _log.debug("the peer's region was never mapped", peer=str(self._peer))
             else:
-                await asyncio.to_thread(writer.close)
+                way = self._pusher or writer
+                await asyncio.to_thread(way.close)
         await channel.close(None)
 
     async def _requests(self) -> AsyncIterator[pb.TransferRequest]:
@@ -148,6 +184,8 @@ class PeerSession:
                 expected_peer=identity_to_proto(self._peer),
                 layout=layout_to_proto(self._here.layout),
                 backends=list(self._senders),
+                number=self._number,
+                mac=self._here.office.session_mac(self._here.identity, self._peer, self._number),
             )
         )
         while True:
@@ -156,25 +194,90 @@ class PeerSession:
     async def _talk(
         self, call: grpc.aio.StreamStreamCall[pb.TransferRequest, pb.TransferReply]
     ) -> None:
+        asked_s = self._clock.now_s()
         replies = call.__aiter__()
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
-                await self._shake_hands(await anext(replies))
-            async for reply in replies:
-                self._listener.on_message(self._peer, reply_from_proto(reply))
-        except StopAsyncIteration:
-            pass  # the peer hung up before it answered: told below
+                reply = await anext(replies, None)
+            if reply is None:
+                raise WorkerLostError(f"{self._peer} hung up before it answered")
+            await self._keep_up(self._agreed(reply, asked_s), replies)
         finally:
             call.cancel()
+
+    async def _keep_up(
+        self, accepted: pb.SessionAccepted, replies: AsyncIterator[pb.TransferReply]
+    ) -> None:
+        """Maps the region, renews the lease and listens, all at once, until one of them fails.
+
+        Beats do not wait for the region: mapping it may take longer than a lease.
+        """
+        tasks = [
+            asyncio.create_task(part)
+            for part in (self._map_region(accepted), self._beat(), self._listen(replies))
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
+
+    async def _beat(self) -> None:
+        """One heartbeat for everything that this session writes.
+
+        Raises:
+            WorkerLostError: The peer has not answered for a whole lease.
+        """
+        assert self._lease is not None
+        for number in itertools.count(1):
+            self._beats[number] = self._clock.now_s()
+            self.send(Heartbeat(number=number))
+            await asyncio.sleep(self._lease.beat_interval_s)
+            if self._lease.expired():
+                raise WorkerLostError(f"{self._peer} does not answer heartbeats")
+
+    def _answered(self, number: int) -> None:
+        assert self._lease is not None
+        sent_s = self._beats.get(number)
+        if sent_s is not None:
+            self._lease.renew(sent_s)
+            self._beats = {n: s for n, s in self._beats.items() if n > number}
+
+    async def _listen(self, replies: AsyncIterator[pb.TransferReply]) -> None:
+        assert self._terms is not None
+        async for reply in replies:
+            if reply.WhichOneof("reply") == "heartbeat":
+                self._answered(reply.heartbeat.number)
+            else:
+                self._listener.on_message(self._peer, reply_from_proto(reply, self._terms))
         raise WorkerLostError(f"{self._peer} ended the session")
 
-    async def _shake_hands(self, reply: pb.TransferReply) -> None:
+    def _agreed(self, reply: pb.TransferReply, asked_s: float) -> pb.SessionAccepted:
+        """What the peer accepted; the lease counts from before it can have counted itself."""
         if reply.WhichOneof("reply") == "refused":
             raise failure_from_proto(reply.refused)
         accepted = reply.accepted
         identity = identity_from_proto(accepted.identity)
         if identity != self._peer:
             raise StaleIncarnationError(f"{self._address} is {identity}, expected {self._peer}")
+        plan_link(self._here.layout, layout_from_proto(accepted.layout))  # refuses by name
+        lease_s = accepted.lease_ms / 1000
+        if not _MIN_LEASE_S <= lease_s <= _MAX_LEASE_S:
+            raise IncompatibleError(f"lease_ms: {accepted.lease_ms} of {self._peer}")
+        self._lease = WriteLease(self._clock, lease_s, asked_s)
+        self._terms = SessionTerms(
+            office=self._here.office,
+            target=self._peer,
+            layout_digest=self._here.layout.content_digest(),
+            region=region_digest(accepted.region),
+            lease_s=lease_s,
+        )
+        return accepted
+
+    async def _map_region(self, accepted: pb.SessionAccepted) -> None:
         sender = self._senders.get(accepted.backend)
         if sender is None:
             raise IncompatibleError(
@@ -189,4 +292,17 @@ class PeerSession:
         connect = asyncio.to_thread(sender.connect, handle, self._here.layout, layout)
         self._connecting = asyncio.create_task(connect)
         writer = await asyncio.shield(self._connecting)
-        self._listener.on_open(self._peer, writer, accepted.num_blocks, link)
+        assert self._lease is not None
+        self._pusher = Pusher(
+            writer,
+            lease=self._lease,
+            link=link,
+            hashes=self._hashes if accepted.checksums else None,
+        )
+        opened = OpenedSession(
+            pusher=self._pusher,
+            region_blocks=accepted.num_blocks,
+            link=link,
+            checksums=accepted.checksums,
+        )
+        self._listener.on_open(self._peer, opened)

@@ -4,13 +4,20 @@ Counterpart of `session.py`, where the handshake is begun.
 """
 
 import asyncio
+import hmac
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
-from baton.errors import BatonError, IncompatibleError, StaleIncarnationError, TransferError
+from baton.errors import (
+    BatonError,
+    IncompatibleError,
+    StaleIncarnationError,
+    TicketError,
+    TransferError,
+)
 from baton.ids import WorkerIdentity
 from baton.rpc.convert import (
     PROTOCOL_VERSION,
@@ -23,19 +30,27 @@ from baton.rpc.convert import (
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.telemetry.logs import get_logger
-from kv_transfer.convert import reply_to_proto, request_from_proto
-from kv_transfer.heads import plan_link
-from kv_transfer.messages import SessionId, ToDecode, ToPrefill
+from kv_transfer.convert import SessionTerms, reply_to_proto, request_from_proto
+from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.messages import Heartbeat, SessionId, ToDecode, ToPrefill
 from kv_transfer.ports import KvReceiver, RegionHandle
 from kv_transfer.session import Endpoint
+from kv_transfer.ticket import region_digest
 
 _log = get_logger(__name__)
 
 _HANDSHAKE_TIMEOUT_S = 10.0
+_MAX_KNOWN_PEERS = 4096
 
 
 class SessionHost(Protocol):
     """What a decode worker hears of its peers' sessions. Called on the event loop."""
+
+    def on_session_open(self, session: SessionId, peer: WorkerIdentity, link: LinkPlan) -> None:
+        """A prefill worker was let in; `link` is what it writes of each page."""
+
+    def on_ticket_refused(self, error: TicketError) -> None:
+        """A prefill worker showed a permit that is not good; its request is dropped."""
 
     def on_peer_message(self, session: SessionId, peer: WorkerIdentity, message: ToDecode) -> None:
         """A prefill worker says something."""
@@ -47,12 +62,38 @@ class SessionHost(Protocol):
         """The peer of this session can never write here again."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOffer:
+    """What a decode worker offers to all of its peers.
+
+    Attributes:
+        num_blocks: Pages of its region.
+        lease_s: How long what it grants holds without a heartbeat.
+        checksums: Whether commits have to carry them.
+    """
+
+    num_blocks: int
+    lease_s: float
+    checksums: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Agreed:
+    """What a handshake came to."""
+
+    peer: WorkerIdentity
+    link: LinkPlan
+    backend: str
+
+
 @dataclass(slots=True, eq=False)
 class _Served:
     """One session as the decode worker serves it."""
 
     peer: WorkerIdentity
-    outgoing: asyncio.Queue[pb.TransferReply | BatonError]
+    terms: SessionTerms
+    outgoing: asyncio.Queue[pb.TransferReply]
+    cut: asyncio.Future[BatonError]
 
 
 class TransferService(pb_grpc.TransferServicer):
@@ -62,12 +103,13 @@ class TransferService(pb_grpc.TransferServicer):
         self,
         *,
         here: Endpoint,
-        num_blocks: int,
+        offer: SessionOffer,
         receivers: Mapping[str, KvReceiver],
         host: SessionHost,
     ) -> None:
         self._here = here
-        self._num_blocks = num_blocks
+        self._offer = offer
+        self._newest: dict[WorkerIdentity, int] = {}
         self._receivers = receivers
         self._host = host
         self._sessions: dict[SessionId, _Served] = {}
@@ -82,13 +124,14 @@ class TransferService(pb_grpc.TransferServicer):
         """Queues a message; one for a session that is over is dropped, its end having been told."""
         served = self._sessions.get(session)
         if served is not None:
-            served.outgoing.put_nowait(reply_to_proto(message))
+            served.outgoing.put_nowait(reply_to_proto(message, served.terms))
 
     def end(self, session: SessionId, error: BatonError) -> None:
         """Cuts a peer off, which fences it."""
         served = self._sessions.get(session)
-        if served is not None:
-            served.outgoing.put_nowait(error)
+        if served is not None and not served.cut.done():
+            _log.warning("cutting a prefill worker off", peer=str(served.peer), error=error.message)
+            served.cut.set_result(error)
 
     async def Session(  # type: ignore[override]  # noqa: N802  # the stub's name; a coroutine that writes, not an iterator
         self,
@@ -100,20 +143,21 @@ class TransferService(pb_grpc.TransferServicer):
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
                 opening = await anext(requests, pb.TransferRequest())
-            peer, backend = self._agree(opening)
+            agreed = self._agree(opening)
         except TimeoutError:
             return
         except BatonError as error:
             await context.write(pb.TransferReply(refused=failure_to_proto(error)))
             return
-        await self._serve(requests, context, peer, backend)
+        await self._serve(requests, context, agreed)
 
-    def _agree(self, opening: pb.TransferRequest) -> tuple[WorkerIdentity, str]:
-        """Who the peer is and which backend is used.
+    def _agree(self, opening: pb.TransferRequest) -> _Agreed:
+        """Who the peer is, what it writes of each page, and by which backend.
 
         Raises:
             IncompatibleError: Names what differs.
-            StaleIncarnationError: The peer means another start of this worker.
+            StaleIncarnationError: The peer means another start of this worker, or shows an old greeting.
+            TicketError: The peer cannot prove that it belongs to this cluster.
         """
         if opening.WhichOneof("request") != "open":
             raise IncompatibleError("a session begins with OpenSession")
@@ -129,40 +173,73 @@ class TransferService(pb_grpc.TransferServicer):
         difference = self._here.layout.difference(theirs)
         if difference is not None:
             raise IncompatibleError(f"KV layouts differ in {difference}")
-        plan_link(theirs, self._here.layout)  # refuses a pair of ranks that share no heads
+        link = plan_link(theirs, self._here.layout)  # refuses a pair of ranks that share no heads
         backend = next((name for name in hello.backends if name in self._receivers), None)
         if backend is None:
             raise IncompatibleError(
                 f"backends: {sorted(self._receivers)} here, {sorted(hello.backends)} there"
             )
-        return identity_from_proto(hello.identity), backend
+        peer = self._identified(hello)
+        return _Agreed(peer=peer, link=link, backend=backend)
+
+    def _identified(self, hello: pb.OpenSession) -> WorkerIdentity:
+        peer, office = identity_from_proto(hello.identity), self._here.office
+        wanted = office.session_mac(peer, self._here.identity, hello.number)
+        if not hmac.compare_digest(hello.mac, wanted):
+            raise self._refused(TicketError("the session is not signed by this cluster"))
+        if hello.number <= self._newest.get(peer, 0):
+            raise StaleIncarnationError(f"session {hello.number} of {peer} has been opened before")
+        self._newest.pop(peer, None)  # so that the order is that of use
+        self._newest[peer] = hello.number
+        if len(self._newest) > _MAX_KNOWN_PEERS:
+            del self._newest[next(iter(self._newest))]
+        return peer
+
+    def _refused(self, error: TicketError) -> TicketError:
+        self._host.on_ticket_refused(error)
+        return error
 
     async def _serve(
         self,
         requests: AsyncIterator[pb.TransferRequest],
         context: grpc.aio.ServicerContext[pb.TransferRequest, pb.TransferReply],
-        peer: WorkerIdentity,
-        backend: str,
+        agreed: _Agreed,
     ) -> None:
         self._next += 1
-        session = SessionId(self._next)
-        receiver = self._receivers[backend]
+        session, peer = SessionId(self._next), agreed.peer
+        receiver = self._receivers[agreed.backend]
         handle = receiver.handle()
-        served = _Served(peer=peer, outgoing=asyncio.Queue())
-        self._sessions[session] = served
         loop = asyncio.get_running_loop()
+        served = _Served(
+            peer=peer,
+            terms=self._terms(handle),
+            outgoing=asyncio.Queue(),
+            cut=loop.create_future(),
+        )
+        self._sessions[session] = served
         served.outgoing.put_nowait(self._accepted(handle))
-        reading = asyncio.create_task(self._read(session, peer, requests))
+        self._host.on_session_open(session, peer, agreed.link)
+        reading = asyncio.create_task(self._read(session, served, requests))
         writing = asyncio.create_task(_write(served, context))
+        ends: list[asyncio.Future[Any]] = [reading, writing, served.cut]
         try:
-            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (reading, writing):
-                task.cancel()
+            for end in ends:
+                end.cancel()
             del self._sessions[session]
             self._host.on_session_lost(session)
             receiver.revoke(handle, lambda: _tell(loop, self._host.on_peer_fenced, session))
             await asyncio.gather(reading, writing, return_exceptions=True)
+
+    def _terms(self, handle: RegionHandle) -> SessionTerms:
+        return SessionTerms(
+            office=self._here.office,
+            target=self._here.identity,
+            layout_digest=self._here.layout.content_digest(),
+            region=region_digest(handle.opaque),
+            lease_s=self._offer.lease_s,
+        )
 
     def _accepted(self, handle: RegionHandle) -> pb.TransferReply:
         return pb.TransferReply(
@@ -170,32 +247,41 @@ class TransferService(pb_grpc.TransferServicer):
                 identity=identity_to_proto(self._here.identity),
                 backend=handle.backend,
                 region=handle.opaque,
-                num_blocks=self._num_blocks,
+                num_blocks=self._offer.num_blocks,
                 layout=layout_to_proto(self._here.layout),
+                lease_ms=round(self._offer.lease_s * 1000),
+                checksums=self._offer.checksums,
             )
         )
 
     async def _read(
-        self, session: SessionId, peer: WorkerIdentity, requests: AsyncIterator[pb.TransferRequest]
+        self, session: SessionId, served: _Served, requests: AsyncIterator[pb.TransferRequest]
     ) -> None:
         try:
             async for request in requests:
-                self._host.on_peer_message(session, peer, request_from_proto(request))
+                self._take(session, served, request)
         except TransferError as error:
-            _log.warning("a prefill worker sent nonsense", peer=str(peer), error=error.message)
+            _log.warning(
+                "a prefill worker sent nonsense", peer=str(served.peer), error=error.message
+            )
+
+    def _take(self, session: SessionId, served: _Served, request: pb.TransferRequest) -> None:
+        try:
+            message = request_from_proto(request, served.terms)
+        except TicketError as error:
+            self._host.on_ticket_refused(error)
+            return
+        if isinstance(message, Heartbeat):
+            beat = pb.Heartbeat(number=message.number)
+            served.outgoing.put_nowait(pb.TransferReply(heartbeat=beat))
+        self._host.on_peer_message(session, served.peer, message)
 
 
 async def _write(
     served: _Served, context: grpc.aio.ServicerContext[pb.TransferRequest, pb.TransferReply]
 ) -> None:
     while True:
-        message = await served.outgoing.get()
-        if isinstance(message, BatonError):
-            _log.warning(
-                "cutting a prefill worker off", peer=str(served.peer), error=message.message
-            )
-            return
-        await context.write(message)
+        await context.write(await served.outgoing.get())
 
 
 def _tell(

@@ -119,6 +119,7 @@ class ShmWriter:
     def _copy_all(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
+                job.push.check_lease()
                 copy_pages(job.push, self._local, self._target, self._plan)
             except TransferError as error:
                 job.done(error)

@@ -12,7 +12,14 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.errors import BatonError, DrainingError, EngineError, InvalidRequestError, InvariantError
+from baton.errors import (
+    BatonError,
+    DrainingError,
+    EngineError,
+    InvalidRequestError,
+    InvariantError,
+    TransferError,
+)
 from baton.ids import LegId, SeqId, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from baton.rpc.frames import StreamId
@@ -42,6 +49,7 @@ from kv_transfer.messages import (
 )
 from kv_transfer.outbox import Outbox
 from kv_transfer.plan import Export
+from kv_transfer.ticket import refuse_holder
 from prefill_worker.messages import (
     Cancel,
     Connect,
@@ -177,18 +185,16 @@ class PrefillLifecycle:
             stream=event.stream,
             leg_id=event.leg_id,
             seq_id=SeqId(f"{OWNER}/{self._next}"),
-            xfer_id=event.xfer_id,
+            xfer_id=event.permit.xfer_id,
             prompt_tokens=len(event.prompt.tokens),
             arrived_s=now_s,
         )
         self._legs[event.stream, event.leg_id] = leg
         self._seqs[leg.seq_id] = leg
         self._transfers[leg.xfer_id] = leg
-        num_blocks = self._layout.num_blocks_for(leg.prompt_tokens)
-        opened = Opened(xfer_id=leg.xfer_id, peer=event.peer, num_blocks=num_blocks)
         return [
             *self._connect(event),
-            *self._transfer(opened, now_s),
+            *self._transfer(Opened(permit=event.permit), now_s),
             Prefill(seq_id=leg.seq_id, prompt=event.prompt),
         ]
 
@@ -197,17 +203,28 @@ class PrefillLifecycle:
             return DrainingError("this prefill worker is leaving")
         if not event.prompt.tokens or not event.prompt.samples:
             return InvalidRequestError("a prompt needs a token and a sample", param="prompt")
-        if not event.xfer_id or not event.address:
+        if not event.permit.xfer_id or not event.address:
             return InvalidRequestError("a prefill needs a transfer id and a target", param="target")
-        if self._outbox.state(event.xfer_id) is not None:
-            return InvalidRequestError("the transfer id is in use", param="xfer_id")
+        if self._outbox.state(event.permit.xfer_id) is not None:
+            # Perhaps an earlier attempt of ours that still has to stop: somebody else can take this one.
+            return TransferError("the transfer id is in use")
+        return self._misfit(event)
+
+    def _misfit(self, event: Submit) -> BatonError | None:
+        """Why the permit is not one for this prompt."""
+        blocks = self._layout.num_blocks_for(len(event.prompt.tokens))
+        if event.permit.num_blocks != blocks:
+            return refuse_holder(f"prompt: it takes {blocks} pages, not {event.permit.num_blocks}")
+        if event.permit.cache_scope != event.prompt.cache_scope:
+            return refuse_holder("cache_scope")
         return None
 
     def _connect(self, event: Submit) -> list[PrefillAction]:
-        if event.peer in self._peers:
+        peer = event.permit.target
+        if peer in self._peers:
             return []
-        self._peers.add(event.peer)
-        return [Connect(peer=event.peer, address=event.address)]
+        self._peers.add(peer)
+        return [Connect(peer=peer, address=event.address)]
 
     def _layer_ready(self, event: LayerReady, now_s: float) -> list[PrefillAction]:
         actions: list[PrefillAction] = []

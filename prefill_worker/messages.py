@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.generation import Prompt, TokenSample
-from baton.ids import LegId, RequestId, WorkerIdentity, XferId
+from baton.ids import LegId, RequestId, WorkerIdentity
 from baton.rpc.frames import StreamId
 from engine.messages import Command, SeqEvent
 from engine.ports import PageExport
@@ -18,18 +18,18 @@ from kv_transfer.messages import (
     Send,
     StartPush,
 )
+from kv_transfer.ticket import Permit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """A router wants `prompt` prefilled for the decode worker `peer`, which serves transfers at `address`."""
+    """A router wants `prompt` prefilled for the worker that its permit names, which serves transfers at `address`."""
 
     stream: StreamId
     leg_id: LegId
     request_id: RequestId
     prompt: Prompt
-    xfer_id: XferId
-    peer: WorkerIdentity
+    permit: Permit
     address: str
 
 

@@ -32,6 +32,16 @@ class PrefillMetrics:
             registry=registry,
         )
 
+        self._fenced = Counter(
+            "baton_fenced_writes",
+            "Writes given up because the lease on the peer's pages was over",
+            registry=registry,
+        )
+
+    def fenced_write(self) -> None:
+        """A write came too late and was not made."""
+        self._fenced.inc()
+
     def handed_over(self, done: HandOver) -> None:
         """A decode worker has the pages."""
         self._pages.inc(done.blocks_sent)

@@ -12,10 +12,17 @@ from functools import partial
 import grpc
 
 from baton.clock import Clock
-from baton.errors import BatonError, InvalidRequestError, InvariantError, TransferError
+from baton.errors import (
+    BatonError,
+    InvalidRequestError,
+    InvariantError,
+    LeaseExpiredError,
+    TicketError,
+    TransferError,
+)
 from baton.generation import WorkerLoad
-from baton.ids import LegId, RequestId, WorkerIdentity, XferId
-from baton.rpc.convert import WorkerHello, hello_to_proto, identity_from_proto, prompt_from_proto
+from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.rpc.convert import WorkerHello, hello_to_proto, prompt_from_proto
 from baton.rpc.frames import FrameStream, StreamId, serve_stream
 from baton.rpc.mailbox import Mailbox
 from baton.rpc.v1 import prefill_pb2 as pb
@@ -24,10 +31,22 @@ from baton.telemetry.logs import get_logger
 from baton.telemetry.worker import WorkerMetrics
 from engine.messages import StepEvents
 from engine.ports import EnginePort
-from kv_transfer.heads import LinkPlan
-from kv_transfer.messages import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush, ToPrefill
-from kv_transfer.ports import KvSender, KvWriter
-from kv_transfer.session import Endpoint, PeerSession
+from kv_transfer.backends import offered
+from kv_transfer.checksum import Hashes, PageHashes
+from kv_transfer.messages import (
+    FromDecode,
+    GrantRefused,
+    PeerDown,
+    PeerUp,
+    PushDone,
+    Send,
+    StartPush,
+    ToPrefill,
+)
+from kv_transfer.ports import KvSender
+from kv_transfer.pusher import Pusher
+from kv_transfer.session import Endpoint, OpenedSession, PeerSession
+from kv_transfer.ticket import Permit, TicketOffice, refuse_holder
 from prefill_worker.frames import PrefillFrameBuilder
 from prefill_worker.lifecycle import OWNER, PrefillLifecycle
 from prefill_worker.messages import (
@@ -66,6 +85,8 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         sink: The one that the engine was built with.
         hello: What routers are told first.
         senders: Transfer backends by name, preferred first.
+        hashes: Of the arena that they send from.
+        office: Checks permits and tickets.
         metrics: Shared with the process's other service.
         clock: Monotonic.
     """
@@ -77,6 +98,8 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         sink: TransferSink,
         hello: WorkerHello,
         senders: Mapping[str, KvSender],
+        hashes: PageHashes,
+        office: TicketOffice,
         metrics: WorkerMetrics,
         clock: Clock,
     ) -> None:
@@ -84,6 +107,11 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         self._sink = sink
         self._hello = hello
         self._senders = senders
+        self._hashes = hashes
+        self._office = office
+        self._here = Endpoint(identity=hello.identity, layout=hello.layout, office=office)
+        self._layout_digest = hello.layout.content_digest()
+        self._next_session = 0
         self._shared = metrics
         self._metrics = PrefillMetrics(metrics.registry)
         self._clock = clock
@@ -92,7 +120,7 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         self._next_stream = 0
         self._sessions: dict[WorkerIdentity, PeerSession] = {}
         self._letting_go: set[PeerSession] = set()
-        self._writers: dict[WorkerIdentity, KvWriter] = {}
+        self._pushers: dict[WorkerIdentity, Pusher] = {}
         self._load = WorkerLoad(blocks_total=hello.num_blocks, blocks_free=hello.num_blocks)
         self._mailbox: Mailbox[_Posted] | None = None
 
@@ -161,14 +189,51 @@ class PrefillWorker(pb_grpc.PrefillServicer):
     def _command(self, stream: StreamId, command: pb.PrefillCommand) -> None:
         match command.WhichOneof("command"):
             case "submit":
-                self._apply(_submit(stream, command.submit))
+                self._submit(stream, command.submit)
             case "cancel":
                 self._apply(Cancel(stream=stream, leg_id=LegId(command.cancel.leg_id)))
             case other:
                 raise InvalidRequestError(f"unknown command: {other}")
 
+    def _submit(self, stream: StreamId, message: pb.SubmitPrefill) -> None:
+        leg_id = LegId(message.request.leg_id)
+        try:
+            permit = self._permit(message)
+        except TicketError as error:
+            self._ticket_refused(error)
+            self._tell(TellFailed(stream=stream, leg_id=leg_id, error=error))
+            return
+        leg = Submit(
+            stream=stream,
+            leg_id=leg_id,
+            request_id=RequestId(message.request.request_id),
+            prompt=prompt_from_proto(message.request),
+            permit=permit,
+            address=message.transfer_address,
+        )
+        self._apply(leg)
+
+    def _permit(self, message: pb.SubmitPrefill) -> Permit:
+        """A router's word on a transfer from this worker.
+
+        Raises:
+            TicketError: It is not good, or not for here.
+        """
+        permit = self._office.read_permit(message.permit)
+        if permit.source != self._hello.identity:
+            raise refuse_holder("source")
+        if permit.layout_digest != self._layout_digest:
+            raise refuse_holder("layout_digest")
+        return permit
+
+    def _ticket_refused(self, error: TicketError) -> None:
+        _log.warning("a permit or ticket was refused", reason=error.message)
+        self._shared.ticket_refused(error.param or "other")
+
     def _receive(self, posted: _Posted) -> None:
         if not isinstance(posted, StepEvents):
+            if isinstance(posted, PushDone) and isinstance(posted.error, LeaseExpiredError):
+                self._metrics.fenced_write()
             self._apply(posted)
             return
         self._load = posted.load
@@ -234,50 +299,48 @@ class PrefillWorker(pb_grpc.PrefillServicer):
                 self._metrics.failed(tell.error)
 
     def _connect(self, action: Connect) -> None:
+        self._next_session += 1
         self._sessions[action.peer] = PeerSession(
-            here=Endpoint(identity=self._hello.identity, layout=self._hello.layout),
+            here=self._here,
             peer=action.peer,
             address=action.address,
-            senders=self._senders,
+            senders=offered(self._senders, action.address),
             listener=self,
+            hashes=self._hashes,
+            clock=self._clock,
+            number=self._next_session,
         )
 
     def _push(self, action: StartPush) -> None:
         assert self._mailbox is not None
         post, xfer_id, push_id = self._mailbox.post, action.push.xfer_id, action.push_id
 
-        def done(error: TransferError | None) -> None:
-            post(PushDone(xfer_id=xfer_id, push_id=push_id, error=error))
+        def done(error: TransferError | None, hashes: Hashes | None) -> None:
+            post(PushDone(xfer_id=xfer_id, push_id=push_id, error=error, hashes=hashes))
 
-        self._writers[action.peer].push(action.push, done)
+        self._pushers[action.peer].push(action.push, done)
 
-    def on_open(
-        self, peer: WorkerIdentity, writer: KvWriter, region_blocks: int, link: LinkPlan
-    ) -> None:
+    def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
         """The session with `peer` is up."""
-        self._writers[peer] = writer
-        self._apply(PeerUp(peer=peer, region_blocks=region_blocks, link=link))
+        self._pushers[peer] = opened.pusher
+        up = PeerUp(
+            peer=peer,
+            region_blocks=opened.region_blocks,
+            link=opened.link,
+            checksums=opened.checksums,
+        )
+        self._apply(up)
 
     def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
         """`peer` says something."""
+        if isinstance(message, GrantRefused):
+            self._ticket_refused(message.error)
         self._apply(FromDecode(peer=peer, message=message))
 
     def on_lost(self, peer: WorkerIdentity, error: BatonError) -> None:
         """The session with `peer` is over; the next leg for it opens another."""
         _log.info("session with a decode worker ended", peer=str(peer), reason=error.message)
-        self._writers.pop(peer, None)
+        self._pushers.pop(peer, None)
         self._letting_go = {session for session in self._letting_go if not session.over}
         self._letting_go.add(self._sessions.pop(peer))
         self._apply(PeerDown(peer=peer, error=error))
-
-
-def _submit(stream: StreamId, message: pb.SubmitPrefill) -> Submit:
-    return Submit(
-        stream=stream,
-        leg_id=LegId(message.request.leg_id),
-        request_id=RequestId(message.request.request_id),
-        prompt=prompt_from_proto(message.request),
-        xfer_id=XferId(message.xfer_id),
-        peer=identity_from_proto(message.target.identity),
-        address=message.target.transfer_address,
-    )

@@ -17,7 +17,7 @@ from baton.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from baton.ids import RequestId, WorkerIdentity
+from baton.ids import RequestId, WorkerIdentity, new_xfer_id
 from router.events import (
     Action,
     ClientGone,
@@ -39,8 +39,8 @@ from router.flight import Flight, FlightState
 from router.job import Job
 from router.legs import LegTable
 from router.placement import Placement
-from router.progress import Broken, FlightProgress, Over, Settling, Verdict
-from router.routing.policy import Unavailable
+from router.progress import Broken, FlightProgress, Orphaned, Over, Settling, Verdict
+from router.routing.policy import Pair, Unavailable
 from router.routing.view import ClusterView, WorkerView
 
 _DEAF_S = 1.0
@@ -55,12 +55,14 @@ class Patience:
         max_attempts: How often a sample's legs may be started.
         worker_wait_s: How long a job waits for a worker to appear: about what a restart takes.
         retry_pause_s: How long workers that failed a job are avoided when there are no others.
+        recompute_tokens: Prompts up to this length are computed by D itself once P was lost twice.
         settle_s: How long a job whose tokens are all out waits for P's account of the hand-off.
     """
 
     max_attempts: int = 3
     worker_wait_s: float = 15.0
     retry_pause_s: float = 0.2
+    recompute_tokens: int = 2048
     settle_s: float = 1.0
 
 
@@ -170,7 +172,9 @@ class Dispatcher:
         """Starts the legs of a waiting flight, or leaves it waiting."""
         job = flight.job
         prompt = flight.prompt()
-        chosen = self._placement.choose(job, prompt, flight.avoid, now_s)
+        chosen = self._pinned(flight, now_s) or self._placement.choose(
+            job, prompt, flight.avoid, now_s
+        )
         paused = now_s - flight.since_s >= self._patience.retry_pause_s
         if isinstance(chosen, Unavailable) and flight.avoid and paused:
             chosen = self._placement.choose(job, prompt, frozenset(), now_s)
@@ -184,7 +188,17 @@ class Dispatcher:
             flight.move(FlightState.LOCAL, now_s)
             return [self._legs.start_local(flight, chosen.decode, now_s)]
         flight.move(FlightState.PREFILLING, now_s)
-        return list(self._legs.start_pair(flight, chosen, now_s))
+        permit = self._placement.permit(prompt, chosen, new_xfer_id(), flight.attempt)
+        return list(self._legs.start_pair(flight, chosen, permit, now_s))
+
+    def _pinned(self, flight: Flight, now_s: float) -> Pair | None:
+        """The worker that is to do all of it itself, while it can be used."""
+        if flight.pinned is None:
+            return None
+        worker = self._view.find(flight.pinned.worker_id)
+        if worker is None or worker.identity != flight.pinned:
+            return None
+        return Pair(prefill=worker, decode=worker) if worker in self._view.usable(now_s) else None
 
     def _progressed(self, event: LegEvent, now_s: float) -> list[Action]:
         actions, verdict = self._progress.handle(event, now_s)
@@ -197,6 +211,8 @@ class Dispatcher:
             case Settling(flight=flight):
                 self._settling[flight] = None
                 return []
+            case Orphaned():
+                return self._take_over(verdict, now_s)
             case Broken():
                 return self._retry(verdict, now_s)
             case None:
@@ -223,7 +239,40 @@ class Dispatcher:
         self._flights[flight.job.request_id].remove(flight)
         return actions
 
-    def _retry(self, broken: Broken, now_s: float) -> list[Action]:
+    def _take_over(self, orphaned: Orphaned, now_s: float) -> list[Action]:
+        """P is lost and D keeps the pages. Down the ladder: another P onto the same reservation, D computes the prompt
+        itself, any other pair of workers, and then the error.
+        """
+        flight, job = orphaned.flight, orphaned.flight.job
+        assert flight.decode is not None
+        assert flight.asked is not None
+        assert flight.permit is not None
+        decode = flight.decode.worker
+        flight.avoid |= orphaned.blamed
+        other = self._placement.another_prefiller(job, flight.asked, decode, flight.avoid, now_s)
+        if (
+            other is not None
+            and not flight.took_over
+            and flight.attempt < self._patience.max_attempts
+        ):
+            pair = Pair(prefill=other, decode=decode)
+            flight.attempt += 1
+            flight.took_over = True
+            job.watch.placed(pair, now_s)
+            job.watch.started_again(resumed=False)
+            permit = self._placement.permit(
+                flight.asked, pair, flight.permit.xfer_id, flight.attempt
+            )
+            flight.move(FlightState.PREFILLING, now_s)
+            return list(self._legs.take_over(flight, pair, permit, now_s))
+        # Between these two rungs there is room for a third: D fetches what a pool holds of the prompt.
+        short = len(flight.asked.tokens) <= self._patience.recompute_tokens
+        broken = Broken(flight=flight, error=orphaned.error, blamed=orphaned.blamed)
+        return self._retry(broken, now_s, decode.identity if short or other is None else None)
+
+    def _retry(
+        self, broken: Broken, now_s: float, pinned: WorkerIdentity | None = None
+    ) -> list[Action]:
         """Continues what the samples of a failed flight still want, from the token log."""
         flight, error, job = broken.flight, broken.error, broken.flight.job
         actions = self._ground(flight, now_s)
@@ -241,6 +290,7 @@ class Dispatcher:
                 attempt=flight.attempt + 1,
                 avoid=flight.avoid | broken.blamed,
                 cause=error,
+                pinned=pinned,
             )
             actions += self._launch(successor, now_s)
         return actions

@@ -9,8 +9,9 @@ from enum import Enum
 
 from baton.errors import BatonError
 from baton.generation import FinishReason, Prompt, TokenSample, WorkerLoad
-from baton.ids import LegId, RequestId, WorkerIdentity, XferId
+from baton.ids import LegId, RequestId, WorkerIdentity
 from baton.rpc.convert import WorkerHello
+from kv_transfer.ticket import Permit
 from router.ports import GenerationJob, Timing
 
 
@@ -108,6 +109,16 @@ class HandedOff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WriterLost:
+    """D lost P in this attempt at the hand-off, and keeps the pages for a moment."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    attempt: int
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTokens:
     """Tokens of one leg from one step, with `finish` where a sample ends."""
 
@@ -136,7 +147,13 @@ class LegFailed:
 
 
 LegEvent = (
-    FirstTokensArrived | LocallyPrefilled | HandedOff | DecodeTokens | SampleFinished | LegFailed
+    FirstTokensArrived
+    | LocallyPrefilled
+    | HandedOff
+    | WriterLost
+    | DecodeTokens
+    | SampleFinished
+    | LegFailed
 )
 Event = (
     Submitted
@@ -158,8 +175,7 @@ class SendPrefill:
     leg_id: LegId
     request_id: RequestId
     prompt: Prompt
-    xfer_id: XferId
-    target: WorkerIdentity
+    permit: Permit
     transfer_address: str
 
 
@@ -171,8 +187,16 @@ class SendExpect:
     leg_id: LegId
     request_id: RequestId
     prompt: Prompt
-    xfer_id: XferId
-    source: WorkerIdentity
+    permit: Permit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReassign:
+    """Tell D that another P takes the hand-off over."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    permit: Permit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,5 +258,5 @@ class RefuseWorker:
     error: BatonError
 
 
-SendAction = SendPrefill | SendExpect | SendGenerate | SendCancel
+SendAction = SendPrefill | SendExpect | SendReassign | SendGenerate | SendCancel
 Action = SendAction | Emit | Finish | Fail | RefuseWorker | WorkerSuspected

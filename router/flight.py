@@ -1,8 +1,10 @@
 """One attempt at some samples of a job: its legs on one pair of workers, and the states they go through.
 
     WAITING ──► PREFILLING ──► HANDING_OVER ──► DECODING ──► ENDED
-       │                           └──► SETTLING ───────────►  ▲
-       └──────► LOCAL ─────────────────────────────────────────┘
+       │          ▲ P lost, another on D's pages ─┤           ▲
+       │          └───────────────────────────────┤           │
+       │                                          └► SETTLING ┤
+       └──────► LOCAL ────────────────────────────────────────┘
 
 A flight that fails is ENDED; whatever its samples still want is continued by new flights of the same job.
 """
@@ -12,8 +14,9 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, InvariantError
-from baton.generation import Prompt
+from baton.generation import Prompt, TokenSample
 from baton.ids import WorkerIdentity
+from kv_transfer.ticket import Permit
 from router.events import DecodeTokens, SampleFinished
 from router.job import Job
 
@@ -36,8 +39,8 @@ class FlightState(Enum):
 _S = FlightState
 TRANSITIONS: dict[FlightState, frozenset[FlightState]] = {
     _S.WAITING: frozenset({_S.PREFILLING, _S.LOCAL, _S.ENDED}),
-    _S.PREFILLING: frozenset({_S.HANDING_OVER, _S.ENDED}),
-    _S.HANDING_OVER: frozenset({_S.DECODING, _S.SETTLING, _S.ENDED}),
+    _S.PREFILLING: frozenset({_S.PREFILLING, _S.HANDING_OVER, _S.ENDED}),
+    _S.HANDING_OVER: frozenset({_S.PREFILLING, _S.DECODING, _S.SETTLING, _S.ENDED}),
     _S.DECODING: frozenset({_S.ENDED}),
     _S.SETTLING: frozenset({_S.ENDED}),
     _S.LOCAL: frozenset({_S.ENDED}),
@@ -55,6 +58,11 @@ class Flight:
         attempt: 1 for the first one.
         avoid: Workers that failed an earlier attempt; taken again only when there is no other.
         cause: What ended the attempt before.
+        pinned: The worker that is to do all of it itself.
+        permit: What its legs are tied by.
+        took_over: Whether a second P writes into the pages that D reserved for the first.
+        asked: The prompt that its pair was given.
+        first: The first tokens, once the client has them.
         since_s: When it entered its state.
         prefill: P's leg while it is open.
         decode: D's leg while it is open.
@@ -69,6 +77,11 @@ class Flight:
     attempt: int = 1
     avoid: frozenset[WorkerIdentity] = frozenset()
     cause: BatonError | None = None
+    pinned: WorkerIdentity | None = None
+    permit: Permit | None = None
+    took_over: bool = False
+    asked: Prompt | None = None
+    first: "tuple[TokenSample, ...] | None" = None
     state: FlightState = FlightState.WAITING
     prefill: "Leg | None" = None
     decode: "Leg | None" = None

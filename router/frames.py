@@ -7,6 +7,7 @@ from baton.generation import TokenSample
 from baton.ids import LegId, WorkerIdentity
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
+from kv_transfer.ticket import shown
 from router.events import (
     DecodeTokens,
     Event,
@@ -20,6 +21,8 @@ from router.events import (
     SendExpect,
     SendGenerate,
     SendPrefill,
+    SendReassign,
+    WriterLost,
 )
 
 
@@ -46,6 +49,7 @@ def decode_events(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list
     """
     events: list[Event] = [_prefilled(worker, message) for message in frame.prefilled]
     events += _tokens(worker, frame)
+    events += [_writer_lost(worker, message) for message in frame.writers_lost]
     events += [_failed(worker, message) for message in frame.failed]
     if frame.HasField("load"):
         events.append(LoadReported(worker=worker, load=convert.load_from_proto(frame.load)))
@@ -56,23 +60,27 @@ def prefill_command(action: SendPrefill | SendCancel) -> prefill_pb2.PrefillComm
     """An action as a command on the Prefill stream."""
     if isinstance(action, SendCancel):
         return prefill_pb2.PrefillCommand(cancel=common_pb2.Cancel(leg_id=action.leg_id))
-    target = prefill_pb2.DecodeTarget(
-        identity=convert.identity_to_proto(action.target), transfer_address=action.transfer_address
+    submit = prefill_pb2.SubmitPrefill(
+        request=convert.prompt_to_proto(action.leg_id, action.request_id, action.prompt),
+        permit=shown(action.permit),
+        transfer_address=action.transfer_address,
     )
-    request = convert.prompt_to_proto(action.leg_id, action.request_id, action.prompt)
-    submit = prefill_pb2.SubmitPrefill(request=request, xfer_id=action.xfer_id, target=target)
     return prefill_pb2.PrefillCommand(submit=submit)
 
 
-def decode_command(action: SendExpect | SendGenerate | SendCancel) -> decode_pb2.DecodeCommand:
+def decode_command(
+    action: SendExpect | SendReassign | SendGenerate | SendCancel,
+) -> decode_pb2.DecodeCommand:
     """An action as a command on the Decode stream."""
     if isinstance(action, SendCancel):
         return decode_pb2.DecodeCommand(cancel=common_pb2.Cancel(leg_id=action.leg_id))
+    if isinstance(action, SendReassign):
+        reassign = decode_pb2.Reassign(leg_id=action.leg_id, permit=shown(action.permit))
+        return decode_pb2.DecodeCommand(reassign=reassign)
     request = convert.prompt_to_proto(action.leg_id, action.request_id, action.prompt)
     if isinstance(action, SendGenerate):
         return decode_pb2.DecodeCommand(generate=decode_pb2.Generate(request=request))
-    source = convert.identity_to_proto(action.source)
-    expect = decode_pb2.Expect(request=request, xfer_id=action.xfer_id, source=source)
+    expect = decode_pb2.Expect(request=request, permit=shown(action.permit))
     return decode_pb2.DecodeCommand(expect=expect)
 
 
@@ -105,6 +113,15 @@ def _prefilled(worker: WorkerIdentity, message: decode_pb2.LocalPrefill) -> Even
         cached_tokens=message.cached_tokens,
         queue_s=message.queue_s,
         prefill_s=message.prefill_s,
+    )
+
+
+def _writer_lost(worker: WorkerIdentity, message: decode_pb2.WriterLost) -> Event:
+    return WriterLost(
+        worker=worker,
+        leg_id=LegId(message.leg_id),
+        attempt=message.attempt,
+        error=convert.failure_from_proto(message.failure),
     )
 
 

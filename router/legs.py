@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from itertools import count
 
 from baton.errors import InvariantError
-from baton.ids import LegId, new_xfer_id
+from baton.generation import Prompt
+from baton.ids import LegId
+from kv_transfer.ticket import Permit
 from router.events import (
     LegEvent,
     SendCancel,
     SendExpect,
     SendGenerate,
     SendPrefill,
+    SendReassign,
     Service,
 )
 from router.flight import Flight
@@ -104,35 +107,49 @@ class LegTable:
         )
 
     def start_pair(
-        self, flight: Flight, pair: Pair, now_s: float
+        self, flight: Flight, pair: Pair, permit: Permit, now_s: float
     ) -> tuple[SendExpect, SendPrefill]:
         """A leg on each of two workers, tied by a transfer."""
-        prompt, xfer_id = flight.prompt(), new_xfer_id()
+        prompt = flight.prompt()
         decode = self._open(Service.DECODE, flight, pair.decode)
         decode.context_tokens, decode.sequences = len(prompt.tokens), len(prompt.samples)
-        prefill = self._open(Service.PREFILL, flight, pair.prefill)
-        prefill.prefill_tokens = len(prompt.tokens)
         decode.open(now_s)
-        prefill.open(now_s)
-        flight.decode, flight.prefill = decode, prefill
+        flight.decode, flight.asked = decode, prompt
         expect = SendExpect(
             worker=pair.decode.identity,
             leg_id=decode.leg_id,
             request_id=flight.job.request_id,
             prompt=prompt,
-            xfer_id=xfer_id,
-            source=pair.prefill.identity,
+            permit=permit,
         )
-        submit = SendPrefill(
+        return expect, self._start_prefill(flight, pair, prompt, permit, now_s)
+
+    def take_over(
+        self, flight: Flight, pair: Pair, permit: Permit, now_s: float
+    ) -> tuple[SendReassign, SendPrefill]:
+        """A new leg on another P for D's leg as it stands: the same prompt, the same pages."""
+        assert flight.decode is not None
+        assert flight.asked is not None
+        reassign = SendReassign(
+            worker=pair.decode.identity, leg_id=flight.decode.leg_id, permit=permit
+        )
+        return reassign, self._start_prefill(flight, pair, flight.asked, permit, now_s)
+
+    def _start_prefill(
+        self, flight: Flight, pair: Pair, prompt: Prompt, permit: Permit, now_s: float
+    ) -> SendPrefill:
+        prefill = self._open(Service.PREFILL, flight, pair.prefill)
+        prefill.prefill_tokens = len(prompt.tokens)
+        prefill.open(now_s)
+        flight.prefill, flight.permit = prefill, permit
+        return SendPrefill(
             worker=pair.prefill.identity,
             leg_id=prefill.leg_id,
             request_id=flight.job.request_id,
             prompt=prompt,
-            xfer_id=xfer_id,
-            target=pair.decode.identity,
+            permit=permit,
             transfer_address=pair.decode.hello.transfer_address,
         )
-        return expect, submit
 
     def close(self, leg: Leg) -> None:
         """The leg is over."""

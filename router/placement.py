@@ -1,16 +1,18 @@
 """Places an attempt on workers: hashes the prompt, asks the index, lets the policy choose, remembers the choice."""
 
 from collections.abc import Set
+from functools import lru_cache
 from random import Random
 
 from baton.generation import Prompt
 from baton.hashing import chain_keys, root_key
-from baton.ids import BlockKey, WorkerIdentity
+from baton.ids import BlockKey, WorkerIdentity, XferId
 from baton.layout import KvLayout
+from kv_transfer.ticket import Permit, TicketOffice
 from router.job import Job
 from router.routing.index import PrefixIndex
-from router.routing.policy import Demand, Pair, Policy, Unavailable, choose
-from router.routing.view import ClusterView
+from router.routing.policy import Demand, Pair, Policy, Unavailable, choose, choose_prefiller
+from router.routing.view import ClusterView, WorkerView
 
 
 class Placement:
@@ -20,7 +22,7 @@ class Placement:
         view: The workers.
         index: Who holds which blocks.
         policy: How workers are priced.
-        secret: The cluster secret that keys block hashes.
+        secret: The cluster secret that keys block hashes and signs permits.
         rng: Breaks ties.
     """
 
@@ -31,6 +33,7 @@ class Placement:
         self._index = index
         self._policy = policy
         self._secret = secret
+        self._office = TicketOffice(secret)
         self._rng = rng
         self._decisions = 0
 
@@ -41,15 +44,49 @@ class Placement:
         usable = [w for w in self._view.usable(now_s) if w.identity not in avoid]
         if not usable:
             return Unavailable(reason="no worker is available")
-        demand = Demand(
+        chosen = choose(self._policy, usable, self._demand(job, prompt), self._rng)
+        if isinstance(chosen, Pair):
+            self._remember(job, chosen)
+        return chosen
+
+    def another_prefiller(
+        self, job: Job, prompt: Prompt, decode: WorkerView, avoid: Set[WorkerIdentity], now_s: float
+    ) -> WorkerView | None:
+        """Who else could prefill `prompt` for `decode`, if anybody."""
+        usable = [
+            worker
+            for worker in self._view.usable(now_s)
+            if worker.identity not in avoid
+            and worker is not decode
+            and worker.layout_group == decode.layout_group
+            and worker.hello.role.prefills_for_others
+        ]
+        if not usable:
+            return None
+        worker = choose_prefiller(self._policy, usable, self._demand(job, prompt), self._rng)
+        self._remember(job, Pair(prefill=worker, decode=decode))
+        return worker
+
+    def permit(self, prompt: Prompt, pair: Pair, xfer_id: XferId, attempt: int) -> Permit:
+        """The word of this router that `pair` may hand the KV of `prompt` over."""
+        layout = pair.decode.hello.layout
+        permit = Permit(
+            xfer_id=xfer_id,
+            attempt=attempt,
+            cache_scope=prompt.cache_scope,
+            layout_digest=_digest(layout),
+            source=pair.prefill.identity,
+            target=pair.decode.identity,
+            num_blocks=layout.num_blocks_for(len(prompt.tokens)),
+        )
+        return self._office.issue(permit)
+
+    def _demand(self, job: Job, prompt: Prompt) -> Demand:
+        return Demand(
             tokens=len(prompt.prompt_tokens) + len(prompt.output_tokens),
             samples=len(prompt.samples),
             held=self._held_tokens(job) if self._policy.uses_prefix else {},
         )
-        chosen = choose(self._policy, usable, demand, self._rng)
-        if isinstance(chosen, Pair):
-            self._remember(job, chosen)
-        return chosen
 
     def _held_tokens(self, job: Job) -> dict[int, int]:
         held: dict[int, int] = {}
@@ -72,3 +109,8 @@ class Placement:
             tokens = job.prompt.prompt_tokens
             job.keys[group] = chain_keys(self._secret, root, tokens, layout.block_tokens)
         return job.keys[group]
+
+
+@lru_cache(maxsize=64)
+def _digest(layout: KvLayout) -> str:
+    return layout.content_digest()

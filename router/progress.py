@@ -13,6 +13,7 @@ from baton.errors import (
     EngineError,
     StaleIncarnationError,
     TransferError,
+    WorkerLostError,
 )
 from baton.generation import FinishReason, TokenSample
 from baton.ids import WorkerIdentity
@@ -27,12 +28,18 @@ from router.events import (
     LocallyPrefilled,
     SampleFinished,
     Service,
+    WriterLost,
 )
 from router.flight import Flight, FlightState
 from router.legs import Leg, LegTable
 
-_BLAMES_EITHER = (TransferError, CancelledByPeerError, StaleIncarnationError)
+_BLAMES_EITHER = (TransferError, CancelledByPeerError, StaleIncarnationError, WorkerLostError)
 """Errors of one leg whose cause may lie with the other's worker."""
+
+_OWN_FAULTS = (EngineError, DrainingError)
+"""Errors of P's leg that say nothing about D's."""
+
+_UNDECIDED = (FlightState.PREFILLING, FlightState.HANDING_OVER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +57,20 @@ class Settling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Orphaned:
+    """P is gone before the hand-off, and D keeps the pages for another one.
+
+    Attributes:
+        error: Why.
+        blamed: Workers that may be at fault.
+    """
+
+    flight: Flight
+    error: BatonError
+    blamed: frozenset[WorkerIdentity]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
     """A leg is gone that the flight cannot do without.
 
@@ -63,7 +84,7 @@ class Broken:
     blamed: frozenset[WorkerIdentity]
 
 
-Verdict = Over | Settling | Broken
+Verdict = Over | Settling | Orphaned | Broken
 Progress = tuple[list[Action], Verdict | None]
 
 
@@ -94,6 +115,8 @@ class FlightProgress:
                 return self._first_tokens(leg, event, now_s)
             case HandedOff():
                 return self._handed_off(leg, event, now_s)
+            case WriterLost():
+                return self._writer_lost(leg, event)
             case LocallyPrefilled():
                 return self._locally_prefilled(leg, event)
             case SampleFinished():
@@ -108,6 +131,8 @@ class FlightProgress:
         if flight.decode is not None and flight.decoded:
             # D decodes, so it has the KV: P was done but for saying so.
             return self._prefill_done(flight, now_s)
+        if flight.decode is not None and flight.state in _UNDECIDED and not flight.early:
+            return Orphaned(flight=flight, error=error, blamed=frozenset(blamed))
         return Broken(flight=flight, error=error, blamed=frozenset(blamed))
 
     def settle(self, flight: Flight, now_s: float) -> Verdict | None:
@@ -130,10 +155,16 @@ class FlightProgress:
         if _aborted(event.tokens):
             return self._breach(leg, "aborted a sample", now_s)
         leg.computed()
+        known = flight.first is not None
+        if flight.first is not None and not _same(flight.first, event.tokens):
+            # Two logits were all but equal. The client has the other token: go on from what it has.
+            error = EngineError("the prompt was computed again and gave another token")
+            return [], Broken(flight=flight, error=error, blamed=frozenset())
+        flight.first = event.tokens
         flight.job.watch.prefilled(event.queue_s, event.prefill_s, event.cached_tokens)
         flight.decoding = {token.sample for token in event.tokens if token.finish is None}
         flight.move(FlightState.HANDING_OVER, now_s)
-        actions = _emit(flight, event.tokens, now_s)
+        actions = [] if known else _emit(flight, event.tokens, now_s)
         verdict = self.settle(flight, now_s)
         held_back, flight.early = flight.early, []
         for early in held_back:
@@ -171,6 +202,19 @@ class FlightProgress:
             return self._breach(leg, f"ended sample {event.sample} without a token", now_s)
         return [], self.settle(flight, now_s)
 
+    def _writer_lost(self, leg: Leg, event: WriterLost) -> Progress:
+        flight = leg.flight
+        current = flight.permit is not None and flight.permit.attempt == event.attempt
+        if not current or flight.decoded or flight.early or flight.state not in _UNDECIDED:
+            return [], None
+        actions: list[Action] = []
+        blamed: frozenset[WorkerIdentity] = frozenset()
+        if flight.prefill is not None:
+            blamed = frozenset({flight.prefill.worker.identity})
+            actions.append(flight.prefill.cancel())
+            self._legs.close(flight.prefill)
+        return actions, Orphaned(flight=flight, error=event.error, blamed=blamed)
+
     def _locally_prefilled(self, leg: Leg, event: LocallyPrefilled) -> Progress:
         leg.computed()
         leg.flight.job.watch.prefilled(event.queue_s, event.prefill_s, event.cached_tokens)
@@ -204,7 +248,10 @@ class FlightProgress:
         if isinstance(error, DrainingError):
             leg.worker.draining = True
         self._legs.close(leg)
-        return self.legs_gone(flight, error, blamed, now_s)
+        verdict = self.legs_gone(flight, error, blamed, now_s)
+        if isinstance(verdict, Orphaned) and not isinstance(error, _OWN_FAULTS):
+            return Broken(flight=flight, error=error, blamed=verdict.blamed)
+        return verdict
 
 
 _SERVICE_OF: dict[type[LegEvent], Service] = {
@@ -213,12 +260,17 @@ _SERVICE_OF: dict[type[LegEvent], Service] = {
     LocallyPrefilled: Service.DECODE,
     FirstTokensArrived: Service.PREFILL,
     HandedOff: Service.PREFILL,
+    WriterLost: Service.DECODE,
 }
 
 
 def _emit(flight: Flight, tokens: tuple[TokenSample, ...], now_s: float) -> list[Action]:
     fresh = flight.job.accept(tokens, now_s)
     return [Emit(request_id=flight.job.request_id, tokens=fresh)] if fresh else []
+
+
+def _same(first: Iterable[TokenSample], again: Iterable[TokenSample]) -> bool:
+    return {t.sample: t.token for t in first} == {t.sample: t.token for t in again}
 
 
 def _aborted(tokens: Iterable[TokenSample]) -> bool:

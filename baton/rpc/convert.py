@@ -15,7 +15,7 @@ from baton.ids import Incarnation, LayerName, LegId, RequestId, Role, WorkerId, 
 from baton.layout import KvLayout
 from baton.rpc.v1 import common_pb2 as pb
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 _ROLES = {
     Role.PREFILL: pb.ROLE_PREFILL,

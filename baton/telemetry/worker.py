@@ -58,6 +58,12 @@ class WorkerMetrics:
         self._legs = Counter(
             "baton_legs", "Legs by how they ended", ["service", "outcome"], registry=registry
         )
+        self._tickets = Counter(
+            "baton_kv_tickets_refused",
+            "Permits and tickets that were not good",
+            ["reason"],
+            registry=registry,
+        )
         self._legs_told: dict[tuple[str, str], int] = {}
         cache = Gauge(
             "vllm:cache_config_info",
@@ -72,6 +78,10 @@ class WorkerMetrics:
         before = self._legs_told.get((service, outcome), 0)
         self._legs_told[service, outcome] = total
         self._legs.labels(service, outcome).inc(total - before)
+
+    def ticket_refused(self, reason: str) -> None:
+        """Somebody showed a permit or ticket that is not good; reasons are a closed set."""
+        self._tickets.labels(reason).inc()
 
     def observe(self, load: WorkerLoad, *, transfers_in_flight: int) -> None:
         """Takes over the worker's last report on itself."""

@@ -92,6 +92,13 @@ def choose(
     return min(options, key=lambda option: option.rank).pair
 
 
+def choose_prefiller(
+    policy: Policy, workers: Collection[WorkerView], demand: Demand, rng: Random
+) -> WorkerView:
+    """The cheapest P of `workers`, at least one, where D is settled already."""
+    return _cheapest(workers, lambda worker: policy.prefill_cost(worker, demand), rng)[1]
+
+
 def _options(
     policy: Policy, workers: Collection[WorkerView], demand: Demand, rng: Random
 ) -> Iterator[_Priced]:

@@ -47,6 +47,7 @@ from engine.messages import (
     Sampled,
     Start,
 )
+from kv_transfer.heads import plan_link
 from kv_transfer.ledger import LedgerLimits
 from kv_transfer.messages import (
     AbortRequest,
@@ -57,10 +58,12 @@ from kv_transfer.messages import (
     Quiesced,
     SessionId,
     SessionLost,
+    SessionOpened,
     ToPeer,
 )
 from kv_transfer.messages import FromPeer as Said
 from kv_transfer.messages import Reserve as AskPages
+from tests.kv_transfer.permits import permit
 
 P = WorkerIdentity(worker_id=WorkerId("p"), incarnation=Incarnation(1))
 SESSION = SessionId(1)
@@ -76,7 +79,9 @@ LIMITS = LedgerLimits(
     expect_timeout_s=50.0,
     reserve_timeout_s=20.0,
     quiesce_timeout_s=5.0,
-    page_bytes=LAYOUT.page_bytes,
+    lease_s=1000.0,
+    retry_grace_s=2.0,
+    checksums=False,
 )
 PROMPT = Prompt(
     prompt_tokens=(1, 2, 3, 4, 5), samples=(0, 1), sampling=SamplingParams(max_tokens=4)
@@ -91,8 +96,7 @@ def expect(leg: int = 1, xfer: str = "x") -> ExpectLeg:
         leg_id=LegId(leg),
         request_id=RequestId("r"),
         prompt=PROMPT,
-        xfer_id=XferId(xfer),
-        source=P,
+        permit=permit(xfer, num_blocks=2),
     )
 
 
@@ -104,19 +108,29 @@ def said(message) -> Said:
     return Said(session=SESSION, peer=P, message=message)
 
 
+def opened(lifecycle: DecodeLifecycle, session: SessionId = SESSION) -> DecodeLifecycle:
+    link = plan_link(LAYOUT, LAYOUT)
+    lifecycle.handle(SessionOpened(session=session, peer=P, link=link), 0.0)
+    return lifecycle
+
+
 @pytest.fixture
 def lifecycle() -> DecodeLifecycle:
-    return DecodeLifecycle(LAYOUT, LIMITS)
+    return opened(DecodeLifecycle(LAYOUT, LIMITS))
 
 
 def test_first_tokens_of_a_transferred_leg_are_not_repeated(lifecycle: DecodeLifecycle):
     lifecycle.handle(expect(), 0.0)
-    (reserve,) = lifecycle.handle(said(AskPages(xfer_id=XferId("x"), num_blocks=2)), 0.0)
+    (reserve,) = lifecycle.handle(said(AskPages(permit=permit(num_blocks=2))), 0.0)
     assert isinstance(reserve, Reserve)
     blocks = (BlockId(3), BlockId(4))
     lifecycle.handle(Reserved(seq_id=reserve.seq_id, blocks=blocks, held_blocks=0), 0.0)
     commit = Commit(
-        xfer_id=XferId("x"), num_blocks=2, num_bytes=2 * LAYOUT.page_bytes, first_tokens=FIRST
+        xfer_id=XferId("x"),
+        attempt=1,
+        num_blocks=2,
+        num_bytes=2 * LAYOUT.page_bytes,
+        first_tokens=FIRST,
     )
     start, confirmed = lifecycle.handle(said(commit), 0.0)
     assert start == Start(seq_id=reserve.seq_id, first_tokens=FIRST)
@@ -174,7 +188,7 @@ class LifeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.core = DecodeLifecycle(LAYOUT, LIMITS)
+        self.core = opened(DecodeLifecycle(LAYOUT, LIMITS))
         self.engine = EngineModel()
         self.legs = 0
         self.open: set[int] = set()
@@ -214,7 +228,7 @@ class LifeMachine(RuleBasedStateMachine):
     def transferred_leg(self, first: str) -> None:
         self.legs += 1
         self.open.add(self.legs)
-        asked = said(AskPages(xfer_id=XferId(f"x{self.legs}"), num_blocks=2))
+        asked = said(AskPages(permit=permit(f"x{self.legs}", num_blocks=2)))
         announced = expect(self.legs, f"x{self.legs}")
         for event in (announced, asked) if first == "expect" else (asked, announced):
             self.tell(event)
@@ -295,14 +309,17 @@ class LifeMachine(RuleBasedStateMachine):
 
     def commit(self, xfer_id: XferId, missing: int) -> None:
         size = LAYOUT.page_bytes - missing
-        self.tell(said(Commit(xfer_id=xfer_id, num_blocks=1, num_bytes=size, first_tokens=FIRST)))
+        commit = Commit(
+            xfer_id=xfer_id, attempt=1, num_blocks=1, num_bytes=size, first_tokens=FIRST
+        )
+        self.tell(said(commit))
 
     @precondition(lambda self: self.to_answer)
     @rule()
     def peer_quiesces(self) -> None:
         xfer_id = self.to_answer.pop(0)
         self.writing.discard(xfer_id)
-        self.tell(said(Quiesced(xfer_id=xfer_id)))
+        self.tell(said(Quiesced(xfer_id=xfer_id, attempt=1)))
 
     @rule(back=st.integers(0, 3))
     def router_cancels(self, back: int) -> None:
@@ -320,6 +337,7 @@ class LifeMachine(RuleBasedStateMachine):
             self.tell(SessionLost(session=SESSION))
             self.tell(PeerFenced(session=SESSION))
             self.writing.clear()
+            opened(self.core)
         else:
             self.now_s += 21.0
             self.act(self.core.tick(self.now_s))
@@ -331,6 +349,7 @@ class LifeMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.calamity("stream")
         self.calamity("session")
+        self.calamity("time")
         while self.engine.answers:
             self.engine_answers_an_abort()
         assert self.core.in_flight() == 0

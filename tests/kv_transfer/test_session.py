@@ -1,6 +1,7 @@
 """The handshake between two workers over real gRPC, with fake memory."""
 
 import asyncio
+import itertools
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,25 +9,27 @@ from typing import Any
 
 import pytest
 
-from baton.errors import BatonError
-from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
+from baton.clock import MonotonicClock
+from baton.errors import BatonError, TicketError
+from baton.ids import BlockId, Incarnation, LayerName, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from baton.rpc.channel import bind, new_server, open_channel
 from baton.rpc.convert import PROTOCOL_VERSION, identity_to_proto, layout_to_proto
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
+from kv_transfer.checksum import ArenaHashes
 from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
 from kv_transfer.heads import LinkPlan, plan_link
-from kv_transfer.messages import Granted, Reserve, SessionId, ToDecode, ToPrefill
+from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Grant
-from kv_transfer.ports import KvWriter
-from kv_transfer.session import Endpoint, PeerSession
-from kv_transfer.session_service import TransferService
+from kv_transfer.session import Endpoint, OpenedSession, PeerSession
+from kv_transfer.session_service import SessionOffer, TransferService
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, push
+from tests.kv_transfer.permits import OFFICE, D, P, permit
 
 TIMEOUT_S = 20
-P = WorkerIdentity(worker_id=WorkerId("p"), incarnation=Incarnation(1))
-D = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation(2))
+LEASE_S = 20.0
+NUMBERS = itertools.count(1)
 X = XferId("x")
 
 
@@ -36,12 +39,11 @@ class Heard:
 
     events: asyncio.Queue[tuple[str, object]] = field(default_factory=asyncio.Queue)
     link: LinkPlan | None = None
+    beats: int = 0
 
-    def on_open(
-        self, peer: WorkerIdentity, writer: KvWriter, region_blocks: int, link: LinkPlan
-    ) -> None:
-        self.link = link
-        self.events.put_nowait(("open", region_blocks))
+    def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
+        self.link = opened.link
+        self.events.put_nowait(("open", opened.region_blocks))
 
     def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
         self.events.put_nowait(("message", message))
@@ -49,7 +51,16 @@ class Heard:
     def on_lost(self, peer: WorkerIdentity, error: BatonError) -> None:
         self.events.put_nowait(("lost", error))
 
+    def on_session_open(self, session: SessionId, peer: WorkerIdentity, link: LinkPlan) -> None:
+        self.link = link
+
+    def on_ticket_refused(self, error: TicketError) -> None:
+        self.events.put_nowait(("ticket refused", error.param))
+
     def on_peer_message(self, session: SessionId, peer: WorkerIdentity, message: ToDecode) -> None:
+        if isinstance(message, Heartbeat):
+            self.beats += 1
+            return
         self.events.put_nowait(("asked", message))
 
     def on_session_lost(self, session: SessionId) -> None:
@@ -74,11 +85,14 @@ class Serving:
 
     def dial(self, *, peer=D, layout=LAYOUT, backend="fake") -> PeerSession:
         return PeerSession(
-            here=Endpoint(identity=P, layout=layout),
+            here=Endpoint(identity=P, layout=layout, office=OFFICE),
             peer=peer,
             address=self.address,
             senders={backend: self.sender},
             listener=self.at_p,
+            hashes=ArenaHashes(self.source, LAYOUT, num_blocks=SENDER_BLOCKS),
+            clock=MonotonicClock(),
+            number=next(NUMBERS),
         )
 
 
@@ -89,8 +103,8 @@ async def serving(folder: Path, layout: KvLayout = LAYOUT):
     source = memoryview(bytearray(LAYOUT.region_bytes(SENDER_BLOCKS)))
     at_d = Heard()
     service = TransferService(
-        here=Endpoint(identity=D, layout=layout),
-        num_blocks=RECEIVER_BLOCKS,
+        here=Endpoint(identity=D, layout=layout, office=OFFICE),
+        offer=SessionOffer(num_blocks=RECEIVER_BLOCKS, lease_s=LEASE_S, checksums=True),
         receivers={"fake": FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS)},
         host=at_d,
     )
@@ -115,10 +129,15 @@ async def test_messages_travel_both_ways_and_the_end_is_told_on_both_sides(tmp_p
     async with serving(tmp_path) as both:
         session = both.dial()
         assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
-        asked = Reserve(xfer_id=X, num_blocks=3)
+        asked = Reserve(permit=permit(layout_digest=LAYOUT.content_digest()))
         session.send(asked)
         assert await both.at_d.next() == ("asked", asked)
-        grant = Granted(xfer_id=X, grant=Grant(held_blocks=1, blocks=(BlockId(4), BlockId(2))))
+        grant = Granted(
+            xfer_id=X,
+            attempt=1,
+            cache_scope="tenant",
+            grant=Grant(held_blocks=1, blocks=(BlockId(4), BlockId(2))),
+        )
         both.service.send(SessionId(1), grant)
         assert await both.at_p.next() == ("message", grant)
         await session.close()
@@ -224,7 +243,7 @@ async def test_a_session_that_does_not_begin_with_open_is_refused(tmp_path: Path
     async with serving(tmp_path) as both, open_channel(both.address) as channel:
         stub: Any = pb_grpc.TransferStub(channel)
         call = stub.Session()
-        await call.write(pb.TransferRequest(reserve=pb.ReservePages(xfer_id="x", num_blocks=1)))
+        await call.write(pb.TransferRequest(reserve=pb.ReservePages()))
         reply = await call.read()
         assert isinstance(reply, pb.TransferReply)
         assert reply.refused.code == "incompatible"
@@ -240,6 +259,8 @@ async def test_nonsense_in_a_session_ends_it(tmp_path: Path):
             expected_peer=identity_to_proto(D),
             layout=layout_to_proto(LAYOUT),
             backends=["fake"],
+            number=7,
+            mac=OFFICE.session_mac(P, D, 7),
         )
         await call.write(pb.TransferRequest(open=hello))
         assert (await call.read()).HasField("accepted")

@@ -54,6 +54,7 @@ from prefill_worker.messages import (
     TellFirstTokens,
     TellHandedOff,
 )
+from tests.kv_transfer.permits import permit
 
 D = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation(1))
 STREAM = StreamId(1)
@@ -75,8 +76,7 @@ def submit(leg: int = 1, xfer: str = "x", prompt: Prompt = PROMPT) -> Submit:
         leg_id=LegId(leg),
         request_id=RequestId("r"),
         prompt=prompt,
-        xfer_id=XferId(xfer),
-        peer=D,
+        permit=permit(xfer, num_blocks=2, target=D),
         address="unix:/d",
     )
 
@@ -102,7 +102,7 @@ def started(lifecycle: PrefillLifecycle) -> SeqId:
     lifecycle.handle(PeerUp(peer=D, region_blocks=8), 1.5)
     event = PrefillStarted(seq_id=command.seq_id, num_blocks=2, cached_tokens=4)
     (reserve,) = lifecycle.handle(event, 3.0)
-    assert reserve == Send(peer=D, message=Reserve(xfer_id=XferId("x"), num_blocks=2))
+    assert reserve == Send(peer=D, message=Reserve(permit=permit(num_blocks=2, target=D)))
     return command.seq_id
 
 
@@ -120,7 +120,7 @@ def test_a_leg_that_ends_with_its_first_token_is_given_up_not_committed(
     actions = lifecycle.handle(Sampled(seq_id=seq_id, tokens=first(FinishReason.STOP)), 8.0)
     tell, quiesced, release = actions
     assert isinstance(tell, TellFirstTokens)
-    assert quiesced == Send(peer=D, message=Quiesced(xfer_id=XferId("x")))
+    assert quiesced == Send(peer=D, message=Quiesced(xfer_id=XferId("x"), attempt=1))
     assert release == Release(seq_id=seq_id)
 
 
@@ -188,7 +188,7 @@ class LifeMachine(RuleBasedStateMachine):
                 case StartPush():
                     self.pushes.append(action)
                 case Send(message=Reserve() as reserve):
-                    self.asked.append(reserve.xfer_id)
+                    self.asked.append(reserve.permit.xfer_id)
                 case Send(message=Commit() as commit):
                     assert not self.outstanding(commit.xfer_id), "committed what is not written"
                     self.committing.append(commit.xfer_id)
@@ -301,15 +301,18 @@ class LifeMachine(RuleBasedStateMachine):
         xfer_id = self.asked.pop(0)
         if refuses:
             error = TransferError("no room")
-            self.tell(FromDecode(peer=D, message=AbortRequest(xfer_id=xfer_id, error=error)))
+            self.tell(
+                FromDecode(peer=D, message=AbortRequest(xfer_id=xfer_id, attempt=1, error=error))
+            )
             return
         grant = Grant(held_blocks=held, blocks=(BlockId(1), BlockId(2))[held:])
-        self.tell(FromDecode(peer=D, message=Granted(xfer_id=xfer_id, grant=grant)))
+        granted = Granted(xfer_id=xfer_id, attempt=1, cache_scope="", grant=grant)
+        self.tell(FromDecode(peer=D, message=granted))
 
     @precondition(lambda self: self.committing)
     @rule()
     def peer_verifies(self) -> None:
-        message = Committed(xfer_id=self.committing.pop(0))
+        message = Committed(xfer_id=self.committing.pop(0), attempt=1)
         self.tell(FromDecode(peer=D, message=message))
 
     @precondition(lambda self: self.pushes)

@@ -21,7 +21,14 @@ from baton.rpc.convert import (
     prompt_from_proto,
     sample_to_proto,
 )
-from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.rpc.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    transfer_pb2,
+)
 from tests.router.workers import drawn, hello
 
 
@@ -152,7 +159,8 @@ class _PrefillStream(_Stream):
             prefill_s=0.5,
         )
         self.frames.put_nowait(self.frame(first_tokens=[first]))
-        self.worker.peers[submit.target.identity.worker_id].handed_over(submit.xfer_id).set()
+        permit = transfer_pb2.Permit.FromString(submit.permit.content)
+        self.worker.peers[permit.target.worker_id].handed_over(permit.xfer_id).set()
         done = prefill_pb2.HandedOff(
             leg_id=submit.request.leg_id, blocks_sent=2, bytes_sent=64, reserve_wait_s=0.1
         )
@@ -167,7 +175,8 @@ class _DecodeStream(_Stream):
         position = len(prompt.output_tokens)
         leg_id = begun.request.leg_id
         if isinstance(begun, decode_pb2.Expect):
-            await self.worker.handed_over(begun.xfer_id).wait()
+            permit = transfer_pb2.Permit.FromString(begun.permit.content)
+            await self.worker.handed_over(permit.xfer_id).wait()
             position += 1
         else:
             local = decode_pb2.LocalPrefill(leg_id=leg_id, cached_tokens=4, prefill_s=0.5)

@@ -15,6 +15,7 @@ from baton.errors import (
     TransferError,
     UnavailableError,
     WorkerLostError,
+    disposition,
 )
 from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample, WorkerLoad
 from baton.ids import RequestId, Role
@@ -36,12 +37,14 @@ from router.events import (
     SendExpect,
     SendGenerate,
     SendPrefill,
+    SendReassign,
     StopSample,
     Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
     WorkerSuspected,
+    WriterLost,
 )
 from router.placement import Placement
 from router.ports import GenerationJob
@@ -168,8 +171,8 @@ def start_pair(core: Core, **job):
 def test_a_job_goes_to_both_workers_at_the_same_moment_under_one_transfer(core):
     core.join("p0", "d0")
     p, d = start_pair(core)
-    assert p.xfer_id == d.xfer_id
-    assert (p.target, d.source) == (d.worker, p.worker)
+    assert p.permit == d.permit
+    assert (p.permit.target, d.permit.source) == (d.worker, p.worker)
     assert p.transfer_address == "unix:/d0"
 
 
@@ -228,15 +231,111 @@ def test_a_first_token_that_ends_everything_cancels_both_legs(core):
     core.assert_empty()
 
 
-def test_a_failed_leg_cancels_the_other_at_once_and_is_retried_elsewhere(core):
+def test_a_failed_decode_leg_cancels_the_other_at_once_and_is_retried_elsewhere(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    actions = core(failed(d, EngineError("a step failed")))
+    again = sent(actions, SendPrefill)
+    assert cancelled(actions) == {p.leg_id}
+    assert again.permit.target != d.worker
+    assert again.permit.xfer_id != p.permit.xfer_id
+    assert again.leg_id not in {p.leg_id, d.leg_id}
+
+
+def lost(d: SendExpect, attempt: int = 1):
+    error = WorkerLostError("no sign of life")
+    return WriterLost(worker=d.worker, leg_id=d.leg_id, attempt=attempt, error=error)
+
+
+def die(core: Core, p: SendPrefill):
+    return core(WorkerLost(worker=p.worker, reason="killed"))
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda core, p, d: die(core, p),
+        lambda core, p, d: core(failed(p, EngineError("a step failed"))),
+        lambda core, p, d: core(lost(d)),
+    ],
+)
+def test_another_prefill_worker_takes_over_the_same_reservation(core, lose):
     core.join("p0", "p1", "d0")
     p, d = start_pair(core)
-    actions = core(failed(p, EngineError("a step failed")))
-    again = sent(actions, SendPrefill)
-    assert cancelled(actions) == {d.leg_id}
+    actions = lose(core, p, d)
+    again, told = sent(actions, SendPrefill), sent(actions, SendReassign)
+    assert cancelled(actions) <= {p.leg_id}
     assert again.worker != p.worker
-    assert again.xfer_id != p.xfer_id
-    assert again.leg_id not in {p.leg_id, d.leg_id}
+    assert told.leg_id == d.leg_id
+    assert told.permit == again.permit
+    assert (again.permit.xfer_id, again.permit.attempt) == (p.permit.xfer_id, 2)
+    assert again.permit.source == again.worker
+    assert tokens_in(core(first_tokens(again, drawn(0, 0, 4)))) == [drawn(0, 0, 4)]
+    core(handed_off(again))
+    assert tokens_in(core(decoded(d, drawn(0, 1, 4)))) == [drawn(0, 1, 4)]
+
+
+def test_the_loss_of_an_earlier_attempts_writer_is_old_news(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    die(core, p)
+    assert core(lost(d, attempt=1)) == []
+
+
+def test_first_tokens_that_come_again_are_told_once(core):
+    core.join("p0", "p1", "d0")
+    p, _ = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    again = sent(die(core, p), SendPrefill)
+    assert again.prompt == p.prompt
+    assert tokens_in(core(first_tokens(again, drawn(0, 0, 4)))) == []
+
+
+def test_another_first_token_than_the_client_has_is_never_decoded_from(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    again = sent(die(core, p), SendPrefill)
+    other = TokenSample(sample=0, token=77)
+    actions = core(first_tokens(again, other))
+    assert tokens_in(actions) == []
+    assert cancelled(actions) == {again.leg_id, d.leg_id}
+    assert sent(actions, SendPrefill).prompt.output_tokens == (0,)
+
+
+def test_the_decode_worker_computes_the_prompt_when_no_prefill_worker_is_left(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    actions = die(core, p)
+    assert cancelled(actions) == {d.leg_id}
+    assert sent(actions, SendGenerate).worker == d.worker
+
+
+def test_a_short_prompt_is_computed_where_its_pages_were_once_two_prefill_workers_were_lost(core):
+    core.join("p0", "p1", "p2", "d0", "d1")
+    p, d = start_pair(core)
+    again = sent(die(core, p), SendPrefill)
+    assert sent(die(core, again), SendGenerate).worker == d.worker
+
+
+def test_a_long_prompt_tries_another_pair_once_two_prefill_workers_were_lost():
+    core = Core(patience=Patience(recompute_tokens=4))
+    core.join("p0", "p1", "p2", "d0")
+    p, _ = start_pair(core)
+    again = sent(die(core, p), SendPrefill)
+    third = sent(die(core, again), SendPrefill)
+    assert third.permit.xfer_id != p.permit.xfer_id
+
+
+def test_the_last_rung_is_an_error_that_says_to_come_back():
+    core = Core(patience=Patience(max_attempts=2))
+    core.join("p0", "p1", "d0")
+    p, _ = start_pair(core)
+    again = sent(die(core, p), SendPrefill)
+    error = sent(die(core, again), Fail).error
+    assert disposition(error).http == 503
+    assert disposition(error).retryable
+    core.assert_empty()
 
 
 def test_a_transfer_error_makes_both_workers_suspect(core):
@@ -250,9 +349,9 @@ def test_a_transfer_error_makes_both_workers_suspect(core):
 def test_attempts_are_bounded(core):
     core.join("p0", "p1", "p2", "p3", "d0")
     p, _ = start_pair(core)
-    for _ in range(2):
-        p = sent(core(failed(p, EngineError("a step failed"))), SendPrefill)
-    actions = core(failed(p, EngineError("a step failed")))
+    second = sent(core(failed(p, EngineError("a step failed"))), SendPrefill)
+    third = sent(core(failed(second, EngineError("a step failed"))), SendGenerate)
+    actions = core(failed(third, EngineError("a step failed")))
     assert isinstance(sent(actions, Fail).error, EngineError)
     core.assert_empty()
 
@@ -290,7 +389,7 @@ def test_a_lost_decode_worker_is_replaced_with_the_token_log(core):
     again = sent(actions, SendPrefill)
     assert again.prompt.output_tokens == (0, 1)
     assert again.prompt.sampling == p.prompt.sampling
-    assert again.target != d.worker
+    assert again.permit.target != d.worker
     actions = core(first_tokens(again, drawn(0, 2, 4)))
     assert tokens_in(actions) == [drawn(0, 2, 4)]
 
@@ -308,7 +407,7 @@ def test_a_worker_that_falls_silent_is_replaced_with_the_token_log(core):
     assert cancelled(actions) == {d.leg_id}
     again = sent(actions, SendPrefill)
     assert again.prompt.output_tokens == (0, 1)
-    assert again.target != d.worker
+    assert again.permit.target != d.worker
     assert core(decoded(d, drawn(0, 2, 4))) == []
 
 
@@ -318,7 +417,8 @@ def test_a_prefill_worker_that_falls_silent_is_replaced(core):
     others = {"p0", "p1", "d0"} - {p.worker.worker_id}
     actions = core.pass_time_hearing(6.0, *others)
     assert sent(actions, SendPrefill).worker != p.worker
-    assert cancelled(actions) == {p.leg_id, d.leg_id}
+    assert cancelled(actions) == {p.leg_id}
+    assert sent(actions, SendReassign).leg_id == d.leg_id
 
 
 def test_a_suspected_worker_is_used_again_when_it_is_heard(core):
@@ -351,7 +451,7 @@ def test_the_timing_tells_retries_from_resumptions(core):
     p, _ = start_pair(core, max_tokens=2)
     second = sent(core(failed(p, EngineError("a step failed"))), SendPrefill)
     core(first_tokens(second, drawn(0, 0, 2)))
-    third = sent(core(WorkerLost(worker=second.target, reason="killed")), SendPrefill)
+    third = sent(core(WorkerLost(worker=second.permit.target, reason="killed")), SendPrefill)
     timing = sent(core(first_tokens(third, drawn(0, 1, 2))), Finish).timing
     assert (timing.retries, timing.resumptions) == (1, 1)
 

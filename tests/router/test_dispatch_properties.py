@@ -5,7 +5,7 @@ messages overtake each other between streams, come late for cancelled legs, and 
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.errors import CancelledByPeerError, EngineError, TransferError
+from baton.errors import CancelledByPeerError, EngineError, TransferError, WorkerLostError
 from baton.generation import FinishReason, Prompt, SamplingParams, WorkerLoad
 from baton.ids import LegId, RequestId, Role, WorkerIdentity
 from router.dispatch import Dispatcher, Patience
@@ -32,12 +32,14 @@ from router.events import (
     SendExpect,
     SendGenerate,
     SendPrefill,
+    SendReassign,
     Service,
     StopSample,
     Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
+    WriterLost,
 )
 from router.placement import Placement
 from router.ports import GenerationJob
@@ -128,12 +130,23 @@ class Interleavings(RuleBasedStateMachine):
                 worker = self.alive(action.worker)
                 if worker is not None:
                     worker.legs.pop(action.leg_id, None)
+            case SendReassign():
+                worker = self.alive(action.worker)
+                assert worker is not None, "sent to a worker that is not connected"
+                self.reassign(worker, action)
             case SendPrefill() | SendExpect() | SendGenerate():
                 assert action.leg_id not in self.started
                 self.started.add(action.leg_id)
                 worker = self.alive(action.worker)
                 assert worker is not None, "sent to a worker that is not connected"
                 worker.legs[action.leg_id] = FakeLeg(prompt=action.prompt, command=action)
+
+    def reassign(self, worker: FakeWorker, action: SendReassign) -> None:
+        leg = worker.legs.get(action.leg_id)
+        if leg is not None and not leg.started and isinstance(leg.command, SendExpect):
+            assert leg.command.permit.xfer_id == action.permit.xfer_id
+            assert leg.command.permit.attempt < action.permit.attempt
+            leg.command = replace(leg.command, permit=action.permit)
 
     def see(self, action: Emit) -> None:
         job = self.jobs[action.request_id]
@@ -202,16 +215,26 @@ class Interleavings(RuleBasedStateMachine):
 
     def peer_notices(self, leg: FakeLeg) -> None:
         match leg.command:
-            case SendPrefill(target=peer) | SendExpect(source=peer):
-                worker = self.alive(peer)
+            case SendPrefill(permit=permit):
+                worker = self.alive(permit.target)
+            case SendExpect(permit=permit):
+                worker = self.alive(permit.source)
             case _:
                 return
         if worker is None:
             return
         for leg_id, other in list(worker.legs.items()):
-            same = getattr(other.command, "xfer_id", None) == leg.command.xfer_id
+            same = getattr(other.command, "permit", None) == permit
             if same and not other.started:
-                self.fail_leg(worker, leg_id, TransferError("the peer is gone"))
+                if isinstance(leg.command, SendPrefill):
+                    self.lose_writer(worker, leg_id, permit.attempt)
+                else:
+                    self.fail_leg(worker, leg_id, WorkerLostError("the decode worker is gone"))
+
+    def lose_writer(self, worker: FakeWorker, leg_id: LegId, attempt: int) -> None:
+        error = WorkerLostError("the prefill worker is gone")
+        event = WriterLost(worker=worker.identity, leg_id=leg_id, attempt=attempt, error=error)
+        worker.outbox[Service.DECODE].append(event)
 
     @precondition(lambda self: any(worker.legs for worker in self.workers.values()))
     @rule(data=st.data(), overloaded=st.booleans())
@@ -233,6 +256,14 @@ class Interleavings(RuleBasedStateMachine):
         ]
         name, leg_id = data.draw(st.sampled_from(choices))
         return self.workers[name], leg_id
+
+    @precondition(lambda self: any(worker.legs for worker in self.workers.values()))
+    @rule(data=st.data())
+    def writer_is_suspected(self, data: st.DataObject) -> None:
+        worker, leg_id = self.some_leg(data)
+        leg = worker.legs[leg_id]
+        if isinstance(leg.command, SendExpect) and not leg.started:
+            self.lose_writer(worker, leg_id, leg.command.permit.attempt)
 
     @precondition(lambda self: any(worker.legs for worker in self.workers.values()))
     @rule(data=st.data(), steps=st.integers(1, 3))
@@ -292,9 +323,9 @@ class Interleavings(RuleBasedStateMachine):
                 )
             )
             return
-        decoder = self.alive(command.target)
+        decoder = self.alive(command.permit.target)
         for other in [] if decoder is None else decoder.legs.values():
-            if getattr(other.command, "xfer_id", None) == command.xfer_id:
+            if getattr(other.command, "permit", None) == command.permit:
                 other.started = True
                 running = [token.sample for token in tokens if token.finish is None]
                 other.positions = dict.fromkeys(running, position + 1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.generation import Prompt, SamplingParams
-from baton.ids import LegId, RequestId, Role, new_xfer_id
+from baton.ids import LegId, RequestId, Role
 from router.events import (
     DecodeTokens,
     FirstTokensArrived,
@@ -21,6 +21,7 @@ from router.events import (
     WorkerLost,
 )
 from router.links import LinkState, LinkTiming, WorkerLink
+from tests.kv_transfer.permits import permit
 from tests.router.grpc_workers import FakeWorker, running
 from tests.router.workers import drawn
 
@@ -86,8 +87,7 @@ async def test_a_prefill_leg_brings_first_tokens_then_the_hand_off_then_the_load
                 leg_id=LegId(7),
                 request_id=RequestId("cmpl-1"),
                 prompt=prompt(2),
-                xfer_id=new_xfer_id(),
-                target=workers["d"].hello.identity,
+                permit=permit(source=link.hello.identity, target=workers["d"].hello.identity),
                 transfer_address=workers["d"].hello.transfer_address,
             )
         )

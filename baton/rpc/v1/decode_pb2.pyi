@@ -23,32 +23,56 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Expect(_message.Message):
-    """Pages for this request will arrive as transfer `xfer_id` from `source`."""
+    """Pages for this request will arrive."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
-    XFER_ID_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
-    xfer_id: _builtins.str
+    PERMIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> _common_pb2.GenerationRequest: ...
     @_builtins.property
-    def source(self) -> _common_pb2.WorkerIdentity: ...
+    def permit(self) -> _common_pb2.Signed:
+        """a `Permit` of transfer.proto"""
+
     def __init__(
         self,
         *,
         request: _common_pb2.GenerationRequest | None = ...,
-        xfer_id: _builtins.str = ...,
-        source: _common_pb2.WorkerIdentity | None = ...,
+        permit: _common_pb2.Signed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["permit", b"permit", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "source", b"source", "xfer_id", b"xfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["permit", b"permit", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Expect: _TypeAlias = Expect  # noqa: Y015
+
+@_typing.final
+class Reassign(_message.Message):
+    """Another prefill worker takes over: the same transfer and the same pages, a later attempt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEG_ID_FIELD_NUMBER: _builtins.int
+    PERMIT_FIELD_NUMBER: _builtins.int
+    leg_id: _builtins.int
+    @_builtins.property
+    def permit(self) -> _common_pb2.Signed: ...
+    def __init__(
+        self,
+        *,
+        leg_id: _builtins.int = ...,
+        permit: _common_pb2.Signed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["permit", b"permit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leg_id", b"leg_id", "permit", b"permit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reassign: _TypeAlias = Reassign  # noqa: Y015
 
 @_typing.final
 class Generate(_message.Message):
@@ -79,24 +103,28 @@ class DecodeCommand(_message.Message):
     EXPECT_FIELD_NUMBER: _builtins.int
     GENERATE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    REASSIGN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def expect(self) -> Global___Expect: ...
     @_builtins.property
     def generate(self) -> Global___Generate: ...
     @_builtins.property
     def cancel(self) -> _common_pb2.Cancel: ...
+    @_builtins.property
+    def reassign(self) -> Global___Reassign: ...
     def __init__(
         self,
         *,
         expect: Global___Expect | None = ...,
         generate: Global___Generate | None = ...,
         cancel: _common_pb2.Cancel | None = ...,
+        reassign: Global___Reassign | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "expect", b"expect", "generate", b"generate"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "expect", b"expect", "generate", b"generate", "reassign", b"reassign"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "expect", b"expect", "generate", b"generate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "expect", b"expect", "generate", b"generate", "reassign", b"reassign"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["expect", "generate", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["expect", "generate", "cancel", "reassign"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -158,6 +186,34 @@ class LocalPrefill(_message.Message):
 Global___LocalPrefill: _TypeAlias = LocalPrefill  # noqa: Y015
 
 @_typing.final
+class WriterLost(_message.Message):
+    """The prefill worker of this attempt is gone; the pages are kept for a moment, for another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEG_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    leg_id: _builtins.int
+    attempt: _builtins.int
+    @_builtins.property
+    def failure(self) -> _common_pb2.Failure: ...
+    def __init__(
+        self,
+        *,
+        leg_id: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        failure: _common_pb2.Failure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failure", b"failure", "leg_id", b"leg_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriterLost: _TypeAlias = WriterLost  # noqa: Y015
+
+@_typing.final
 class DecodeFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -171,6 +227,7 @@ class DecodeFrame(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     PREFILLED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    WRITERS_LOST_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerHello: ...
@@ -194,6 +251,8 @@ class DecodeFrame(_message.Message):
     def prefilled(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocalPrefill]: ...
     @_builtins.property
     def load(self) -> _common_pb2.WorkerLoad: ...
+    @_builtins.property
+    def writers_lost(self) -> _containers.RepeatedCompositeFieldContainer[Global___WriterLost]: ...
     def __init__(
         self,
         *,
@@ -207,10 +266,11 @@ class DecodeFrame(_message.Message):
         failed: _abc.Iterable[_common_pb2.LegFailed] | None = ...,
         prefilled: _abc.Iterable[Global___LocalPrefill] | None = ...,
         load: _common_pb2.WorkerLoad | None = ...,
+        writers_lost: _abc.Iterable[Global___WriterLost] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "hello", b"hello", "leg_ids", b"leg_ids", "load", b"load", "logprobs", b"logprobs", "prefilled", b"prefilled", "samples", b"samples", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "hello", b"hello", "leg_ids", b"leg_ids", "load", b"load", "logprobs", b"logprobs", "prefilled", b"prefilled", "samples", b"samples", "step", b"step", "tokens", b"tokens", "writers_lost", b"writers_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,52 +20,30 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class DecodeTarget(_message.Message):
-    """The decode worker that takes the baton."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    IDENTITY_FIELD_NUMBER: _builtins.int
-    TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
-    transfer_address: _builtins.str
-    @_builtins.property
-    def identity(self) -> _common_pb2.WorkerIdentity: ...
-    def __init__(
-        self,
-        *,
-        identity: _common_pb2.WorkerIdentity | None = ...,
-        transfer_address: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "transfer_address", b"transfer_address"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DecodeTarget: _TypeAlias = DecodeTarget  # noqa: Y015
-
-@_typing.final
 class SubmitPrefill(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
-    XFER_ID_FIELD_NUMBER: _builtins.int
-    TARGET_FIELD_NUMBER: _builtins.int
-    xfer_id: _builtins.str
+    PERMIT_FIELD_NUMBER: _builtins.int
+    TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
+    transfer_address: _builtins.str
+    """of that worker"""
     @_builtins.property
     def request(self) -> _common_pb2.GenerationRequest: ...
     @_builtins.property
-    def target(self) -> Global___DecodeTarget: ...
+    def permit(self) -> _common_pb2.Signed:
+        """a `Permit` of transfer.proto; names the decode worker that takes the baton"""
+
     def __init__(
         self,
         *,
         request: _common_pb2.GenerationRequest | None = ...,
-        xfer_id: _builtins.str = ...,
-        target: Global___DecodeTarget | None = ...,
+        permit: _common_pb2.Signed | None = ...,
+        transfer_address: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "target", b"target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["permit", b"permit", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "target", b"target", "xfer_id", b"xfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["permit", b"permit", "request", b"request", "transfer_address", b"transfer_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

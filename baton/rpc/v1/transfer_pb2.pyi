@@ -22,6 +22,113 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class Permit(_message.Message):
+    """A router's word that one hand-off may take place. Signed; what `Expect`, `Reassign`, `SubmitPrefill` and `ReservePages` carry."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    XFER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CACHE_SCOPE_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    xfer_id: _builtins.str
+    attempt: _builtins.int
+    """the reservation is kept when a later attempt takes over"""
+    cache_scope: _builtins.str
+    """the tenant's"""
+    layout_digest: _builtins.str
+    """of what a page holds"""
+    num_blocks: _builtins.int
+    """of the whole prompt"""
+    @_builtins.property
+    def source(self) -> _common_pb2.WorkerIdentity:
+        """who may write"""
+
+    @_builtins.property
+    def target(self) -> _common_pb2.WorkerIdentity:
+        """where"""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        xfer_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        cache_scope: _builtins.str = ...,
+        layout_digest: _builtins.str = ...,
+        source: _common_pb2.WorkerIdentity | None = ...,
+        target: _common_pb2.WorkerIdentity | None = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_scope", b"cache_scope", "layout_digest", b"layout_digest", "num_blocks", b"num_blocks", "source", b"source", "target", b"target", "version", b"version", "xfer_id", b"xfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Permit: _TypeAlias = Permit  # noqa: Y015
+
+@_typing.final
+class Ticket(_message.Message):
+    """A decode worker's leave to write into these pages, for as long as the session's lease is renewed. Signed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    XFER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CACHE_SCOPE_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    xfer_id: _builtins.str
+    attempt: _builtins.int
+    cache_scope: _builtins.str
+    layout_digest: _builtins.str
+    region: _builtins.bytes
+    """digest of the region handle that this session was given"""
+    held_blocks: _builtins.int
+    """leading blocks that are here already and are not sent"""
+    lease_ms: _builtins.int
+    """a duration on the decode worker's clock, never a time of day"""
+    @_builtins.property
+    def target(self) -> _common_pb2.WorkerIdentity: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """pages for the rest, in prompt order"""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        xfer_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        cache_scope: _builtins.str = ...,
+        layout_digest: _builtins.str = ...,
+        target: _common_pb2.WorkerIdentity | None = ...,
+        region: _builtins.bytes = ...,
+        held_blocks: _builtins.int = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        lease_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blocks", b"blocks", "cache_scope", b"cache_scope", "held_blocks", b"held_blocks", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "region", b"region", "target", b"target", "version", b"version", "xfer_id", b"xfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
+
+@_typing.final
 class OpenSession(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -30,7 +137,13 @@ class OpenSession(_message.Message):
     EXPECTED_PEER_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    MAC_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
+    number: _builtins.int
+    """of this prefill worker's sessions with this peer; grows"""
+    mac: _builtins.bytes
+    """over identity, expected peer and number"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity:
         """of the prefill worker"""
@@ -53,10 +166,12 @@ class OpenSession(_message.Message):
         expected_peer: _common_pb2.WorkerIdentity | None = ...,
         layout: _common_pb2.KvLayout | None = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
+        number: _builtins.int = ...,
+        mac: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected_peer", b"expected_peer", "identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "expected_peer", b"expected_peer", "identity", b"identity", "layout", b"layout", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "expected_peer", b"expected_peer", "identity", b"identity", "layout", b"layout", "mac", b"mac", "number", b"number", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -66,20 +181,19 @@ Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
 class ReservePages(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    XFER_ID_FIELD_NUMBER: _builtins.int
-    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
-    xfer_id: _builtins.str
-    num_blocks: _builtins.int
-    """for the whole prompt; granted all or nothing"""
+    PERMIT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def permit(self) -> _common_pb2.Signed:
+        """pages for the whole prompt; granted all or nothing"""
+
     def __init__(
         self,
         *,
-        xfer_id: _builtins.str = ...,
-        num_blocks: _builtins.int = ...,
+        permit: _common_pb2.Signed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["permit", b"permit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "xfer_id", b"xfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["permit", b"permit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -90,26 +204,35 @@ class CommitPages(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     XFER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     xfer_id: _builtins.str
+    attempt: _builtins.int
     num_blocks: _builtins.int
     """written"""
     num_bytes: _builtins.int
+    checksums: _builtins.bytes
+    """64-bit numbers, little-endian: of each page in prompt order, for one group of layers after the other. Empty where the
+    session does without.
+    """
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SampledToken]: ...
     def __init__(
         self,
         *,
         xfer_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         first_tokens: _abc.Iterable[_common_pb2.SampledToken] | None = ...,
+        checksums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_tokens", b"first_tokens", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "xfer_id", b"xfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checksums", b"checksums", "first_tokens", b"first_tokens", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "xfer_id", b"xfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -117,24 +240,48 @@ Global___CommitPages: _TypeAlias = CommitPages  # noqa: Y015
 
 @_typing.final
 class Quiesced(_message.Message):
-    """The sender will never write to this transfer's pages again."""
+    """The sender will never write to this transfer's pages again in this attempt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     XFER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     xfer_id: _builtins.str
+    attempt: _builtins.int
     def __init__(
         self,
         *,
         xfer_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["xfer_id", b"xfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "xfer_id", b"xfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Quiesced: _TypeAlias = Quiesced  # noqa: Y015
+
+@_typing.final
+class Heartbeat(_message.Message):
+    """Renews the lease on everything that this session writes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class TransferRequest(_message.Message):
@@ -144,6 +291,7 @@ class TransferRequest(_message.Message):
     RESERVE_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     QUIESCED_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenSession: ...
     @_builtins.property
@@ -152,6 +300,8 @@ class TransferRequest(_message.Message):
     def commit(self) -> Global___CommitPages: ...
     @_builtins.property
     def quiesced(self) -> Global___Quiesced: ...
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat: ...
     def __init__(
         self,
         *,
@@ -159,12 +309,13 @@ class TransferRequest(_message.Message):
         reserve: Global___ReservePages | None = ...,
         commit: Global___CommitPages | None = ...,
         quiesced: Global___Quiesced | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "open", b"open", "quiesced", b"quiesced", "request", b"request", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "open", b"open", "quiesced", b"quiesced", "request", b"request", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "open", b"open", "quiesced", b"quiesced", "request", b"request", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "open", b"open", "quiesced", b"quiesced", "request", b"request", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["open", "reserve", "commit", "quiesced"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["open", "reserve", "commit", "quiesced", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -179,10 +330,15 @@ class SessionAccepted(_message.Message):
     REGION_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     region: _builtins.bytes
     """opaque handle of the backend; resolves to a registered range or fails"""
     num_blocks: _builtins.int
+    lease_ms: _builtins.int
+    checksums: _builtins.bool
+    """whether commits have to carry them"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -197,10 +353,12 @@ class SessionAccepted(_message.Message):
         region: _builtins.bytes = ...,
         num_blocks: _builtins.int = ...,
         layout: _common_pb2.KvLayout | None = ...,
+        lease_ms: _builtins.int = ...,
+        checksums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "identity", b"identity", "layout", b"layout", "num_blocks", b"num_blocks", "region", b"region"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "checksums", b"checksums", "identity", b"identity", "layout", b"layout", "lease_ms", b"lease_ms", "num_blocks", b"num_blocks", "region", b"region"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -210,26 +368,17 @@ Global___SessionAccepted: _TypeAlias = SessionAccepted  # noqa: Y015
 class PagesGranted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    XFER_ID_FIELD_NUMBER: _builtins.int
-    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
-    xfer_id: _builtins.str
-    held_blocks: _builtins.int
-    """leading blocks that are here already and are not sent"""
+    TICKET_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """pages for the rest, in prompt order"""
-
+    def ticket(self) -> _common_pb2.Signed: ...
     def __init__(
         self,
         *,
-        xfer_id: _builtins.str = ...,
-        held_blocks: _builtins.int = ...,
-        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        ticket: _common_pb2.Signed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "held_blocks", b"held_blocks", "xfer_id", b"xfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,15 +389,18 @@ class PagesCommitted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     XFER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     xfer_id: _builtins.str
+    attempt: _builtins.int
     def __init__(
         self,
         *,
         xfer_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["xfer_id", b"xfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "xfer_id", b"xfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -261,19 +413,22 @@ class AbortTransfer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     XFER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     xfer_id: _builtins.str
+    attempt: _builtins.int
     @_builtins.property
     def failure(self) -> _common_pb2.Failure: ...
     def __init__(
         self,
         *,
         xfer_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
         failure: _common_pb2.Failure | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "xfer_id", b"xfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failure", b"failure", "xfer_id", b"xfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,6 +443,7 @@ class TransferReply(_message.Message):
     GRANTED_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___SessionAccepted: ...
     @_builtins.property
@@ -300,6 +456,10 @@ class TransferReply(_message.Message):
     def committed(self) -> Global___PagesCommitted: ...
     @_builtins.property
     def abort(self) -> Global___AbortTransfer: ...
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """the answer, with the same number"""
+
     def __init__(
         self,
         *,
@@ -308,12 +468,13 @@ class TransferReply(_message.Message):
         granted: Global___PagesGranted | None = ...,
         committed: Global___PagesCommitted | None = ...,
         abort: Global___AbortTransfer | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accepted", b"accepted", "committed", b"committed", "granted", b"granted", "refused", b"refused", "reply", b"reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accepted", b"accepted", "committed", b"committed", "granted", b"granted", "heartbeat", b"heartbeat", "refused", b"refused", "reply", b"reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accepted", b"accepted", "committed", b"committed", "granted", b"granted", "refused", b"refused", "reply", b"reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accepted", b"accepted", "committed", b"committed", "granted", b"granted", "heartbeat", b"heartbeat", "refused", b"refused", "reply", b"reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["accepted", "refused", "granted", "committed", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["accepted", "refused", "granted", "committed", "abort", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 

@@ -1,0 +1,230 @@
+"""What has to be shown before KV is handed over: a router's permit, then a decode worker's ticket, both signed.
+
+A router mints one `Permit` per attempt and gives it to both workers; the prefill worker shows it when it asks for pages, and
+gets a `Ticket` that names them. Keys are derived from the cluster secret, one per kind, so that neither can stand for the
+other. Nothing of a message is looked at before its signature is known to be right; neither carries an address.
+"""
+
+import hmac
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TypeVar
+
+from blake3 import blake3
+from google.protobuf.message import DecodeError
+
+from baton.errors import TicketError
+from baton.ids import BlockId, WorkerIdentity, XferId
+from baton.rpc.convert import identity_from_proto, identity_to_proto
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import transfer_pb2 as pb
+from kv_transfer.plan import Grant
+
+VERSION = 1
+MAC_BYTES = 32
+REGION_BYTES = 16
+_MAX_CONTENT_BYTES = 4 * 1024 * 1024
+
+_Content = TypeVar("_Content", pb.Permit, pb.Ticket)
+
+
+class TicketFault(Enum):
+    """Why a permit or ticket was refused; a closed set, fit for a metric's label."""
+
+    FORGED = "forged"
+    MALFORMED = "malformed"
+    VERSION = "version"
+    HOLDER = "holder"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permit:
+    """A router's word that one hand-off may take place.
+
+    Attributes:
+        xfer_id: The hand-off.
+        attempt: From 1; a later one takes over the reservation of an earlier one.
+        cache_scope: The tenant's.
+        layout_digest: `KvLayout.content_digest` of the pages.
+        source: Who may write.
+        target: Where.
+        num_blocks: Pages of the whole prompt.
+        signed: The permit as its router signed it, for whoever it is shown to; empty where it was not read from there.
+    """
+
+    xfer_id: XferId
+    attempt: int
+    cache_scope: str
+    layout_digest: str
+    source: WorkerIdentity
+    target: WorkerIdentity
+    num_blocks: int
+    signed: bytes = field(default=b"", compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """A decode worker's leave to write.
+
+    Attributes:
+        xfer_id: The hand-off.
+        attempt: Whose pages these are now.
+        cache_scope: The tenant's.
+        layout_digest: Of the pages.
+        target: Who grants.
+        region: Digest of the region handle of the session (`region_digest`); in another session the ticket is worth nothing.
+        grant: The pages.
+        lease_s: How long it is worth something without a heartbeat, on the grantor's clock.
+    """
+
+    xfer_id: XferId
+    attempt: int
+    cache_scope: str
+    layout_digest: str
+    target: WorkerIdentity
+    region: bytes
+    grant: Grant
+    lease_s: float
+
+
+class TicketOffice:
+    """Signs and checks, with keys of the cluster."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._permit_key = _derive(secret, "permit")
+        self._ticket_key = _derive(secret, "ticket")
+        self._session_key = _derive(secret, "session")
+
+    def sign_permit(self, permit: Permit) -> common_pb2.Signed:
+        """What a router sends."""
+        content = pb.Permit(
+            version=VERSION,
+            xfer_id=permit.xfer_id,
+            attempt=permit.attempt,
+            cache_scope=permit.cache_scope,
+            layout_digest=permit.layout_digest,
+            source=identity_to_proto(permit.source),
+            target=identity_to_proto(permit.target),
+            num_blocks=permit.num_blocks,
+        )
+        return _sign(self._permit_key, content.SerializeToString())
+
+    def issue(self, permit: Permit) -> Permit:
+        """The same permit, ready to be shown."""
+        return replace(permit, signed=self.sign_permit(permit).SerializeToString())
+
+    def read_permit(self, signed: common_pb2.Signed) -> Permit:
+        """What a router signed.
+
+        Raises:
+            TicketError: Not signed with this cluster's key, or not of this version.
+        """
+        message = _read(self._permit_key, signed, pb.Permit())
+        return Permit(
+            xfer_id=XferId(message.xfer_id),
+            attempt=message.attempt,
+            cache_scope=message.cache_scope,
+            layout_digest=message.layout_digest,
+            source=identity_from_proto(message.source),
+            target=identity_from_proto(message.target),
+            num_blocks=message.num_blocks,
+            signed=signed.SerializeToString(),
+        )
+
+    def sign_ticket(self, ticket: Ticket) -> common_pb2.Signed:
+        """What a decode worker sends."""
+        content = pb.Ticket(
+            version=VERSION,
+            xfer_id=ticket.xfer_id,
+            attempt=ticket.attempt,
+            cache_scope=ticket.cache_scope,
+            layout_digest=ticket.layout_digest,
+            target=identity_to_proto(ticket.target),
+            region=ticket.region,
+            held_blocks=ticket.grant.held_blocks,
+            blocks=ticket.grant.blocks,
+            lease_ms=round(ticket.lease_s * 1000),
+        )
+        return _sign(self._ticket_key, content.SerializeToString())
+
+    def read_ticket(self, signed: common_pb2.Signed) -> Ticket:
+        """What a decode worker signed.
+
+        Raises:
+            TicketError: Not signed with this cluster's key, or not of this version.
+        """
+        message = _read(self._ticket_key, signed, pb.Ticket())
+        # All at once: a NewType called per page would cost more than everything else here.
+        blocks: tuple[BlockId, ...] = tuple(message.blocks)  # type: ignore[arg-type]
+        return Ticket(
+            xfer_id=XferId(message.xfer_id),
+            attempt=message.attempt,
+            cache_scope=message.cache_scope,
+            layout_digest=message.layout_digest,
+            target=identity_from_proto(message.target),
+            region=message.region,
+            grant=Grant(held_blocks=message.held_blocks, blocks=blocks),
+            lease_s=message.lease_ms / 1000,
+        )
+
+    def session_mac(self, source: WorkerIdentity, target: WorkerIdentity, number: int) -> bytes:
+        """What a prefill worker shows to open its session `number` with `target`."""
+        return _mac(self._session_key, f"{source} {target} {number}".encode())
+
+
+def shown(permit: Permit) -> common_pb2.Signed:
+    """A permit as its router signed it."""
+    return common_pb2.Signed.FromString(permit.signed)
+
+
+def region_digest(opaque: bytes) -> bytes:
+    """What stands for a region handle in a ticket, without giving the handle away."""
+    return blake3(opaque).digest(length=REGION_BYTES)
+
+
+def claimed(signed: common_pb2.Signed) -> tuple[XferId, int]:
+    """Which attempt a ticket that was refused says it is for. Unproven: only good for giving that attempt up.
+
+    Raises:
+        TicketError: It is no ticket at all.
+    """
+    try:
+        message = pb.Ticket.FromString(signed.content)
+    except DecodeError as error:
+        raise _refuse(TicketFault.MALFORMED) from error
+    return XferId(message.xfer_id), message.attempt
+
+
+def refuse_holder(what: str) -> TicketError:
+    """The signature is right, but it is not for whoever shows it, or not for here."""
+    return TicketError(f"the ticket is for another {what}", param=TicketFault.HOLDER.value)
+
+
+def _derive(secret: bytes, kind: str) -> bytes:
+    return blake3(secret, derive_key_context=f"baton 2026 kv transfer {kind}").digest()
+
+
+def _mac(key: bytes, content: bytes) -> bytes:
+    return blake3(content, key=key).digest(length=MAC_BYTES)
+
+
+def _sign(key: bytes, content: bytes) -> common_pb2.Signed:
+    return common_pb2.Signed(content=content, mac=_mac(key, content))
+
+
+def _read(key: bytes, signed: common_pb2.Signed, message: _Content) -> _Content:
+    if len(signed.content) > _MAX_CONTENT_BYTES:
+        raise _refuse(TicketFault.MALFORMED)
+    if not hmac.compare_digest(signed.mac, _mac(key, signed.content)):
+        raise _refuse(TicketFault.FORGED)
+    try:
+        message.ParseFromString(signed.content)
+    except DecodeError as error:
+        raise _refuse(TicketFault.MALFORMED) from error
+    if message.version != VERSION:
+        raise _refuse(TicketFault.VERSION)
+    return message
+
+
+def _refuse(fault: TicketFault) -> TicketError:
+    return TicketError(f"a permit or ticket was refused: {fault.value}", param=fault.value)

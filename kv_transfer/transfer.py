@@ -1,0 +1,148 @@
+"""One hand-off as the decode worker's ledger keeps it: its states, and what belongs to it while it lasts."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.errors import BatonError, InvariantError
+from baton.ids import XferId
+from kv_transfer.messages import Commit, SessionId
+from kv_transfer.plan import Grant
+from kv_transfer.ticket import Permit
+
+_MAX_ENDED = 65_536
+
+
+class TransferState(Enum):
+    """Where one transfer stands on the decode worker."""
+
+    EXPECTED = "expected"
+    ASKED = "asked"
+    RESERVED = "reserved"
+    WRITING = "writing"
+    VERIFYING = "verifying"
+    ORPHANED = "orphaned"
+    ABORTING = "aborting"
+    QUIESCED = "quiesced"
+    COMMITTED = "committed"
+    FREE = "free"
+
+
+_S = TransferState
+TRANSITIONS: dict[TransferState, frozenset[TransferState]] = {
+    _S.EXPECTED: frozenset({_S.RESERVED, _S.ORPHANED, _S.FREE}),
+    _S.ASKED: frozenset({_S.RESERVED, _S.FREE}),
+    _S.RESERVED: frozenset({_S.WRITING, _S.ORPHANED, _S.QUIESCED, _S.FREE}),
+    _S.WRITING: frozenset({_S.VERIFYING, _S.COMMITTED, _S.ORPHANED, _S.ABORTING}),
+    _S.VERIFYING: frozenset({_S.COMMITTED, _S.QUIESCED}),
+    _S.ORPHANED: frozenset({_S.RESERVED, _S.WRITING, _S.ABORTING, _S.QUIESCED, _S.FREE}),
+    _S.ABORTING: frozenset({_S.QUIESCED}),
+    _S.QUIESCED: frozenset({_S.FREE}),
+    _S.COMMITTED: frozenset(),
+    _S.FREE: frozenset(),
+}
+ENDS = frozenset({_S.COMMITTED, _S.FREE})
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One hand-off. Changed by the ledger only.
+
+    Attributes:
+        permit: Of the attempt that counts now.
+        state: Where it stands.
+        since_s: When it entered the state, or when the wait in it began anew.
+        session: Of the prefill worker that asked for pages in this attempt.
+        pages_held: Whether the engine was asked for pages and has not got them back.
+        grant: The pages, once the engine took them.
+        writer: Session and attempt that were granted the pages and may still write there; None when nobody does.
+        stop_asked_s: When the writer was asked to stop.
+        reassigned: Whether the router has named the next attempt since the last writer was lost.
+        commit: What the writer said when everything was written.
+        error: What the last writer was lost with, or the transfer ended with.
+    """
+
+    permit: Permit
+    state: TransferState
+    since_s: float
+    session: SessionId | None = None
+    pages_held: bool = False
+    grant: Grant | None = None
+    writer: tuple[SessionId, int] | None = None
+    stop_asked_s: float | None = None
+    reassigned: bool = False
+    commit: Commit | None = None
+    error: BatonError | None = None
+
+    @property
+    def xfer_id(self) -> XferId:
+        """Its name."""
+        return self.permit.xfer_id
+
+    @property
+    def attempt(self) -> int:
+        """The attempt that counts now."""
+        return self.permit.attempt
+
+    def move(self, state: TransferState, now_s: float) -> None:
+        """Enters `state`.
+
+        Raises:
+            InvariantError: The table has no such transition.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise InvariantError(f"transfer {self.xfer_id}: {self.state} to {state}")
+        self.state = state
+        self.since_s = now_s
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError if it contradicts itself."""
+        writing = self.state in (_S.WRITING, _S.ABORTING)
+        consistent = (
+            self.state not in ENDS
+            and self.pages_held == self._should_hold_pages()
+            and (self.grant is not None or not (writing or self.state is _S.VERIFYING))
+            and (self.grant is None or self.state is not _S.RESERVED)
+            and (self.writer is not None) >= writing
+            and (self.writer is None or writing or self.state is _S.ORPHANED)
+            and (self.session is not None or self.state not in (_S.ASKED, _S.RESERVED, _S.WRITING))
+        )
+        if not consistent:
+            raise InvariantError(f"transfer {self.xfer_id} is inconsistent: {self!r}")
+
+    def _should_hold_pages(self) -> bool:
+        if self.state is _S.ORPHANED:
+            return self.pages_held  # lost before or after it asked for pages
+        return self.state not in (_S.EXPECTED, _S.ASKED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a transfer ended, for those who ask after it."""
+
+    at_s: float
+    error: BatonError
+
+
+class EndedTransfers:
+    """Ids that ended, so that a replayed or overtaken message cannot open them again. Bounded in time and number."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._ended: OrderedDict[XferId, Ended] = OrderedDict()
+
+    def find(self, xfer_id: XferId) -> Ended | None:
+        """How it ended, if it did."""
+        return self._ended.get(xfer_id)
+
+    def add(self, xfer_id: XferId, error: BatonError, now_s: float) -> None:
+        """It ended; the first word counts."""
+        self._ended.setdefault(xfer_id, Ended(at_s=now_s, error=error))
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def forget_old(self, now_s: float) -> None:
+        """Drops those whose messages cannot be on their way any more."""
+        horizon_s = now_s - self._keep_s
+        while self._ended and next(iter(self._ended.values())).at_s < horizon_s:
+            self._ended.popitem(last=False)
