@@ -9,6 +9,7 @@ import asyncio
 import socket
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,9 @@ from baton.version import version
 from cluster.child import Child, RoleMain, run
 from cluster.plan import ROUTER
 from cluster.runtime_dir import kv_socket
+from kv_transfer.backends import needed, open_receivers, open_senders
 from kv_transfer.checksum import ArenaHashes
 from kv_transfer.regions import SharedMemoryArena, SharedRegion
-from kv_transfer.shm import ShmReceiver, ShmSender
 from kv_transfer.ticket import TicketOffice
 
 if TYPE_CHECKING:
@@ -144,14 +145,17 @@ def _services(parts: _Parts) -> list[WorkerService]:
 
 
 def _prefill(parts: _Parts) -> WorkerService:
+    from prefill_worker.links import export_links
     from prefill_worker.service import PrefillWorker
 
-    sender = ShmSender(parts.region.memoryview, num_blocks=parts.hello.num_blocks)
+    allowed = parts.config.transfer.backends
+    senders = open_senders(allowed, parts.region, num_blocks=parts.hello.num_blocks)
+    export_links(parts.metrics.registry, senders)
     return PrefillWorker(
         engine=parts.engine,
         sink=parts.sink,
         hello=parts.hello,
-        senders={"shm": sender},
+        senders=senders,
         hashes=parts.hashes,
         office=parts.office,
         metrics=parts.metrics,
@@ -162,18 +166,32 @@ def _prefill(parts: _Parts) -> WorkerService:
 def _decode(parts: _Parts) -> WorkerService:
     from decode_worker.service import DecodeWorker
 
-    path = kv_socket(Path(parts.config.cluster.runtime_dir), parts.worker.worker_id)
-    receiver = ShmReceiver(parts.region, path=str(path), num_blocks=parts.hello.num_blocks)
+    receivers = open_receivers(
+        needed(parts.config.transfer.backends, parts.worker.address),
+        parts.region,
+        gate_address=partial(_gate_address, parts),
+        layout=parts.hello.layout,
+        num_blocks=parts.hello.num_blocks,
+    )
     return DecodeWorker(
         engine=parts.engine,
         hello=parts.hello,
-        receivers={"shm": receiver},
+        receivers=receivers,
         hashes=parts.hashes,
         office=parts.office,
         transfer=parts.config.transfer,
         metrics=parts.metrics,
         clock=MonotonicClock(),
     )
+
+
+def _gate_address(parts: _Parts, backend: str) -> str:
+    """Where peers are let in to the arena: by a Unix socket, or beside the worker's own port."""
+    if parts.worker.address.startswith("unix:") or backend == "shm":
+        path = kv_socket(Path(parts.config.cluster.runtime_dir), parts.worker.worker_id)
+        return f"unix:{path}"
+    host = parts.worker.address.rpartition(":")[0]
+    return f"{host}:0"
 
 
 async def _serve(server: WorkerServer, child: Child, worker: WorkerConfig) -> None:
