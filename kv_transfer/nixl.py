@@ -336,6 +336,7 @@ class NixlWriter:
 
     def _post(self, job: _Job) -> None:
         try:
+            job.push.check_lease()
             request, is_done = self._pages.post(job.push)
         except TransferError as error:
             job.done(error)

@@ -86,6 +86,7 @@ class _Job:
     done: Done
     unanswered: int = 0
     all_sent: bool = False
+    error: TransferError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +199,11 @@ class UcxWriter:
             os.eventfd_read(self._wake)
         while self._free and (frame := self._next_frame()) is not None:
             assert self._current is not None
+            try:
+                self._current.push.check_lease()
+            except TransferError as error:
+                self._current.error, self._frames = error, iter(())
+                continue
             self._number += 1
             buffer = self._free.pop()
             length = write_frame(frame, self._number, self._local, buffer)
@@ -255,4 +261,4 @@ class UcxWriter:
 
 def _finish(job: _Job) -> None:
     if job.all_sent and not job.unanswered:
-        job.done(None)
+        job.done(job.error)
