@@ -1,11 +1,13 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from baton.errors import InvariantError, TransferError, WorkerLostError
+from baton.errors import InvariantError, TicketError, TransferError, WorkerLostError
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
+from kv_transfer.checksum import fold
 from kv_transfer.heads import plan_link
 from kv_transfer.messages import (
     AbortRequest,
@@ -16,6 +18,7 @@ from kv_transfer.messages import (
     FromDecode,
     GivenUp,
     Granted,
+    GrantRefused,
     HandOver,
     HandOverFailed,
     Opened,
@@ -31,6 +34,7 @@ from kv_transfer.messages import (
 )
 from kv_transfer.outbox import Outbox, OutboxState
 from kv_transfer.plan import Export, Grant
+from tests.kv_transfer.permits import permit
 
 X = XferId("x")
 D = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation(1))
@@ -57,7 +61,7 @@ def said(message: ToPrefill) -> FromDecode:
 
 def granted(held: int, *blocks: int) -> FromDecode:
     grant = Grant(held_blocks=held, blocks=tuple(map(BlockId, blocks)))
-    return said(Granted(xfer_id=X, grant=grant))
+    return said(Granted(xfer_id=X, attempt=1, cache_scope="", grant=grant))
 
 
 def pushes(actions) -> list[StartPush]:
@@ -73,7 +77,7 @@ def land(outbox: Outbox, push: StartPush, error: TransferError | None = None):
 def outbox() -> Outbox:
     """Two blocks are being prefilled, and their pages are asked for."""
     outbox = Outbox(LAYOUT)
-    outbox.handle(Opened(xfer_id=X, peer=D, num_blocks=2), 0.0)
+    outbox.handle(Opened(permit=permit(num_blocks=2, target=D)), 0.0)
     outbox.handle(PeerUp(peer=D, region_blocks=10), 0.0)
     outbox.handle(Started(xfer_id=X), 0.0)
     return outbox
@@ -81,8 +85,8 @@ def outbox() -> Outbox:
 
 def test_pages_are_asked_for_once_computing_starts_and_the_peer_is_there():
     outbox = Outbox(LAYOUT)
-    reserve = Send(peer=D, message=Reserve(xfer_id=X, num_blocks=2))
-    assert outbox.handle(Opened(xfer_id=X, peer=D, num_blocks=2), 0.0) == []
+    reserve = Send(peer=D, message=Reserve(permit=permit(num_blocks=2, target=D)))
+    assert outbox.handle(Opened(permit=permit(num_blocks=2, target=D)), 0.0) == []
     assert outbox.handle(Started(xfer_id=X), 0.0) == []
     assert outbox.handle(PeerUp(peer=D, region_blocks=10), 0.0) == [reserve]
     assert outbox.handle(Started(xfer_id=X), 0.0) == []
@@ -100,9 +104,11 @@ def test_the_commit_waits_for_every_layer_of_every_page_and_the_first_tokens(out
     (second,) = pushes(outbox.handle(exported(1, 0, 3, 4), 0.0))
     assert outbox.handle(DREW, 1.0) == []
     assert land(outbox, second) == []
-    commit = Commit(xfer_id=X, num_blocks=2, num_bytes=2 * LAYOUT.page_bytes, first_tokens=FIRST)
+    commit = Commit(
+        xfer_id=X, attempt=1, num_blocks=2, num_bytes=2 * LAYOUT.page_bytes, first_tokens=FIRST
+    )
     assert land(outbox, first) == [Send(peer=D, message=commit)]
-    (done,) = outbox.handle(said(Committed(xfer_id=X)), 3.0)
+    (done,) = outbox.handle(said(Committed(xfer_id=X, attempt=1)), 3.0)
     assert isinstance(done, HandOver)
     assert done.unhidden_s == 2.0
     assert outbox.in_flight() == 0
@@ -112,16 +118,18 @@ def test_a_peer_with_some_heads_of_some_layers_is_sent_those_and_told_their_byte
     here = replace(LAYOUT, num_kv_heads=4)
     there = replace(here, num_kv_heads=2, tp_size=2, tp_rank=1, layers=LAYOUT.layers[1:])
     outbox = Outbox(here)
-    outbox.handle(Opened(xfer_id=X, peer=D, num_blocks=2), 0.0)
+    outbox.handle(Opened(permit=permit(num_blocks=2, target=D)), 0.0)
     outbox.handle(PeerUp(peer=D, region_blocks=10, link=plan_link(here, there)), 0.0)
     outbox.handle(exported(0, 0, 3, 4), 0.0)
     outbox.handle(exported(1, 0, 3, 4), 0.0)
     (push,) = pushes(outbox.handle(granted(0, 7, 8), 0.0))
     assert push.push.layer_index == 1
     outbox.handle(DREW, 0.0)
-    commit = Commit(xfer_id=X, num_blocks=2, num_bytes=2 * there.page_bytes, first_tokens=FIRST)
+    commit = Commit(
+        xfer_id=X, attempt=1, num_blocks=2, num_bytes=2 * there.page_bytes, first_tokens=FIRST
+    )
     assert land(outbox, push) == [Send(peer=D, message=commit)]
-    (done,) = outbox.handle(said(Committed(xfer_id=X)), 0.0)
+    (done,) = outbox.handle(said(Committed(xfer_id=X, attempt=1)), 0.0)
     assert isinstance(done, HandOver)
     assert done.bytes_sent == 2 * there.page_bytes
 
@@ -141,7 +149,7 @@ def test_quiescence_is_told_only_when_no_push_is_outstanding(outbox: Outbox):
     (second,) = pushes(outbox.handle(exported(1, 0, 3), 0.0))
     assert outbox.handle(GivenUp(xfer_id=X), 0.0) == []
     assert land(outbox, first) == []
-    assert land(outbox, second) == [Send(peer=D, message=Quiesced(xfer_id=X))]
+    assert land(outbox, second) == [Send(peer=D, message=Quiesced(xfer_id=X, attempt=1))]
     assert outbox.in_flight() == 0
 
 
@@ -165,7 +173,7 @@ def test_only_the_last_export_of_a_page_counts(outbox: Outbox):
 def test_a_grant_outside_the_region_fails_the_leg_and_is_given_back(outbox: Outbox, wrong):
     failed, quiesced = outbox.handle(wrong, 0.0)
     assert isinstance(failed, HandOverFailed)
-    assert quiesced == Send(peer=D, message=Quiesced(xfer_id=X))
+    assert quiesced == Send(peer=D, message=Quiesced(xfer_id=X, attempt=1))
 
 
 def test_a_push_that_fails_fails_the_leg(outbox: Outbox):
@@ -173,15 +181,15 @@ def test_a_push_that_fails_fails_the_leg(outbox: Outbox):
     (push,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
     failed, quiesced = land(outbox, push, TransferError("no"))
     assert isinstance(failed, HandOverFailed)
-    assert quiesced == Send(peer=D, message=Quiesced(xfer_id=X))
+    assert quiesced == Send(peer=D, message=Quiesced(xfer_id=X, attempt=1))
 
 
 def test_an_abort_by_the_peer_is_answered_even_for_what_is_over(outbox: Outbox):
     error = WorkerLostError("router left")
-    answer = Send(peer=D, message=Quiesced(xfer_id=X))
-    first = outbox.handle(said(AbortRequest(xfer_id=X, error=error)), 0.0)
+    answer = Send(peer=D, message=Quiesced(xfer_id=X, attempt=1))
+    first = outbox.handle(said(AbortRequest(xfer_id=X, attempt=1, error=error)), 0.0)
     assert first == [HandOverFailed(xfer_id=X, error=error), answer]
-    assert outbox.handle(said(AbortRequest(xfer_id=X, error=error)), 0.0) == [answer]
+    assert outbox.handle(said(AbortRequest(xfer_id=X, attempt=1, error=error)), 0.0) == [answer]
 
 
 def test_a_lost_peer_fails_its_legs_silently_and_waits_for_outstanding_pushes(outbox: Outbox):
@@ -197,3 +205,58 @@ def test_a_lost_peer_fails_its_legs_silently_and_waits_for_outstanding_pushes(ou
 def test_a_push_that_was_never_started_breaks_an_invariant(outbox: Outbox):
     with pytest.raises(InvariantError):
         outbox.handle(PushDone(xfer_id=X, push_id=99), 0.0)
+
+
+def test_messages_of_another_attempt_do_not_touch_this_one(outbox: Outbox):
+    error = WorkerLostError("taken over")
+    older = said(AbortRequest(xfer_id=X, attempt=0, error=error))
+    assert outbox.handle(older, 0.0) == [Send(peer=D, message=Quiesced(xfer_id=X, attempt=0))]
+    assert outbox.handle(said(Committed(xfer_id=X, attempt=2)), 0.0) == []
+    assert outbox.state(X) is OutboxState.RESERVING
+    assert outbox.stale == 2
+
+
+def test_a_ticket_that_is_shown_again_is_worth_nothing(outbox: Outbox):
+    outbox.handle(granted(0, 7, 8), 0.0)
+    assert outbox.handle(granted(0, 1, 2), 0.0) == []
+    (push,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
+    assert push.push.target == (7,)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        GrantRefused(xfer_id=X, attempt=1, error=TicketError("forged")),
+        Granted(
+            xfer_id=X,
+            attempt=1,
+            cache_scope="another tenant",
+            grant=Grant(held_blocks=0, blocks=(BlockId(1), BlockId(2))),
+        ),
+    ],
+)
+def test_a_ticket_that_is_not_good_fails_the_leg_and_is_given_back(outbox: Outbox, answer):
+    failed, quiesced = outbox.handle(said(answer), 0.0)
+    assert isinstance(failed, HandOverFailed)
+    assert isinstance(failed.error, TicketError)
+    assert quiesced == Send(peer=D, message=Quiesced(xfer_id=X, attempt=1))
+
+
+def test_the_commit_carries_the_checksums_of_what_was_pushed_last():
+    outbox = Outbox(LAYOUT)
+    outbox.handle(Opened(permit=permit(num_blocks=2, target=D)), 0.0)
+    outbox.handle(PeerUp(peer=D, region_blocks=10, checksums=True), 0.0)
+    outbox.handle(Started(xfer_id=X), 0.0)
+    outbox.handle(granted(0, 7, 8), 0.0)
+    sent = [exported(0, 0, 3, 4), exported(0, 0, 5, 6), exported(1, 0, 5, 6)]
+    wanted = np.array([[50, 60], [51, 61]], dtype=np.uint64)
+    waiting = [push for event in sent for push in pushes(outbox.handle(event, 0.0))]
+    while waiting:
+        push = waiting.pop(0)
+        hashes = [page * 10 + push.push.layer_index for page in push.push.source]
+        done = PushDone(xfer_id=X, push_id=push.push_id, hashes=np.array(hashes, dtype=np.uint64))
+        waiting += pushes(outbox.handle(done, 0.0))
+    (commit,) = outbox.handle(DREW, 0.0)
+    assert isinstance(commit, Send)
+    assert isinstance(commit.message, Commit)
+    assert commit.message.checksums == fold(wanted).tobytes()

@@ -1,0 +1,128 @@
+import threading
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.errors import LeaseExpiredError, TransferError
+from kv_transfer.checksum import ArenaHashes, Hashes
+from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
+from kv_transfer.heads import plan_link
+from kv_transfer.lease import LeaseBook, WriteLease
+from kv_transfer.messages import SessionId
+from kv_transfer.pusher import Pusher
+from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, fill, page, push
+
+TIMEOUT_S = 30
+S = SessionId(1)
+
+
+def test_a_writer_stops_before_its_peer_begins_to_doubt_it():
+    clock = ManualClock()
+    lease, book = WriteLease(clock, 4.0, clock.now_s()), LeaseBook(4.0)
+    book.open(S, 0.5)  # it heard of the session later than that was asked for
+    clock.advance(2.9)
+    assert lease.holds()
+    clock.advance(0.2)
+    assert not lease.holds()
+    assert book.expired(clock.now_s()) == []
+    clock.advance(1.5)
+    assert book.expired(clock.now_s()) == [S]
+
+
+def test_a_lease_counts_from_when_the_beat_was_sent():
+    clock = ManualClock()
+    lease = WriteLease(clock, 4.0, 0.0)
+    clock.advance(10.0)
+    lease.renew(sent_s=6.9)
+    assert not lease.holds()
+    lease.renew(sent_s=8.0)
+    assert lease.holds()
+    lease.renew(sent_s=7.0)  # an answer that was overtaken
+    assert lease.holds()
+
+
+def test_a_lease_that_was_ended_is_not_renewed():
+    lease = WriteLease(ManualClock(), 4.0, 0.0)
+    lease.end()
+    lease.renew(sent_s=0.0)
+    assert not lease.holds()
+
+
+def test_a_session_that_is_over_cannot_be_renewed():
+    book = LeaseBook(4.0)
+    book.open(S, 0.0)
+    assert book.renew(S, 3.0)
+    assert book.expired(6.9) == []
+    book.end(S)
+    assert not book.renew(S, 7.0)
+    assert book.expired(100.0) == []
+
+
+class Way:
+    """A pusher into fake memory, and what became of its pushes."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        fabric = FakeFabric()
+        self.source = memoryview(bytearray(LAYOUT.region_bytes(SENDER_BLOCKS)))
+        self.target = memoryview(bytearray(LAYOUT.region_bytes(RECEIVER_BLOCKS)))
+        fill(self.source)
+        handle = FakeReceiver(fabric, self.target, num_blocks=RECEIVER_BLOCKS).handle()
+        sender = FakeSender(fabric, self.source, num_blocks=SENDER_BLOCKS)
+        self.lease = WriteLease(self.clock, 4.0, 0.0)
+        self.hashes = ArenaHashes(self.source, LAYOUT, num_blocks=SENDER_BLOCKS)
+        self.pusher = Pusher(
+            sender.connect(handle, LAYOUT),
+            lease=self.lease,
+            link=plan_link(LAYOUT, LAYOUT),
+            hashes=self.hashes,
+        )
+        self.outcomes: list[tuple[TransferError | None, Hashes | None]] = []
+        self._came = threading.Semaphore(0)
+
+    def push(self, *args) -> tuple[TransferError | None, Hashes | None]:
+        self.pusher.push(push(*args), self.done)
+        assert self._came.acquire(timeout=TIMEOUT_S)
+        return self.outcomes[-1]
+
+    def done(self, error: TransferError | None, hashes: Hashes | None) -> None:
+        self.outcomes.append((error, hashes))
+        self._came.release()
+
+
+@pytest.fixture
+def way():
+    way = Way()
+    yield way
+    way.pusher.close()
+
+
+def test_a_push_comes_back_with_the_hashes_of_what_was_pushed(way: Way):
+    error, hashes = way.push(1, [3, 4], [7, 2])
+    assert error is None
+    assert hashes is not None
+    assert hashes.tolist() == way.hashes.of_layer(1, push(1, [3, 4], [7, 2]).source).tolist()
+    assert page(way.target, RECEIVER_BLOCKS, 1, 7) == page(way.source, SENDER_BLOCKS, 1, 3)
+
+
+def test_nothing_is_written_once_the_lease_is_over(way: Way):
+    way.clock.advance(3.1)
+    before = bytes(way.target)
+    error, _ = way.push(1, [3], [7])
+    assert isinstance(error, LeaseExpiredError)
+    assert bytes(way.target) == before
+    way.lease.renew(sent_s=3.0)
+    assert way.push(1, [3], [7])[0] is None
+
+
+def test_a_wrong_push_ends_neither_the_thread_nor_the_others(way: Way):
+    assert isinstance(way.push(99, [3], [7])[0], TransferError)
+    assert isinstance(way.push(0, [SENDER_BLOCKS], [7])[0], TransferError)
+    assert way.push(0, [3], [7])[0] is None
+
+
+def test_closing_answers_everything_that_is_queued(way: Way):
+    for block in range(SENDER_BLOCKS):
+        way.pusher.push(push(0, [block], [block]), way.done)
+    way.pusher.close()
+    assert [error for error, _ in way.outcomes] == [None] * SENDER_BLOCKS
