@@ -17,6 +17,7 @@ from baton.errors import InvariantError, OutOfMemoryError, TransferError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _CGROUP_UNLIMITED = 1 << 60
+_MOST_POPULATED_BYTES = 16 << 30
 
 
 class SharedRegion:
@@ -28,7 +29,9 @@ class SharedRegion:
     def __init__(self, fd: int, size_bytes: int) -> None:
         """Maps `fd` and takes ownership of it; use `create` or `attach`."""
         self._fd = fd
-        self._mapping = mmap.mmap(fd, size_bytes)
+        # Without this the first push to every page of a peer would pay for a page fault. About 80 ms per GiB.
+        populate = mmap.MAP_POPULATE if size_bytes <= _MOST_POPULATED_BYTES else 0
+        self._mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | populate)
         self._view = memoryview(self._mapping)
         self._closed = False
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from kv_transfer.gate import TOKEN_BYTES
 from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.page_copy import Pages, copy_whole_pages, load_library
 from kv_transfer.plan import check_pages, runs
 from kv_transfer.ports import Push, RegionHandle
 from kv_transfer.region_server import Attachment, attach, serve_region
@@ -22,9 +22,6 @@ from kv_transfer.regions import SharedRegion
 
 BACKEND = "shm"
 _MAGIC = b"BSHM\x01"
-
-Pages = npt.NDArray[np.uint8]
-"""One layer's arena as rows: `[num_blocks, page_layer_bytes]`."""
 
 
 class ShmReceiver:
@@ -78,6 +75,7 @@ class ShmSender:
         there = layout if peer is None else peer
         plan = plan_link(layout, there)
         token, path = _parse(handle)
+        load_library()  # not at the first push
         local = layer_pages(self._arena, layout, self._num_blocks)
         remote = attach(path, token, there.region_bytes(handle.num_blocks))
         target = layer_pages(remote.region.memoryview, there, handle.num_blocks)
@@ -141,11 +139,10 @@ def copy_pages(push: Push, source: list[Pages], target: list[Pages], plan: LinkP
     here, there = source[push.layer_index], target[target_layer]
     check_pages(push.source, len(here))
     check_pages(push.target, len(there))
-    # Slices of runs: a fancy index would copy through a temporary, twice the traffic.
+    if plan.whole_pages:
+        copy_whole_pages(here, there, push.source, push.target)
+        return
     for begin, to, count in runs(push.source, push.target):
-        if plan.whole_pages:
-            there[to : to + count] = here[begin : begin + count]
-            continue
         for part in plan.slices:
             there[to : to + count, part.target] = here[begin : begin + count, part.source]
 
