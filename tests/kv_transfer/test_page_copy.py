@@ -33,6 +33,7 @@ def aligned(size: int, fill: int) -> np.ndarray:
 
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("size", SIZES)
+@settings(max_examples=20, deadline=None)
 @given(
     pages=st.permutations(range(BLOCKS)),
     to=st.permutations(range(BLOCKS)),
