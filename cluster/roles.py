@@ -124,7 +124,9 @@ def _hello(child: Child, built: "BuiltEngine") -> WorkerHello:
         vocab_size=limits.vocab_size,
         num_blocks=limits.num_blocks,
         max_num_seqs=limits.max_num_seqs,
-        transfer_address=worker.address if worker.role.decodes else "",
+        transfer_address=(worker.advertise_address or worker.address)
+        if worker.role.decodes
+        else "",
     )
 
 

@@ -113,6 +113,8 @@ class WorkerConfig:
         worker_id: Stable name, such as `prefill-0`.
         role: What it serves.
         address: gRPC address it binds: `unix:/path` or `host:port`.
+        advertise_address: Where prefill workers reach its Transfer service, if not at `address`: behind a proxy, or bound to
+            every interface of a pod.
         stall_timeout_s: Work without progress for this long turns health to NOT_SERVING.
         drain_timeout_s: How long a drain waits for what is in flight.
         metrics_address: `host:port` of this worker's Prometheus endpoint; empty for none.
@@ -121,6 +123,7 @@ class WorkerConfig:
     worker_id: str
     role: Role
     address: str
+    advertise_address: str = ""
     stall_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
     metrics_address: str = ""

@@ -16,7 +16,7 @@ from baton.rpc.v1 import transfer_pb2 as pb
 _SESSION = "/baton.rpc.v1.Transfer/Session"
 
 
-class SessionRelay(grpc.GenericRpcHandler):
+class SessionRelay(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not subscriptable at run time
     """A `Transfer` service that is the one at another address.
 
     Attributes:
@@ -44,7 +44,7 @@ class SessionRelay(grpc.GenericRpcHandler):
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         """How gRPC finds the one method there is."""
-        if details.method != _SESSION:  # type: ignore[attr-defined]
+        if details.method != _SESSION:
             return None
         return grpc.stream_stream_rpc_method_handler(self._session)
 
@@ -52,7 +52,7 @@ class SessionRelay(grpc.GenericRpcHandler):
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> None:
         async with open_channel(self._target) as channel:
-            call = channel.stream_stream(_SESSION)()
+            call: Any = channel.stream_stream(_SESSION)()  # type: ignore[call-arg]
             there = asyncio.create_task(self._forward(requests, call))
             back = asyncio.create_task(self._backward(call, context))
             try:
