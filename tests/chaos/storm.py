@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from cluster.runtime_dir import ROUTER_SOCKET
+from cluster.status import fetch
 from tests.chaos.process import ProcessFaults
 from tests.chaos.traffic import Traffic
 
@@ -35,21 +37,17 @@ class Storm:
     """Does harm until told to end; then lets everything run that it stopped.
 
     Attributes:
-        faults: What does the harm to processes, and the proof of it.
-        workers: Names of the workers that may be harmed.
+        faults: What does the harm to the workers, and the proof of it.
         traffic: Whose clients hang up.
         rng: Decides.
         weather: How hard it blows.
-        log: What was done, in order.
         hung_up: Clients made to leave.
     """
 
     faults: ProcessFaults
-    workers: tuple[str, ...]
     traffic: Traffic
     rng: random.Random
     weather: Weather = field(default_factory=Weather)
-    log: list[str] = field(default_factory=list)
     hung_up: int = 0
     _stopped: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
@@ -71,16 +69,20 @@ class Storm:
         weather = self.weather
         kinds = {"kill": weather.kill, "stop": weather.stop, "leave": weather.leave}
         kind = self.rng.choices(list(kinds), weights=list(kinds.values()))[0]
-        worker = self.rng.choice(self.workers)
-        if kind == "leave":
+        serving = [name for name in await self._joined() if name not in self._stopped]
+        if kind == "leave" or not serving:
             self.hung_up += self.traffic.hang_up(self.rng)
-        elif await asyncio.to_thread(self.faults.find, worker) is None:
-            kind = "spared"  # away already
-        elif kind == "kill":
+            return
+        worker = self.rng.choice(serving)
+        if kind == "kill":
             await asyncio.to_thread(self.faults.kill, worker)
-        elif worker not in self._stopped:
+        else:
             await self._stop(worker, self.rng.uniform(0.1, weather.longest_stop_s))
-        self.log.append(f"{kind} {worker}")
+
+    async def _joined(self) -> list[str]:
+        """Workers that the router has: one that is still starting is spared, however slow the machine is."""
+        status = await fetch(f"unix:{self.faults.served.runtime_dir / ROUTER_SOCKET}")
+        return sorted(worker.worker_id for worker in status.workers if worker.worker_id)
 
     async def _stop(self, worker: str, for_s: float) -> None:
         victim = await asyncio.to_thread(self.faults.stop, worker)

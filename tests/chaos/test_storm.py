@@ -20,7 +20,7 @@ from tests.e2e.reference import Reference
 from tests.e2e.served import Served, assert_at_rest, eventually, serve
 from tests.engine.tiny_models import make_model
 
-WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+NUM_WORKERS = 4
 FLAGS = (
     *("--dtype", "float32", "--kv-cache-memory", "8MiB", "--log-level", "warning"),
     *("--prefill-workers", "2", "--decode-workers", "2"),
@@ -34,6 +34,7 @@ SETTINGS = {
     "BATON_CLUSTER_RESTART_BACKOFF_MAX_S": "0.5",
 }
 COUNTED = re.compile(r"^(baton_prefill_retries_total|baton_migrations_total)\{.*\} (\S+)$", re.M)
+CODE = re.compile(r'"code": ?"?(\w+)')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +46,17 @@ class Account:
     faults: Counter[str]
     counted: dict[str, float]
 
+    @property
+    def errors(self) -> Counter[str]:
+        """What the cluster said of the requests that it did not serve to their end, by code."""
+        return Counter(CODE.findall(reply.error)[0] for reply in self.replies if reply.error)
+
     def __str__(self) -> str:
         ends = ", ".join(f"{count} {end.value}" for end, count in self.ends.most_common())
         faults = ", ".join(f"{count} {kind}" for kind, count in self.faults.most_common())
         counted = ", ".join(f"{name} {value:.0f}" for name, value in self.counted.items())
-        return f"{len(self.replies)} requests: {ends}; faults: {faults}; {counted}"
+        errors = f"; errors: {dict(self.errors)}" if self.errors else ""
+        return f"{len(self.replies)} requests: {ends}; faults: {faults}; {counted}{errors}"
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +81,7 @@ def live_through(checkpoint: Path, *, requests: int, seed: int, weather: Weather
             counted=_counted(served),
         )
         print(f"\n{account}")
-        eventually(lambda: len(served.workers()) == len(WORKERS), "every worker is back", 60.0)
+        eventually(lambda: len(served.workers()) == NUM_WORKERS, "every worker is back", 60.0)
         assert_at_rest(served)
     return account
 
@@ -87,7 +94,6 @@ async def _blow(
     )
     storm = Storm(
         faults=ProcessFaults(served),
-        workers=WORKERS,
         traffic=traffic,
         rng=random.Random(seed),
         weather=weather,
