@@ -6,6 +6,8 @@ region, the most that one core can do here; `memcpy_pages` copies the same pages
 one call for each. Figures are medians over the rounds: `shm_16k_gb_s`, and the ratios `shm_over_memcpy_16k` and
 `shm_over_memcpy_pages_16k`.
 
+Bookkeeping: `reserve_cpu_us`, `commit_cpu_us` and `release_cpu_us` of a transfer of 1,000 pages; see `bench.bookkeeping`.
+
 Serving: one prefill and one decode worker answer prompts of several lengths. `handoff_share_of_ttft_2k` is the part of the
 hand-off that was not hidden behind computing (from the first token to the commit that the decode worker answered), over
 the time to the first token as the router saw it. The prefill worker sends the first token at once, so it is the second
@@ -31,6 +33,7 @@ import numpy as np
 from baton.errors import TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
+from bench.bookkeeping import measure_bookkeeping
 from bench.report import Report
 from bench.server import serving
 from bench.shapes import SHAPES, write_model
@@ -44,6 +47,7 @@ PROMPT_TOKENS = {
     "2k": 2048,
     "8k": 8000,
 }  # 8k: what the model's 8192 positions leave for a prompt
+STAGES = ("reserve_cpu_us", "commit_cpu_us", "release_cpu_us")
 _TIMEOUT_S = 120.0
 
 
@@ -58,6 +62,7 @@ def main() -> None:
     report.settings["backends"] = backends
     for label, page_bytes in PAGE_BYTES.items():
         _measure_copying(label, page_bytes, backends, arguments, report)
+    _measure_bookkeeping(arguments, report)
     if not arguments.without_serving:
         _measure_serving(arguments, report)
     if arguments.json:
@@ -69,6 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--region-mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--pages", type=int, default=1000, help="of a transfer whose CPU is told")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen370m")
     parser.add_argument("--prompts", type=int, default=3, help="requests of each length")
     parser.add_argument("--without-serving", action="store_true", help="copying only")
@@ -221,6 +227,13 @@ def _receive(
         asked.send(receivers[name].handle().opaque)
     for receiver in receivers.values():
         receiver.close()
+
+
+def _measure_bookkeeping(arguments: argparse.Namespace, report: Report) -> None:
+    figures = measure_bookkeeping(num_pages=arguments.pages, rounds=10 * arguments.rounds)
+    report.figures |= figures
+    shown = ", ".join(f"{name.removesuffix('_cpu_us')} {figures[name]:.0f}" for name in STAGES)
+    print(f"{arguments.pages} pages, us of CPU on the busier side: {shown}", flush=True)
 
 
 def _measure_serving(arguments: argparse.Namespace, report: Report) -> None:
