@@ -50,11 +50,12 @@ format: install ## Let ruff put the code in shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-chaos: install ## Kill and stop processes of a serving cluster and count what is lost
-	$(BIN)/python -m pytest -m chaos
+chaos: install ## Kill, stop, cut and swallow under load, and count what is lost
+	$(BIN)/python -m pytest -m chaos --capture=no
 
-bench: install ## Throughput and latency of a cluster on this machine, into bench/results/
+bench: install ## Throughput, latency and hand-off of a cluster on this machine, into bench/results/
 	$(BIN)/python -m bench.serving --json bench/results/serving.json
+	$(BIN)/python -m bench.handoff --json bench/results/handoff.json
 
 proto: install ## Regenerate the gRPC stubs from proto/
 	$(BIN)/python -m baton.rpc.regenerate
