@@ -80,13 +80,10 @@ async def test_a_fault_costs_neither_a_token_nor_a_page(tmp_path: Path, state: s
         asking = asyncio.create_task(here.generate(ASKED))
         prefill, decode = await reach(here, state)
         await strike(here, fault, prefill, decode)
-        other = ({"p0", "p1"} - {prefill}).pop()
-        if not STATES[state]:
-            await here.workers[other].tell("release")
         if fault in ("cut", "black_hole"):
             here.relays[decode].release()  # the fault is the wire's, not the relay's
-            if not STATES[state]:
-                await here.workers[prefill].tell("release")
+        for name in {"p0", "p1"} - ({prefill} if fault in ("kill_p", "stop_p") else set()):
+            await here.workers[name].tell("release")
         assert await asyncio.wait_for(asking, TIMEOUT_S) == right(ASKED)
         await heal(here, prefill, decode)
         await here.at_rest()
