@@ -8,6 +8,7 @@ one number per layer would be 640 KB. Per-layer hashes can be computed as layers
 
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -61,11 +62,15 @@ class ArenaHashes:
         return hashes
 
 
-def fold(hashes: Hashes) -> Hashes:
-    """Checksums from hashes: `[num_layers, num_blocks]` to `[num_groups, num_blocks]`."""
-    factors = _factors(len(hashes))[:, None]
-    starts = np.arange(0, len(hashes), LAYERS_PER_GROUP)
-    return np.add.reduceat(hashes * factors, starts, axis=0, dtype=np.uint64)
+def fold(hashes: Sequence[Hashes] | Hashes) -> Hashes:
+    """Checksums from hashes: `num_layers` rows of `[num_blocks]` to `[num_groups, num_blocks]`."""
+    groups = -(-len(hashes) // LAYERS_PER_GROUP)
+    sums = np.zeros((groups, len(hashes[0])), dtype=np.uint64)
+    product = np.empty(len(hashes[0]), dtype=np.uint64)
+    # Layer by layer, in one small buffer: a product of the whole would be fresh memory every time.
+    for layer, factor in enumerate(_factors(len(hashes))):
+        sums[layer // LAYERS_PER_GROUP] += np.multiply(hashes[layer], factor, out=product)
+    return sums
 
 
 def checksum_bytes(link: LinkPlan, num_blocks: int) -> int:
@@ -104,6 +109,7 @@ def _of_parts(page: npt.NDArray[np.uint8], parts: Sequence[slice]) -> int:
     return whole.intdigest()
 
 
+@lru_cache(maxsize=16)
 def _factors(num_layers: int) -> Hashes:
     """Odd numbers without a pattern, the same on every machine (splitmix64 of the layer's index)."""
     with np.errstate(over="ignore"):

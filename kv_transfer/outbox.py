@@ -18,7 +18,7 @@ from baton.errors import BatonError, InvariantError, TransferError
 from baton.generation import TokenSample
 from baton.ids import WorkerIdentity, XferId
 from baton.layout import KvLayout
-from kv_transfer.checksum import fold
+from kv_transfer.checksum import Hashes, fold
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.messages import (
     AbortRequest,
@@ -93,13 +93,13 @@ class _Outstanding:
 class _Transfer:
     """One hand-off, in one attempt.
 
-    `hashes` is `[num_layers, num_blocks]` uint64 of what landed, where the session wants checksums. `exported` is `[num_layers, num_blocks]` int32: 0 for a page not exported, `_LANDED`, or the number of its latest
+    `hashes` has a row `[num_blocks]` for each layer of which something landed, where the session wants checksums. `exported` is `[num_layers, num_blocks]` int32: 0 for a page not exported, `_LANDED`, or the number of its latest
     export. A prompt that the engine preempts is exported again, from other pages.
     """
 
     permit: Permit
     exported: npt.NDArray[np.int32]
-    hashes: npt.NDArray[np.uint64] | None = None
+    hashes: dict[int, Hashes] | None = None
     state: OutboxState = _S.OPENED
     started_s: float | None = None
     granted_s: float = 0.0
@@ -274,7 +274,7 @@ class Outbox:
             return self._fail(transfer, error)
         self._move(transfer, _S.WRITING)
         if peer.checksums:
-            transfer.hashes = np.zeros(transfer.exported.shape, dtype=np.uint64)
+            transfer.hashes = {}
         transfer.grant, transfer.granted_s = grant, now_s
         return [*self._push_waiting(transfer), *self._try_commit(transfer)]
 
@@ -361,7 +361,8 @@ class Outbox:
         if transfer.hashes is not None:
             if event.hashes is None:
                 raise InvariantError(f"push {event.push_id} of {event.xfer_id} was not hashed")
-            hashes = transfer.hashes[push.layer_index, push.first : push.end]
+            blank = np.zeros(transfer.num_blocks, dtype=np.uint64)
+            hashes = transfer.hashes.setdefault(push.layer_index, blank)[push.first : push.end]
             hashes[ours] = event.hashes[ours]
         transfer.landed += int(np.count_nonzero(ours))
         return [*self._push_waiting(transfer), *self._try_commit(transfer)]
@@ -440,4 +441,7 @@ def _checksums(transfer: _Transfer, grant: Grant) -> bytes:
     """Of the pages that were written, as the commit record carries them."""
     if transfer.hashes is None:
         return b""
-    return fold(transfer.hashes[:, grant.held_blocks :]).astype("<u8").tobytes()
+    blank = np.zeros(transfer.num_blocks, dtype=np.uint64)
+    layers = range(len(transfer.exported))
+    rows = [transfer.hashes.get(layer, blank)[grant.held_blocks :] for layer in layers]
+    return fold(rows).astype("<u8").tobytes()

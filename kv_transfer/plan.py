@@ -10,6 +10,8 @@ Pure. Which part of each page is written, where the two workers spread the heads
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from baton.errors import TransferError
 from baton.ids import BlockId
 
@@ -85,8 +87,12 @@ def check_pages(pages: tuple[BlockId, ...], region_blocks: int) -> None:
     Raises:
         TransferError: Names the id.
     """
-    if pages and not (min(pages) >= 0 and max(pages) < region_blocks):
-        wrong = min(pages) if min(pages) < 0 else max(pages)
+    if not pages:
+        return
+    numbers = np.fromiter(pages, dtype=np.int64, count=len(pages))
+    lowest, highest = int(numbers.min()), int(numbers.max())
+    if lowest < 0 or highest >= region_blocks:
+        wrong = lowest if lowest < 0 else highest
         raise TransferError(f"page {wrong} of a region of {region_blocks}")
 
 

@@ -6,6 +6,8 @@ other. Nothing of a message is looked at before its signature is known to be rig
 """
 
 import hmac
+import sys
+from array import array
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar
@@ -142,7 +144,7 @@ class TicketOffice:
             target=identity_to_proto(ticket.target),
             region=ticket.region,
             held_blocks=ticket.grant.held_blocks,
-            blocks=ticket.grant.blocks,
+            blocks=_pack(ticket.grant.blocks),
             lease_ms=round(ticket.lease_s * 1000),
         )
         return _sign(self._ticket_key, content.SerializeToString())
@@ -154,8 +156,6 @@ class TicketOffice:
             TicketError: Not signed with this cluster's key, or not of this version.
         """
         message = _read(self._ticket_key, signed, pb.Ticket())
-        # All at once: a NewType called per page would cost more than everything else here.
-        blocks: tuple[BlockId, ...] = tuple(message.blocks)  # type: ignore[arg-type]
         return Ticket(
             xfer_id=XferId(message.xfer_id),
             attempt=message.attempt,
@@ -163,7 +163,7 @@ class TicketOffice:
             layout_digest=message.layout_digest,
             target=identity_from_proto(message.target),
             region=message.region,
-            grant=Grant(held_blocks=message.held_blocks, blocks=blocks),
+            grant=Grant(held_blocks=message.held_blocks, blocks=_unpack(message.blocks)),
             lease_s=message.lease_ms / 1000,
         )
 
@@ -198,6 +198,25 @@ def claimed(signed: common_pb2.Signed) -> tuple[XferId, int]:
 def refuse_holder(what: str) -> TicketError:
     """The signature is right, but it is not for whoever shows it, or not for here."""
     return TicketError(f"the ticket is for another {what}", param=TicketFault.HOLDER.value)
+
+
+def _pack(blocks: tuple[BlockId, ...]) -> bytes:
+    """Page numbers as they are signed: a field of bytes, for protobuf makes an object of each number in a list."""
+    packed = array("I", blocks)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _unpack(packed: bytes) -> tuple[BlockId, ...]:
+    blocks = array("I")
+    try:
+        blocks.frombytes(packed)
+    except ValueError as error:
+        raise _refuse(TicketFault.MALFORMED) from error
+    if sys.byteorder == "big":
+        blocks.byteswap()
+    return tuple(blocks)  # type: ignore[arg-type]  # all at once: a NewType called per page would cost more
 
 
 def _derive(secret: bytes, kind: str) -> bytes:

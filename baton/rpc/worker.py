@@ -186,9 +186,19 @@ class WorkerServer:
         )
 
     async def _check_forever(self) -> None:
+        """Sweeps whether or not there is new work. Without it leases would never end: a fault in it ends the process."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
-            await self.check()
+            try:
+                await self.check()
+            except Exception as error:  # noqa: BLE001  # whatever it is, a worker that cannot sweep must not go on
+                _log.error("the worker's checks failed", cause=error)
+                self._fail(EngineError(f"the worker's checks failed: {error!r}"))
+                return
+
+    def _fail(self, error: EngineError) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
 
     async def check(self) -> None:
         """One look at the engine and all deadlines; runs by itself several times per second."""
@@ -201,7 +211,7 @@ class WorkerServer:
         failure = self._engine.failure()
         if failure is not None and not self.failed.done():
             _log.error("the engine's loop died", cause=failure)
-            self.failed.set_exception(EngineError(f"the engine's loop died: {failure!r}"))
+            self._fail(EngineError(f"the engine's loop died: {failure!r}"))
 
     async def _set_health(self, state: WorkerState) -> None:
         serving = health_pb2.HealthCheckResponse.SERVING

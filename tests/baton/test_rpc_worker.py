@@ -197,3 +197,14 @@ def test_a_malformed_metrics_address_is_named():
     with pytest.raises(ConfigError, match="host:port") as caught:
         ScrapeServer("nowhere", CollectorRegistry())
     assert caught.value.param == "metrics_address"
+
+
+async def test_a_worker_whose_checks_fail_ends_instead_of_going_on_without_them(tmp_path: Path):
+    async with world(tmp_path) as running:
+
+        def tick() -> None:
+            raise ZeroDivisionError
+
+        running.service.tick = tick  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="checks failed"):
+            await running.server.failed

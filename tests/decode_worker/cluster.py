@@ -258,6 +258,7 @@ class Heard:
     handed_off: prefill_pb2.HandedOff | None = None
     prefilled: decode_pb2.LocalPrefill | None = None
     failed: str = ""
+    writer_lost: int = 0
 
     def texts(self, samples: int) -> list[list[int]]:
         return [
@@ -321,6 +322,9 @@ class Router:
     def _take(self, frame: Any) -> None:
         for failed in frame.failed:
             self.leg(failed.leg_id).failed = failed.failure.code
+        if isinstance(frame, decode_pb2.DecodeFrame):
+            for lost in frame.writers_lost:
+                self.leg(lost.leg_id).writer_lost = lost.attempt
         if isinstance(frame, prefill_pb2.PrefillFrame):
             for first in frame.first_tokens:
                 leg = self.leg(first.leg_id)
@@ -388,6 +392,27 @@ class Pair:
             )
             await self.to_p.send(prefill_pb2.PrefillCommand(submit=submitted))
         return xfer_id
+
+    async def reassign(
+        self,
+        leg_id: int,
+        asked: Prompt,
+        xfer_id: XferId,
+        *,
+        attempt: int,
+        other: Node,
+        to_other: Router,
+    ) -> None:
+        """Gives the prefill of a leg to another worker."""
+        permit = self.permit(xfer_id, asked, attempt=attempt, source=other.identity)
+        reassign = decode_pb2.Reassign(leg_id=leg_id, permit=permit)
+        await self.to_d.send(decode_pb2.DecodeCommand(reassign=reassign))
+        submitted = prefill_pb2.SubmitPrefill(
+            request=prompt_to_proto(LegId(leg_id), RequestId("r"), asked),
+            permit=permit,
+            transfer_address=self.d.address,
+        )
+        await to_other.send(prefill_pb2.PrefillCommand(submit=submitted))
 
     def permit(
         self,

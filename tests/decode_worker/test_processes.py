@@ -14,6 +14,8 @@ import pytest
 
 from baton.config.schema import TransferConfig
 from baton.ids import Incarnation, Role, WorkerId, WorkerIdentity
+from baton.rpc.channel import open_channel
+from baton.rpc.v1 import control_pb2, control_pb2_grpc
 from tests.decode_worker.cluster import TIMEOUT_S, Node, Pair, Router, node, oracle, prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,3 +112,62 @@ async def test_pages_of_a_stopped_prefill_worker_stay_until_it_can_write_no_more
         cluster.child.send_signal(signal.SIGCONT)
         await cluster.both.to_d.until(lambda: cluster.used() == 0)
         await cluster.checks_until(lambda: cluster.attached() == 0)
+
+
+async def test_another_prefill_worker_takes_over_from_one_that_is_stopped(tmp_path: Path):
+    limits = TransferConfig(lease_s=1.0, retry_grace_s=60.0)
+    async with world(tmp_path, "1", transfer=limits) as cluster:
+        both, asked = cluster.both, prompt(60)
+        xfer_id = await both.ask(1, asked)
+        await cluster.writing()
+        cluster.child.send_signal(signal.SIGSTOP)
+        await both.to_d.until(lambda: both.to_d.leg(1).writer_lost == 1)
+        quarantined = b"baton_kv_pages_quarantined 15.0"
+        await cluster.checks_until(lambda: quarantined in cluster.d.server.collect())
+        async with node(Role.PREFILL, tmp_path, name="prefill2") as other:
+            to_other = Router(other, decode=False)
+            await both.reassign(1, asked, xfer_id, attempt=2, other=other, to_other=to_other)
+            await to_other.until(lambda: bool(to_other.leg(1).first))
+            assert cluster.used() == 15
+            assert not both.to_d.leg(1).tokens, "granted while the first one may still write"
+            cluster.child.send_signal(signal.SIGCONT)
+            await both.to_d.until(lambda: bool(both.to_d.leg(1).finished))
+            drawn = [[to_other.leg(1).first[0], *both.to_d.leg(1).tokens[0]]]
+            assert drawn == oracle(cluster.d.runner, asked)
+            await to_other.close()
+        await cluster.checks_until(lambda: b"quarantined 0.0" in cluster.d.server.collect())
+        await both.cancel(1)
+
+
+@pytest.mark.parametrize("at_decode", [True, False])
+async def test_a_cancel_gives_the_pages_back_on_both_sides_within_a_second(
+    tmp_path: Path, at_decode: bool
+):
+    """Of pages that are being written, while the prefill worker computes; of pages that wait for their hand-off."""
+    async with world(tmp_path, *(["1"] if at_decode else [])) as cluster:
+        both = cluster.both
+        await both.ask(1, prompt(60), expect=at_decode)
+        if at_decode:
+            await cluster.writing()
+        else:
+            await both.to_p.until(lambda: bool(both.to_p.leg(1).first))
+        address = cluster.d.address if at_decode else both.p.address
+        assert await in_use(address)
+        await both.cancel(1)
+        # One second is promised; a machine that is busy with other tests gets more.
+        async with asyncio.timeout(5.0):
+            await nothing_in_use(address)
+
+
+async def nothing_in_use(address: str) -> None:
+    left = await in_use(address)
+    while left:
+        left = await in_use(address)
+
+
+async def in_use(address: str) -> int:
+    """Pages and hand-offs that a worker has, by its own status."""
+    async with open_channel(address) as channel:
+        status = await control_pb2_grpc.ControlStub(channel).Status(control_pb2.StatusRequest())
+    (worker,) = status.workers
+    return worker.load.blocks_used + worker.transfers_in_flight

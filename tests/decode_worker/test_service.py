@@ -8,10 +8,19 @@ import pytest
 
 from baton.config.schema import TransferConfig
 from baton.errors import EngineError
-from baton.ids import Role, new_incarnation
+from baton.ids import LegId, RequestId, Role, XferId, new_incarnation
 from baton.rpc.channel import open_channel
-from baton.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc, decode_pb2
-from tests.decode_worker.cluster import LIMITS, Pair, Router, node, oracle, pair, prompt
+from baton.rpc.convert import prompt_to_proto
+from baton.rpc.v1 import (
+    common_pb2,
+    control_pb2,
+    control_pb2_grpc,
+    decode_pb2,
+    prefill_pb2,
+    transfer_pb2,
+)
+from kv_transfer.shm import layer_pages
+from tests.decode_worker.cluster import LAYOUT, LIMITS, Pair, Router, node, oracle, pair, prompt
 
 FULL = LIMITS.num_blocks * LIMITS.block_tokens
 
@@ -309,3 +318,90 @@ async def test_a_command_without_content_ends_only_that_stream(tmp_path: Path):
         asked = prompt(8)
         await both.ask(1, asked)
         assert await both.finished(1, 1) == oracle(both.p.runner, asked)
+
+
+def forged(both: Pair, **changes) -> common_pb2.Signed:
+    """A permit for everything that is asked below, but for `changes`."""
+    permit = both.permit(XferId("x"), prompt(8))
+    claims = transfer_pb2.Permit.FromString(permit.content)
+    for name, value in changes.items():
+        setattr(claims, name, value)
+    return common_pb2.Signed(content=claims.SerializeToString(), mac=permit.mac)
+
+
+FORGERIES = [
+    lambda both: forged(both, xfer_id="y"),
+    lambda both: forged(both, num_blocks=3),
+    lambda both: common_pb2.Signed(content=forged(both).content),
+    lambda both: common_pb2.Signed(content=forged(both).content[:-1], mac=forged(both).mac),
+    lambda both: common_pb2.Signed(),
+]
+
+
+@pytest.mark.parametrize("forge", FORGERIES)
+async def test_a_forged_permit_is_refused_and_counted_and_the_workers_serve_on(tmp_path, forge):
+    async with pair(tmp_path) as both:
+        request = prompt_to_proto(LegId(1), RequestId("r"), prompt(8))
+        permit = forge(both)
+        expect = decode_pb2.Expect(request=request, permit=permit)
+        await both.to_d.send(decode_pb2.DecodeCommand(expect=expect))
+        submit = prefill_pb2.SubmitPrefill(
+            request=request, permit=permit, transfer_address=both.d.address
+        )
+        await both.to_p.send(prefill_pb2.PrefillCommand(submit=submit))
+        assert await both.failed(both.to_d, 1) == "ticket_refused"
+        assert await both.failed(both.to_p, 1) == "ticket_refused"
+        counted = b'baton_kv_tickets_refused_total{reason="forged"} 1.0'
+        assert counted in both.d.server.collect()
+        assert counted in both.p.server.collect()
+        await both.ask(2, prompt(8))
+        assert await both.finished(2, 1) == oracle(both.p.runner, prompt(8))
+
+
+async def test_a_permit_for_another_prompt_worker_or_tenant_is_refused(tmp_path: Path):
+    async with pair(tmp_path) as both:
+        stranger = replace(both.d.identity, incarnation=new_incarnation())
+        for leg, permit in enumerate(
+            (
+                both.permit(XferId("a"), prompt(40)),
+                both.permit(XferId("b"), prompt(8), target=stranger),
+                both.permit(XferId("c"), replace(prompt(8), cache_scope="another")),
+            ),
+            start=1,
+        ):
+            request = prompt_to_proto(LegId(leg), RequestId("r"), prompt(8))
+            expect = decode_pb2.Expect(request=request, permit=permit)
+            await both.to_d.send(decode_pb2.DecodeCommand(expect=expect))
+            assert await both.failed(both.to_d, leg) == "ticket_refused"
+
+
+async def test_pages_that_were_corrupted_on_the_way_are_never_decoded(tmp_path: Path):
+    async with pair(tmp_path) as both:
+        await prefilling(both)
+        row = await written_page(both)
+        row[0] ^= 1
+        both.p.runner.release()
+        assert await both.failed(both.to_d, 1) == "kv_corrupt"
+        assert await both.failed(both.to_p, 1) == "kv_corrupt"
+        assert not both.to_d.leg(1).tokens
+        await both.d.server.check()
+        assert b"baton_kv_integrity_failures_total 1.0" in both.d.server.collect()
+        await both.ask(2, prompt(40))
+        assert await both.finished(2, 1) == oracle(both.p.runner, prompt(40))
+
+
+async def written_page(both: Pair):
+    """Some page of the decode worker into which the prefill worker has written."""
+    pages = layer_pages(both.d.arena.region.memoryview, LAYOUT, LIMITS.num_blocks)[0]
+    async with asyncio.timeout(20):
+        while True:
+            for row in pages:
+                if (row != 255).any():
+                    return row
+            await asyncio.sleep(0)
+
+
+async def test_without_checksums_hand_offs_are_what_they_were(tmp_path: Path):
+    async with pair(tmp_path, transfer=TransferConfig(checksums=False)) as both:
+        await both.ask(1, prompt(40))
+        assert await both.finished(1, 1) == oracle(both.p.runner, prompt(40))

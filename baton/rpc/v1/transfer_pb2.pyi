@@ -98,14 +98,12 @@ class Ticket(_message.Message):
     """digest of the region handle that this session was given"""
     held_blocks: _builtins.int
     """leading blocks that are here already and are not sent"""
+    blocks: _builtins.bytes
+    """pages for the rest, in prompt order: 32-bit numbers, little-endian"""
     lease_ms: _builtins.int
     """a duration on the decode worker's clock, never a time of day"""
     @_builtins.property
     def target(self) -> _common_pb2.WorkerIdentity: ...
-    @_builtins.property
-    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """pages for the rest, in prompt order"""
-
     def __init__(
         self,
         *,
@@ -117,7 +115,7 @@ class Ticket(_message.Message):
         target: _common_pb2.WorkerIdentity | None = ...,
         region: _builtins.bytes = ...,
         held_blocks: _builtins.int = ...,
-        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        blocks: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
