@@ -99,12 +99,12 @@ def _collect(
     params, seq = row.seq.params, row.seq
     length = row.start + row.num_tokens
     if params.repetition_penalty != 1.0:
-        repeated.add(index, set(seq.tokens[:length]), params.repetition_penalty)
+        # A token that stands there twice is read twice before it is written, both times the same.
+        repeated.add(index, seq.tokens[:length], params.repetition_penalty)
     if (params.presence_penalty or params.frequency_penalty) and length > seq.prompt_len:
         ids, counts = np.unique(seq.tokens[seq.prompt_len : length], return_counts=True)
         added.add(index, ids, -params.presence_penalty - params.frequency_penalty * counts)
     if params.logit_bias:
         added.add(index, params.logit_bias.keys(), params.logit_bias.values())
     if length - seq.prompt_len < params.min_tokens:
-        own = () if params.ignore_eos else eos_token_ids
-        ended.add(index, {*own, *params.stop_token_ids}, 0.0)
+        ended.add(index, {*eos_token_ids, *params.stop_token_ids}, 0.0)

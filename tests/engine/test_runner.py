@@ -181,6 +181,24 @@ def test_copies_are_made_before_anything_is_computed(models):
     assert copied == straight
 
 
+def test_a_text_whose_scores_are_not_finite_fails_alone(models):
+    texts, num_blocks = make_texts(
+        [[5, 6, 7, 8, 9], [9, 8, 7]], GREEDY, block_tokens=4, chunks=(9,)
+    )
+    runner, arena = make_runner(load(models("llama")), block_tokens=4, num_blocks=num_blocks)
+    plan = StepPlan(step=0, rows=tuple(text.row() for text in texts))
+    healthy = runner.execute(plan)
+    assert healthy.failed == ()
+    first, *_ = texts[0].seq.blocks
+    arena.layer(0)[first] = float("nan")
+    later = Row(seq=texts[0].seq, start=4, num_tokens=1, samples=(0,))
+    result = runner.execute(StepPlan(step=1, rows=(later, texts[1].row())))
+    assert result.drawn == ((), healthy.drawn[1])
+    ((place, error),) = result.failed
+    assert place == 0
+    assert "not finite" in error.message
+
+
 class RecordingSink:
     """Remembers what each layer's pages held when it was told."""
 
