@@ -1,3 +1,4 @@
+import json
 from collections.abc import Sequence as Exports
 from functools import cache
 from pathlib import Path
@@ -98,6 +99,42 @@ def test_qwen_layers_with_and_without_a_window_equal_transformers(tmp_path):
 def test_biases_on_every_projection_equal_transformers(tmp_path, family):
     more: dict[str, Any] = {"mlp_bias": True} if family == "llama" else {}
     path = make_model(tmp_path, family, attention_bias=True, **more)
+    prompts = random_prompts(2, 40)
+    for prompt, text in zip(prompts, continue_prompts(load(path), prompts), strict=True):
+        assert_greedy(path, prompt, [drawn.token for drawn in text.drawn])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"head_dim": 32}, id="heads wider than hidden"),
+        pytest.param({"num_kv_heads": 4}, id="as many KV heads as heads"),
+        pytest.param({"num_kv_heads": 1}, id="one KV head"),
+        pytest.param({"num_heads": 6, "head_dim": 8}, id="heads narrower than hidden"),
+    ],
+)
+def test_every_shape_of_heads_equals_transformers(tmp_path, shape):
+    path = make_model(tmp_path, "qwen3", **shape)
+    prompts = random_prompts(2, 40)
+    for prompt, text in zip(prompts, continue_prompts(load(path), prompts), strict=True):
+        assert_greedy(path, prompt, [drawn.token for drawn in text.drawn])
+
+
+def test_a_config_as_llama_2_had_it_equals_transformers(tmp_path):
+    path = make_model(tmp_path, "llama", num_kv_heads=4)
+    config = json.loads((path / "config.json").read_text())
+    for newer in ("rope_parameters", "head_dim", "num_key_value_heads", "dtype", "attention_bias"):
+        config.pop(newer, None)
+    config |= {"rope_scaling": None, "torch_dtype": "float32"}
+    (path / "config.json").write_text(json.dumps(config))
+    prompts = random_prompts(2, 40)
+    for prompt, text in zip(prompts, continue_prompts(load(path), prompts), strict=True):
+        assert_greedy(path, prompt, [drawn.token for drawn in text.drawn])
+
+
+def test_linear_scaling_equals_transformers(tmp_path):
+    rope = {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0}
+    path = make_model(tmp_path, "llama", rope_parameters=rope)
     prompts = random_prompts(2, 40)
     for prompt, text in zip(prompts, continue_prompts(load(path), prompts), strict=True):
         assert_greedy(path, prompt, [drawn.token for drawn in text.drawn])
