@@ -207,3 +207,10 @@ def test_children_inherit_no_setting_and_so_no_secret(monkeypatch):
     assert not [name for name, value in inherited.items() if "hunter2" in value]
     assert inherited["OMP_NUM_THREADS"] == "3"
     assert re.fullmatch(r"/here:/elsewhere", inherited["PYTHONPATH"])
+
+
+def test_grpc_in_children_is_quiet_unless_the_operator_wants_to_hear_it(monkeypatch):
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    assert env.child_environment(num_threads=1)["GRPC_VERBOSITY"] == "ERROR"
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    assert env.child_environment(num_threads=1)["GRPC_VERBOSITY"] == "DEBUG"
