@@ -92,7 +92,7 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         self._sessions: dict[WorkerIdentity, PeerSession] = {}
         self._letting_go: set[PeerSession] = set()
         self._writers: dict[WorkerIdentity, KvWriter] = {}
-        self._load = WorkerLoad()
+        self._load = hello.idle_load
         self._mailbox: Mailbox[_Posted] | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:
