@@ -22,6 +22,9 @@ class _Entries:
         self._indices: list[NDArray[np.int64]] = []
         self._amounts: list[NDArray[np.float32]] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._indices)
+
     def add(self, row: int, tokens: Iterable[int], amounts: Iterable[float] | float) -> None:
         """Adds entries of one row; ids outside the vocabulary are dropped."""
         ids = np.fromiter(tokens, np.int64)
@@ -68,14 +71,14 @@ def adjust(
         eos_token_ids: The model's own ends.
 
     Returns:
-        `logits` itself when no row asks for anything.
+        `logits` itself when nothing is to be changed in this step.
     """
-    asking = [i for i, row in enumerate(rows) if changes_scores(row.seq.params)]
-    if not asking:
+    repeated, added, ended = changes = tuple(_Entries(logits.shape[1]) for _ in range(3))
+    for i, row in enumerate(rows):
+        if changes_scores(row.seq.params):
+            _collect(i, row, eos_token_ids, repeated, added, ended)
+    if not any(changes):
         return logits
-    repeated, added, ended = (_Entries(logits.shape[1]) for _ in range(3))
-    for i in asking:
-        _collect(i, rows[i], eos_token_ids, repeated, added, ended)
     adjusted = logits.clone()
     flat = adjusted.view(-1)
     if (entries := repeated.on(logits.device)) is not None:

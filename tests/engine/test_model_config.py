@@ -1,4 +1,5 @@
 import json
+import platform
 
 import pytest
 import torch
@@ -186,5 +187,8 @@ def test_the_layout_has_one_named_arena_per_layer(directory):
     assert (layout.dtype, layout.block_tokens, layout.num_kv_heads) == ("bfloat16", 16, 2)
 
 
-def test_cpu_flags_are_those_of_the_kernels_list():
-    assert all(flag and " " not in flag for flag in cpu_features.cpu_flags())
+def test_cpu_flags_hold_what_every_such_processor_has():
+    everywhere = {"x86_64": "sse2", "aarch64": "asimd"}
+    if platform.machine() not in everywhere:
+        pytest.skip(f"no flag is known that every {platform.machine()} has")
+    assert everywhere[platform.machine()] in cpu_features.cpu_flags()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from baton.generation import SamplingParams, TokenLogprobs
 from baton.ids import SeqId
+from engine.sampling.adjust import adjust
 from engine.sampling.filters import drop_unlikely
 from engine.sampling.sampler import Sampler
 from engine.sampling.streams import uniforms
@@ -173,6 +174,13 @@ def test_ends_cannot_be_drawn_before_min_tokens():
     params = greedy(min_tokens=2, stop_token_ids=(8,))
     assert draw(logits, row(params, output=(5,))) == [[9]]
     assert draw(logits, row(params, output=(5, 5))) == [[EOS]]
+
+
+def test_scores_are_not_copied_once_enough_tokens_are_there():
+    logits = logits_of(t0=9.0)
+    params = greedy(min_tokens=2)
+    assert adjust(logits, [row(params, output=(5, 5))], (EOS,)) is logits
+    assert adjust(logits, [row(params, output=(5,))], (EOS,)) is not logits
 
 
 def test_min_tokens_holds_back_an_ignored_end_too():
