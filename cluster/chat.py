@@ -18,7 +18,7 @@ from rich.markup import escape
 from baton.errors import BatonError
 from cluster.completions import Message, Piece, Text, Usage, first_model, stream_chat
 
-_HELP = "/reset forgets the conversation, /exit ends it, Ctrl-C stops an answer"
+_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
@@ -148,9 +148,14 @@ def _talk(conversation: Conversation, console: Console) -> None:
 
 
 def _read_line() -> str | None:
+    """What was typed; None at the end of input. Ctrl-C drops the line: it may have come too late for an answer."""
     try:
         return input("› ")
-    except (EOFError, KeyboardInterrupt):
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+        return ""
+    except EOFError:
+        sys.stdout.write("\n")
         return None
 
 

@@ -132,7 +132,7 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         )
         self._streams: dict[StreamId, _Stream] = {}
         self._next_stream = 0
-        self._load = WorkerLoad(blocks_total=hello.num_blocks, blocks_free=hello.num_blocks)
+        self._load = hello.idle_load
         self._mailbox: Mailbox[StepEvents] | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -8,9 +8,8 @@ from queue import Empty, SimpleQueue
 from baton.clock import Clock
 from baton.errors import BatonError, EngineError
 from engine.messages import Command, SeqEvent, StepEvents
-from engine.scheduling.plan import Drawn, Row, StepPlan, StepResult, StepRunner
+from engine.scheduling.plan import Row, StepPlan, StepResult, StepRunner
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +20,8 @@ INTEGRITY_CHECK_AFTER_S = 1.0
 class EngineLoop:
     """Drains commands, schedules, executes, applies, tells; sleeps on its inbox when nothing can run.
 
-    A step that raises is executed again row by row, so that only the sequences that cannot be computed fail. Any other
-    exception ends the loop and stays visible in `failure`.
+    A row that the runner reports as failed ends its own sequence. A step that raises is executed again row by row, so that
+    only the sequences that cannot be computed fail. Any other exception ends the loop and stays visible in `failure`.
 
     Args:
         scheduler: Owned by the loop from now on.
@@ -100,9 +99,9 @@ class EngineLoop:
         if plan is None:
             return False
         self._busy_since_s = self._clock.now_s()
-        failed, result = self._execute(plan)
+        result = self._execute(plan)
         self._busy_since_s = self._clock.now_s()
-        self._tell(failed + self._scheduler.apply(plan, result))
+        self._tell(self._fail_rows(plan, result) + self._scheduler.apply(plan, result))
         return True
 
     def _drain(self) -> list[SeqEvent]:
@@ -127,26 +126,36 @@ class EngineLoop:
             load = scheduler.load()
             self._emit(StepEvents(step=scheduler.step, events=tuple(events), load=load))
 
-    def _execute(self, plan: StepPlan) -> tuple[list[SeqEvent], StepResult]:
+    def _execute(self, plan: StepPlan) -> StepResult:
         try:
-            return [], self._runner.execute(plan)
+            return self._runner.execute(plan)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other rows
             logger.warning("step %d failed, computing it row by row: %s", plan.step, error)
             return self._execute_by_rows(plan)
 
-    def _execute_by_rows(self, plan: StepPlan) -> tuple[list[SeqEvent], StepResult]:
-        drawn: list[tuple[Drawn, ...]] = []
-        failures: list[tuple[Sequence, BatonError]] = []
-        for row in plan.rows:
-            try:
-                drawn += self._runner.execute(_only(plan, row)).drawn
-            except Exception as error:
-                logger.exception("sequence %s failed in step %d", row.seq.seq_id, plan.step)
-                failures.append((row.seq, _as_engine_error(error)))
-                drawn.append(())
-        # Only now: failing one sample takes the pages of its siblings, whose rows must still compute.
-        events = [event for seq, error in failures for event in self._scheduler.fail(seq, error)]
-        return events, StepResult(drawn=tuple(drawn))
+    def _execute_by_rows(self, plan: StepPlan) -> StepResult:
+        results = [self._execute_alone(_only(plan, row)) for row in plan.rows]
+        failed = [
+            (place, error) for place, alone in enumerate(results) for _, error in alone.failed
+        ]
+        drawn = tuple(alone.drawn[0] for alone in results)
+        return StepResult(drawn=drawn, failed=tuple(failed))
+
+    def _execute_alone(self, plan: StepPlan) -> StepResult:
+        try:
+            return self._runner.execute(plan)
+        except Exception as error:
+            logger.exception("a row of step %d failed", plan.step)
+            return StepResult(drawn=((),), failed=((0, _as_engine_error(error)),))
+
+    def _fail_rows(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
+        """Only once all rows are computed: failing one sample takes the pages of its siblings."""
+        events: list[SeqEvent] = []
+        for place, error in result.failed:
+            seq = plan.rows[place].seq
+            logger.error("sequence %s failed in step %d: %s", seq.seq_id, plan.step, error)
+            events += self._scheduler.fail(seq, error)
+        return events
 
 
 def _only(plan: StepPlan, row: Row) -> StepPlan:

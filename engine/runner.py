@@ -10,7 +10,7 @@ from engine.models.decoder import Decoder
 from engine.models.inputs import InputBuilder
 from engine.ports import LayerSink
 from engine.sampling.sampler import Sampler
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import Drawn, StepPlan, StepResult
 
 
 class ModelRunner:
@@ -34,7 +34,7 @@ class ModelRunner:
         """Runs one step; blocks until its tokens are on the host.
 
         Raises:
-            EngineError: A row cannot be computed. Nothing but the pages of the plan's rows was written.
+            EngineError: The step cannot be computed, be it for one row. Nothing but the pages of the plan's rows was written.
         """
         try:
             return self._execute(plan)
@@ -49,10 +49,20 @@ class ModelRunner:
         logits = self._model.forward(step, self._arena, self._layer_done(plan))
         sampling = [row for row in plan.rows if row.samples]
         drawn = iter(self._sampler.sample(logits, sampling) if sampling else ())
-        return StepResult(drawn=tuple(next(drawn) if row.samples else () for row in plan.rows))
+        return _result(plan, tuple(next(drawn) if row.samples else () for row in plan.rows))
 
     def _layer_done(self, plan: StepPlan) -> Callable[[int], None] | None:
         sink = self._sink
         if sink is None or not plan.exports:
             return None
         return lambda layer_index: sink.layer_ready(layer_index, plan.exports)
+
+
+def _result(plan: StepPlan, drawn: tuple[tuple[Drawn, ...], ...]) -> StepResult:
+    """Of rows that should have drawn, those that did not have failed."""
+    failed = [
+        (place, EngineError("the model's scores are not finite, no token can be drawn from them"))
+        for place, row in enumerate(plan.rows)
+        if row.samples and not drawn[place]
+    ]
+    return StepResult(drawn=drawn, failed=tuple(failed))

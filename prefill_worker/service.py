@@ -121,7 +121,7 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         self._sessions: dict[WorkerIdentity, PeerSession] = {}
         self._letting_go: set[PeerSession] = set()
         self._pushers: dict[WorkerIdentity, Pusher] = {}
-        self._load = WorkerLoad(blocks_total=hello.num_blocks, blocks_free=hello.num_blocks)
+        self._load = hello.idle_load
         self._mailbox: Mailbox[_Posted] | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:

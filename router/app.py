@@ -117,11 +117,11 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
 def _add_models(app: FastAPI, serving: Serving) -> None:
     @app.get("/v1/models", responses=description.ERRORS)
     async def get_models() -> ModelList:
-        return model_list(serving)
+        return await model_list(serving)
 
     @app.get("/v1/models/{name:path}", responses=description.ERRORS)
     async def get_model(name: str) -> ModelCard:
-        return model_card(name, serving)
+        return await model_card(name, serving)
 
     into, back = description.TOKENIZE, description.DETOKENIZE
 

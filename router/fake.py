@@ -74,7 +74,7 @@ class FakeGenerator:
         """Remembers it; the sample gets nothing more."""
         self.stopped.append((request_id, sample))
 
-    def model(self) -> ServedModel | None:
+    async def model(self, *, wait: bool = False) -> ServedModel | None:  # noqa: ARG002  # it never comes later
         """`served`."""
         return self.served
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
@@ -76,11 +77,8 @@ class ClusterGenerator:
             secret=secret,
             rng=Random(),
         )
-        self._dispatcher = Dispatcher(
-            view=self.view,
-            placement=placement,
-            patience=patience or Patience(max_attempts=config.max_attempts),
-        )
+        self._patience = patience or Patience(max_attempts=config.max_attempts)
+        self._dispatcher = Dispatcher(view=self.view, placement=placement, patience=self._patience)
         self.membership = Membership(worker_addresses, self._feed, timing=link_timing)
         self._inboxes: dict[RequestId, Inbox] = {}
         self._model: ServedModel | None = None
@@ -111,12 +109,13 @@ class ClusterGenerator:
             await asyncio.gather(self._ticker, return_exceptions=True)
 
     async def worker_joined(self) -> None:
-        """Returns when the next worker has joined."""
+        """Returns when the next worker has joined, or none is worth waiting for because the router stops."""
         await self._joined.wait()
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes no new jobs and waits for those in flight; whether all ended in time."""
         self._draining = True
+        self._wake()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -152,8 +151,12 @@ class ClusterGenerator:
         """See `router.ports.Generator`."""
         self._feed(StopSample(request_id=request_id, sample=sample))
 
-    def model(self) -> ServedModel | None:
+    async def model(self, *, wait: bool = False) -> ServedModel | None:
         """What the connected workers can all serve, or the last ones could."""
+        if self._model is None and wait and not self._draining:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._patience.worker_wait_s):
+                    await self.worker_joined()
         return self._model
 
     def ready(self) -> bool:
@@ -232,6 +235,9 @@ class ClusterGenerator:
             max_model_len=min(hello.max_model_len for hello in hellos),
             vocab_size=min(hello.vocab_size for hello in hellos),
         )
-        # Wakes those who wait now; who waits from now on waits for the next one.
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wakes those who wait for a worker now; who waits from now on waits for the next one."""
         joined, self._joined = self._joined, asyncio.Event()
         joined.set()

@@ -112,8 +112,8 @@ class Generator(Protocol):
     def stop_sample(self, request_id: RequestId, sample: int) -> None:
         """No more tokens of this sample are wanted; it counts as finished. Unknown or finished ones are ignored."""
 
-    def model(self) -> ServedModel | None:
-        """What is served, or None until a worker said hello."""
+    async def model(self, *, wait: bool = False) -> ServedModel | None:
+        """What is served, or None until a worker said hello; with `wait` that is given as long as a job would wait."""
 
     def ready(self) -> bool:
         """Whether a prefill and decode pair or a hybrid worker can take a request now."""

@@ -23,6 +23,7 @@ from baton.version import version
 from router.app import AppSettings, create_app
 from router.control import RouterControl
 from router.generator import ClusterGenerator
+from router.http_head import BoundedHeadProtocol
 from router.links import LinkState
 from router.model_files import model_files
 from router.openai.sampling import SamplingDefaults, read_defaults
@@ -146,7 +147,7 @@ async def _http(
     """Serves HTTP inside; at the end lets begun replies finish."""
     settings = uvicorn.Config(
         app,
-        http="httptools",
+        http=BoundedHeadProtocol,
         lifespan="off",
         access_log=False,
         log_config=None,

@@ -49,6 +49,7 @@ class Tokenizer:
         backend: The Rust tokenizer; `router.detokenizer` decodes with it.
         special_ids: Ids whose text is not shown to clients.
         pieces: The bytes that each single token stands for.
+        longest_token: Characters of the longest token as the vocabulary spells it; none stands for more.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.pieces = PieceTable(backend, added)
+        self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self._renderer = renderer
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
 

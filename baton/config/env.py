@@ -44,6 +44,8 @@ def child_environment(*, num_threads: int, import_path: str | None = None) -> di
     inherited["OMP_NUM_THREADS"] = str(num_threads)
     # The router has no torch on purpose; transformers need not advise on it at every start.
     inherited["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    # Its C core tells of every connection that ends well, on standard error and past our logs.
+    inherited.setdefault("GRPC_VERBOSITY", "ERROR")
     if import_path is not None:
         rest = inherited.get("PYTHONPATH")
         inherited["PYTHONPATH"] = f"{import_path}{os.pathsep}{rest}" if rest else import_path

@@ -63,7 +63,7 @@ class RouterConfig:
         port: HTTP port.
         api_keys: Accepted bearer keys; empty accepts everyone.
         policy: `prefix_affinity`, `least_loaded` or `round_robin`.
-        max_body_bytes: Larger bodies get 413.
+        max_body_bytes: Larger bodies get 413. Parsing one keeps the router from all else: 8 MiB of the worst JSON, a second.
         request_timeout_s: Deadline of one request, queueing included.
         max_attempts: How often the legs of a request may be started before it fails.
         silence_timeout_s: A worker that says nothing for this long, though it should twice per second, is suspected:
@@ -75,7 +75,7 @@ class RouterConfig:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     policy: str = "prefix_affinity"
-    max_body_bytes: int = 32 * 1024 * 1024
+    max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float = 600.0
     max_attempts: int = 3
     silence_timeout_s: float = 5.0

@@ -47,6 +47,11 @@ class WorkerHello:
     transfer_address: str = ""
     protocol_version: int = PROTOCOL_VERSION
 
+    @property
+    def idle_load(self) -> WorkerLoad:
+        """Its load until its engine takes a first step: all pages are free."""
+        return WorkerLoad(blocks_total=self.num_blocks, blocks_free=self.num_blocks)
+
 
 def role_to_proto(role: Role) -> pb.Role.ValueType:
     """Role as its protobuf number."""

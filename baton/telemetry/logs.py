@@ -96,7 +96,9 @@ def configure(config: LogConfig, component: str, *, stream: TextIO | None = None
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     process = f"{component}[{os.getpid()}]"
     handler.setFormatter(
-        JsonFormatter(process) if config.format == "json" else TextFormatter(process)
+        JsonFormatter(process)
+        if config.format == "json"
+        else TextFormatter(process, on_terminal=handler.stream.isatty())
     )
     level = getattr(logging, config.level.upper())
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -106,18 +108,22 @@ def configure(config: LogConfig, component: str, *, stream: TextIO | None = None
 
 
 class TextFormatter(logging.Formatter):
-    """One line for people; a traceback follows on lines of its own."""
+    """One line for people; a traceback follows on lines of its own.
 
-    def __init__(self, process: str) -> None:
+    On a terminal each line first wipes the one it begins on, where another process may be showing its progress.
+    """
+
+    def __init__(self, process: str, *, on_terminal: bool = False) -> None:
         super().__init__()
         self._process = process
+        self._start = "\r\x1b[2K" if on_terminal else ""
 
     def format(self, record: logging.LogRecord) -> str:
         """Time, level, process, component, event, fields."""
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         head = f"{time} {record.levelname:<7} {self._process} {record.name}: {record.getMessage()}"
         fields = [f"{name}={_as_text(value)}" for name, value in _fields(record).items()]
-        line = " ".join([head.replace("\n", "\\n"), *fields])
+        line = self._start + " ".join([head.replace("\n", "\\n"), *fields])
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -160,6 +166,8 @@ def _safe(name: str, value: FieldValue) -> FieldValue:
 def _as_text(value: FieldValue) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, str) and not value.isprintable():
+        return json.dumps(value)  # escapes what could steer a terminal
     if isinstance(value, str) and (not value or any(c.isspace() or c in '"=' for c in value)):
         return json.dumps(value, ensure_ascii=False)
     return str(value)

@@ -24,13 +24,13 @@ class WorkerMetrics:
             "vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", registry=registry
         )
         self._pages = Gauge("baton_kv_pages", "KV pages by state", ["state"], registry=registry)
-        self._preemptions = Gauge(
+        self._preemptions = Counter(
             "baton_preemptions", "Sequences preempted since the start", registry=registry
         )
-        self._hits = Gauge(
+        self._hits = Counter(
             "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", registry=registry
         )
-        self._queries = Gauge(
+        self._queries = Counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up there", registry=registry
         )
         self._draining = Gauge("baton_draining", "1 while the worker drains", registry=registry)
@@ -64,6 +64,7 @@ class WorkerMetrics:
             ["reason"],
             registry=registry,
         )
+        self._observed = WorkerLoad()
         self._legs_told: dict[tuple[str, str], int] = {}
         cache = Gauge(
             "vllm:cache_config_info",
@@ -91,8 +92,9 @@ class WorkerMetrics:
         self._pages.labels("free").set(load.blocks_free)
         self._pages.labels("used").set(load.blocks_used)
         self._pages.labels("cached").set(load.blocks_cached)
-        self._preemptions.set(load.preemptions)
-        self._hits.set(load.prefix_hit_tokens)
-        self._queries.set(load.prefix_query_tokens)
+        before, self._observed = self._observed, load
+        self._preemptions.inc(load.preemptions - before.preemptions)
+        self._hits.inc(load.prefix_hit_tokens - before.prefix_hit_tokens)
+        self._queries.inc(load.prefix_query_tokens - before.prefix_query_tokens)
         self._draining.set(load.draining)
         self._transfers.set(transfers_in_flight)

@@ -132,6 +132,10 @@ class BlockManager:
             else:
                 self._free.append(block)
 
+    def discard(self, blocks: Sequence[BlockId]) -> None:
+        """Frees those of the pages `blocks` of one text that are cached, last page first, as far as no other text needs them."""
+        self._free += filter(self._tree.discard, reversed(blocks))
+
     def flush(self) -> int:
         """Frees every cached page; returns how many there were."""
         before = len(self._free)

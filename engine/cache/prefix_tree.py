@@ -96,15 +96,26 @@ class PrefixTree:
         """Forgets the page that has been idle longest and gives it away; None when every page is in use."""
         if not self._idle:
             return None
-        block, node = self._idle.popitem(last=False)
+        block, node = next(iter(self._idle.items()))
         if node.num_children:
             raise InvariantError(
                 f"page {block} was to be evicted under {node.num_children} children"
             )
+        self._forget(node)
+        return block
+
+    def discard(self, block: BlockId) -> bool:
+        """Forgets `block` and gives it away, if it is idle and nothing held here goes on from it; whether that was so."""
+        node = self._idle.get(block)
+        if node is None or node.num_children:
+            return False
+        self._forget(node)
+        return True
+
+    def _forget(self, node: Node) -> None:
         if node.parent is not None:
             node.parent.num_children -= 1
-        del self._by_key[node.key], self._by_block[block]
-        return block
+        del self._idle[node.block], self._by_key[node.key], self._by_block[node.block]
 
     def check_integrity(self) -> None:
         """Raises InvariantError unless the two directories agree, counts are right and no used page hangs on an idle one."""

@@ -77,11 +77,12 @@ inline Quarter sums(const Vec value[4]) {
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// exp(x) for x <= 88, within 2 units in the last place; exactly 0 below -87. Cody and Waite's reduction, Cephes' polynomial.
+// exp(x) for x <= 88, within 2 units in the last place; exactly 0 below -87, and what is not a number stays none, so that it
+// shows in the logits. Cody and Waite's reduction, Cephes' polynomial.
 inline Vec exponential(Vec x) {
     const Vec least = splat(-87.0f);
     IntVec vanishes = x < least;
-    x = larger(x, least);
+    x = vanishes ? least : x;
     const Vec shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
     Vec shifted = x * 1.44269504088896341f + shifter;
     Vec n = shifted - shifter;

@@ -21,7 +21,11 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageHead:
-    """The output head; with tied embeddings its weights are those of the embedding."""
+    """The output head.
+
+    With tied embeddings its weights are those of the embedding; where products want them packed, a second copy of them,
+    since a packed matrix gives no single row: that memory buys about half the time of the product in decode.
+    """
 
     project: Projection
 

@@ -24,6 +24,9 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+_DEFAULT_WINDOW = 4096
+"""What transformers takes where a file leaves the window out; null means none."""
+
 _HUB_FILES = [
     "*.json",
     "*.safetensors",
@@ -33,6 +36,9 @@ _HUB_FILES = [
     "merges.txt",
     "vocab.*",
 ]
+_HUB_LEFT_OUT = ["consolidated*"]
+"""The same weights once more, in Mistral's own layout."""
+
 _TORCH_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -99,7 +105,14 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelLoadError(f"model directory {model!r} does not exist")
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=_HUB_FILES,
+                ignore_patterns=_HUB_LEFT_OUT,
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ModelLoadError(
@@ -225,9 +238,11 @@ def _rope(config: JsonFields) -> RopeSpec:
 
 
 def _windows(config: JsonFields, family: str, layers: int) -> tuple[int | None, ...]:
-    if family == "llama" or "sliding_window" not in config:
+    is_off = family != "mistral" and not config.flag("use_sliding_window", default=False)
+    is_null = config.values.get("sliding_window", _DEFAULT_WINDOW) is None
+    if family == "llama" or is_off or is_null:
         return (None,) * layers
-    window = config.integer("sliding_window")
+    window = config.integer("sliding_window", _DEFAULT_WINDOW)
     kinds = config.texts("layer_types")
     if kinds:
         if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
@@ -235,8 +250,6 @@ def _windows(config: JsonFields, family: str, layers: int) -> tuple[int | None, 
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if family == "mistral":
         return (window,) * layers
-    if not config.flag("use_sliding_window", default=False):
-        return (None,) * layers
     first = config.integer("max_window_layers", 28, minimum=0)
     return tuple(window if index >= first else None for index in range(layers))
 

@@ -82,8 +82,12 @@ class Decoder:
             x = layer.attention(x, rotation, arena.layer(index), step.batch)
             if layer_done is not None:
                 layer_done(index)
+            if (
+                layer is self.layers[-1]
+            ):  # no KV depends on what follows: only tokens that sample go on
+                x = x.index_select(0, step.logit_tokens)
+                residual = residual.index_select(0, step.logit_tokens)
             x = layer.mlp(layer.post_attention_norm.add(x, residual))
-        if x is not None:
-            residual = residual.index_select(0, step.logit_tokens)
-            residual.add_(x.index_select(0, step.logit_tokens))
-        return self.head(self.final_norm(residual))
+        return self.head(
+            self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
+        )

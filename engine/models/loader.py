@@ -1,7 +1,7 @@
 """Reads a checkpoint's weights into a `Decoder`: at the start of every worker, once.
 
-Files are mapped, and each tensor is converted into its final place one at a time, so that loading takes the memory of the
-model plus one tensor. Queries, keys and values become one matrix, gate and up another.
+Files are mapped, and each matrix is put together and repacked before the next one is read, so that loading takes the memory
+of the model plus one matrix. Queries, keys and values become one matrix, gate and up another.
 """
 
 from collections.abc import Callable

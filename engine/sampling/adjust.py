@@ -22,6 +22,9 @@ class _Entries:
         self._indices: list[NDArray[np.int64]] = []
         self._amounts: list[NDArray[np.float32]] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._indices)
+
     def add(self, row: int, tokens: Iterable[int], amounts: Iterable[float] | float) -> None:
         """Adds entries of one row; ids outside the vocabulary are dropped."""
         ids = np.fromiter(tokens, np.int64)
@@ -68,14 +71,14 @@ def adjust(
         eos_token_ids: The model's own ends.
 
     Returns:
-        `logits` itself when no row asks for anything.
+        `logits` itself when nothing is to be changed in this step.
     """
-    asking = [i for i, row in enumerate(rows) if changes_scores(row.seq.params)]
-    if not asking:
+    repeated, added, ended = changes = tuple(_Entries(logits.shape[1]) for _ in range(3))
+    for i, row in enumerate(rows):
+        if changes_scores(row.seq.params):
+            _collect(i, row, eos_token_ids, repeated, added, ended)
+    if not any(changes):
         return logits
-    repeated, added, ended = (_Entries(logits.shape[1]) for _ in range(3))
-    for i in asking:
-        _collect(i, rows[i], eos_token_ids, repeated, added, ended)
     adjusted = logits.clone()
     flat = adjusted.view(-1)
     if (entries := repeated.on(logits.device)) is not None:
@@ -99,12 +102,12 @@ def _collect(
     params, seq = row.seq.params, row.seq
     length = row.start + row.num_tokens
     if params.repetition_penalty != 1.0:
-        repeated.add(index, set(seq.tokens[:length]), params.repetition_penalty)
+        # A token that stands there twice is read twice before it is written, both times the same.
+        repeated.add(index, seq.tokens[:length], params.repetition_penalty)
     if (params.presence_penalty or params.frequency_penalty) and length > seq.prompt_len:
         ids, counts = np.unique(seq.tokens[seq.prompt_len : length], return_counts=True)
         added.add(index, ids, -params.presence_penalty - params.frequency_penalty * counts)
     if params.logit_bias:
         added.add(index, params.logit_bias.keys(), params.logit_bias.values())
     if length - seq.prompt_len < params.min_tokens:
-        own = () if params.ignore_eos else eos_token_ids
-        ended.add(index, {*own, *params.stop_token_ids}, 0.0)
+        ended.add(index, {*eos_token_ids, *params.stop_token_ids}, 0.0)

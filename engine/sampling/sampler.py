@@ -10,6 +10,12 @@ from engine.sampling.logprobs import LogprobTable, logprob_table, read_logprobs
 from engine.sampling.streams import uniforms
 from engine.scheduling.plan import Drawn, Row
 
+_NONE = -1
+"""Stands for a token where none can be drawn."""
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this are 0 (as in vLLM): dividing by them would leave the range of float32."""
+
 
 class Sampler:
     """Draws tokens.
@@ -30,25 +36,37 @@ class Sampler:
         Args:
             logits: `[num_rows, vocab]` float32, not changed.
             rows: One per row of `logits`, each with at least one sample.
+
+        Returns:
+            The draws of each row; no draw for a row whose scores are not finite, which does not touch the others.
         """
         scores = adjust(logits, rows, self._eos_token_ids)
+        highest = scores.amax(-1, keepdim=True)
         row_of = [i for i, row in enumerate(rows) for _ in row.samples]
         tokens = scores.argmax(-1)
         if len(row_of) != len(rows):
             tokens = tokens[row_of]
-        self._draw_random(scores, rows, tokens)
+        self._draw_random(scores, highest, rows, tokens)
         table, asking = _table(logits, rows, row_of, tokens)
+        # One not-a-number makes the maximum one. Marked on the device: it comes to the host with the tokens.
+        tokens.masked_fill_(~highest[row_of, 0].isfinite(), _NONE)
         if table is None:
             return _group(rows, [Drawn(token=token) for token in tokens.tolist()])
         return _group(rows, _with_logprobs(rows, row_of, tokens, table, asking))
 
-    def _draw_random(self, scores: torch.Tensor, rows: Sequence[Row], tokens: torch.Tensor) -> None:
+    def _draw_random(
+        self,
+        scores: torch.Tensor,
+        highest: torch.Tensor,
+        rows: Sequence[Row],
+        tokens: torch.Tensor,
+    ) -> None:
         """Replaces the greedy choice of the rows that have a temperature."""
-        random = [i for i, row in enumerate(rows) if row.seq.params.temperature > 0]
+        random = [i for i, row in enumerate(rows) if row.seq.params.temperature >= _GREEDY_BELOW]
         if not random:
             return
         chosen = [rows[i] for i in random]
-        cumulative = _cumulative(scores[random], chosen)
+        cumulative = _cumulative(scores[random].sub_(highest[random]), chosen)
         width = max(len(row.samples) for row in chosen)
         targets = _targets(chosen, width).to(scores.device) * cumulative[:, -1:]
         drawn = torch.searchsorted(cumulative, targets, right=True).clamp(max=scores.shape[1] - 1)
@@ -57,11 +75,17 @@ class Sampler:
 
 
 def _cumulative(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Running mass of each row's distribution in order of token id, `[num_rows, vocab]` float64."""
+    """Running mass of each row's distribution in order of token id, `[num_rows, vocab]` float64.
+
+    Args:
+        scores: `[num_rows, vocab]`, the largest of each row 0. Overwritten.
+        rows: One per row.
+    """
     params = [row.seq.params for row in rows]
     temperatures = torch.tensor([p.temperature for p in params], device=scores.device)
-    scaled = (scores - scores.amax(1, keepdim=True)) / temperatures.unsqueeze(1)
-    return drop_unlikely(scaled, params).exp().cumsum(1, dtype=torch.float64)
+    weights = scores.div_(temperatures.unsqueeze(1)).exp_()
+    drop_unlikely(weights, params)
+    return weights.double().cumsum(1)
 
 
 def _targets(rows: Sequence[Row], width: int) -> torch.Tensor:
@@ -125,6 +149,7 @@ def _with_logprobs(
 def _group(rows: Sequence[Row], drawn: Sequence[Drawn]) -> list[tuple[Drawn, ...]]:
     grouped, begin = [], 0
     for row in rows:
-        grouped.append(tuple(drawn[begin : begin + len(row.samples)]))
+        of_row = drawn[begin : begin + len(row.samples)]
+        grouped.append(() if of_row[0].token == _NONE else tuple(of_row))
         begin += len(row.samples)
     return grouped

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.errors import BatonError
 from baton.generation import TokenLogprobs
 from baton.ids import BlockId
 from engine.ports import PageExport
@@ -53,9 +54,15 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step produced: for each row of the plan, one `Drawn` per entry of `row.samples`."""
+    """What a step produced.
+
+    Attributes:
+        drawn: For each row of the plan, one `Drawn` per entry of `row.samples`; nothing for a row that failed.
+        failed: Rows, by their place in the plan, that could not be computed, and why. The others are not touched by it.
+    """
 
     drawn: tuple[tuple[Drawn, ...], ...]
+    failed: tuple[tuple[int, BatonError], ...] = ()
 
 
 class StepRunner(Protocol):
@@ -65,5 +72,5 @@ class StepRunner(Protocol):
         """Runs one step; blocks until its tokens are on the host.
 
         Raises:
-            EngineError: A row cannot be computed. Nothing but the pages of the plan's rows was written.
+            EngineError: The step cannot be computed, be it for one row. Nothing but the pages of the plan's rows was written.
         """

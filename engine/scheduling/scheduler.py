@@ -265,9 +265,18 @@ class Scheduler:
             del self._requests[branch.request.seq_id]
 
     def fail(self, seq: Sequence, error: BatonError) -> list[SeqEvent]:
-        """Ends the request that `seq` belongs to, because its row could not be computed; nobody else is touched."""
+        """Ends the request that `seq` belongs to, because its row could not be computed; nobody else is touched.
+
+        What it read or wrote may be why: its pages are not kept, lest every later prompt that begins like it fails too.
+        """
         request = self._requests.get(seq.seq_id)
-        return [] if request is None else self._end_with(request, error)
+        if request is None:
+            return []
+        texts = [branch.seq.blocks for branch in request.branches]
+        events = self._end_with(request, error)
+        for blocks in texts:
+            self._blocks.discard(blocks)
+        return events
 
     def _end_with(self, request: Request, error: BatonError) -> list[SeqEvent]:
         self._end(request)

@@ -11,6 +11,7 @@ from baton.ids import new_request_id
 from router.openai.answer import ReplyHead, answer, token_ids, token_ids_field
 from router.openai.body import read_body
 from router.openai.choices import Delta
+from router.openai.length import check_messages
 from router.openai.logprobs import chat_logprobs
 from router.openai.plan import plan_runs
 from router.openai.replies import (
@@ -35,8 +36,9 @@ async def chat_completions(request: Request, serving: Serving) -> Response:
         created=int(time.time()),
         model=serving.require_name(body.model),
     )
-    serving.require_model()
+    model = await serving.require_model()
     messages = [message.for_template() for message in body.messages]
+    check_messages(messages, model, serving.tokenizer)
     prompt = await serving.tokenizer.encode_chat(
         messages, add_generation_prompt=body.add_generation_prompt
     )
@@ -45,6 +47,7 @@ async def chat_completions(request: Request, serving: Serving) -> Response:
         serving,
         body,
         [prompt],
+        model=model,
         request_id=head.request_id,
         limit=chat_limit(body),
         logprobs=shape.logprobs,

@@ -11,6 +11,7 @@ from baton.ids import new_request_id
 from router.openai.answer import ReplyHead, answer, token_ids, token_ids_field
 from router.openai.body import read_body
 from router.openai.choices import Delta
+from router.openai.length import check_text
 from router.openai.logprobs import completion_logprobs
 from router.openai.plan import plan_runs
 from router.openai.replies import (
@@ -24,6 +25,7 @@ from router.openai.requests import CompletionRequest
 from router.openai.sampling import completion_limit
 from router.openai.serving import Serving
 from router.pieces import PieceTable
+from router.ports import ServedModel
 
 
 async def completions(request: Request, serving: Serving) -> Response:
@@ -34,11 +36,12 @@ async def completions(request: Request, serving: Serving) -> Response:
         created=int(time.time()),
         model=serving.require_name(body.model),
     )
-    serving.require_model()
+    model = await serving.require_model()
     runs = plan_runs(
         serving,
         body,
-        await _token_prompts(body, serving),
+        await _token_prompts(body, serving, model),
+        model=model,
         request_id=head.request_id,
         limit=completion_limit(body),
         logprobs=body.logprobs,
@@ -47,10 +50,15 @@ async def completions(request: Request, serving: Serving) -> Response:
     return await answer(request, serving, body, runs, shape)
 
 
-async def _token_prompts(body: CompletionRequest, serving: Serving) -> list[list[int]]:
-    encode = serving.tokenizer.encode
+async def _token_prompts(
+    body: CompletionRequest, serving: Serving, model: ServedModel
+) -> list[list[int]]:
+    tokenizer = serving.tokenizer
+    for prompt in body.prompts:
+        if isinstance(prompt, str):
+            check_text(prompt, model, tokenizer, "prompt")
     return [
-        await encode(prompt, add_special_tokens=body.add_special_tokens)
+        await tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
         if isinstance(prompt, str)
         else prompt
         for prompt in body.prompts

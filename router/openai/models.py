@@ -3,28 +3,30 @@
 from starlette.requests import Request
 
 from router.openai.body import read_body
+from router.openai.length import check_messages, check_text
 from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
 from router.openai.requests import DetokenizeRequest, TokenizeRequest
 from router.openai.serving import Serving
 from router.openai.vocabulary import check_vocabulary
+from router.ports import ServedModel
 
 
-def model_list(serving: Serving) -> ModelList:
+async def model_list(serving: Serving) -> ModelList:
     """All names that the one model answers to."""
-    return ModelList(data=[_card(name, serving) for name in serving.model_names])
+    return ModelList(data=[await _card(name, serving) for name in serving.model_names])
 
 
-def model_card(name: str, serving: Serving) -> ModelCard:
+async def model_card(name: str, serving: Serving) -> ModelCard:
     """One name.
 
     Raises:
         ModelNotFoundError: It is not served.
     """
-    return _card(serving.require_name(name), serving)
+    return await _card(serving.require_name(name), serving)
 
 
-def _card(name: str, serving: Serving) -> ModelCard:
-    model = serving.generator.model()
+async def _card(name: str, serving: Serving) -> ModelCard:
+    model = await serving.generator.model()
     return ModelCard(
         id=name,
         created=serving.created_s,
@@ -38,20 +40,23 @@ async def tokenize(request: Request, serving: Serving) -> Tokenized:
     body = await read_body(request, TokenizeRequest, serving.max_body_bytes)
     if body.model is not None:
         serving.require_name(body.model)
-    model = serving.require_model()
-    tokens = await _token_ids(body, serving)
+    model = await serving.require_model()
+    tokens = await _token_ids(body, serving, model)
     texts = serving.tokenizer.token_texts(tokens) if body.return_token_strs else None
     return Tokenized(
         count=len(tokens), max_model_len=model.max_model_len, tokens=tokens, token_strs=texts
     )
 
 
-async def _token_ids(body: TokenizeRequest, serving: Serving) -> list[int]:
+async def _token_ids(body: TokenizeRequest, serving: Serving, model: ServedModel) -> list[int]:
     if body.prompt is not None:
+        check_text(body.prompt, model, serving.tokenizer, "prompt")
         special = body.add_special_tokens is not False
         return await serving.tokenizer.encode(body.prompt, add_special_tokens=special)
+    messages = [message.for_template() for message in body.messages or ()]
+    check_messages(messages, model, serving.tokenizer)
     return await serving.tokenizer.encode_chat(
-        [message.for_template() for message in body.messages or ()],
+        messages,
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=bool(body.add_special_tokens),
     )
@@ -62,5 +67,5 @@ async def detokenize(request: Request, serving: Serving) -> Detokenized:
     body = await read_body(request, DetokenizeRequest, serving.max_body_bytes)
     if body.model is not None:
         serving.require_name(body.model)
-    check_vocabulary(body.tokens, serving.require_model(), "tokens")
+    check_vocabulary(body.tokens, await serving.require_model(), "tokens")
     return Detokenized(prompt=await serving.tokenizer.decode(body.tokens))

@@ -12,7 +12,7 @@ from router.openai.requests import GenerationBody
 from router.openai.sampling import TokenLimit, sampling_params
 from router.openai.serving import Serving
 from router.openai.vocabulary import check_vocabulary
-from router.ports import GenerationJob
+from router.ports import GenerationJob, ServedModel
 
 
 def plan_runs(
@@ -20,6 +20,7 @@ def plan_runs(
     body: GenerationBody,
     prompts: Sequence[Sequence[int]],
     *,
+    model: ServedModel,
     request_id: RequestId,
     limit: TokenLimit,
     logprobs: int | None,
@@ -34,7 +35,7 @@ def plan_runs(
         include_stop=bool(body.include_stop_str_in_output),
         min_tokens=body.min_tokens or 0,
     )
-    planned = [_prompt(serving, body, tokens, limit, logprobs) for tokens in prompts]
+    planned = [_prompt(serving, body, tokens, model, limit, logprobs) for tokens in prompts]
     return [
         JobRun(_job(serving, prompt, request_id, number), serving, options, number * (body.n or 1))
         for number, prompt in enumerate(planned)
@@ -45,10 +46,10 @@ def _prompt(
     serving: Serving,
     body: GenerationBody,
     tokens: Sequence[int],
+    model: ServedModel,
     limit: TokenLimit,
     logprobs: int | None,
 ) -> Prompt:
-    model = serving.require_model()
     if not tokens:
         raise InvalidRequestError("The prompt has no tokens.", param=limit.prompt_param)
     max_tokens = limit.resolve(len(tokens), model)

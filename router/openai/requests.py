@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 4096
+MAX_PARTS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 512
 MAX_LOGIT_BIAS = 1024
@@ -21,6 +22,7 @@ MAX_PROMPT_TOKENS = 2**21
 """Ends the parsing of absurd prompts early; the model's own limit is checked after it."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
 
@@ -83,7 +85,11 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: (
+        StopString
+        | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+        | None
+    ) = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -97,7 +103,7 @@ class GenerationBody(Body):
     )
     max_tokens: TokenCount | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    stop_token_ids: Tokens | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
@@ -131,7 +137,9 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = (
+        None
+    )
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -152,7 +160,7 @@ class Message(BaseModel):
         return {"role": self.role, "content": text} | given
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -171,7 +179,7 @@ class ChatCompletionRequest(GenerationBody):
         return self
 
 
-TokenPrompt = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+TokenPrompt = Annotated[Tokens, Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 
 
 class CompletionRequest(GenerationBody):
@@ -179,9 +187,9 @@ class CompletionRequest(GenerationBody):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
         | TokenPrompt
-        | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
@@ -220,4 +228,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS)
+    tokens: Tokens = Field(max_length=MAX_PROMPT_TOKENS)

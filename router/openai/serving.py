@@ -50,13 +50,13 @@ class Serving:
             raise ModelNotFoundError(f"The model `{model[:200]}` does not exist.", param="model")
         return model
 
-    def require_model(self) -> ServedModel:
-        """What the workers hold.
+    async def require_model(self) -> ServedModel:
+        """What the workers hold. A router that has just started waits for the first of them.
 
         Raises:
-            UnavailableError: None has said so yet.
+            UnavailableError: None has said so in time.
         """
-        model = self.generator.model()
+        model = await self.generator.model(wait=True)
         if model is None:
             raise UnavailableError("No worker is ready yet.")
         return model

@@ -72,7 +72,10 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(clus
         ("cluster: {decode_workers: 0}", "needs a prefill and a decode worker, or a hybrid one"),
         ("cluster: {restart_backoff_s: .inf}", "cluster.restart_backoff_s: must be above 0"),
         ("cluster: {workers: a:1}", "cluster.workers: expected a list of str, got 'a:1'"),
-        ("transfer: {backends: [pigeon]}", "transfer.backends: must name at least one of: shm, nixl, ucx"),
+        (
+            "transfer: {backends: [pigeon]}",
+            "transfer.backends: must name at least one of: shm, nixl, ucx",
+        ),
         ("log: {level: loud}", "log.level: must be debug, info, warning or error, not 'loud'"),
         ("router: {port: 1\n", "cluster.yaml:2: expected ',' or '}', but got '<stream end>'"),
         ("a: !!python/object:os.system x", "could not determine a constructor"),
@@ -207,3 +210,10 @@ def test_children_inherit_no_setting_and_so_no_secret(monkeypatch):
     assert not [name for name, value in inherited.items() if "hunter2" in value]
     assert inherited["OMP_NUM_THREADS"] == "3"
     assert re.fullmatch(r"/here:/elsewhere", inherited["PYTHONPATH"])
+
+
+def test_grpc_in_children_is_quiet_unless_the_operator_wants_to_hear_it(monkeypatch):
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    assert env.child_environment(num_threads=1)["GRPC_VERBOSITY"] == "ERROR"
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    assert env.child_environment(num_threads=1)["GRPC_VERBOSITY"] == "DEBUG"

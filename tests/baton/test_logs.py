@@ -34,6 +34,25 @@ def test_a_text_line_has_time_level_process_component_event_and_fields(lines):
     assert re.fullmatch(pattern, read()[0])
 
 
+def test_a_value_from_outside_cannot_steer_a_terminal(lines):
+    read = lines()
+    get_logger("x").info("failed", path="/\x1b[2J\x9b31m\r\x7f")
+    assert read()[0].isprintable()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.usefixtures("lines")
+def test_on_a_terminal_a_line_wipes_the_progress_that_it_begins_on():
+    terminal = Terminal()
+    configure(LogConfig(), "router", stream=terminal)
+    get_logger("x").info("worker joined")
+    assert terminal.getvalue().startswith("\r\x1b[2K")
+
+
 def test_a_json_line_is_one_object_with_the_same_facts(lines):
     read = lines(format="json")
     get_logger("router").warning("worker lost", worker="decode-0", in_flight=3)

@@ -40,7 +40,7 @@ def server() -> Iterator[ChatServer]:
 def typed(monkeypatch):
     """Makes standard input a terminal at which these lines are typed."""
 
-    def lines(*wanted: str):
+    def lines(*wanted: str | type[KeyboardInterrupt]):
         class Terminal(io.StringIO):
             def isatty(self):
                 return True
@@ -48,10 +48,11 @@ def typed(monkeypatch):
         left = iter(wanted)
 
         def read(_prompt):
-            try:
-                return next(left)
-            except StopIteration:
-                raise EOFError from None
+            match next(left, EOFError):
+                case str(line):
+                    return line
+                case key:
+                    raise key
 
         monkeypatch.setattr("sys.stdin", Terminal())
         monkeypatch.setattr("builtins.input", read)
@@ -105,6 +106,14 @@ def test_on_a_terminal_the_conversation_is_remembered_until_reset(server, typed,
     said = [[turn["content"] for turn in request["messages"]] for request in server.requests]
     assert said == [["one"], ["one", "Hello", "two"], ["three"]]
     assert "first token after" in capsys.readouterr().out
+
+
+def test_ctrl_c_at_the_prompt_drops_the_line_and_not_the_conversation(server, typed, capsys):
+    typed("one", KeyboardInterrupt, "two")
+    assert main(["chat", "--url", server.url, "--model", "m"]) == 0
+    asked = [turn["content"] for turn in server.requests[-1]["messages"]]
+    assert asked == ["one", "Hello", "two"]
+    assert capsys.readouterr().out.endswith("\n\n"), "the shell's prompt gets a line of its own"
 
 
 def test_the_key_is_sent_as_a_bearer_token(server, typed):

@@ -38,6 +38,14 @@ async def test_a_disaggregated_request_draws_the_tokens_of_the_oracle(tmp_path: 
         assert both.to_d.leg(1).finished == {0: common_pb2.FINISH_REASON_LENGTH}
 
 
+async def test_a_worker_that_has_done_nothing_reports_all_pages_free(tmp_path: Path):
+    async with pair(tmp_path) as both:
+        for router in (both.to_p, both.to_d):
+            await router.until(lambda router=router: router.load is not None)
+            assert router.load is not None
+            assert router.load.blocks_total == router.load.blocks_free == LIMITS.num_blocks
+
+
 async def test_three_samples_of_one_prompt_are_decoded_from_one_hand_off(tmp_path: Path):
     async with pair(tmp_path) as both:
         asked = prompt(10, samples=3)

@@ -69,7 +69,12 @@ async def test_the_async_client_streams(cluster: Served) -> None:
 
 def test_several_samples_share_one_prompt_and_differ(client: OpenAI) -> None:
     # Nothing the model was trained on, so that it is unsure of everything.
-    body = {"model": "baton-demo", "prompt": "~ 7 §", "temperature": 2, "max_tokens": 24}
+    body: dict[str, Any] = {
+        "model": "baton-demo",
+        "prompt": "~ 7 §",
+        "temperature": 2,
+        "max_tokens": 24,
+    }
     answer = client.completions.create(**body, n=4, seed=3)
     again = client.completions.create(**body, n=4, seed=3)
     texts = [choice.text for choice in answer.choices]

@@ -46,6 +46,12 @@ def _incarnation(cluster: Served, role: str) -> object:
     return found[0] if found else None
 
 
+def _metric(cluster: Served, name: str) -> float:
+    with cluster.client() as http:
+        lines = http.get("/metrics").text.splitlines()
+    return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+
+
 class _Stream(threading.Thread):
     """A streamed completion read in the background."""
 
@@ -106,11 +112,11 @@ def test_a_stream_whose_decode_worker_is_killed_goes_on_without_a_wrong_token(
 def test_a_client_that_leaves_frees_both_legs(cluster: Served) -> None:
     body = _body(cluster, 1900, stream=True)
     with cluster.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
-        assert "baton_requests_in_flight 1.0" in http.get("/metrics").text
+        lines = response.iter_lines()  # kept: httpx hangs up when it is collected
+        next(lines)
+        assert _metric(cluster, "baton_requests_in_flight") == 1
     assert_at_rest(cluster)
-    ended = httpx.get(f"{cluster.url}/metrics").text
-    assert "baton_client_disconnects_total 1.0" in ended
+    assert _metric(cluster, "baton_client_disconnects_total") == 1
 
 
 def test_a_killed_router_is_restarted_on_the_same_port(cluster: Served) -> None:

@@ -133,3 +133,17 @@ def test_a_window_of_no_tokens_is_refused():
         cpu_kernels(torch.float32).paged_attention(
             torch.randn(1, 2, 16), torch.randn(num_blocks, 2, 2, 4, 16), batch, 0.25, 0
         )
+
+
+@pytest.mark.parametrize("queries", [1, 30], ids=["decode", "prefill"])
+@pytest.mark.parametrize("place", ["key", "value"])
+def test_a_page_that_is_not_finite_shows_in_its_own_row_and_in_no_other(place, queries):
+    torch.manual_seed(0)
+    batch, num_blocks = paged_batch([(queries, 90), (queries, 90)], 16)
+    pages, query = torch.randn(num_blocks, 2, 2, 16, 16), torch.randn(2 * queries, 4, 16)
+    kernels = cpu_kernels(torch.float32)
+    healthy = kernels.paged_attention(query, pages, batch, 0.25, None)
+    pages[batch.block_tables[0, 1], :, ["key", "value"].index(place), 3] = float("nan")
+    actual = kernels.paged_attention(query, pages, batch, 0.25, None)
+    assert actual[:queries].isnan().all()
+    assert torch.equal(actual[queries:], healthy[queries:])

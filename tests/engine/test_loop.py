@@ -128,6 +128,29 @@ def test_what_a_broken_step_had_done_does_not_show_in_the_rows_computed_again():
     assert bench.tokens(B) == World(limits()).undisturbed(prompt(6))
 
 
+class NotFinite(FakeRunner):
+    """Reports the rows of one sequence as failed, without raising."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        drawn = list(super().execute(plan).drawn)
+        ill = [place for place, row in enumerate(plan.rows) if row.seq.seq_id == A]
+        for place in ill:
+            drawn[place] = ()
+        error = EngineError("not finite")
+        return StepResult(drawn=tuple(drawn), failed=tuple((place, error) for place in ill))
+
+
+def test_a_row_that_is_reported_as_failed_ends_its_sequence_without_computing_the_others_again():
+    bench = Bench(NotFinite(limits()))
+    bench.loop.submit(Generate(seq_id=A, prompt=prompt(8, samples=2)))
+    bench.loop.submit(Generate(seq_id=B, prompt=prompt(9)))
+    bench.run_until_idle()
+    (failed,) = [event for event in bench.events if isinstance(event, Failed)]
+    assert (failed.seq_id, failed.error.message) == (A, "not finite")
+    assert bench.tokens(B) == World(limits()).undisturbed(prompt(9))
+    assert len(bench.runner.plans) == bench.told[-1].step
+
+
 class TooWide(FakeRunner):
     """Raises on steps of more than one row, after computing them; every row alone is fine."""
 

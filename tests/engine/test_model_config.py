@@ -1,7 +1,9 @@
 import json
+import platform
 
 import pytest
 import torch
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from baton.errors import ModelLoadError
 from engine.kernels import cpu_features
@@ -68,6 +70,17 @@ def test_qwen_windows_of_files_without_layer_types(tmp_path):
     assert load_spec(directory).windows == (None, 8, 8)
     rewrite(directory, use_sliding_window=False)
     assert load_spec(directory).windows == (None, None, None)
+    rewrite(directory, layer_types=["sliding_attention"] * 3)
+    assert load_spec(directory).windows == (None, None, None)
+
+
+def test_a_mistral_file_that_leaves_the_window_out_means_transformers_own(tmp_path):
+    directory = make_model(tmp_path, "mistral")
+    rewrite(directory, sliding_window=None)
+    assert load_spec(directory).windows == (4096, 4096)
+    values = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**values, "sliding_window": None}))
+    assert load_spec(directory).windows == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +144,17 @@ def test_a_missing_path_is_refused_without_asking_the_hub(model, monkeypatch):
 def test_a_hub_id_is_downloaded_at_its_revision(tmp_path, monkeypatch):
     asked = []
 
-    def download(model, revision, allow_patterns):
-        asked.append((model, revision, "*.safetensors" in allow_patterns))
+    def download(model, revision, allow_patterns, ignore_patterns):
+        names = ["model.safetensors", "consolidated.safetensors", "pytorch_model.bin"]
+        wanted = filter_repo_objects(
+            names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        asked.append((model, revision, list(wanted)))
         return str(tmp_path)
 
     monkeypatch.setattr(model_config, "snapshot_download", download)
     assert resolve_model("org/model", "v1") == tmp_path
-    assert asked == [("org/model", "v1", True)]
+    assert asked == [("org/model", "v1", ["model.safetensors"])]
 
 
 def test_what_the_hub_refuses_is_one_clear_line(monkeypatch):
@@ -170,5 +187,8 @@ def test_the_layout_has_one_named_arena_per_layer(directory):
     assert (layout.dtype, layout.block_tokens, layout.num_kv_heads) == ("bfloat16", 16, 2)
 
 
-def test_cpu_flags_are_those_of_the_kernels_list():
-    assert all(flag and " " not in flag for flag in cpu_features.cpu_flags())
+def test_cpu_flags_hold_what_every_such_processor_has():
+    everywhere = {"x86_64": "sse2", "aarch64": "asimd"}
+    if platform.machine() not in everywhere:
+        pytest.skip(f"no flag is known that every {platform.machine()} has")
+    assert everywhere[platform.machine()] in cpu_features.cpu_flags()

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Sequence as Exports
 from functools import cache
 from pathlib import Path
@@ -103,6 +104,42 @@ def test_biases_on_every_projection_equal_transformers(tmp_path, family):
         assert_greedy(path, prompt, [drawn.token for drawn in text.drawn])
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"head_dim": 32}, id="heads wider than hidden"),
+        pytest.param({"num_kv_heads": 4}, id="as many KV heads as heads"),
+        pytest.param({"num_kv_heads": 1}, id="one KV head"),
+        pytest.param({"num_heads": 6, "head_dim": 8}, id="heads narrower than hidden"),
+    ],
+)
+def test_every_shape_of_heads_equals_transformers(tmp_path, shape):
+    path = make_model(tmp_path, "qwen3", **shape)
+    prompts = random_prompts(2, 40)
+    for prompt, text in zip(prompts, continue_prompts(load(path), prompts), strict=True):
+        assert_greedy(path, prompt, [drawn.token for drawn in text.drawn])
+
+
+def test_a_config_as_llama_2_had_it_equals_transformers(tmp_path):
+    path = make_model(tmp_path, "llama", num_kv_heads=4)
+    config = json.loads((path / "config.json").read_text())
+    for newer in ("rope_parameters", "head_dim", "num_key_value_heads", "dtype", "attention_bias"):
+        config.pop(newer, None)
+    config |= {"rope_scaling": None, "torch_dtype": "float32"}
+    (path / "config.json").write_text(json.dumps(config))
+    prompts = random_prompts(2, 40)
+    for prompt, text in zip(prompts, continue_prompts(load(path), prompts), strict=True):
+        assert_greedy(path, prompt, [drawn.token for drawn in text.drawn])
+
+
+def test_linear_scaling_equals_transformers(tmp_path):
+    rope = {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0}
+    path = make_model(tmp_path, "llama", rope_parameters=rope)
+    prompts = random_prompts(2, 40)
+    for prompt, text in zip(prompts, continue_prompts(load(path), prompts), strict=True):
+        assert_greedy(path, prompt, [drawn.token for drawn in text.drawn])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_within_1e_4_of_transformers(models, family):
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=5)
@@ -179,6 +216,24 @@ def test_copies_are_made_before_anything_is_computed(models):
         )
     )
     assert copied == straight
+
+
+def test_a_text_whose_scores_are_not_finite_fails_alone(models):
+    texts, num_blocks = make_texts(
+        [[5, 6, 7, 8, 9], [9, 8, 7]], GREEDY, block_tokens=4, chunks=(9,)
+    )
+    runner, arena = make_runner(load(models("llama")), block_tokens=4, num_blocks=num_blocks)
+    plan = StepPlan(step=0, rows=tuple(text.row() for text in texts))
+    healthy = runner.execute(plan)
+    assert healthy.failed == ()
+    first, *_ = texts[0].seq.blocks
+    arena.layer(0)[first] = float("nan")
+    later = Row(seq=texts[0].seq, start=4, num_tokens=1, samples=(0,))
+    result = runner.execute(StepPlan(step=1, rows=(later, texts[1].row())))
+    assert result.drawn == ((), healthy.drawn[1])
+    ((place, error),) = result.failed
+    assert place == 0
+    assert "not finite" in error.message
 
 
 class RecordingSink:

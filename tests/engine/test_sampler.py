@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from baton.generation import SamplingParams, TokenLogprobs
 from baton.ids import SeqId
+from engine.sampling.adjust import adjust
 from engine.sampling.filters import drop_unlikely
 from engine.sampling.sampler import Sampler
 from engine.sampling.streams import uniforms
@@ -102,9 +103,9 @@ def test_negative_and_huge_seeds_are_streams_too():
 
 
 def kept(scores: torch.Tensor, **params) -> set[int]:
-    scaled = scores - scores.max()
-    filtered = drop_unlikely(scaled.unsqueeze(0), [SamplingParams(**params)])[0]
-    return set(torch.isfinite(filtered).nonzero().flatten().tolist())
+    weights = (scores - scores.max()).exp().unsqueeze(0)
+    drop_unlikely(weights, [SamplingParams(**params)])
+    return set(weights[0].nonzero().flatten().tolist())
 
 
 def test_top_k_keeps_the_k_likeliest():
@@ -175,8 +176,49 @@ def test_ends_cannot_be_drawn_before_min_tokens():
     assert draw(logits, row(params, output=(5, 5))) == [[EOS]]
 
 
-def test_min_tokens_leaves_an_ignored_end_alone():
-    assert draw(logits_of(t0=9.0), row(greedy(min_tokens=2, ignore_eos=True))) == [[EOS]]
+def test_scores_are_not_copied_once_enough_tokens_are_there():
+    logits = logits_of(t0=9.0)
+    params = greedy(min_tokens=2)
+    assert adjust(logits, [row(params, output=(5, 5))], (EOS,)) is logits
+    assert adjust(logits, [row(params, output=(5,))], (EOS,)) is not logits
+
+
+def test_min_tokens_holds_back_an_ignored_end_too():
+    params = greedy(min_tokens=1, ignore_eos=True)
+    assert draw(logits_of(t0=9.0, t8=8.0), row(params)) == [[8]]
+    assert draw(logits_of(t0=9.0, t8=8.0), row(params, output=(5,))) == [[EOS]]
+
+
+def test_repetition_counts_a_token_once_however_often_it_stands_there():
+    params = greedy(repetition_penalty=2.0)
+    assert draw(logits_of(t7=3.0, t9=1.4), row(params, prompt=(7, 7, 7))) == [[7]]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-50, 1e-320])
+def test_a_temperature_too_small_to_divide_by_is_greedy(temperature):
+    params = SamplingParams(temperature=temperature, top_p=0.9)
+    assert draw(logits_of(t7=2.0, t9=1.9), row(params)) == [[7]]
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(greedy(logprobs=2), id="greedy"),
+        pytest.param(SamplingParams(seed=1, top_p=0.9), id="top-p"),
+        pytest.param(SamplingParams(seed=1, top_k=5, min_p=0.1), id="top-k"),
+    ],
+)
+def test_nothing_is_drawn_from_scores_that_are_not_finite_and_others_are_undisturbed(
+    params, broken
+):
+    logits = random_logits(3)
+    others = [row(params, samples=(0, 1)), row(params, output=(3,))]
+    alone = [*draw(logits[:1], others[0]), *draw(logits[2:], others[1])]
+    logits[1, 77] = broken
+    first, nothing, last = draw(logits, others[0], row(params, samples=(0, 1)), others[1])
+    assert [first, last] == alone
+    assert nothing == []
 
 
 def logprobs_of(drawn: Drawn) -> TokenLogprobs:

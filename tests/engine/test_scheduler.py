@@ -552,6 +552,35 @@ def test_a_failed_row_ends_its_request_and_no_other():
     world.scheduler.check_integrity()
 
 
+def test_pages_of_a_failed_text_are_not_found_again():
+    world = World(limits())
+    world.tell(generate(A, 20, samples=2))
+    world.step()
+    world.step(failing_row=0)
+    assert world.told(Failed, A)
+    assert world.scheduler.load().blocks_cached == 0
+    world.tell(generate(B, 20))
+    world.step()
+    assert world.cached_tokens(B) == 0
+    world.run()
+    assert world.tokens(B) == world.undisturbed(prompt(20))
+
+
+def test_pages_that_a_failed_text_shared_stay_with_those_that_use_them():
+    world = World(limits())
+    world.tell(generate(A, 20), generate(B, 12))
+    world.step()
+    world.step(failing_row=0)
+    assert world.told(Failed, A)
+    world.run()
+    assert world.tokens(B) == world.undisturbed(prompt(12))
+    world.tell(generate(C, 20))
+    world.step()
+    assert world.cached_tokens(C) == 12
+    world.run()
+    world.assert_empty()
+
+
 def test_a_command_while_a_step_is_in_flight_is_a_broken_invariant():
     world = World(limits())
     world.tell(generate(A, 8))

@@ -183,9 +183,30 @@ async def test_without_any_worker_the_job_fails_as_unavailable(tmp_path):
     worker = FakeWorker("h0", Role.HYBRID, tmp_path, {})
     async with generating({"h0": worker}, all_here=False, worker_wait_s=0.1) as generator:
         assert not generator.ready()
-        assert generator.model() is None
+        assert await generator.model() is None
+        assert await generator.model(wait=True) is None
         with pytest.raises(UnavailableError):
             await collect(generator, job())
+
+
+async def test_who_asks_for_the_model_before_any_worker_is_here_waits_for_the_first(tmp_path):
+    worker = FakeWorker("h0", Role.HYBRID, tmp_path, {})
+    async with generating({"h0": worker}, all_here=False) as generator:
+        asking = asyncio.create_task(generator.model(wait=True))
+        assert await generator.model() is None
+        await worker.start()
+        assert await asking == ServedModel(max_model_len=4096, vocab_size=1000)
+        await worker.kill()
+
+
+async def test_a_router_that_stops_lets_nobody_wait_for_a_worker(tmp_path):
+    worker = FakeWorker("h0", Role.HYBRID, tmp_path, {})
+    async with generating({"h0": worker}, all_here=False, worker_wait_s=3600.0) as generator:
+        asking = asyncio.create_task(generator.model(wait=True))
+        await asyncio.sleep(0)
+        assert await generator.drain(1.0)
+        assert await asking is None
+        assert await generator.model(wait=True) is None
 
 
 async def test_closing_the_stream_cancels_both_legs(tmp_path):
@@ -256,6 +277,6 @@ async def test_a_draining_generator_finishes_what_it_has_and_takes_nothing_new(t
 
 async def test_the_served_model_is_what_all_workers_can_take(tmp_path):
     async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
-        assert generator.model() == ServedModel(max_model_len=4096, vocab_size=1000)
+        assert await generator.model() == ServedModel(max_model_len=4096, vocab_size=1000)
         assert generator.ready()
         assert generator.healthy()

@@ -30,6 +30,10 @@ def _assert_refused(reply: Any, status: int, code: str, param: str | None) -> No
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}]},
+            "messages[0].content",
+        ),
         ({"temperature": 2.5}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"temperature": "1"}, "temperature"),

@@ -1,0 +1,144 @@
+"""KV of a real model on both sides of a hand-off, byte for byte, and what the receiver makes of it."""
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from baton.config.schema import EngineConfig, ModelConfig
+from baton.errors import TransferError
+from baton.generation import Prompt, SamplingParams
+from baton.ids import BlockId, SeqId, new_xfer_id
+from engine.build import BuiltEngine, build_engine
+from engine.messages import Prefill, Reserve, Reserved, Sampled, SeqEvent, Start, StepEvents
+from engine.ports import LayerSink, PageExport
+from kv_transfer.ports import KvWriter, Push
+from kv_transfer.regions import SharedMemoryArena
+from kv_transfer.shm import ShmReceiver, ShmSender
+from tests.e2e.reference import Reference
+from tests.engine.tiny_models import make_model, random_prompts
+
+SEQ = SeqId("test/1")
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """A real engine in shared memory, and what it says."""
+
+    built: BuiltEngine
+    arena: SharedMemoryArena
+    told: queue.Queue[StepEvents] = field(default_factory=queue.Queue)
+
+    def events(self) -> Iterator[SeqEvent]:
+        while True:
+            yield from self.told.get(timeout=20).events
+
+    def page(self, layer: int, block: BlockId) -> bytes:
+        layout, num_blocks = self.built.layout, self.built.limits.num_blocks
+        size = layout.page_layer_bytes
+        start = layout.layer_offset(layer, num_blocks) + block * size
+        return bytes(self.arena.region.memoryview[start : start + size])
+
+
+def start_engine(checkpoint: Path, sink: LayerSink | None = None) -> Engine:
+    arena = SharedMemoryArena()
+    built = build_engine(
+        ModelConfig(model=str(checkpoint), dtype="float32"),
+        EngineConfig(kv_cache_memory_bytes=4 << 20, max_num_batched_tokens=48, num_threads=1),
+        secret=bytes(32),
+        memory=arena,
+        sink=sink,
+        progress=lambda what, done: None,
+    )
+    engine = Engine(built=built, arena=arena)
+    built.host.attach("test", engine.told.put)
+    built.host.start()
+    return engine
+
+
+class PushingSink:
+    """Writes every exported page into the pages granted for it, layer by layer, while the prompt is computed."""
+
+    def __init__(self) -> None:
+        self.writer: KvWriter | None = None
+        self.granted: tuple[BlockId, ...] = ()
+        self.pushed: set[tuple[int, BlockId, BlockId]] = set()
+        self.failures: list[TransferError] = []
+        self._outstanding = threading.Semaphore(0)
+        self._num_pushes = 0
+
+    def layer_ready(self, layer_index: int, exports: Sequence[PageExport]) -> None:
+        assert self.writer is not None
+        for export in exports:
+            end = export.first_block + len(export.blocks)
+            target = self.granted[export.first_block : end]
+            pairs = zip(export.blocks, target, strict=True)
+            self.pushed |= {(layer_index, source, page) for source, page in pairs}
+            self._num_pushes += 1
+            self.writer.push(
+                Push(
+                    xfer_id=new_xfer_id(),
+                    layer_index=layer_index,
+                    source=export.blocks,
+                    target=target,
+                ),
+                self._done,
+            )
+
+    def _done(self, failure: TransferError | None) -> None:
+        if failure is not None:
+            self.failures.append(failure)
+        self._outstanding.release()
+
+    def wait(self) -> None:
+        for _ in range(self._num_pushes):
+            assert self._outstanding.acquire(timeout=20)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_kv_arrives_bit_equal_and_decodes_to_the_models_own_text(
+    family: str, tmp_path: Path
+) -> None:
+    checkpoint = make_model(tmp_path / "model", family)
+    tokens = random_prompts(2, 333)[1]
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompt = Prompt(prompt_tokens=tuple(tokens), sampling=sampling)
+    sink = PushingSink()
+    p, d = start_engine(checkpoint, sink), start_engine(checkpoint)
+    receiver = ShmReceiver(
+        d.arena.region, path=str(tmp_path / "kv.sock"), num_blocks=d.built.limits.num_blocks
+    )
+    sender = ShmSender(p.arena.region.memoryview, num_blocks=p.built.limits.num_blocks)
+
+    d.built.host.submit(Reserve(seq_id=SEQ, prompt=prompt))
+    reserved = next(event for event in d.events() if isinstance(event, Reserved))
+    assert len(reserved.blocks) == -(-333 // 16)
+    sink.granted = reserved.blocks
+    sink.writer = sender.connect(receiver.handle(), p.built.layout)
+    p.built.host.submit(Prefill(seq_id=SEQ, prompt=prompt))
+    first = next(event for event in p.events() if isinstance(event, Sampled)).tokens
+    sink.wait()
+
+    assert sink.failures == []
+    layers = range(len(p.built.layout.layers))
+    assert {(layer, page) for layer, _, page in sink.pushed} == {
+        (layer, page) for layer in layers for page in reserved.blocks
+    }
+    for layer, source, target in sink.pushed:
+        assert any(p.page(layer, source)), "nothing was computed"
+        assert p.page(layer, source) == d.page(layer, target)
+
+    d.built.host.submit(Start(seq_id=SEQ, first_tokens=first))
+    text = [first[0].token]
+    drawn = (event for event in d.events() if isinstance(event, Sampled))
+    while len(text) < 12:
+        text += [sample.token for sample in next(drawn).tokens]
+    Reference(checkpoint).assert_greedy(tokens, text)
+
+    sink.writer.close()
+    receiver.close()
+    for engine in (p, d):
+        engine.built.host.close()
