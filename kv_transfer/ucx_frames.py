@@ -18,7 +18,7 @@ from baton.layout import KvLayout
 from kv_transfer.heads import LinkPlan
 from kv_transfer.plan import check_pages
 from kv_transfer.ports import Push
-from kv_transfer.shm import Pages
+from kv_transfer.page_copy import Pages
 
 MAX_PAYLOAD_BYTES = 1 << 20
 """A frame should stay in the processor's cache between being filled and being sent."""
