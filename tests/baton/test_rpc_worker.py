@@ -205,6 +205,6 @@ async def test_a_worker_whose_checks_fail_ends_instead_of_going_on_without_them(
         def tick() -> None:
             raise ZeroDivisionError
 
-        running.service.tick = tick  # type: ignore[method-assign]
+        running.service.tick = tick
         with pytest.raises(EngineError, match="checks failed"):
             await running.server.failed
