@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from kv_transfer.heads import LinkPlan, plan_link
-from kv_transfer.ports import Push, RegionHandle
 from kv_transfer.page_copy import Pages
+from kv_transfer.ports import Push, RegionHandle
 from kv_transfer.shm import copy_pages, layer_pages
 
 Done = Callable[[TransferError | None], None]

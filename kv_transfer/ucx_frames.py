@@ -16,9 +16,9 @@ import numpy.typing as npt
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from kv_transfer.heads import LinkPlan
+from kv_transfer.page_copy import Pages
 from kv_transfer.plan import check_pages
 from kv_transfer.ports import Push
-from kv_transfer.page_copy import Pages
 
 MAX_PAYLOAD_BYTES = 1 << 20
 """A frame should stay in the processor's cache between being filled and being sent."""

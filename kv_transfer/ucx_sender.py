@@ -17,8 +17,8 @@ from baton.layout import KvLayout
 from kv_transfer.gate import Invitation, enter, on_one_host, read_sealed
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory import ArenaSpan
-from kv_transfer.ports import Push, RegionHandle
 from kv_transfer.page_copy import Pages
+from kv_transfer.ports import Push, RegionHandle
 from kv_transfer.shm import layer_pages
 from kv_transfer.ucx import ANSWER, BACKEND, MAGIC, UcxWorker, tag_of
 from kv_transfer.ucx_frames import MAX_FRAME_BYTES, Buffer, Frame, frames_of, write_frame

@@ -200,11 +200,11 @@ def test_a_malformed_metrics_address_is_named():
 
 
 async def test_a_worker_whose_checks_fail_ends_instead_of_going_on_without_them(tmp_path: Path):
-    async with world(tmp_path) as running:
+    async with serving(tmp_path) as running:
 
         def tick() -> None:
             raise ZeroDivisionError
 
-        running.service.tick = tick  # type: ignore[method-assign]
+        running.service.tick = tick
         with pytest.raises(EngineError, match="checks failed"):
             await running.server.failed

@@ -23,6 +23,8 @@ class Weather:
         stop: Weight of a SIGSTOP that ends with a SIGCONT.
         leave: Weight of a client that hangs up.
         longest_stop_s: Stops last up to this long.
+        kill_from: So many workers must be there for one of them to be killed; with fewer it is stopped. A machine on which a
+            restart takes long would otherwise have no cluster at all for most of the time.
     """
 
     interval_s: float = 1.0
@@ -30,6 +32,7 @@ class Weather:
     stop: float = 0.4
     leave: float = 0.3
     longest_stop_s: float = 12.0
+    kill_from: int = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -69,12 +72,13 @@ class Storm:
         weather = self.weather
         kinds = {"kill": weather.kill, "stop": weather.stop, "leave": weather.leave}
         kind = self.rng.choices(list(kinds), weights=list(kinds.values()))[0]
-        serving = [name for name in await self._joined() if name not in self._stopped]
+        joined = await self._joined()
+        serving = [name for name in joined if name not in self._stopped]
         if kind == "leave" or not serving:
             self.hung_up += self.traffic.hang_up(self.rng)
             return
         worker = self.rng.choice(serving)
-        if kind == "kill":
+        if kind == "kill" and len(joined) >= weather.kill_from:
             await asyncio.to_thread(self.faults.kill, worker)
         else:
             await self._stop(worker, self.rng.uniform(0.1, weather.longest_stop_s))

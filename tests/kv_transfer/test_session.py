@@ -24,6 +24,7 @@ from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecod
 from kv_transfer.plan import Grant
 from kv_transfer.session import Endpoint, OpenedSession, PeerSession
 from kv_transfer.session_service import SessionOffer, TransferService
+from kv_transfer.ticket import shown
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, push
 from tests.kv_transfer.permits import OFFICE, D, P, permit
 
@@ -80,6 +81,7 @@ class Serving:
     at_p: Heard
     address: str
     sender: FakeSender
+    receiver: FakeReceiver
     source: memoryview
     target: memoryview
 
@@ -102,10 +104,11 @@ async def serving(folder: Path, layout: KvLayout = LAYOUT):
     target = memoryview(bytearray(LAYOUT.region_bytes(RECEIVER_BLOCKS)))
     source = memoryview(bytearray(LAYOUT.region_bytes(SENDER_BLOCKS)))
     at_d = Heard()
+    receiver = FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS)
     service = TransferService(
         here=Endpoint(identity=D, layout=layout, office=OFFICE),
         offer=SessionOffer(num_blocks=RECEIVER_BLOCKS, lease_s=LEASE_S, checksums=True),
-        receivers={"fake": FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS)},
+        receivers={"fake": receiver},
         host=at_d,
     )
     server = new_server()
@@ -119,6 +122,7 @@ async def serving(folder: Path, layout: KvLayout = LAYOUT):
         at_p=Heard(),
         address=address,
         sender=sender,
+        receiver=receiver,
         source=source,
         target=target,
     )
@@ -267,3 +271,83 @@ async def test_nonsense_in_a_session_ends_it(tmp_path: Path):
         await call.write(pb.TransferRequest())
         assert await both.at_d.next() == ("session lost", SessionId(1))
         assert await both.at_d.next() == ("fenced", SessionId(1))
+
+
+async def greeted(call: Any, *, number: int, mac: bytes) -> pb.TransferReply:
+    hello = pb.OpenSession(
+        protocol_version=PROTOCOL_VERSION,
+        identity=identity_to_proto(P),
+        expected_peer=identity_to_proto(D),
+        layout=layout_to_proto(LAYOUT),
+        backends=["fake"],
+        number=number,
+        mac=mac,
+    )
+    await call.write(pb.TransferRequest(open=hello))
+    reply = await call.read()
+    assert isinstance(reply, pb.TransferReply)
+    return reply
+
+
+async def test_a_greeting_opens_one_session_and_cannot_be_replayed(tmp_path: Path):
+    async with serving(tmp_path) as both, open_channel(both.address) as channel:
+        stub: Any = pb_grpc.TransferStub(channel)
+        mac = OFFICE.session_mac(P, D, 7)
+        assert (await greeted(stub.Session(), number=7, mac=mac)).HasField("accepted")
+        again = await greeted(stub.Session(), number=7, mac=mac)
+        assert again.refused.code == "stale_incarnation"
+
+
+async def test_who_is_not_of_this_cluster_gets_no_region(tmp_path: Path):
+    async with serving(tmp_path) as both, open_channel(both.address) as channel:
+        stub: Any = pb_grpc.TransferStub(channel)
+        reply = await greeted(stub.Session(), number=7, mac=bytes(32))
+        assert reply.refused.code == "ticket_refused"
+        assert both.at_d.events.get_nowait()[0] == "ticket refused"
+        assert both.service.sessions == 0
+
+
+async def test_a_permit_that_is_not_good_is_dropped_and_the_session_goes_on(tmp_path: Path):
+    async with serving(tmp_path) as both, open_channel(both.address) as channel:
+        stub: Any = pb_grpc.TransferStub(channel)
+        call = stub.Session()
+        await greeted(call, number=7, mac=OFFICE.session_mac(P, D, 7))
+        digest = LAYOUT.content_digest()
+        elsewhere = permit(target=P, layout_digest=digest)
+        for signed in (pb.ReservePages().permit, shown(elsewhere), shown(permit())):
+            reserve = pb.ReservePages(permit=signed)
+            await call.write(pb.TransferRequest(reserve=reserve))
+        await call.write(pb.TransferRequest(heartbeat=pb.Heartbeat(number=3)))
+        assert (await call.read()).heartbeat.number == 3
+        refused = [await both.at_d.next() for _ in range(3)]
+        assert refused == [("ticket refused", reason) for reason in ("forged", "holder", "holder")]
+
+
+async def test_a_peer_that_answers_no_heartbeat_is_lost_after_its_lease(tmp_path: Path):
+    class Deaf(pb_grpc.TransferServicer):
+        async def Session(self, request_iterator, context):  # noqa: N802  # the stub's name
+            accepted = pb.SessionAccepted(
+                identity=identity_to_proto(D),
+                backend="fake",
+                region=handle.opaque,
+                num_blocks=handle.num_blocks,
+                layout=layout_to_proto(LAYOUT),
+                lease_ms=200,
+            )
+            yield pb.TransferReply(accepted=accepted)
+            await asyncio.Event().wait()
+
+    async with serving(tmp_path) as both:
+        handle = both.receiver.handle()
+        server = new_server()
+        pb_grpc.add_TransferServicer_to_server(Deaf(), server)
+        both.address = bind(server, f"unix:{tmp_path}/deaf.sock")
+        await server.start()
+        session = both.dial()
+        assert (await both.at_p.next())[0] == "open"
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert isinstance(error, BatonError)
+        assert "heartbeats" in error.message
+        await session.close()
+        await server.stop(0)

@@ -10,8 +10,8 @@ from baton.errors import TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
 from kv_transfer.heads import plan_link
-from kv_transfer.ports import Push
 from kv_transfer.page_copy import Pages
+from kv_transfer.ports import Push
 from kv_transfer.shm import layer_pages
 from kv_transfer.ucx_frames import (
     MAX_FRAME_BYTES,
