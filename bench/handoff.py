@@ -6,7 +6,7 @@ region, the most that one core can do here; `memcpy_pages` copies the same pages
 one call for each. Figures are medians over the rounds: `shm_16k_gb_s`, and the ratios `shm_over_memcpy_16k` and
 `shm_over_memcpy_pages_16k`.
 
-Bookkeeping: `reserve_cpu_us`, `commit_cpu_us` and `release_cpu_us` of a transfer of 1,000 pages; see `bench.bookkeeping`.
+Bookkeeping: `reserve_cpu_us`, `commit_cpu_us` and `release_cpu_us` of a transfer of 1,000 pages; see `bench.protocol`.
 
 Serving: one prefill and one decode worker answer prompts of several lengths. `handoff_share_of_ttft_2k` is the part of the
 hand-off that was not hidden behind computing (from the first token to the commit that the decode worker answered), over
@@ -33,7 +33,7 @@ import numpy as np
 from baton.errors import TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
-from bench.bookkeeping import measure_bookkeeping
+from bench import protocol
 from bench.report import Report
 from bench.server import serving
 from bench.shapes import SHAPES, write_model
@@ -47,7 +47,7 @@ PROMPT_TOKENS = {
     "2k": 2048,
     "8k": 8000,
 }  # 8k: what the model's 8192 positions leave for a prompt
-STAGES = ("reserve_cpu_us", "commit_cpu_us", "release_cpu_us")
+STAGES = ("reserve", "commit", "release")
 _TIMEOUT_S = 120.0
 
 
@@ -230,9 +230,10 @@ def _receive(
 
 
 def _measure_bookkeeping(arguments: argparse.Namespace, report: Report) -> None:
-    figures = measure_bookkeeping(num_pages=arguments.pages, rounds=10 * arguments.rounds)
-    report.figures |= figures
-    shown = ", ".join(f"{name.removesuffix('_cpu_us')} {figures[name]:.0f}" for name in STAGES)
+    spent_us = protocol.measure(arguments.pages, repeat=10 * arguments.rounds)
+    for stage in STAGES:
+        report.figures[f"{stage}_cpu_us"] = max(spent_us[f"{stage}_p"], spent_us[f"{stage}_d"])
+    shown = ", ".join(f"{stage} {report.figures[f'{stage}_cpu_us']:.0f}" for stage in STAGES)
     print(f"{arguments.pages} pages, us of CPU on the busier side: {shown}", flush=True)
 
 
