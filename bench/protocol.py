@@ -1,14 +1,14 @@
 """What the hand-off's protocol and checksums cost in CPU time, without any KV being moved.
 
 `measure` carries one transfer of `num_blocks` pages over both pure cores and all their messages, as they cross the wire, and
-adds up what each side spends on reserving, committing and releasing. `python -m bench.protocol` prints it, with the
+adds up what each side spends on reserving, committing and releasing. `python -m bench.protocol [--json FILE]` prints it, with the
 rate of the checksums.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from baton.rpc.v1 import transfer_pb2 as pb
+from bench.report import Report
 from kv_transfer.checksum import ArenaHashes
 from kv_transfer.convert import (
     SessionTerms,
@@ -57,6 +58,7 @@ _D = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation(2))
 _S = SessionId(1)
 _X = XferId("0" * 32)
 _CALIBRATION = 20
+CHECKSUM_BYTES = {"4k": 4 << 10, "16k": 16 << 10, "64k": 64 << 10, "256k": 256 << 10}
 _FIRST = (TokenSample(sample=0, token=7),)
 _Result = TypeVar("_Result")
 
@@ -219,17 +221,22 @@ def measure_checksums(page_layer_bytes: int, total_bytes: int = 256 << 20) -> fl
 
 
 def main() -> None:
-    """Prints both as JSON."""
+    """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m bench.protocol", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--pages", type=int, default=1000)
     parser.add_argument("--layers", type=int, default=24)
     arguments = parser.parse_args()
-    sizes = {"4k": 4 << 10, "16k": 16 << 10, "64k": 64 << 10, "256k": 256 << 10}
-    report = {
-        "cpu_us": measure(arguments.pages, arguments.layers),
-        "xxh3_gb_per_s": {name: measure_checksums(size) for name, size in sizes.items()},
-    }
-    print(json.dumps(report, indent=2))
+    settings = {"pages": arguments.pages, "layers": arguments.layers}
+    report = Report(benchmark="protocol", settings=dict(settings))
+    for what, spent_us in measure(arguments.pages, arguments.layers).items():
+        report.figures[f"{what}_cpu_us"] = spent_us
+    for name, size_bytes in CHECKSUM_BYTES.items():
+        report.figures[f"xxh3_{name}_gb_s"] = measure_checksums(size_bytes)
+    for name, value in report.figures.items():
+        print(f"{name:20} {value:8.1f}")
+    if arguments.json:
+        report.write(arguments.json)
 
 
 if __name__ == "__main__":
