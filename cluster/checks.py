@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil
 
 from baton.config.sizes import format_size
+from baton.cpu_features import cpu_flags
 from baton.errors import ConfigError
 from cluster import listener
 from cluster.machine import huge_pages, memory_limit_bytes, usable_cores
 from cluster.runtime_dir import RuntimeDir, default_dir, is_alive, parent_dir
-from engine.kernels.cpu_features import cpu_flags
 from kv_transfer.backends import BACKENDS
 from kv_transfer.regions import available_bytes
 

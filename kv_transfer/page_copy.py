@@ -4,10 +4,6 @@ The C function is built once per machine and version, in about a tenth of a seco
 """
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.ids import BlockId
+from baton.native import CannotBuildError, Library, build
 from baton.telemetry.logs import get_logger
 from kv_transfer.plan import runs
 
@@ -23,9 +20,12 @@ Pages = npt.NDArray[np.uint8]
 
 _log = get_logger(__name__)
 
-_SOURCE = Path(__file__).with_name("page_copy.c")
-_FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
-_BUILD_TIMEOUT_S = 60
+_LIBRARY = Library(
+    name="page-copy",
+    compiler="cc",
+    sources=(Path(__file__).with_name("page_copy.c"),),
+    flags=("-O3", "-march=native"),
+)
 _LONG_BYTES = 256 * 1024
 
 
@@ -74,54 +74,11 @@ def _copy_runs(
 def load_library(cache_dir: Path | None = None) -> ctypes.CDLL | None:
     """The C function's library, built now if need be; None where it cannot be, and the reason is logged, once."""
     try:
-        library = ctypes.CDLL(
-            str(_built(cache_dir or Path.home() / ".cache" / "baton" / "kernels"))
-        )
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        library = ctypes.CDLL(str(build(_LIBRARY, cache_dir)))
+    except (OSError, CannotBuildError) as error:
         _log.warning("pages are copied without the C function", reason=str(error))
         return None
     pointer = ctypes.c_void_p
     library.baton_copy_pages.argtypes = [*[pointer] * 4, ctypes.c_int64, ctypes.c_int64]
     library.baton_copy_pages.restype = None
     return library
-
-
-def _built(cache_dir: Path) -> Path:
-    """Path of the library in the user's own cache.
-
-    Raises:
-        OSError: There is no compiler, or no place to write.
-        RuntimeError: There is no home directory.
-        subprocess.SubprocessError: The compiler refuses.
-    """
-    compiler = shutil.which("cc")
-    if compiler is None:
-        raise FileNotFoundError("there is no C compiler (cc)")
-    target = cache_dir / f"page-copy-{_key(compiler)}.so"
-    if target.exists():
-        return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_suffix(f".{os.getpid()}.tmp")
-    _run([compiler, *_FLAGS, "-o", str(unfinished), str(_SOURCE)])
-    # Two workers that build at once both end with a whole file; a killed one leaves nothing that is taken for a build.
-    unfinished.replace(target)
-    return target
-
-
-def _key(compiler: str) -> str:
-    """Names a build by what its machine code depends on: compiler, processor and source."""
-    digest = hashlib.blake2b(_run([compiler, "--version"]).encode(), digest_size=12)
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            digest.update(value.encode())
-            break
-    digest.update(_SOURCE.read_bytes())
-    return digest.hexdigest()
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run(  # noqa: S603 - our own command line
-        command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=True
-    )
-    return done.stdout

@@ -10,10 +10,10 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from baton.cpu_features import cpu_flags
 from baton.errors import ModelLoadError
 from baton.ids import LayerName
 from baton.layout import DTYPE_BYTES, KvLayout
-from engine.kernels.cpu_features import cpu_flags
 from engine.models.checkpoint import fingerprint, read_checkpoint
 from engine.models.json_fields import JsonFields, read_json_fields
 from engine.models.rope import RopeScaling, RopeSpec

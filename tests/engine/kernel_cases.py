@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from baton.native import default_cache_dir
 from engine.kernels.cpu import CpuKernels
-from engine.kernels.cpu_library import default_cache_dir, load_library
+from engine.kernels.cpu_library import load_library
 from engine.kernels.ports import PagedBatch
 
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}

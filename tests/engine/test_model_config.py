@@ -5,8 +5,8 @@ import pytest
 import torch
 from huggingface_hub.utils._paths import filter_repo_objects
 
+from baton import cpu_features
 from baton.errors import ModelLoadError
-from engine.kernels import cpu_features
 from engine.models import config as model_config
 from engine.models.config import choose_dtype, kv_layout, load_spec, resolve_model
 from engine.models.rope import RopeScaling
