@@ -105,6 +105,7 @@ LIMITS = LedgerLimits(
 )
 FIRST = (TokenSample(sample=0, token=7),)
 MAX_ATTEMPTS = 4
+SETTLED_WITHIN = 20_000  # steps: many times what 16 transfers take
 
 
 def kv(xfer_id: XferId, block: int, layer: int) -> int:
@@ -373,11 +374,15 @@ class HandOffMachine(RuleBasedStateMachine):
         fault = None if right else "they differ"
         self.tell_d(PagesVerified(xfer_id=asked.xfer_id, attempt=asked.attempt, fault=fault))
 
+    def has_room(self) -> bool:
+        """Whether the first in line could be granted its pages now."""
+        return bool(self.line) and len(self.free) >= self.legs[self.line[0]].permit.num_blocks
+
     def engine_grants(self, held: int) -> None:
-        xfer_id, leg = self.line[0], self.legs[self.line[0]]
-        if len(self.free) < leg.permit.num_blocks:
+        if not self.has_room():
             return
-        self.line.popleft()
+        xfer_id = self.line.popleft()
+        leg = self.legs[xfer_id]
         pages = [BlockId(self.free.pop()) for _ in range(leg.permit.num_blocks)]
         held = min(held, len(pages))
         self.held[xfer_id] = pages
@@ -519,7 +524,7 @@ class HandOffMachine(RuleBasedStateMachine):
             if worker.links[-1].to_decode:
                 ops.append(partial(self.deliver_to_decode, worker, 1))
         ops += [self.router_tells_d] if self.to_ledger else []
-        ops += [partial(self.engine_grants, 0)] if self.line else []
+        ops += [partial(self.engine_grants, 0)] if self.has_room() else []
         ops += [self.engine_released] if self.replies else []
         ops += [self.verify] if self.verifying else []
         ops += [self.sequence_finishes] if self.running else []
@@ -716,8 +721,12 @@ class HandOffMachine(RuleBasedStateMachine):
 
     def settle(self) -> None:
         random = Random(0)
-        while ops := self.progress():
+        for _ in range(SETTLED_WITHIN):
+            ops = self.progress()
+            if not ops:
+                return
             random.choice(ops)()
+        raise AssertionError(f"work goes on for ever: {self.progress()}")
 
 
 TestHandOff = HandOffMachine.TestCase
