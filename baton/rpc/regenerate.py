@@ -2,9 +2,9 @@
 
 import argparse
 import filecmp
+import subprocess
 import sys
 import tempfile
-from importlib import resources
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,24 +17,21 @@ def generate(out: Path) -> None:
     Raises:
         RuntimeError: protoc refused a contract; its own message is on stderr.
     """
-    from grpc_tools import protoc  # development only: the stubs are committed
-
     contracts = sorted((ROOT / "proto").rglob("*.proto"))
-    well_known = resources.files("grpc_tools") / "_proto"
     plugins = Path(sys.executable).parent  # of this environment, whether or not it is on the PATH
-    arguments = [
-        "protoc",
+    command = [
+        *(sys.executable, "-m", "grpc_tools.protoc"),
         f"--plugin={plugins / 'protoc-gen-mypy'}",
         f"--plugin={plugins / 'protoc-gen-mypy_grpc'}",
         f"--proto_path={ROOT / 'proto'}",
-        f"--proto_path={well_known}",
         f"--python_out={out}",
         f"--grpc_python_out={out}",
         f"--mypy_out=quiet:{out}",
         f"--mypy_grpc_out=quiet:{out}",
         *map(str, contracts),
     ]
-    if protoc.main(arguments) != 0:
+    # In a process of its own: loaded here, the compiler's C++ runtime would break that of NIXL ("munmap_chunk(): invalid pointer").
+    if subprocess.run(command, check=False).returncode != 0:  # noqa: S603  # our own words
         raise RuntimeError("protoc failed")
 
 
