@@ -122,7 +122,7 @@ def test_a_token_signed_with_a_key_that_is_not_the_issuers_is_refused():
 def test_an_unsigned_token_is_refused():
     claims = jwt.decode(token(), options={"verify_signature": False})
     with pytest.raises(AuthenticationError):
-        tokens().verify(jwt.encode(claims, None, "none", headers={"kid": "k1"}))
+        tokens().verify(jwt.encode(claims, "", "none", headers={"kid": "k1"}))
 
 
 def test_a_public_key_is_never_taken_for_a_shared_secret():
