@@ -31,7 +31,8 @@ _FIRST_BUCKETS = 512
 def prints_of(keys: bytes) -> Prints:
     """Prints of keys that stand one after the other."""
     words = np.frombuffer(keys, dtype="<u8").reshape(-1, KEY_BYTES // 8)
-    return np.maximum(words[:, 0], 1)  # 0 marks an empty place
+    prints: Prints = np.maximum(words[:, 0], np.uint64(1))  # 0 marks an empty place
+    return prints
 
 
 class BlockTable:
@@ -132,8 +133,7 @@ class BlockTable:
             raise InvariantError("a block lies in a bucket that is not its own")
         if len(places) != self._len or len(np.unique(prints)) != self._len:
             raise InvariantError(f"{len(places)} blocks, counted {self._len}")
-        held = self._bits.any(axis=1)
-        if not (held.nonzero()[0] == places).all():
+        if not np.array_equal(np.flatnonzero(self._bits.any(axis=1)), places):
             raise InvariantError("a block without holder, or a holder without block")
 
     def _keep(self, prints: NDArray[np.uint64], bits: NDArray[np.uint64]) -> None:
