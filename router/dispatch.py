@@ -22,6 +22,7 @@ from router.events import (
     LegEvent,
     LoadReported,
     RefuseWorker,
+    StepTokens,
     StopSample,
     Submitted,
     TimePassed,
@@ -32,7 +33,7 @@ from router.events import (
 from router.flight import FlightState
 from router.legs import LegTable
 from router.placement import Placement
-from router.progress import FlightProgress
+from router.progress import Advance, FlightProgress
 from router.routing.view import ClusterView, WorkerView
 
 _DEAF_S = 1.0
@@ -93,6 +94,10 @@ class Dispatcher:
                 return self._report(event, now_s)
             case _:
                 return self._progressed(event, now_s)
+
+    def advance(self, step: StepTokens, now_s: float) -> Advance:
+        """Takes a step's tokens the short way; `others` of what comes back are for `handle`."""
+        return self._progress.step(step, now_s)
 
     def give_up(self, event: Event, error: InvariantError) -> list[Action]:
         """Ends the job that `event` belongs to, after `handle` raised `error` for it."""
