@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from baton.blocks import BlockReport
 from baton.errors import BatonError
 from baton.generation import FinishReason, Prompt, TokenSample, WorkerLoad
 from baton.ids import LegId, RequestId, WorkerIdentity
@@ -72,6 +73,14 @@ class LoadReported:
 
     worker: WorkerIdentity
     load: WorkerLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksReported:
+    """A worker's report on the full blocks that it holds."""
+
+    worker: WorkerIdentity
+    report: BlockReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +187,7 @@ Event = (
     | WorkerJoined
     | WorkerLost
     | LoadReported
+    | BlocksReported
     | LegEvent
 )
 Heard = Event | StepTokens
@@ -236,6 +246,14 @@ class SendCancel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskForSnapshot:
+    """Have a worker tell anew which blocks it holds."""
+
+    worker: WorkerIdentity
+    service: Service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Emit:
     """Tokens for the client, in order."""
 
@@ -275,5 +293,5 @@ class RefuseWorker:
     error: BatonError
 
 
-SendAction = SendPrefill | SendExpect | SendReassign | SendGenerate | SendCancel
+SendAction = SendPrefill | SendExpect | SendReassign | SendGenerate | SendCancel | AskForSnapshot
 Action = SendAction | Emit | Finish | Fail | RefuseWorker | WorkerSuspected
