@@ -1,7 +1,12 @@
 """What a prefill worker's next frame to one router carries."""
 
 from baton.generation import WorkerLoad
-from baton.rpc.convert import failure_to_proto, load_to_proto, sample_to_proto
+from baton.rpc.convert import (
+    failure_to_proto,
+    load_to_proto,
+    prompt_logprobs_to_proto,
+    sample_to_proto,
+)
 from baton.rpc.v1 import common_pb2, prefill_pb2
 from prefill_worker.messages import TellFailed, TellFirstTokens, TellHandedOff
 
@@ -23,6 +28,7 @@ class PrefillFrameBuilder:
                 cached_tokens=tell.cached_tokens,
                 queue_s=tell.queue_s,
                 prefill_s=tell.prefill_s,
+                prompt_logprobs=prompt_logprobs_to_proto(tell.prompt_logprobs),
             )
         )
 
