@@ -15,6 +15,7 @@ from router.openai.sampling import TokenLimit, sampling_params
 from router.openai.serving import Serving
 from router.openai.vocabulary import check_vocabulary
 from router.ports import GenerationJob, ServedModel
+from router.tenants.tenant import Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ def plan_runs(
     body: DrawingBody,
     prompts: Sequence[Sequence[int]],
     *,
+    tenant: Tenant,
     model: ServedModel,
     request_id: RequestId,
     wanted: Wanted,
@@ -55,10 +57,15 @@ def plan_runs(
         skip_special=body.skip_special_tokens is not False,
         silent=wanted.limit.asked == 0,
     )
-    planned = [_prompt(serving, body, tokens, model, wanted) for tokens in prompts]
+    planned = [_prompt(serving, body, tokens, tenant, model, wanted) for tokens in prompts]
     _check_scores(planned, wanted)
     return [
-        JobRun(_job(serving, prompt, request_id, number), serving, options, number * wanted.samples)
+        JobRun(
+            _job(serving, prompt, tenant, request_id, number),
+            serving,
+            options,
+            number * wanted.samples,
+        )
         for number, prompt in enumerate(planned)
     ]
 
@@ -67,6 +74,7 @@ def _prompt(
     serving: Serving,
     body: DrawingBody,
     tokens: Sequence[int],
+    tenant: Tenant,
     model: ServedModel,
     wanted: Wanted,
 ) -> Prompt:
@@ -87,7 +95,7 @@ def _prompt(
             logprobs=wanted.logprobs,
             prompt_logprobs=wanted.prompt_logprobs,
         ),
-        cache_scope=narrow_scope(serving.cache_scope, body.cache_salt),
+        cache_scope=narrow_scope(tenant.cache_scope, body.cache_salt),
     )
 
 
@@ -114,10 +122,13 @@ def _check_scores(prompts: Sequence[Prompt], wanted: Wanted) -> None:
         )
 
 
-def _job(serving: Serving, prompt: Prompt, request_id: RequestId, number: int) -> GenerationJob:
+def _job(
+    serving: Serving, prompt: Prompt, tenant: Tenant, request_id: RequestId, number: int
+) -> GenerationJob:
     """The first job has the request's own id, those after it a number besides."""
     return GenerationJob(
         request_id=RequestId(f"{request_id}-{number}") if number else request_id,
         prompt=prompt,
         deadline_s=serving.request_timeout_s,
+        tenant=tenant,
     )

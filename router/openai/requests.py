@@ -83,7 +83,7 @@ class DrawingBody(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    cache_salt: str | None = Field(None, min_length=1)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     user: Name | None = None
     metadata: Metadata | None = None

@@ -65,7 +65,6 @@ def _assert_refused(reply: Any, status: int, code: str, param: str | None) -> No
         ({"stop_token_ids": [600]}, "stop_token_ids"),
         ({"stream_options": {"include_usage": 1}}, "stream_options"),
         ({"cache_salt": {"a": 1}}, "cache_salt"),
-        ({"cache_salt": "x" * 2000}, "cache_salt"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
