@@ -64,7 +64,7 @@ class InputBuilder:
                 context_lens=self._tensor(contexts),
                 block_tables=self._tensor(tables),
             ),
-            logit_tokens=self._tensor(np.concatenate((last, *scored), dtype=np.int64)),
+            logit_tokens=self._tensor(np.concatenate((np.array(last, np.int64), *scored))),
         )
 
     def _check(self, row: Row) -> None:

@@ -5,8 +5,8 @@ large vocabulary, so the output head runs over a slice at a time and only the fe
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
-import numpy as np
 import torch
 
 from baton.generation import TokenLogprobs
@@ -59,8 +59,10 @@ class PromptScorer:
 
     def _figures(self, hidden: torch.Tensor, rows: Sequence[Row], width: int) -> list[float]:
         """`LogprobTable.flat()` of every scored token, `width` likeliest each."""
-        following = [row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored] for row in rows]
-        tokens = torch.from_numpy(np.concatenate(following, dtype=np.int64)).to(hidden.device)
+        following = chain.from_iterable(
+            row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored] for row in rows
+        )
+        tokens = torch.tensor(list(following), device=hidden.device)
         slices = []
         for begin in range(0, len(tokens), self._slice):
             logits = self._head(hidden[begin : begin + self._slice])

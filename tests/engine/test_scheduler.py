@@ -650,10 +650,14 @@ def test_what_a_resumed_prompt_generated_before_is_not_scored():
     assert scores_of(world, A) == [[-1.0, -2.0, -3.0]]
 
 
-def test_a_reservation_scores_nothing():
-    world = World(limits())
-    world.tell(reserve(A, 10, prompt_logprobs=0))
-    world.step()
-    world.tell(start(A, 5))
-    world.run()
-    assert scores_of(world, A) == []
+def test_the_prefilling_side_of_a_hand_over_scores_and_the_other_does_not():
+    source, target = World(limits()), World(limits())
+    source.tell(prefill(A, 10, prompt_logprobs=0))
+    source.run()
+    target.tell(reserve(A, 10, prompt_logprobs=0))
+    target.step()
+    hand_over(source, target, A)
+    target.run()
+    assert len(scores_of(source, A)[0]) == 9
+    assert scores_of(target, A) == []
+    assert target.tokens(A) == target.undisturbed(prompt(10))
