@@ -16,12 +16,15 @@ from baton.ids import RequestId, WorkerIdentity
 from router.attempts import Attempts, Patience
 from router.events import (
     Action,
+    AskForSnapshot,
+    BlocksReported,
     ClientGone,
     DecodeTokens,
     Event,
     LegEvent,
     LoadReported,
     RefuseWorker,
+    Service,
     StopSample,
     Submitted,
     TimePassed,
@@ -91,6 +94,8 @@ class Dispatcher:
                 return self._lose(event.worker, event.reason, now_s)
             case LoadReported():
                 return self._report(event, now_s)
+            case BlocksReported():
+                return self._blocks(event)
             case _:
                 return self._progressed(event, now_s)
 
@@ -101,7 +106,7 @@ class Dispatcher:
                 return self._attempts.fail(event.job.request_id, error)
             case StopSample() | ClientGone():
                 return self._attempts.fail(event.request_id, error)
-            case TimePassed() | WorkerJoined() | WorkerLost() | LoadReported():
+            case TimePassed() | WorkerJoined() | WorkerLost() | LoadReported() | BlocksReported():
                 return []
             case _:
                 leg = self._legs.find(event)
@@ -179,6 +184,13 @@ class Dispatcher:
         was_away = worker.draining or self._view.suspected(worker, now_s)
         worker.report(event.load, now_s)
         return self._attempts.place_waiting(now_s) if was_away and not worker.draining else []
+
+    def _blocks(self, event: BlocksReported) -> list[Action]:
+        worker = self._view.find(event.worker.worker_id)
+        if not self._view.report_blocks(event.worker, event.report) or worker is None:
+            return []
+        service = Service.DECODE if worker.hello.role.decodes else Service.PREFILL
+        return [AskForSnapshot(worker=event.worker, service=service)]
 
     def _time_passed(self, now_s: float) -> list[Action]:
         actions = self._look_for_silent_workers(now_s)

@@ -7,6 +7,7 @@ same ways.
 from dataclasses import dataclass
 from enum import Enum
 
+from baton.blocks import BlockReport
 from baton.errors import BatonError
 from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import LegId, RequestId, WorkerIdentity
@@ -71,6 +72,14 @@ class LoadReported:
 
     worker: WorkerIdentity
     load: WorkerLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksReported:
+    """A worker's report on the full blocks that it holds."""
+
+    worker: WorkerIdentity
+    report: BlockReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +174,7 @@ Event = (
     | WorkerJoined
     | WorkerLost
     | LoadReported
+    | BlocksReported
     | LegEvent
 )
 
@@ -221,6 +231,14 @@ class SendCancel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskForSnapshot:
+    """Have a worker tell anew which blocks it holds."""
+
+    worker: WorkerIdentity
+    service: Service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Emit:
     """Tokens for the client, in order; the first of them with the prompt's log-probabilities, where it wants those."""
 
@@ -261,5 +279,5 @@ class RefuseWorker:
     error: BatonError
 
 
-SendAction = SendPrefill | SendExpect | SendReassign | SendGenerate | SendCancel
+SendAction = SendPrefill | SendExpect | SendReassign | SendGenerate | SendCancel | AskForSnapshot
 Action = SendAction | Emit | Finish | Fail | RefuseWorker | WorkerSuspected

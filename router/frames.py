@@ -9,6 +9,8 @@ from baton.rpc import convert
 from baton.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
 from kv_transfer.ticket import shown
 from router.events import (
+    AskForSnapshot,
+    BlocksReported,
     DecodeTokens,
     Event,
     FirstTokensArrived,
@@ -31,13 +33,14 @@ def prefill_events(worker: WorkerIdentity, frame: prefill_pb2.PrefillFrame) -> l
 
     Raises:
         KeyError: An enum's number is none of ours.
+        ValueError: Keys of blocks are cut short.
     """
     events: list[Event] = [_first_tokens(worker, message) for message in frame.first_tokens]
     events += [_handed_off(worker, message) for message in frame.handed_off]
     events += [_failed(worker, message) for message in frame.failed]
     if frame.HasField("load"):
         events.append(LoadReported(worker=worker, load=convert.load_from_proto(frame.load)))
-    return events
+    return events + _blocks(worker, frame)
 
 
 def decode_events(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Event]:
@@ -45,7 +48,7 @@ def decode_events(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list
 
     Raises:
         KeyError: An enum's number is none of ours.
-        ValueError: The columns differ in length.
+        ValueError: The columns differ in length, or keys of blocks are cut short.
     """
     events: list[Event] = [_prefilled(worker, message) for message in frame.prefilled]
     events += _tokens(worker, frame)
@@ -53,13 +56,17 @@ def decode_events(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list
     events += [_failed(worker, message) for message in frame.failed]
     if frame.HasField("load"):
         events.append(LoadReported(worker=worker, load=convert.load_from_proto(frame.load)))
-    return events
+    return events + _blocks(worker, frame)
 
 
-def prefill_command(action: SendPrefill | SendCancel) -> prefill_pb2.PrefillCommand:
+def prefill_command(
+    action: SendPrefill | SendCancel | AskForSnapshot,
+) -> prefill_pb2.PrefillCommand:
     """An action as a command on the Prefill stream."""
     if isinstance(action, SendCancel):
         return prefill_pb2.PrefillCommand(cancel=common_pb2.Cancel(leg_id=action.leg_id))
+    if isinstance(action, AskForSnapshot):
+        return prefill_pb2.PrefillCommand(send_snapshot=common_pb2.SendSnapshot())
     submit = prefill_pb2.SubmitPrefill(
         request=convert.prompt_to_proto(action.leg_id, action.request_id, action.prompt),
         permit=shown(action.permit),
@@ -69,11 +76,13 @@ def prefill_command(action: SendPrefill | SendCancel) -> prefill_pb2.PrefillComm
 
 
 def decode_command(
-    action: SendExpect | SendReassign | SendGenerate | SendCancel,
+    action: SendExpect | SendReassign | SendGenerate | SendCancel | AskForSnapshot,
 ) -> decode_pb2.DecodeCommand:
     """An action as a command on the Decode stream."""
     if isinstance(action, SendCancel):
         return decode_pb2.DecodeCommand(cancel=common_pb2.Cancel(leg_id=action.leg_id))
+    if isinstance(action, AskForSnapshot):
+        return decode_pb2.DecodeCommand(send_snapshot=common_pb2.SendSnapshot())
     if isinstance(action, SendReassign):
         reassign = decode_pb2.Reassign(leg_id=action.leg_id, permit=shown(action.permit))
         return decode_pb2.DecodeCommand(reassign=reassign)
@@ -138,6 +147,14 @@ def _writer_lost(worker: WorkerIdentity, message: decode_pb2.WriterLost) -> Even
 def _failed(worker: WorkerIdentity, message: common_pb2.LegFailed) -> Event:
     error = convert.failure_from_proto(message.failure)
     return LegFailed(worker=worker, leg_id=LegId(message.leg_id), error=error)
+
+
+def _blocks(
+    worker: WorkerIdentity, frame: prefill_pb2.PrefillFrame | decode_pb2.DecodeFrame
+) -> list[Event]:
+    if not frame.HasField("blocks"):
+        return []
+    return [BlocksReported(worker=worker, report=convert.blocks_from_proto(frame.blocks))]
 
 
 def _tokens(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Event]:

@@ -17,7 +17,15 @@ from baton.rpc.channel import open_channel
 from baton.rpc.convert import PROTOCOL_VERSION, WorkerHello, hello_from_proto
 from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.telemetry.logs import get_logger
-from router.events import Event, SendAction, SendCancel, SendPrefill, Service, WorkerJoined
+from router.events import (
+    AskForSnapshot,
+    Event,
+    SendAction,
+    SendCancel,
+    SendPrefill,
+    Service,
+    WorkerJoined,
+)
 from router.events import WorkerLost as WorkerLostEvent
 from router.frames import decode_command, decode_events, prefill_command, prefill_events
 
@@ -97,7 +105,7 @@ class WorkerLink:
         if self.hello is None or self.hello.identity != action.worker:
             return
         prefill = isinstance(action, SendPrefill) or (
-            isinstance(action, SendCancel) and action.service is Service.PREFILL
+            isinstance(action, SendCancel | AskForSnapshot) and action.service is Service.PREFILL
         )
         try:
             if prefill:
