@@ -25,6 +25,7 @@ from router.events import (
     LoadReported,
     RefuseWorker,
     Service,
+    StepTokens,
     StopSample,
     Submitted,
     TimePassed,
@@ -35,7 +36,7 @@ from router.events import (
 from router.flight import FlightState
 from router.legs import LegTable
 from router.placement import Placement
-from router.progress import FlightProgress
+from router.progress import Advance, FlightProgress
 from router.routing.view import ClusterView, WorkerView
 
 _DEAF_S = 1.0
@@ -98,6 +99,10 @@ class Dispatcher:
                 return self._blocks(event)
             case _:
                 return self._progressed(event, now_s)
+
+    def advance(self, step: StepTokens, now_s: float) -> Advance:
+        """Takes a step's tokens the short way; `others` of what comes back are for `handle`."""
+        return self._progress.step(step, now_s)
 
     def give_up(self, event: Event, error: InvariantError) -> list[Action]:
         """Ends the job that `event` belongs to, after `handle` raised `error` for it."""

@@ -20,6 +20,7 @@ import jinja2
 import tokenizers
 
 from baton.errors import InvalidRequestError, ModelLoadError
+from router.byte_text import ByteDecoder, ByteTable, TokenDecoder, is_byte_level
 from router.detokenizer import Detokenizer
 from router.pieces import PieceTable
 
@@ -80,6 +81,7 @@ class Tokenizer:
         self.pieces = PieceTable(backend, added)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self._renderer = renderer
+        self._byte_table = ByteTable(backend, self.special_ids) if is_byte_level(backend) else None
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
 
     @classmethod
@@ -131,6 +133,14 @@ class Tokenizer:
             lambda: self.backend.decode(list(token_ids), skip_special_tokens=False)
         )
 
+    def decoder(self, *, skip_special: bool = True) -> TokenDecoder:
+        """Turns the tokens of one sample into text while they come; special tokens have none unless they are wanted."""
+        if not skip_special:
+            return Detokenizer(self.backend, frozenset())
+        if self._byte_table is not None:
+            return ByteDecoder(self._byte_table)
+        return Detokenizer(self.backend, self.special_ids)
+
     def token_texts(self, token_ids: Iterable[int]) -> list[str]:
         """Each token as the vocabulary spells it; an id without a token is empty."""
         return [self.backend.id_to_token(i) or "" for i in token_ids]
@@ -146,7 +156,7 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _decode_steps(self, token_ids: Sequence[int]) -> list[str]:
-        detokenizer = Detokenizer(self.backend, self.special_ids)
+        detokenizer = self.decoder()
         steps = [detokenizer.push(token) for token in token_ids]
         return [*steps[:-1], steps[-1] + detokenizer.finish()] if steps else []
 
