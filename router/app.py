@@ -24,6 +24,7 @@ from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
 from router.openai.sampling import SamplingDefaults
 from router.openai.serving import Serving
 from router.ports import Generator
+from router.slo import SloBook
 from router.tokenizer import Tokenizer
 
 
@@ -63,7 +64,7 @@ def create_app(
         clock: Measures what clients wait for.
     """
     metrics = RouterMetrics(registry, settings.model_names[0])
-    metrics.watch(generator)
+    metrics.watch(generator, SloBook(settings.router.slo_classes).names)
     serving = Serving(
         model_names=settings.model_names,
         created_s=int(time.time()),
