@@ -90,7 +90,7 @@ class Attempts:
             prompt=asked.prompt,
             now_s=now_s,
             deadline_s=now_s + asked.remaining_s,
-            slo=asked.standing.slo,
+            slo=asked.slo,
             waited_s=asked.waited_s,
         )
         self._jobs[job.request_id] = job

@@ -105,18 +105,19 @@ class Intake:
     def finished(self, job: GenerationJob, output_tokens: int) -> None:
         """A job ended after so many tokens over all its samples."""
         per_sample = round(output_tokens / len(job.prompt.samples))
-        self._lengths.observe(job.standing.tenant, per_sample)
+        self._lengths.observe(job.tenant.tenant_id, per_sample)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless what waits is what is counted."""
         self._gate.check_integrity()
 
     def _applicant(self, job: GenerationJob, now_s: float) -> Applicant:
-        prompt, standing = job.prompt, job.standing
-        expected = self._lengths.expected(standing.tenant, prompt.sampling.max_tokens)
+        prompt, tenant = job.prompt, job.tenant
+        expected = self._lengths.expected(tenant.tenant_id, prompt.sampling.max_tokens)
         return Applicant(
             request_id=job.request_id,
-            standing=standing,
+            tenant=tenant,
+            slo=job.slo,
             prompt_tokens=len(prompt.prompt_tokens),
             output_tokens=expected * len(prompt.samples),
             samples=len(prompt.samples),

@@ -13,7 +13,7 @@ from baton.ids import BlockKey, RequestId
 from router.events import HandedOff
 from router.ports import Timing
 from router.routing.policy import Pair
-from router.slo import Slo
+from router.slo import STANDARD, Slo
 
 
 @dataclass(slots=True, eq=False)
@@ -97,13 +97,13 @@ class Job:
         prompt: Prompt,
         now_s: float,
         deadline_s: float,
-        slo: Slo | None = None,
+        slo: Slo = STANDARD,
         waited_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.deadline_s = deadline_s
-        self.slo = slo or Slo()
+        self.slo = slo
         self.waited_s = waited_s
         self.watch = Stopwatch(submitted_s=now_s)
         self.keys: dict[int, list[BlockKey]] = {}

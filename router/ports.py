@@ -5,12 +5,13 @@ workers. Everything that crosses it is token ids; text stays on the HTTP side.
 """
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton.generation import Prompt, TokenSample
 from baton.ids import RequestId
-from router.slo import Standing
+from router.slo import STANDARD, Slo
+from router.tenants.tenant import ANONYMOUS, Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +22,16 @@ class GenerationJob:
         request_id: Names the job in logs, traces and `stop_sample`; unique among the jobs in flight.
         prompt: What to generate; `samples` holds the indices of all samples wanted.
         deadline_s: Seconds from its arrival until the job is given up.
-        standing: Whose it is and how urgent.
+        tenant: On whose account it is.
+        slo: What it was promised.
         waited_s: How long it has been waiting in line since it arrived; set when it is let in.
     """
 
     request_id: RequestId
     prompt: Prompt
     deadline_s: float
-    standing: Standing = field(default_factory=Standing)
+    tenant: Tenant = ANONYMOUS
+    slo: Slo = STANDARD
     waited_s: float = 0.0
 
     @property

@@ -1,16 +1,15 @@
-"""What a request was promised, and on whose account it waits and runs.
+"""What a request was promised.
 
 An operator names classes of service (`router.slo_classes`); a tenant belongs to one, and each of its requests may ask for
 that one or for one that is less urgent. The choice is made in the HTTP face, once; admission, routing and metrics read it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.config.schema import SloClass
 from baton.errors import ConfigError, InvalidRequestError
 
-STANDARD = "standard"
 _OWN_TIERS = frozenset({"auto", "default", "priority", "scale"})
 """OpenAI's tiers that ask for no less than the best that the tenant may have."""
 
@@ -21,27 +20,14 @@ _LEAST_URGENT_TIER = "flex"
 class Slo:
     """One class of service, by its name; see `baton.config.schema.SloClass`."""
 
-    name: str = STANDARD
+    name: str = "standard"
     ttft_s: float | None = None
     tbt_s: float | None = None
     priority: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """Whose request it is and how urgent.
-
-    Attributes:
-        tenant: Whose share it takes; all requests of one tenant wait in one line, first come first served.
-        tenant_class: The tenant's value of the metrics' `tenant_class` label.
-        weight: The tenant's share of a crowded cluster, relative to the others'.
-        slo: What it was promised.
-    """
-
-    tenant: str = ""
-    tenant_class: str = STANDARD
-    weight: float = 1.0
-    slo: Slo = field(default_factory=Slo)
+STANDARD = Slo()
+"""What is promised to whoever was promised nothing else."""
 
 
 class SloBook:
@@ -78,16 +64,16 @@ class SloBook:
         """The class that a request of a tenant of class `own` is served in.
 
         Args:
-            own: Name of the tenant's class: the most urgent that its requests may have.
+            own: Name of the tenant's class: the most urgent that its requests may have. One that is not configured (a
+                tenants file may be newer than this router's configuration) is as good as `standard`.
             service_tier: OpenAI's name of a tier, or the name of a class.
             priority: How many classes less urgent (a lower number is sooner, as in vLLM); below 0 asks for what nobody
                 is given.
 
         Raises:
-            ConfigError: There is no class `own`.
             InvalidRequestError: There is no such tier, or it is above the tenant's.
         """
-        tier = self._tier(self.named(own), service_tier)
+        tier = self._tier(self._classes.get(own) or self.named(STANDARD.name), service_tier)
         place = self._by_urgency.index(tier)
         return self._by_urgency[min(place + max(0, priority), len(self._by_urgency) - 1)]
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from baton.ids import RequestId
-from router.slo import Standing
+from router.slo import Slo
+from router.tenants.tenant import Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +13,8 @@ class Applicant:
 
     Attributes:
         request_id: Its name.
-        standing: Whose it is and how urgent.
+        tenant: Whose it is. All requests of one tenant wait in one line, first come first served.
+        slo: What it was promised, and so how urgent it is.
         prompt_tokens: Length of its prompt.
         output_tokens: What it is expected to generate, over all samples.
         samples: Sequences that it will decode.
@@ -21,7 +23,8 @@ class Applicant:
     """
 
     request_id: RequestId
-    standing: Standing
+    tenant: Tenant
+    slo: Slo
     prompt_tokens: int
     output_tokens: int
     samples: int

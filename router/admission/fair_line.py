@@ -15,17 +15,18 @@ from math import ceil
 from baton.errors import InvariantError
 from baton.ids import RequestId
 from router.admission.applicant import Applicant
+from router.tenants.tenant import TenantId
 
-QUANTUM_TOKENS = 1024
-"""What a tenant of weight 1 is given in a round. Small, so that turns are short; rounds in which nobody could send anything
-cost no time."""
+QUANTUM_TOKENS = 128
+"""What a tenant of weight 1 is given in a round: less than most requests cost, so that a turn is mostly one request. Rounds in
+which nobody could send anything cost no time."""
 
 
 @dataclass(slots=True, eq=False)
 class _Flow:
     """One tenant's part of the line. `credit` is what it may still send in this round; below 0 it is in debt."""
 
-    tenant: str
+    tenant_id: TenantId
     weight: float
     credit: float
     cost: int = 0
@@ -44,7 +45,7 @@ class FairLine:
     """
 
     def __init__(self) -> None:
-        self._flows: dict[str, _Flow] = {}
+        self._flows: dict[TenantId, _Flow] = {}
         self._fresh: deque[_Flow] = deque()
         self._ring: deque[_Flow] = deque()
         self._length = 0
@@ -52,22 +53,24 @@ class FairLine:
     def __len__(self) -> int:
         return self._length
 
-    def backlog(self) -> dict[str, tuple[float, int]]:
+    def backlog(self) -> dict[TenantId, tuple[float, int]]:
         """Weight of each tenant with somebody in line, and the cost of all it has there."""
         return {
-            flow.tenant: (flow.weight, flow.cost) for flow in self._flows.values() if flow.waiting
+            flow.tenant_id: (flow.weight, flow.cost)
+            for flow in self._flows.values()
+            if flow.waiting
         }
 
     def push(self, applicant: Applicant) -> None:
         """To the end of its tenant's part. A tenant whose weight has changed has the new one from now on."""
-        standing = applicant.standing
-        flow = self._flows.get(standing.tenant)
+        tenant = applicant.tenant
+        flow = self._flows.get(tenant.tenant_id)
         if flow is None:
-            flow = _Flow(tenant=standing.tenant, weight=standing.weight, credit=0.0)
+            flow = _Flow(tenant_id=tenant.tenant_id, weight=tenant.weight, credit=0.0)
             flow.credit = flow.quantum
-            self._flows[standing.tenant] = flow
+            self._flows[tenant.tenant_id] = flow
             self._fresh.append(flow)
-        flow.weight = standing.weight
+        flow.weight = tenant.weight
         flow.credit = min(flow.credit, flow.quantum)
         flow.waiting[applicant.request_id] = applicant
         flow.cost += applicant.cost
@@ -91,7 +94,7 @@ class FairLine:
 
     def remove(self, applicant: Applicant) -> None:
         """Out of the line, from wherever it stands; at no cost."""
-        flow = self._flows[applicant.standing.tenant]
+        flow = self._flows[applicant.tenant.tenant_id]
         del flow.waiting[applicant.request_id]
         flow.cost -= applicant.cost
         self._length -= 1
@@ -127,7 +130,7 @@ class FairLine:
                 self._ring.append(flow)
                 passed += 1
             else:
-                del self._flows[flow.tenant]
+                del self._flows[flow.tenant_id]
             if flow.credit <= 0:
                 flow.credit += flow.quantum
             if passed > len(self._flows):

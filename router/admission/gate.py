@@ -148,7 +148,7 @@ class Gate:
             return None
         wait_s = self.wait_s(applicant)
         first_s = self._room.first_token_s(applicant, now_s)
-        target_s = applicant.standing.slo.ttft_s
+        target_s = applicant.slo.ttft_s
         # A prompt that is too long for its target on idle workers is not refused for it: it would be for ever.
         if target_s is not None and first_s < target_s < wait_s + first_s:
             return self._refused(Reason.TARGET, applicant, target_s - first_s, now_s)
@@ -159,7 +159,7 @@ class Gate:
 
     def _full(self, applicant: Applicant) -> Reason | None:
         limits, tokens = self._limits, applicant.prompt_tokens
-        own = self._line.held(applicant.standing.tenant)
+        own = self._line.held(applicant.tenant.tenant_id)
         # A line that is empty takes any prompt: how long one may be is not decided here.
         if own.exceeded(limits.tenant_requests, limits.tenant_prompt_tokens, by=tokens):
             return Reason.TENANT_QUEUE_FULL
@@ -176,7 +176,7 @@ class Gate:
             return Refusal(reason=reason, retry_after_s=None)
         wait_s = self._line.ahead(applicant) / rate
         turn_s = self._line.ahead(applicant, more=applicant.cost) / rate - wait_s
-        tenant = applicant.standing.tenant
+        tenant = applicant.tenant.tenant_id
         wait_s = max(0.0, wait_s * _PRUDENCE - sooner_s)
         after_s = self._returns.book(tenant, wait_s, turn_s, now_s)
         return Refusal(reason=reason, retry_after_s=after_s)

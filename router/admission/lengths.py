@@ -2,6 +2,8 @@
 
 from collections import OrderedDict
 
+from router.tenants.tenant import TenantId
+
 _FIRST_GUESS_TOKENS = 256
 _MEMORY = 0.1
 _MAX_TENANTS = 4096
@@ -14,14 +16,14 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._means: OrderedDict[str, float] = OrderedDict()
+        self._means: OrderedDict[TenantId, float] = OrderedDict()
 
-    def expected(self, tenant: str, max_tokens: int) -> int:
+    def expected(self, tenant: TenantId, max_tokens: int) -> int:
         """What one sample of a request that may generate `max_tokens` will probably generate."""
         mean = self._means.get(tenant, _FIRST_GUESS_TOKENS)
         return max(1, min(max_tokens, round(mean)))
 
-    def observe(self, tenant: str, tokens: int) -> None:
+    def observe(self, tenant: TenantId, tokens: int) -> None:
         """One sample of a request ended after `tokens`."""
         mean = self._means.get(tenant)
         self._means[tenant] = tokens if mean is None else mean + _MEMORY * (tokens - mean)

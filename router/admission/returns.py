@@ -1,5 +1,7 @@
 """Who was told to come back, and when: so that those who were refused together do not return together."""
 
+from router.tenants.tenant import TenantId
+
 _MAX_DELAY_S = 30.0
 _MAX_TENANTS = 4096
 
@@ -11,9 +13,9 @@ class Returns:
     """
 
     def __init__(self) -> None:
-        self._booked_until_s: dict[str, float] = {}
+        self._booked_until_s: dict[TenantId, float] = {}
 
-    def book(self, tenant: str, wait_s: float, turn_s: float, now_s: float) -> float:
+    def book(self, tenant: TenantId, wait_s: float, turn_s: float, now_s: float) -> float:
         """When to come back, in seconds from now.
 
         Args:

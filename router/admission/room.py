@@ -100,7 +100,7 @@ class WorkerRoom:
             worker,
             samples=applicant.samples,
             context_tokens=applicant.prompt_tokens * applicant.samples,
-            slo=applicant.standing.slo,
+            slo=applicant.slo,
         )
 
 

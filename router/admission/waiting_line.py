@@ -12,6 +12,7 @@ from baton.errors import InvariantError
 from baton.ids import RequestId
 from router.admission.applicant import Applicant
 from router.admission.fair_line import FairLine
+from router.tenants.tenant import TenantId
 
 RESERVED_SHARE = 0.1
 """What a priority earns for each token that those above it are given, while somebody in it waits."""
@@ -53,7 +54,7 @@ class WaitingLine:
         self.total = Held()
         self._levels: list[_Level] = []
         self._applicants: dict[RequestId, Applicant] = {}
-        self._held: dict[str, Held] = {}
+        self._held: dict[TenantId, Held] = {}
         self._per_class: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -64,7 +65,7 @@ class WaitingLine:
         """All of them, in the order in which they came."""
         return self._applicants.values()
 
-    def held(self, tenant: str) -> Held:
+    def held(self, tenant: TenantId) -> Held:
         """What waits of one tenant."""
         return self._held.get(tenant, Held())
 
@@ -114,16 +115,16 @@ class WaitingLine:
         The round robin as a fluid: while the tenant's own requests go, every other one of its priority goes beside it, in
         proportion to the weights, as long as it has something.
         """
-        standing = applicant.standing
+        tenant, priority = applicant.tenant, applicant.slo.priority
         cost = 0.0
         for level in self._levels:
             backlog = level.line.backlog() if len(level.line) else {}
-            if level.priority > standing.slo.priority:
+            if level.priority > priority:
                 cost += sum(waiting for _, waiting in backlog.values())
-            elif level.priority == standing.slo.priority:
-                _, own = backlog.pop(standing.tenant, (0.0, 0))
+            elif level.priority == priority:
+                _, own = backlog.pop(tenant.tenant_id, (0.0, 0))
                 own += more
-                turns = own / standing.weight
+                turns = own / tenant.weight
                 cost += own + sum(min(c, turns * weight) for weight, c in backlog.values())
         return cost
 
@@ -144,7 +145,7 @@ class WaitingLine:
             raise InvariantError("what waits per class is miscounted")
 
     def _level(self, applicant: Applicant) -> _Level:
-        priority = applicant.standing.slo.priority
+        priority = applicant.slo.priority
         for level in self._levels:
             if level.priority == priority:
                 return level
@@ -169,11 +170,11 @@ class WaitingLine:
             level.earned = 0.0
 
     def _count(self, applicant: Applicant, sign: int) -> None:
-        tenant = applicant.standing.tenant
+        tenant = applicant.tenant.tenant_id
         held = self._held.setdefault(tenant, Held())
         for tally in (held, self.total):
             tally.add(applicant, sign)
         if not held.requests:
             del self._held[tenant]
-        name = applicant.standing.slo.name
+        name = applicant.slo.name
         self._per_class[name] += sign

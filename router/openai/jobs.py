@@ -47,17 +47,17 @@ class JobRun:
         Raises:
             BatonError: As `Generator.generate`, or a choice was left without an end.
         """
-        standing, metrics = self.job.standing, self._serving.metrics
+        metrics = self._serving.metrics
         try:
             async with aclosing(self._serving.generator.generate(self.job)) as events:
                 async for event in events:
                     if isinstance(event, Timing):
                         self.timing = event
-                        metrics.job_finished(event, standing.slo.name)
+                        metrics.job_finished(event, self.job.slo.name)
                     elif gained := self._take(event):
                         yield gained
         except OverloadedError as error:
-            metrics.rejected(standing.tenant_class, error.reason)
+            metrics.rejected(self.job.tenant.tenant_class, error.reason)
             raise
         if not all(choice.finished for choice in self._choices.values()):
             raise EngineError("The output ended before all of it was there.")

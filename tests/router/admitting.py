@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from baton.ids import RequestId
 from router.admission.applicant import Applicant
-from router.slo import Slo, Standing
+from router.slo import STANDARD, Slo
+from router.tenants.tenant import Tenant, TenantId
 
 
 def applicant(
@@ -15,14 +16,15 @@ def applicant(
     prompt_tokens: int = 90,
     output_tokens: int = 10,
     samples: int = 1,
-    slo: Slo | None = None,
+    slo: Slo = STANDARD,
     arrived_s: float = 0.0,
     deadline_s: float = 1e9,
 ) -> Applicant:
     """One that costs 100 tokens unless told otherwise."""
     return Applicant(
         request_id=RequestId(name),
-        standing=Standing(tenant=tenant, weight=weight, slo=slo or Slo()),
+        tenant=Tenant(tenant_id=TenantId(tenant), weight=weight),
+        slo=slo,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         samples=samples,

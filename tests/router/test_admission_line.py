@@ -16,7 +16,7 @@ URGENT, PLAIN, BATCH = Slo(name="u", priority=2), Slo(name="p"), Slo(name="b", p
 
 
 def names(line: FairLine | WaitingLine) -> list[str]:
-    order = []
+    order: list[str] = []
     while line.head() is not None:
         order.append(line.pop().request_id)
         line.check_integrity()
@@ -48,8 +48,8 @@ def test_large_requests_one_at_a_time_take_no_more_than_their_share():
     line.push(applicant("a0", tenant="a", prompt_tokens=100_000))
     for _ in range(1000):
         taken = line.pop()
-        given_out[taken.standing.tenant] += taken.cost
-        if taken.standing.tenant == "a":
+        given_out[taken.tenant.tenant_id] += taken.cost
+        if taken.tenant.tenant_id == "a":
             turn += 1
             line.push(applicant(f"a{turn}", tenant="a", prompt_tokens=100_000))
     assert given_out["a"] <= given_out["b"] + 100_010 + 3 * QUANTUM_TOKENS
@@ -63,7 +63,7 @@ def test_weights_divide_what_there_is():
     given_out: Counter[str] = Counter()
     for _ in range(1600):
         taken = line.pop()
-        given_out[taken.standing.tenant] += taken.cost
+        given_out[taken.tenant.tenant_id] += taken.cost
     assert given_out["a"] / given_out["b"] == pytest.approx(3.0, rel=0.1)
 
 
@@ -115,7 +115,7 @@ def test_backlogged_tenants_get_their_shares_within_the_bound_whoever_else_comes
                 line.push(applicant(f"v{number}", tenant=f"v{cost % 3}", prompt_tokens=cost))
         taken = line.pop()
         line.check_integrity()
-        tenant = taken.standing.tenant
+        tenant = taken.tenant.tenant_id
         if tenant in TENANTS:
             given_out[tenant] += taken.cost
             refill(tenant, n)
@@ -162,8 +162,8 @@ def test_a_class_that_waits_gets_its_reserved_share_of_what_those_above_it_get(
     for n in range(2, turns):
         taken = line.pop()
         line.check_integrity()
-        given_out[taken.standing.slo.name] += taken.cost
-        refill(taken.standing.slo, urgent if taken.standing.slo is URGENT else batch, n)
+        given_out[taken.slo.name] += taken.cost
+        refill(taken.slo, urgent if taken.slo is URGENT else batch, n)
     assert given_out["b"] >= RESERVED_SHARE * (given_out["u"] - max(urgent)) - max(batch)
     assert given_out["b"] <= RESERVED_SHARE * given_out["u"]
 
