@@ -9,6 +9,7 @@ from random import Random
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.errors import BatonError, DrainingError, InvariantError, OverloadedError
+from baton.generation import plain_token
 from baton.ids import RequestId
 from baton.telemetry.logs import get_logger
 from router.admission.room import UnknownPace, WorkerRoom
@@ -17,16 +18,23 @@ from router.dispatch import Dispatcher
 from router.events import (
     Action,
     ClientGone,
-    DecodeTokens,
     Emit,
     Event,
     Fail,
     Finish,
+    FirstTokensArrived,
+    HandedOff,
+    Heard,
+    LegFailed,
+    LoadReported,
+    LocallyPrefilled,
     RefuseWorker,
+    StepTokens,
     StopSample,
     Submitted,
     TimePassed,
     WorkerJoined,
+    WorkerLost,
     WorkerSuspected,
 )
 from router.inbox import Inbox
@@ -41,6 +49,18 @@ from router.routing.view import ClusterView
 
 _TICK_S = 0.05
 _MAX_LATE_TICKS_S = 5.0
+
+_MAKE_ROOM = (
+    ClientGone,
+    FirstTokensArrived,
+    LocallyPrefilled,
+    HandedOff,
+    LegFailed,
+    LoadReported,
+    WorkerJoined,
+    WorkerLost,
+)
+"""Events after which workers may have room for who waits. A job that ends is followed by its client's leaving."""
 
 _log = get_logger(__name__)
 
@@ -87,7 +107,7 @@ class ClusterGenerator:
         )
         self._patience = patience or Patience(max_attempts=config.max_attempts)
         self._dispatcher = Dispatcher(view=self.view, placement=placement, patience=self._patience)
-        self.membership = Membership(worker_addresses, self._feed, timing=link_timing)
+        self.membership = Membership(worker_addresses, self._hear, timing=link_timing)
         doors = Doors(submit=self._submit, refuse=self._end)
         self._intake = Intake(room, line_limits(config), doors, self._clock)
         self._inboxes: dict[RequestId, Inbox] = {}
@@ -217,6 +237,20 @@ class ClusterGenerator:
         self._feed(Submitted(job=job))
         self._choosing_s[job.request_id] = self._clock.now_s() - started_s
 
+    def _hear(self, heard: Heard) -> None:
+        """What links say: steps the short way, everything else as events."""
+        if not isinstance(heard, StepTokens):
+            self._feed(heard)
+            return
+        moved = self._dispatcher.advance(heard, self._clock.now_s())
+        columns = zip(moved.request_ids, moved.samples, moved.tokens, strict=True)
+        for request_id, sample, token in columns:
+            inbox = self._inboxes.get(request_id)
+            if inbox is not None and not inbox.put_plain(plain_token(sample, token)):
+                self._overflow(request_id, inbox)
+        for other in moved.others:
+            self._feed(other)
+
     def _feed(self, event: Event) -> None:
         """Lets the dispatcher handle an event and carries out what it wants done."""
         try:
@@ -228,8 +262,7 @@ class ClusterGenerator:
             self._perform(action)
         if isinstance(event, WorkerJoined):
             self._served(event)
-        # Not for every token: one that ends its job is followed by its client's leaving.
-        if not isinstance(event, DecodeTokens | Submitted):
+        if isinstance(event, _MAKE_ROOM):
             self._intake.let_in()
 
     def _perform(self, action: Action) -> None:
@@ -256,8 +289,11 @@ class ClusterGenerator:
     def _emit(self, action: Emit) -> None:
         inbox = self._inboxes.get(action.request_id)
         if inbox is not None and not inbox.put(action.tokens):
-            inbox.end(OverloadedError("the client reads too slowly", reason="slow_reader"))
-            self._feed(ClientGone(request_id=action.request_id))
+            self._overflow(action.request_id, inbox)
+
+    def _overflow(self, request_id: RequestId, inbox: Inbox) -> None:
+        inbox.end(OverloadedError("the client reads too slowly", reason="slow_reader"))
+        self._feed(ClientGone(request_id=request_id))
 
     def _served(self, event: WorkerJoined) -> None:
         hellos = [worker.hello for worker in self.view.workers] or [event.hello]
