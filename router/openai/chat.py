@@ -145,7 +145,7 @@ class ChatShape:
             model=self._head.model,
             choices=[self._choice(i, deltas) for i, deltas in enumerate(choices)],
             usage=usage,
-            service_tier=None if self._body.service_tier is None else "default",
+            service_tier=self._body.served_tier,
             prompt_token_ids=list(prompt.prompt_tokens) if self._with_tokens else None,
             prompt_logprobs=self._prompt_scores(),
             baton=timings[0] if timings else None,

@@ -54,6 +54,7 @@ class TimingReply(BaseModel):
     bytes_sent: int
     retries: int
     resumptions: int
+    admission_s: float
 
 
 class PromptTokenScore(BaseModel):
@@ -117,7 +118,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    service_tier: Annotated[Literal["default"] | None, Field(exclude_if=_is_none)] = None
+    service_tier: Annotated[str | None, Field(exclude_if=_is_none)] = None
     prompt_token_ids: TokenIds = None
     prompt_logprobs: PromptScoresReply = None
     baton: Annotated[TimingReply | None, Field(exclude_if=_is_none)] = None

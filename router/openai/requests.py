@@ -39,7 +39,6 @@ from router.openai.tools import (
     check_tools,
 )
 
-ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 TemplateArguments = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_KWARGS)]
 
@@ -87,12 +86,17 @@ class DrawingBody(Body):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     user: Name | None = None
     metadata: Metadata | None = None
-    service_tier: ServiceTier | None = None
+    service_tier: str | None = Field(None, min_length=1, max_length=64)
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def served_tier(self) -> str | None:
+        """The tier that the reply names; whoever left the choice to the server got the default."""
+        return "default" if self.service_tier == "auto" else self.service_tier
 
     @property
     def biases(self) -> dict[int, float]:
