@@ -65,7 +65,7 @@ class AccessGate:
                 caller = self._directory.identify(_credential(headers))
                 Visit(caller=caller, name=name).enter(scope)
         except AuthenticationError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
