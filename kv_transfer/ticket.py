@@ -167,9 +167,11 @@ class TicketOffice:
             lease_s=message.lease_ms / 1000,
         )
 
-    def session_mac(self, source: WorkerIdentity, target: WorkerIdentity, number: int) -> bytes:
-        """What a prefill worker shows to open its session `number` with `target`."""
-        return _mac(self._session_key, f"{source} {target} {number}".encode())
+    def session_mac(
+        self, source: WorkerIdentity, target: WorkerIdentity, number: int, rank: str
+    ) -> bytes:
+        """What the rank of a prefill worker with the layout digest `rank` shows to open its session `number` with `target`."""
+        return _mac(self._session_key, f"{source} {target} {number} {rank}".encode())
 
 
 def shown(permit: Permit) -> common_pb2.Signed:
