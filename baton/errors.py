@@ -14,14 +14,18 @@ class BatonError(Exception):
     Args:
         message: One clear sentence for the person who has to act on it.
         param: The request field or option at fault, if one is.
+        retry_after_s: When trying again is expected to succeed, where that can be said.
     """
 
     code: ClassVar[str] = "internal"
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
 
 
 class InvariantError(BatonError):
@@ -34,6 +38,12 @@ class InvalidRequestError(BatonError):
     """The client asked for something malformed or out of range; `param` names the field."""
 
     code = "invalid_request"
+
+
+class UnsupportedParameterError(InvalidRequestError):
+    """The client asked for something that is right but not served here; `param` names the field."""
+
+    code = "unsupported_parameter"
 
 
 class PromptTooLongError(InvalidRequestError):
@@ -67,9 +77,27 @@ class RouteNotFoundError(BatonError):
 
 
 class OverloadedError(BatonError):
-    """Refused up front; trying again later is right."""
+    """Refused up front; trying again later is right.
+
+    Args:
+        message: As everywhere.
+        param: As everywhere.
+        retry_after_s: As everywhere.
+        reason: One word for metrics.
+    """
 
     code = "overloaded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        reason: str = "overloaded",
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.reason = reason
 
 
 class UnavailableError(BatonError):
@@ -187,6 +215,7 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     BatonError: _row(500, "INTERNAL", "server_error"),
     InvariantError: _row(500, "INTERNAL", "server_error"),
     InvalidRequestError: _row(400, "INVALID_ARGUMENT", "invalid_request_error"),
+    UnsupportedParameterError: _row(400, "UNIMPLEMENTED", "invalid_request_error"),
     PromptTooLongError: _row(400, "INVALID_ARGUMENT", "invalid_request_error"),
     PayloadTooLargeError: _row(413, "INVALID_ARGUMENT", "invalid_request_error"),
     AuthenticationError: _row(401, "UNAUTHENTICATED", "authentication_error"),

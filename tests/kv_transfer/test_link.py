@@ -5,7 +5,6 @@ from baton.ids import BlockId
 from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
 from kv_transfer.heads import plan_link
 from kv_transfer.link import Link, MeasuredWriter, try_out
-from kv_transfer.ports import KvWriter
 from tests.kv_transfer.conformance import (
     LAYOUT,
     RECEIVER_BLOCKS,
@@ -24,7 +23,7 @@ class MeasuredSender:
     def __init__(self, sender: FakeSender) -> None:
         self._sender = sender
 
-    def connect(self, handle, layout, peer=None) -> KvWriter:
+    def connect(self, handle, layout, peer=None) -> MeasuredWriter:
         plan = plan_link(layout, layout if peer is None else peer)
         return MeasuredWriter(self._sender.connect(handle, layout, peer), Link(backend="f"), plan)
 
