@@ -9,7 +9,6 @@ from random import Random
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.errors import DrainingError, InvariantError, OverloadedError
-from baton.generation import plain_token
 from baton.ids import RequestId
 from baton.telemetry.logs import get_logger
 from router.attempts import Patience
@@ -30,7 +29,7 @@ from router.events import (
     WorkerJoined,
     WorkerSuspected,
 )
-from router.inbox import Inbox
+from router.inboxes import Inboxes
 from router.links import LinkTiming
 from router.membership import Membership
 from router.placement import Placement
@@ -71,7 +70,6 @@ class ClusterGenerator:
         link_timing: LinkTiming | None = None,
     ) -> None:
         self._clock = clock or MonotonicClock()
-        self._max_queued_bytes = config.max_queued_bytes_per_client
         index = PrefixIndex()
         self.view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
         placement = Placement(
@@ -84,7 +82,7 @@ class ClusterGenerator:
         self._patience = patience or Patience(max_attempts=config.max_attempts)
         self._dispatcher = Dispatcher(view=self.view, placement=placement, patience=self._patience)
         self.membership = Membership(worker_addresses, self._hear, timing=link_timing)
-        self._inboxes: dict[RequestId, Inbox] = {}
+        self._inboxes = Inboxes(max_bytes=config.max_queued_bytes_per_client, clock=self._clock)
         self._model: ServedModel | None = None
         self._draining = False
         self._idle = asyncio.Event()
@@ -100,8 +98,8 @@ class ClusterGenerator:
 
     def end_jobs(self) -> None:
         """Ends every job with an error."""
-        for request_id, inbox in list(self._inboxes.items()):
-            inbox.end(DrainingError("the router is stopping"))
+        for request_id in self._inboxes.open_ids():
+            self._inboxes.end(request_id, DrainingError("the router is stopping"))
             self._feed(ClientGone(request_id=request_id))
 
     async def close(self) -> None:
@@ -133,7 +131,7 @@ class ClusterGenerator:
             raise DrainingError("the router is stopping")
         if job.request_id in self._inboxes:
             raise InvariantError(f"{job.request_id} is in flight already")
-        inbox = self._inboxes[job.request_id] = Inbox(max_bytes=self._max_queued_bytes)
+        inbox = self._inboxes.open(job.request_id)
         self._idle.clear()
         try:
             arrived_s = self._clock.now_s()
@@ -146,7 +144,7 @@ class ClusterGenerator:
                     return
                 yield event
         finally:
-            del self._inboxes[job.request_id]
+            self._inboxes.close(job.request_id)
             self._feed(ClientGone(request_id=job.request_id))
             if not self._inboxes:
                 self._rest()
@@ -202,12 +200,10 @@ class ClusterGenerator:
         if not isinstance(heard, StepTokens):
             self._feed(heard)
             return
-        moved = self._dispatcher.advance(heard, self._clock.now_s())
-        columns = zip(moved.request_ids, moved.samples, moved.tokens, strict=True)
-        for request_id, sample, token in columns:
-            inbox = self._inboxes.get(request_id)
-            if inbox is not None and not inbox.put_plain(plain_token(sample, token)):
-                self._overflow(request_id, inbox)
+        now_s = self._clock.now_s()
+        moved = self._dispatcher.advance(heard, now_s)
+        for request_id in self._inboxes.put_step(moved, now_s):
+            self._give_up_reader(request_id)
         for other in moved.others:
             self._feed(other)
 
@@ -225,11 +221,11 @@ class ClusterGenerator:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Emit():
-                self._emit(action)
+            case Emit(request_id=request_id, tokens=tokens):
+                if not self._inboxes.put(request_id, tokens):
+                    self._give_up_reader(request_id)
             case Finish(request_id=request_id, timing=end) | Fail(request_id=request_id, error=end):
-                if request_id in self._inboxes:
-                    self._inboxes[request_id].end(end)
+                self._inboxes.end(request_id, end)
             case RefuseWorker():
                 self.membership.refuse(action)
             case WorkerSuspected():
@@ -241,13 +237,8 @@ class ClusterGenerator:
             case _:
                 self.membership.send(action)
 
-    def _emit(self, action: Emit) -> None:
-        inbox = self._inboxes.get(action.request_id)
-        if inbox is not None and not inbox.put(action.tokens):
-            self._overflow(action.request_id, inbox)
-
-    def _overflow(self, request_id: RequestId, inbox: Inbox) -> None:
-        inbox.end(OverloadedError("the client reads too slowly"))
+    def _give_up_reader(self, request_id: RequestId) -> None:
+        self._inboxes.end(request_id, OverloadedError("the client reads too slowly"))
         self._feed(ClientGone(request_id=request_id))
 
     def _served(self, event: WorkerJoined) -> None:

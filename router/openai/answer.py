@@ -20,6 +20,9 @@ from router.openai.requests import GenerationBody
 from router.openai.serving import Serving
 
 TIMING_HEADER = "x-baton-timing"
+CUT = b"\0"
+"""Stands for the text where an event's bytes are made once and cut in two: JSON never holds this byte."""
+
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a reply that nobody waits for; it only shows in metrics."""
 
@@ -108,7 +111,7 @@ async def _pieces(
     head = shape.opening()
     async with aclosing(_deltas(runs)) as batches:
         async for batch in batches:
-            yield head + b"".join(map(shape.piece, batch))
+            yield head + b"".join([shape.piece(delta) for delta in batch])
             head = b""
     tail = shape.usage_piece(usage_of(runs)) if with_usage else b""
     for timing in _timings(runs) if with_timing else ():

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.ids import new_request_id
-from router.openai.answer import ReplyHead, answer, token_ids, token_ids_field
+from router.openai.answer import CUT, ReplyHead, answer, token_ids, token_ids_field
 from router.openai.body import read_body
 from router.openai.choices import Delta
 from router.openai.length import check_messages
@@ -76,6 +76,11 @@ class ChatShape:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         self._event_head = head.as_json("chat.completion.chunk")
         self._event_tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._only_text = self.logprobs is None and not self._with_tokens
+        self._around_text = [
+            self._event(i, b'{"content":%b}' % CUT, b"null", b"null").split(CUT)
+            for i in range(self._num_choices)
+        ]
 
     def opening(self) -> bytes:
         """Each choice's first chunk names the role."""
@@ -84,6 +89,9 @@ class ChatShape:
 
     def piece(self, delta: Delta) -> bytes:
         """A chunk with the text, if there is some, and a chunk with the end, if it is there."""
+        if self._only_text and delta.finish is None:  # nearly always
+            before, after = self._around_text[delta.index]
+            return before + msgspec.json.encode(delta.text) + after
         written = b""
         with_tokens = self._with_tokens and bool(delta.tokens)
         if delta.text or delta.logged or with_tokens:

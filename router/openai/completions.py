@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.ids import new_request_id
-from router.openai.answer import ReplyHead, answer, token_ids, token_ids_field
+from router.openai.answer import CUT, ReplyHead, answer, token_ids, token_ids_field
 from router.openai.body import read_body
 from router.openai.choices import Delta
 from router.openai.length import check_text
@@ -79,6 +79,11 @@ class CompletionShape:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         self._event_head = head.as_json("text_completion")
         self._event_tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._only_text = body.logprobs is None and not self._with_tokens
+        self._around_text = [
+            self._event(i, CUT, b"null", b"null", b"").split(CUT)
+            for i in range(len(body.prompts) * (body.n or 1))
+        ]
 
     def opening(self) -> bytes:
         """A stream begins with its first text."""
@@ -86,15 +91,16 @@ class CompletionShape:
 
     def piece(self, delta: Delta) -> bytes:
         """One chunk with the text and, at the end, why it ended."""
+        if self._only_text and delta.finish is None:  # nearly always
+            before, after = self._around_text[delta.index]
+            return before + msgspec.json.encode(delta.text) + after
         logprobs = self._logprobs([delta])
-        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
-            self._event_head,
+        return self._event(
             delta.index,
             msgspec.json.encode(delta.text),
             b"null" if logprobs is None else logprobs.model_dump_json().encode(),
             msgspec.json.encode(delta.finish.value if delta.finish else None),
             token_ids_field(delta) if self._with_tokens else b"",
-            self._event_tail,
         )
 
     def usage_piece(self, usage: Usage) -> bytes:
@@ -125,6 +131,19 @@ class CompletionShape:
             logprobs=self._logprobs(deltas),
             finish_reason=finish.value,
             token_ids=token_ids(deltas) if self._with_tokens else None,
+        )
+
+    def _event(
+        self, index: int, text: bytes, logprobs: bytes, finish: bytes, token_ids: bytes
+    ) -> bytes:
+        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
+            self._event_head,
+            index,
+            text,
+            logprobs,
+            finish,
+            token_ids,
+            self._event_tail,
         )
 
     def _logprobs(self, deltas: Sequence[Delta]) -> CompletionLogprobs | None:
