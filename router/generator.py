@@ -1,7 +1,7 @@
 """The `Generator` behind the HTTP face: an asyncio shell around the dispatcher, its clients and its links."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
@@ -11,6 +11,7 @@ from baton.config.schema import RouterConfig
 from baton.errors import DrainingError, InvariantError, OverloadedError
 from baton.ids import RequestId
 from baton.telemetry.logs import get_logger
+from router.admission.room import UnknownPace, WorkerRoom
 from router.attempts import Patience
 from router.dispatch import Dispatcher
 from router.events import (
@@ -20,16 +21,23 @@ from router.events import (
     Event,
     Fail,
     Finish,
+    FirstTokensArrived,
+    HandedOff,
     Heard,
+    LegFailed,
+    LoadReported,
+    LocallyPrefilled,
     RefuseWorker,
     StepTokens,
     StopSample,
     Submitted,
     TimePassed,
     WorkerJoined,
+    WorkerLost,
     WorkerSuspected,
 )
 from router.inboxes import Inboxes
+from router.intake import Doors, Intake, line_limits
 from router.links import LinkTiming
 from router.membership import Membership
 from router.placement import Placement
@@ -40,6 +48,18 @@ from router.routing.view import ClusterView
 
 _TICK_S = 0.05
 _MAX_LATE_TICKS_S = 5.0
+
+_MAKE_ROOM = (
+    ClientGone,
+    FirstTokensArrived,
+    LocallyPrefilled,
+    HandedOff,
+    LegFailed,
+    LoadReported,
+    WorkerJoined,
+    WorkerLost,
+)
+"""Events after which workers may have room for who waits. A job that ends is followed by its client's leaving."""
 
 _log = get_logger(__name__)
 
@@ -72,17 +92,24 @@ class ClusterGenerator:
         self._clock = clock or MonotonicClock()
         index = PrefixIndex()
         self.view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
+        room = WorkerRoom(
+            self.view, UnknownPace(), prefill_window_tokens=config.prefill_window_tokens
+        )
         placement = Placement(
             view=self.view,
             index=index,
             policy=policy_named(config.policy),
             secret=secret,
             rng=Random(),
+            room=room,
         )
         self._patience = patience or Patience(max_attempts=config.max_attempts)
         self._dispatcher = Dispatcher(view=self.view, placement=placement, patience=self._patience)
         self.membership = Membership(worker_addresses, self._hear, timing=link_timing)
         self._inboxes = Inboxes(max_bytes=config.max_queued_bytes_per_client, clock=self._clock)
+        doors = Doors(submit=self._submit, refuse=self._inboxes.end)
+        self._intake = Intake(room, line_limits(config), doors, self._clock)
+        self._choosing_s: dict[RequestId, float] = {}
         self._model: ServedModel | None = None
         self._draining = False
         self._idle = asyncio.Event()
@@ -100,6 +127,7 @@ class ClusterGenerator:
         """Ends every job with an error."""
         for request_id in self._inboxes.open_ids():
             self._inboxes.end(request_id, DrainingError("the router is stopping"))
+            self._intake.leave(request_id)
             self._feed(ClientGone(request_id=request_id))
 
     async def close(self) -> None:
@@ -134,17 +162,18 @@ class ClusterGenerator:
         inbox = self._inboxes.open(job.request_id)
         self._idle.clear()
         try:
-            arrived_s = self._clock.now_s()
-            self._feed(Submitted(job=job))
-            choosing_s = self._clock.now_s() - arrived_s
+            self._intake.offer(job)
             while True:
                 event = await inbox.next()
                 if isinstance(event, Timing):
-                    yield replace(event, route_s=event.route_s + choosing_s)
+                    self._intake.finished(job, event.output_tokens)
+                    yield replace(event, route_s=event.route_s + self._choosing_s[job.request_id])
                     return
                 yield event
         finally:
             self._inboxes.close(job.request_id)
+            self._choosing_s.pop(job.request_id, None)
+            self._intake.leave(job.request_id)
             self._feed(ClientGone(request_id=job.request_id))
             if not self._inboxes:
                 self._rest()
@@ -174,12 +203,17 @@ class ClusterGenerator:
         return late_s < _MAX_LATE_TICKS_S and self.membership.healthy()
 
     def in_flight(self) -> int:
-        """Jobs accepted and not finished."""
-        return self._dispatcher.in_flight
+        """Jobs accepted and not finished, those in line included."""
+        return self._dispatcher.in_flight + sum(self._intake.waiting().values())
+
+    def waiting(self) -> Mapping[str, int]:
+        """Jobs in line, by the name of their SLO class."""
+        return self._intake.waiting()
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless jobs, legs and the workers' counts agree."""
         self._dispatcher.check_integrity()
+        self._intake.check_integrity()
 
     def _rest(self) -> None:
         """Nothing is in flight: time to look whether the books are in order."""
@@ -194,6 +228,12 @@ class ClusterGenerator:
             await asyncio.sleep(_TICK_S)
             self._ticked_s = self._clock.now_s()
             self._feed(TimePassed())
+            self._intake.time_passed()
+
+    def _submit(self, job: GenerationJob) -> None:
+        started_s = self._clock.now_s()
+        self._feed(Submitted(job=job))
+        self._choosing_s[job.request_id] = self._clock.now_s() - started_s
 
     def _hear(self, heard: Heard) -> None:
         """What links say: steps the short way, everything else as events."""
@@ -218,6 +258,8 @@ class ClusterGenerator:
             self._perform(action)
         if isinstance(event, WorkerJoined):
             self._served(event)
+        if isinstance(event, _MAKE_ROOM):
+            self._intake.let_in()
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -238,7 +280,8 @@ class ClusterGenerator:
                 self.membership.send(action)
 
     def _give_up_reader(self, request_id: RequestId) -> None:
-        self._inboxes.end(request_id, OverloadedError("the client reads too slowly"))
+        error = OverloadedError("the client reads too slowly", reason="slow_reader")
+        self._inboxes.end(request_id, error)
         self._feed(ClientGone(request_id=request_id))
 
     def _served(self, event: WorkerJoined) -> None:

@@ -37,6 +37,7 @@ class Leg:
     prefill_tokens: int = 0
     sequences: int = 0
     context_tokens: int = 0
+    tbt_s: float | None = None
 
     def open(self, now_s: float) -> None:
         """Counts it on its worker."""
@@ -44,12 +45,17 @@ class Leg:
         if worker.legs == 0:
             worker.progress_s = now_s
         worker.legs += 1
+        worker.prefills += self.prefill_tokens > 0
         worker.prefill_tokens += self.prefill_tokens
         worker.decode_sequences += self.sequences
         worker.decode_tokens += self.context_tokens
+        if self.tbt_s is not None:
+            targets = worker.tbt_targets
+            targets[self.tbt_s] = targets.get(self.tbt_s, 0) + 1
 
     def computed(self) -> None:
         """The prompt's KV is computed."""
+        self.worker.prefills -= self.prefill_tokens > 0
         self.worker.prefill_tokens -= self.prefill_tokens
         self.prefill_tokens = 0
 
@@ -60,11 +66,15 @@ class Leg:
 
     def close(self) -> None:
         """Takes all it counted off its worker."""
+        self.computed()
         worker = self.worker
         worker.legs -= 1
-        worker.prefill_tokens -= self.prefill_tokens
         worker.decode_sequences -= self.sequences
         worker.decode_tokens -= self.context_tokens
+        if self.tbt_s is not None:
+            worker.tbt_targets[self.tbt_s] -= 1
+            if not worker.tbt_targets[self.tbt_s]:
+                del worker.tbt_targets[self.tbt_s]
 
     def cancel(self) -> SendCancel:
         """The command that makes its worker forget it."""
@@ -101,6 +111,7 @@ class LegTable:
         leg = self._open(Service.DECODE, flight, worker)
         leg.prefill_tokens = leg.context_tokens = len(prompt.tokens)
         leg.sequences = len(prompt.samples)
+        leg.tbt_s = flight.job.slo.tbt_s
         leg.open(now_s)
         flight.decode = leg
         return SendGenerate(
@@ -117,6 +128,7 @@ class LegTable:
         prompt = flight.prompt()
         decode = self._open(Service.DECODE, flight, pair.decode)
         decode.context_tokens, decode.sequences = len(prompt.tokens), len(prompt.samples)
+        decode.tbt_s = flight.job.slo.tbt_s
         decode.open(now_s)
         flight.decode, flight.asked = decode, prompt
         expect = SendExpect(
