@@ -263,9 +263,9 @@ class ClusterGenerator:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Emit(request_id=request_id, tokens=tokens):
-                if not self._inboxes.put(request_id, tokens):
-                    self._give_up_reader(request_id)
+            case Emit():
+                if not self._inboxes.put(action):
+                    self._give_up_reader(action.request_id)
             case Finish(request_id=request_id, timing=end) | Fail(request_id=request_id, error=end):
                 self._inboxes.end(request_id, end)
             case RefuseWorker():

@@ -10,8 +10,9 @@ import asyncio
 
 from baton.clock import Clock
 from baton.errors import BatonError
-from baton.generation import TokenSample, plain_token
+from baton.generation import plain_token
 from baton.ids import RequestId
+from router.events import Emit
 from router.inbox import Inbox
 from router.ports import Timing
 from router.progress import Advance
@@ -61,10 +62,14 @@ class Inboxes:
         if inbox is not None:
             inbox.end(end)
 
-    def put(self, request_id: RequestId, tokens: tuple[TokenSample, ...]) -> bool:
+    def put(self, emit: Emit) -> bool:
         """Tokens of one job, to be read at once; False when its reader should be given up."""
-        inbox = self._inboxes.get(request_id)
-        return inbox is None or inbox.put(tokens)
+        inbox = self._inboxes.get(emit.request_id)
+        if inbox is None:
+            return True
+        if emit.prompt_logprobs is not None:
+            inbox.put_prompt_logprobs(emit.prompt_logprobs)
+        return inbox.put(emit.tokens)
 
     def put_step(self, moved: Advance, now_s: float) -> list[RequestId]:
         """A step's tokens. Returns the jobs whose readers should be given up."""

@@ -6,6 +6,7 @@ from baton.clock import ManualClock
 from baton.errors import OverloadedError
 from baton.generation import FinishReason, TokenSample, plain_token
 from baton.ids import RequestId
+from router.events import Emit
 from router.inboxes import Inboxes
 from router.ports import Tokens
 from router.progress import Advance
@@ -62,7 +63,7 @@ async def test_an_end_never_waits_for_the_gap():
     await inbox.next()
     inboxes.put_step(_step((A, 2)), 0.0)
     last = TokenSample(sample=0, token=3, finish=FinishReason.STOP)
-    inboxes.put(A, (last,))
+    inboxes.put(Emit(request_id=A, tokens=(last,)))
     assert await inbox.next() == Tokens(samples=(plain_token(0, 2), last))
     inboxes.end(A, OverloadedError("enough"))
     with pytest.raises(OverloadedError):
@@ -82,4 +83,4 @@ async def test_tokens_of_a_job_whose_client_has_left_go_nowhere():
     inboxes.open(A)
     inboxes.close(A)
     assert inboxes.put_step(_step((A, 1)), 0.0) == []
-    assert inboxes.put(A, (plain_token(0, 1),))
+    assert inboxes.put(Emit(request_id=A, tokens=(plain_token(0, 1),)))

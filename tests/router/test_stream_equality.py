@@ -146,13 +146,16 @@ def _expected(
     written: dict[str, Any] = {"index": choice["index"]}
     written |= {"delta": delta} if kind.startswith("chat") else {"text": text}
     written |= {"logprobs": choice["logprobs"], "finish_reason": choice["finish_reason"]}
-    if "token_ids" in choice:
-        assert case.token_ids
-        written["token_ids"] = choice["token_ids"]
+    for member in ("prompt_token_ids", "token_ids"):
+        if member in choice:
+            assert case.token_ids
+            written[member] = choice[member]
     if not case.logprobs:
         assert choice["logprobs"] is None
     head = {"id": chunk["id"], "object": kind, "created": chunk["created"], "model": "tiny"}
-    return head | {"choices": [written]} | ({"usage": None} if case.usage else {})
+    prompt = {key: chunk[key] for key in ("prompt_token_ids",) if key in chunk}
+    assert case.token_ids or not prompt
+    return head | {"choices": [written]} | prompt | ({"usage": None} if case.usage else {})
 
 
 @settings(max_examples=12, deadline=None)
