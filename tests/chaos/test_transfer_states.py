@@ -74,7 +74,7 @@ async def strike(world: World, fault: str, prefill: str, decode: str) -> None:
         case "cut_in_a_message":
             proxy.forward.cut_after(20)
         case "flip_there":
-            proxy.forward.flip_bit(30)
+            proxy.forward.flip_bit(20)  # in what names the transfer, in most messages
         case "flip_back":
             proxy.backward.flip_bit(30)
         case "delay":
