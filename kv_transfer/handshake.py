@@ -1,6 +1,6 @@
 """What two workers show each other before KV is handed over, what they agree on, and why they refuse.
 
-    prefill worker ── OpenSession: who, for whom, layout, backends, proof ──▶ decode worker     `greet`, `agree`
+    prefill worker ── OpenSession: who, for whom, layout, backends ──▶ decode worker     `greet`, `agree`
                    ◀── SessionAccepted: one backend and its region, layout, lease ──            `accept`, `read_accepted`
                    ── RegionUnreachable: that one does not work here ──▶                        the next one both have, or no more
                    ◀── SessionAccepted ──
@@ -8,12 +8,11 @@
 No stream and no memory here; `session.py` and `session_service.py` carry it out.
 """
 
-import hmac
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 
-from baton.errors import BatonError, IncompatibleError, StaleIncarnationError, TicketError
+from baton.errors import BatonError, IncompatibleError, StaleIncarnationError
 from baton.ids import BlockId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.convert import (
@@ -109,12 +108,11 @@ def greet(
         layout=layout_to_proto(here.layout),
         backends=list(backends),
         number=number,
-        mac=here.office.session_mac(here.identity, peer, number, here.layout.digest()),
     )
 
 
 class Doorkeeper:
-    """Decides on a decode worker whom to let in. Remembers who came, so that no greeting opens a session twice."""
+    """Decides on a decode worker whom to let in. Remembers who came, so that no greeting opens a session twice; that greetings are real is known (`TicketOffice.open_opening`)."""
 
     def __init__(self, here: Endpoint, backends: Collection[str]) -> None:
         self._here = here
@@ -127,7 +125,6 @@ class Doorkeeper:
         Raises:
             IncompatibleError: Names what differs.
             StaleIncarnationError: The peer means another start of this worker, or shows an old greeting.
-            TicketError: The peer cannot prove that it belongs to this cluster.
         """
         if opening.WhichOneof("request") != "open":
             raise _misfit("protocol_version", "a session begins with OpenSession")
@@ -152,9 +149,6 @@ class Doorkeeper:
     def _identified(self, hello: pb.OpenSession, layout: KvLayout) -> WorkerIdentity:
         """Whose greeting it is; each rank of a worker counts its own."""
         peer, rank = identity_from_proto(hello.identity), layout.digest()
-        wanted = self._here.office.session_mac(peer, self._here.identity, hello.number, rank)
-        if not hmac.compare_digest(hello.mac, wanted):
-            raise TicketError("the session is not signed by this cluster", param="forged")
         if hello.number <= self._newest.get((peer, rank), 0):
             raise StaleIncarnationError(f"session {hello.number} of {peer} has been opened before")
         self._newest[peer, rank] = hello.number

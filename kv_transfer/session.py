@@ -19,6 +19,7 @@ from baton.errors import BatonError, IncompatibleError, TransferError, WorkerLos
 from baton.ids import BlockId, WorkerIdentity
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import failure_from_proto
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.telemetry.logs import get_logger
@@ -31,6 +32,7 @@ from kv_transfer.link import Link, MeasuredWriter, try_out
 from kv_transfer.messages import Heartbeat, ToDecode, ToPrefill
 from kv_transfer.ports import KvSender, KvWriter
 from kv_transfer.pusher import Pusher
+from kv_transfer.seal import SessionSeal
 from kv_transfer.ticket import region_digest
 
 _log = get_logger(__name__)
@@ -115,6 +117,8 @@ class PeerSession:
         self._lease: WriteLease | None = None
         self._terms: SessionTerms | None = None
         self._beats: dict[int, float] = {}
+        key = here.office.session_key(here.identity, peer, number, here.layout.digest())
+        self._seal = SessionSeal(key, prefills=True)
         self._outgoing: asyncio.Queue[pb.TransferRequest] = asyncio.Queue()
         self._connecting: asyncio.Task[KvWriter] | None = None
         self._pusher: Pusher | None = None
@@ -164,17 +168,17 @@ class PeerSession:
                 await asyncio.to_thread(way.close)
         await channel.close(None)
 
-    async def _requests(self) -> AsyncIterator[pb.TransferRequest]:
+    async def _requests(self) -> AsyncIterator[common_pb2.Signed]:
         hello = greet(self._here, self._peer, list(self._senders), self._number)
-        yield pb.TransferRequest(open=hello)
+        yield self._here.office.seal_opening(pb.TransferRequest(open=hello))
         while True:
-            yield await self._outgoing.get()
+            yield self._seal.seal(await self._outgoing.get())
 
     async def _talk(
-        self, call: grpc.aio.StreamStreamCall[pb.TransferRequest, pb.TransferReply]
+        self, call: grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
     ) -> None:
         asked_s = self._clock.now_s()
-        replies = call.__aiter__()
+        replies = self._unsealed(call)
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
                 reply = await anext(replies, None)
@@ -184,6 +188,12 @@ class PeerSession:
             await self._keep_up(replies)
         finally:
             call.cancel()
+
+    async def _unsealed(
+        self, call: grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
+    ) -> AsyncIterator[pb.TransferReply]:
+        async for signed in call:
+            yield self._seal.open(signed, pb.TransferReply())
 
     async def _keep_up(self, replies: AsyncIterator[pb.TransferReply]) -> None:
         """Maps the region, renews the lease and listens, all at once, until one of them fails.

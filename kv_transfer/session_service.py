@@ -13,7 +13,8 @@ import grpc
 
 from baton.errors import BatonError, TicketError, TransferError
 from baton.ids import WorkerIdentity
-from baton.rpc.convert import failure_to_proto
+from baton.rpc.convert import failure_to_proto, identity_from_proto, layout_from_proto
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.telemetry.logs import get_logger
@@ -30,6 +31,7 @@ from kv_transfer.handshake import (
 from kv_transfer.heads import LinkPlan
 from kv_transfer.messages import Heartbeat, SessionId, ToDecode, ToPrefill
 from kv_transfer.ports import KvReceiver, RegionHandle
+from kv_transfer.seal import SessionSeal
 from kv_transfer.ticket import region_digest
 
 _log = get_logger(__name__)
@@ -101,6 +103,7 @@ class _Served:
     fence: _Fence
     handle: RegionHandle
     terms: SessionTerms
+    seal: SessionSeal
     cut: asyncio.Future[BatonError]
     tried: list[str] = field(default_factory=list)
     outgoing: asyncio.Queue[pb.TransferReply] = field(default_factory=asyncio.Queue)
@@ -147,35 +150,49 @@ class TransferService(pb_grpc.TransferServicer):
 
     async def Session(  # type: ignore[override]  # noqa: N802  # the stub's name; a coroutine that writes, not an iterator
         self,
-        request_iterator: AsyncIterator[pb.TransferRequest],
-        context: grpc.aio.ServicerContext[pb.TransferRequest, pb.TransferReply],
+        request_iterator: AsyncIterator[common_pb2.Signed],
+        context: grpc.aio.ServicerContext[common_pb2.Signed, common_pb2.Signed],
     ) -> None:
         """One prefill worker's session, until either side ends it."""
         requests = aiter(request_iterator)
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
-                opening = await anext(requests, pb.TransferRequest())
-            agreed = self._door.agree(opening)
+                signed = await anext(requests, common_pb2.Signed())
+            opening = self._here.office.open_opening(signed)
         except TimeoutError:
             return
+        except TicketError as error:
+            self._host.on_ticket_refused(error)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
+        seal = self._seal(opening.open)
+        try:
+            agreed = self._door.agree(opening)
         except BatonError as error:
             self._count(error)
-            await context.write(pb.TransferReply(refused=failure_to_proto(error)))
+            await context.write(seal.seal(pb.TransferReply(refused=failure_to_proto(error))))
             return
-        await self._serve(requests, context, agreed)
+        await self._serve(requests, context, agreed, seal)
+
+    def _seal(self, hello: pb.OpenSession) -> SessionSeal:
+        source, target = (
+            identity_from_proto(hello.identity),
+            identity_from_proto(hello.expected_peer),
+        )
+        rank = layout_from_proto(hello.layout).digest()
+        key = self._here.office.session_key(source, target, hello.number, rank)
+        return SessionSeal(key, prefills=False)
 
     def _count(self, error: BatonError) -> None:
         refused = refused_field(error)
-        if isinstance(error, TicketError):
-            self._host.on_ticket_refused(error)
-        elif refused is not None:
+        if refused is not None:
             self._host.on_handshake_refused(refused)
 
     async def _serve(
         self,
-        requests: AsyncIterator[pb.TransferRequest],
-        context: grpc.aio.ServicerContext[pb.TransferRequest, pb.TransferReply],
+        requests: AsyncIterator[common_pb2.Signed],
+        context: grpc.aio.ServicerContext[common_pb2.Signed, common_pb2.Signed],
         agreed: Agreed,
+        seal: SessionSeal,
     ) -> None:
         self._next += 1
         session, loop = SessionId(self._next), asyncio.get_running_loop()
@@ -185,6 +202,7 @@ class TransferService(pb_grpc.TransferServicer):
             fence=_Fence(lambda: _tell(loop, self._host.on_peer_fenced, session)),
             handle=handle,
             terms=self._terms(handle),
+            seal=seal,
             cut=loop.create_future(),
         )
         self._sessions[session] = served
@@ -243,11 +261,16 @@ class TransferService(pb_grpc.TransferServicer):
         )
 
     async def _read(
-        self, session: SessionId, served: _Served, requests: AsyncIterator[pb.TransferRequest]
+        self, session: SessionId, served: _Served, requests: AsyncIterator[common_pb2.Signed]
     ) -> None:
         try:
-            async for request in requests:
-                self._take(session, served, request)
+            async for signed in requests:
+                self._take(session, served, served.seal.open(signed, pb.TransferRequest()))
+        except TicketError as error:
+            self._host.on_ticket_refused(error)
+            _log.warning(
+                "a session's seal is broken", peer=str(served.agreed.peer), error=error.message
+            )
         except TransferError as error:
             _log.warning(
                 "a prefill worker sent nonsense", peer=str(served.agreed.peer), error=error.message
@@ -269,10 +292,10 @@ class TransferService(pb_grpc.TransferServicer):
 
 
 async def _write(
-    served: _Served, context: grpc.aio.ServicerContext[pb.TransferRequest, pb.TransferReply]
+    served: _Served, context: grpc.aio.ServicerContext[common_pb2.Signed, common_pb2.Signed]
 ) -> None:
     while True:
-        await context.write(await served.outgoing.get())
+        await context.write(served.seal.seal(await served.outgoing.get()))
 
 
 def _tell(
