@@ -46,8 +46,8 @@ from engine.messages import StepEvents
 from engine.ports import EnginePort
 from kv_transfer.checksum import PageHashes, find_corruption
 from kv_transfer.convert import check_permit
+from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import LinkPlan
-from kv_transfer.ledger import LedgerLimits
 from kv_transfer.messages import (
     EndSession,
     FromPeer,
@@ -319,7 +319,10 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         fault = checked.result() if failed is None else f"they cannot be read: {failed!r}"
         if fault is not None:
             _log.error("corrupt KV pages", xfer_id=asked.xfer_id, fault=fault)
-        self._apply(PagesVerified(xfer_id=asked.xfer_id, attempt=asked.attempt, fault=fault))
+        verified = PagesVerified(
+            xfer_id=asked.xfer_id, session=asked.session, attempt=asked.attempt, fault=fault
+        )
+        self._apply(verified)
 
     def _tell(self, tell: Tell) -> None:
         self._count(tell)

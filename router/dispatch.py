@@ -25,6 +25,7 @@ from router.events import (
     LoadReported,
     RefuseWorker,
     Service,
+    StepTokens,
     StopSample,
     Submitted,
     TimePassed,
@@ -35,7 +36,7 @@ from router.events import (
 from router.flight import FlightState
 from router.legs import LegTable
 from router.placement import Placement
-from router.progress import FlightProgress
+from router.progress import Advance, FlightProgress
 from router.routing.view import ClusterView, WorkerView
 
 _DEAF_S = 1.0
@@ -99,6 +100,10 @@ class Dispatcher:
             case _:
                 return self._progressed(event, now_s)
 
+    def advance(self, step: StepTokens, now_s: float) -> Advance:
+        """Takes a step's tokens the short way; `others` of what comes back are for `handle`."""
+        return self._progress.step(step, now_s)
+
     def give_up(self, event: Event, error: InvariantError) -> list[Action]:
         """Ends the job that `event` belongs to, after `handle` raised `error` for it."""
         match event:
@@ -119,7 +124,7 @@ class Dispatcher:
 
     def _submit(self, event: Submitted, now_s: float) -> list[Action]:
         actions = self._attempts.begin(event.job, now_s)
-        heappush(self._deadlines, (now_s + event.job.deadline_s, event.job.request_id))
+        heappush(self._deadlines, (now_s + event.job.remaining_s, event.job.request_id))
         return actions
 
     def _progressed(self, event: LegEvent, now_s: float) -> list[Action]:

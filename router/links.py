@@ -5,7 +5,7 @@ when one breaks the worker is lost to the dispatcher, and the others are closed,
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,7 +19,7 @@ from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, p
 from baton.telemetry.logs import get_logger
 from router.events import (
     AskForSnapshot,
-    Event,
+    Heard,
     SendAction,
     SendCancel,
     SendPrefill,
@@ -77,7 +77,7 @@ class WorkerLink:
     """
 
     def __init__(
-        self, address: str, sink: Callable[[Event], None], *, timing: LinkTiming | None = None
+        self, address: str, sink: Callable[[Heard], None], *, timing: LinkTiming | None = None
     ) -> None:
         self.address = address
         self.state = LinkState.CONNECTING
@@ -184,7 +184,7 @@ class WorkerLink:
     async def _read(self, service: Service, worker: WorkerIdentity, call: Call) -> None:
         async for frame in call:
             try:
-                events = (
+                events: Sequence[Heard] = (
                     decode_events(worker, frame)
                     if isinstance(frame, decode_pb2.DecodeFrame)
                     else prefill_events(worker, frame)

@@ -1,6 +1,6 @@
 """Places an attempt on workers: hashes the prompt, asks the index, lets the policy choose, remembers the choice."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from functools import lru_cache
 from random import Random
 
@@ -9,6 +9,7 @@ from baton.hashing import chain_keys, root_key
 from baton.ids import BlockKey, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from kv_transfer.ticket import Permit, TicketOffice
+from router.admission.room import WorkerRoom
 from router.job import Job
 from router.routing.index import PrefixIndex
 from router.routing.policy import Demand, Pair, Policy, Unavailable, choose, choose_prefiller
@@ -24,10 +25,18 @@ class Placement:
         policy: How workers are priced.
         secret: The cluster secret that keys block hashes and signs permits.
         rng: Breaks ties.
+        room: Who can take more; everybody unless given.
     """
 
     def __init__(
-        self, *, view: ClusterView, index: PrefixIndex, policy: Policy, secret: bytes, rng: Random
+        self,
+        *,
+        view: ClusterView,
+        index: PrefixIndex,
+        policy: Policy,
+        secret: bytes,
+        rng: Random,
+        room: WorkerRoom | None = None,
     ) -> None:
         self._view = view
         self._index = index
@@ -35,6 +44,7 @@ class Placement:
         self._secret = secret
         self._office = TicketOffice(secret)
         self._rng = rng
+        self._room = room
         self._decisions = 0
 
     def choose(
@@ -44,7 +54,10 @@ class Placement:
         usable = [w for w in self._view.usable(now_s) if w.identity not in avoid]
         if not usable:
             return Unavailable(reason="no worker is available")
-        chosen = choose(self._policy, usable, self._demand(job, prompt, now_s), self._rng)
+        full = self._full(job, prompt, usable)
+        chosen = choose(
+            self._policy, usable, self._demand(job, prompt, now_s), self._rng, full=full
+        )
         if isinstance(chosen, Pair):
             self._remember(job, chosen, now_s)
         return chosen
@@ -80,6 +93,22 @@ class Placement:
             num_blocks=layout.num_blocks_for(len(prompt.tokens)),
         )
         return self._office.issue(permit)
+
+    def _full(self, job: Job, prompt: Prompt, workers: Sequence[WorkerView]) -> Set[WorkerIdentity]:
+        """Who should decode nothing more. If that is everybody it is nobody: a job that was let in, and lost its worker,
+        goes on wherever there is one.
+        """
+        if self._room is None:
+            return frozenset()
+        decoders = [worker for worker in workers if worker.hello.role.decodes]
+        samples = len(prompt.samples)
+        context = samples * (len(prompt.prompt_tokens) + len(prompt.output_tokens))
+        full = frozenset(
+            worker.identity
+            for worker in decoders
+            if not self._room.takes(worker, samples=samples, context_tokens=context, slo=job.slo)
+        )
+        return full if len(full) < len(decoders) else frozenset()
 
     def _demand(self, job: Job, prompt: Prompt, now_s: float) -> Demand:
         return Demand(

@@ -33,6 +33,8 @@ class WorkerView:
         prefill_tokens: Prompt tokens this router sent whose KV is not computed yet.
         decode_sequences: Samples this router decodes there.
         decode_tokens: Tokens of context of those samples.
+        prefills: Prompts of this router whose KV is not computed yet.
+        tbt_targets: How many of its legs that decode there were promised which time between tokens.
         foreign_prefill_tokens: Pending prompt tokens that are not this router's, by the last report.
         foreign_sequences: The same for sequences.
         progress_s: When it last showed progress, or when it last became busy.
@@ -52,6 +54,8 @@ class WorkerView:
     prefill_tokens: int = 0
     decode_sequences: int = 0
     decode_tokens: int = 0
+    prefills: int = 0
+    tbt_targets: dict[float, int] = field(default_factory=dict)
     foreign_prefill_tokens: int = 0
     foreign_sequences: int = 0
     last_pick: int = 0
@@ -70,6 +74,11 @@ class WorkerView:
     def sequences(self) -> int:
         """Sequences a new one would share steps with."""
         return self.decode_sequences + self.foreign_sequences
+
+    @property
+    def tightest_tbt_s(self) -> float | None:
+        """The shortest time between tokens that anybody who decodes there was promised."""
+        return min(self.tbt_targets, default=None)
 
     def report(self, load: WorkerLoad, now_s: float) -> None:
         """Takes a load report: corrects what is not this router's own."""
@@ -186,10 +195,15 @@ class ClusterView:
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a count is negative or left over without a leg."""
         for worker in self.workers:
-            counts = (worker.prefill_tokens, worker.decode_sequences, worker.decode_tokens)
+            counts = (
+                worker.prefills,
+                worker.prefill_tokens,
+                worker.decode_sequences,
+                worker.decode_tokens,
+            )
             if worker.legs < 0 or min(counts) < 0:
                 raise InvariantError(f"{worker.identity}: {worker.legs} legs, counts {counts}")
-            if worker.legs == 0 and any(counts):
+            if worker.legs == 0 and (any(counts) or worker.tbt_targets):
                 raise InvariantError(f"{worker.identity}: no leg, but counts {counts}")
 
     def _check_model(self, hello: WorkerHello) -> None:
