@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from baton.ids import new_request_id
 from router.openai.answer import ReplyHead, answer, token_ids, token_ids_field
-from router.openai.body import read_body
+from router.openai.body import parse_body, read_bounded
 from router.openai.choices import Delta
 from router.openai.length import check_text
 from router.openai.logprobs import completion_logprobs
@@ -24,6 +24,7 @@ from router.openai.replies import (
 from router.openai.requests import CompletionRequest
 from router.openai.sampling import completion_limit
 from router.openai.serving import Serving
+from router.openai.token_prompt import take_token_prompt
 from router.openai.visit import visit_of
 from router.pieces import PieceTable
 from router.ports import ServedModel
@@ -31,7 +32,7 @@ from router.ports import ServedModel
 
 async def completions(request: Request, serving: Serving) -> Response:
     """Continues one or several prompts."""
-    body = await read_body(request, CompletionRequest, serving.max_body_bytes)
+    body = read_completion(await read_bounded(request, serving.max_body_bytes))
     tenant = visit_of(request).tenant
     head = ReplyHead(
         request_id=new_request_id("cmpl"),
@@ -53,9 +54,24 @@ async def completions(request: Request, serving: Serving) -> Response:
     return await answer(request, serving, body, runs, shape)
 
 
+def read_completion(raw: bytes) -> CompletionRequest:
+    """The body of a request.
+
+    Raises:
+        InvalidRequestError: Not JSON, or not what the schema allows.
+    """
+    taken = take_token_prompt(raw)
+    if taken is None:
+        return parse_body(raw, CompletionRequest)
+    rest, tokens = taken
+    body = parse_body(rest, CompletionRequest)
+    body.prompt = tokens  # type: ignore[assignment]  # a list of token ids in all but type
+    return body
+
+
 async def _token_prompts(
     body: CompletionRequest, serving: Serving, model: ServedModel
-) -> list[list[int]]:
+) -> list[Sequence[int]]:
     tokenizer = serving.tokenizer
     for prompt in body.prompts:
         if isinstance(prompt, str):

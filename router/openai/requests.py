@@ -4,7 +4,7 @@ Parsing is strict (a bool is no number, a number no string, NaN is nothing). Unk
 this protocol do; fields that are known and would change the answer, but are not served, are refused by name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -197,7 +197,7 @@ class CompletionRequest(GenerationBody):
     add_special_tokens: bool = True
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[str] | list[Sequence[int]]:
         """One entry per prompt: all texts, or all token ids."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt

@@ -219,7 +219,7 @@ class BlockTable:
     @property
     def num_columns(self) -> int:
         """Columns there is room for."""
-        return self._memory.num_words * WORD_BITS
+        return int(self._memory.num_words * WORD_BITS)
 
     @property
     def size_bytes(self) -> int:
