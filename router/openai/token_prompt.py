@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from baton.tokens import PackedTokens
-from router.openai.requests import MAX_PROMPT_TOKENS
+from router.openai.fields import MAX_PROMPT_TOKENS
 
 _WORTH_BYTES = 4096
 """Shorter bodies are checked as they are, in less time than it takes to look into them."""

@@ -174,7 +174,8 @@ def _rows(memory: Memory, prints: Prints) -> NDArray[np.uint64]:
         bucket = (prints[rest] >> half) & memory.mask
         row, at = (memory.prints[bucket] == prints[rest, None]).nonzero()
         buckets[rest[row]], places[rest[row]] = bucket[row], at
-    return memory.sets[buckets, places]
+    sets: NDArray[np.uint64] = memory.sets[buckets, places]
+    return sets
 
 
 def _buckets(memory: Memory, block: int) -> tuple[int, int]:

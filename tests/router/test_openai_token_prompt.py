@@ -14,7 +14,7 @@ LONG = list(range(2000))
 
 
 def body(prompt: str, rest: str = '"model": "m", "max_tokens": 7') -> bytes:
-    return ('{%s, "prompt": %s}' % (rest, prompt)).encode()
+    return b'{%b, "prompt": %b}' % (rest.encode(), prompt.encode())
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (" ,\n\t", " : ")])
@@ -48,7 +48,7 @@ def test_a_wrong_id_gets_the_same_error_as_in_a_short_prompt(wrong):
     with pytest.raises(InvalidRequestError) as long:
         read_completion(body(f"[{wrong}, {numbers}]"))
     with pytest.raises(InvalidRequestError) as short:
-        read_completion(body(f"[{wrong}]"))
+        read_completion(body(f"[{wrong}, 1, 2]"))
     assert (long.value.message, long.value.param) == (short.value.message, short.value.param)
 
 
