@@ -141,7 +141,7 @@ async def _pieces(
         async for batch in batches:
             if head is None:
                 head = shape.opening()
-            yield head + b"".join(map(shape.piece, batch))
+            yield head + b"".join([shape.piece(delta) for delta in batch])
             head = b""
     yield shape.closing(usage_of(runs), _timings(runs) if with_timing else [])
 
