@@ -14,6 +14,7 @@ from baton.ids import BlockKey
 from baton.layout import KvLayout
 
 KEY_BYTES = 16
+_MAX_PLAIN_SALT = 64
 
 
 def root_key(secret: bytes, *, scope: str, layout: KvLayout, adapter: str = "") -> BlockKey:
@@ -60,5 +61,10 @@ def chain_keys(
 
 
 def narrow_scope(scope: str, salt: str | None) -> str:
-    """The scope that a client's `cache_salt` narrows; any text is allowed, none can widen."""
-    return scope if not salt else f"{len(scope)}:{scope}/{salt}"
+    """The scope that a client's `cache_salt` narrows; any text is allowed, none can widen. A long one is hashed."""
+    if not salt:
+        return scope
+    if len(salt) <= _MAX_PLAIN_SALT:
+        return f"{len(scope)}:{scope}/{salt}"
+    # Another separator than above: a short salt never has the scope of a long one.
+    return f"{len(scope)}:{scope}#{blake3(salt.encode()).hexdigest()}"

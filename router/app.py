@@ -16,7 +16,7 @@ from baton.errors import UnavailableError
 from baton.telemetry.metrics import render
 from router.metrics import RouterMetrics
 from router.openai import description, errors
-from router.openai.access import AccessGate, ApiKeys
+from router.openai.access import AccessGate
 from router.openai.chat import chat_completions
 from router.openai.completions import completions
 from router.openai.models import detokenize, model_card, model_list, tokenize
@@ -24,6 +24,7 @@ from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
 from router.openai.sampling import SamplingDefaults
 from router.openai.serving import Serving
 from router.ports import Generator
+from router.tenants.directory import TenantDirectory
 from router.tokenizer import Tokenizer
 
 
@@ -36,14 +37,12 @@ class AppSettings:
         version: Baton's version, shown by /version.
         router: Keys and limits.
         defaults: How tokens are drawn where a request says nothing (`router.openai.sampling.read_defaults`).
-        cache_scope: Scope of the prefix cache.
     """
 
     model_names: tuple[str, ...]
     version: str
     router: RouterConfig
     defaults: SamplingDefaults
-    cache_scope: str = ""
 
 
 def create_app(
@@ -52,6 +51,7 @@ def create_app(
     tokenizer: Tokenizer,
     registry: CollectorRegistry,
     clock: Clock | None = None,
+    directory: TenantDirectory | None = None,
 ) -> FastAPI:
     """The application. It owns nothing: generator and tokenizer outlive it.
 
@@ -61,7 +61,9 @@ def create_app(
         tokenizer: The served model's.
         registry: Where the router's metrics go, and what /metrics shows.
         clock: Measures what clients wait for.
+        directory: Knows the tenants; the one that the configured keys make if None.
     """
+    directory = directory or TenantDirectory(settings.router.api_keys)
     metrics = RouterMetrics(registry, settings.model_names[0])
     metrics.watch(generator)
     serving = Serving(
@@ -74,7 +76,6 @@ def create_app(
         clock=clock or MonotonicClock(),
         max_body_bytes=settings.router.max_body_bytes,
         request_timeout_s=settings.router.request_timeout_s,
-        cache_scope=settings.cache_scope,
     )
     app = FastAPI(
         title="Baton",
@@ -83,7 +84,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(AccessGate, keys=ApiKeys(settings.router.api_keys), metrics=metrics)
+    app.add_middleware(AccessGate, directory=directory, metrics=metrics)
     errors.install(app)
     description.install(app)
     _add_generation(app, serving)
@@ -116,12 +117,12 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
 
 def _add_models(app: FastAPI, serving: Serving) -> None:
     @app.get("/v1/models", responses=description.ERRORS)
-    async def get_models() -> ModelList:
-        return await model_list(serving)
+    async def get_models(request: Request) -> ModelList:
+        return await model_list(request, serving)
 
     @app.get("/v1/models/{name:path}", responses=description.ERRORS)
-    async def get_model(name: str) -> ModelCard:
-        return await model_card(name, serving)
+    async def get_model(name: str, request: Request) -> ModelCard:
+        return await model_card(name, request, serving)
 
     into, back = description.TOKENIZE, description.DETOKENIZE
 

@@ -11,7 +11,8 @@ from baton.config.schema import RouterConfig
 from baton.errors import DrainingError, InvariantError, OverloadedError
 from baton.ids import RequestId
 from baton.telemetry.logs import get_logger
-from router.dispatch import Dispatcher, Patience
+from router.attempts import Patience
+from router.dispatch import Dispatcher
 from router.events import (
     Action,
     ClientGone,

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from baton.generation import Prompt, TokenSample
 from baton.ids import RequestId
+from router.tenants.tenant import ANONYMOUS, Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +21,13 @@ class GenerationJob:
         request_id: Names the job in logs, traces and `stop_sample`; unique among the jobs in flight.
         prompt: What to generate; `samples` holds the indices of all samples wanted.
         deadline_s: Seconds from now until the job is given up.
+        tenant: On whose account it is.
     """
 
     request_id: RequestId
     prompt: Prompt
     deadline_s: float
+    tenant: Tenant = ANONYMOUS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,7 @@ Plain ASGI, because a middleware that wraps the request's channel would hide a c
 `scope["path"]`, which is what routing reads.
 """
 
-import hashlib
-import hmac
 import re
-from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +13,8 @@ from baton.errors import AuthenticationError
 from baton.ids import new_request_id
 from router.metrics import RouterMetrics
 from router.openai.errors import error_response
+from router.openai.visit import Visit
+from router.tenants.directory import TenantDirectory
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -23,38 +22,18 @@ _MAX_REQUEST_ID = 128
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
 
-class ApiKeys:
-    """The accepted keys, as digests only. No key at all accepts everyone."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
-
-    def check(self, authorization: str | None) -> None:
-        """Compares against every key, in a time that does not tell how close a guess was.
-
-        Raises:
-            AuthenticationError: There are keys, and this header holds none of them.
-        """
-        if not self._digests:
-            return
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise AuthenticationError("An API key is needed: Authorization: Bearer KEY.")
-        given = _digest(key.strip().encode())
-        if sum([hmac.compare_digest(given, digest) for digest in self._digests]) == 0:
-            raise AuthenticationError("This API key is not known.")
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
 class AccessGate:
-    """Authorises, names and counts every HTTP request."""
+    """Authorises, names and counts every HTTP request.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: RouterMetrics) -> None:
+    Args:
+        app: What stands behind it.
+        directory: Knows the tenants.
+        metrics: Counts the replies.
+    """
+
+    def __init__(self, app: ASGIApp, directory: TenantDirectory, metrics: RouterMetrics) -> None:
         self._app = app
-        self._keys = keys
+        self._directory = directory
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,18 +53,29 @@ class AccessGate:
             await send(message)
 
         try:
-            await self._admitted(headers, scope, receive, send_named)
+            await self._let_in(name, headers, scope, receive, send_named)
         finally:
             self._metrics.http_answered(_route_of(scope), status)
 
-    async def _admitted(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _let_in(
+        self, name: str, headers: Headers, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         try:
             if scope["path"] not in OPEN_PATHS:
-                self._keys.check(headers.get("authorization"))
+                caller = self._directory.identify(_credential(headers))
+                Visit(caller=caller, name=name).enter(scope)
         except AuthenticationError as error:
             await error_response(error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+
+def _credential(headers: Headers) -> str | None:
+    """The key or token of `Authorization: Bearer`, or of `x-api-key`, which Anthropic's clients send."""
+    scheme, _, credential = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and credential.strip():
+        return credential.strip()
+    return headers.get("x-api-key", "").strip() or None
 
 
 def _request_name(given: str | None) -> str:

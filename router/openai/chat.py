@@ -25,16 +25,18 @@ from router.openai.replies import (
 from router.openai.requests import ChatCompletionRequest
 from router.openai.sampling import chat_limit
 from router.openai.serving import Serving
+from router.openai.visit import visit_of
 from router.pieces import PieceTable
 
 
 async def chat_completions(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, ChatCompletionRequest, serving.max_body_bytes)
+    tenant = visit_of(request).tenant
     head = ReplyHead(
         request_id=new_request_id("chatcmpl"),
         created=int(time.time()),
-        model=serving.require_name(body.model),
+        model=serving.require_name(body.model, tenant),
     )
     model = await serving.require_model()
     messages = [message.for_template() for message in body.messages]
@@ -47,6 +49,7 @@ async def chat_completions(request: Request, serving: Serving) -> Response:
         serving,
         body,
         [prompt],
+        tenant=tenant,
         model=model,
         request_id=head.request_id,
         limit=chat_limit(body),

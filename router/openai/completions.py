@@ -24,6 +24,7 @@ from router.openai.replies import (
 from router.openai.requests import CompletionRequest
 from router.openai.sampling import completion_limit
 from router.openai.serving import Serving
+from router.openai.visit import visit_of
 from router.pieces import PieceTable
 from router.ports import ServedModel
 
@@ -31,16 +32,18 @@ from router.ports import ServedModel
 async def completions(request: Request, serving: Serving) -> Response:
     """Continues one or several prompts."""
     body = await read_body(request, CompletionRequest, serving.max_body_bytes)
+    tenant = visit_of(request).tenant
     head = ReplyHead(
         request_id=new_request_id("cmpl"),
         created=int(time.time()),
-        model=serving.require_name(body.model),
+        model=serving.require_name(body.model, tenant),
     )
     model = await serving.require_model()
     runs = plan_runs(
         serving,
         body,
         await _token_prompts(body, serving, model),
+        tenant=tenant,
         model=model,
         request_id=head.request_id,
         limit=completion_limit(body),

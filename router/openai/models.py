@@ -7,22 +7,24 @@ from router.openai.length import check_messages, check_text
 from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
 from router.openai.requests import DetokenizeRequest, TokenizeRequest
 from router.openai.serving import Serving
+from router.openai.visit import visit_of
 from router.openai.vocabulary import check_vocabulary
 from router.ports import ServedModel
 
 
-async def model_list(serving: Serving) -> ModelList:
-    """All names that the one model answers to."""
-    return ModelList(data=[await _card(name, serving) for name in serving.model_names])
+async def model_list(request: Request, serving: Serving) -> ModelList:
+    """All names by which this tenant may ask for the one model."""
+    names = serving.names_for(visit_of(request).tenant)
+    return ModelList(data=[await _card(name, serving) for name in names])
 
 
-async def model_card(name: str, serving: Serving) -> ModelCard:
+async def model_card(name: str, request: Request, serving: Serving) -> ModelCard:
     """One name.
 
     Raises:
-        ModelNotFoundError: It is not served.
+        ModelNotFoundError: It is not served, or not to this tenant.
     """
-    return await _card(serving.require_name(name), serving)
+    return await _card(serving.require_name(name, visit_of(request).tenant), serving)
 
 
 async def _card(name: str, serving: Serving) -> ModelCard:
@@ -39,7 +41,7 @@ async def tokenize(request: Request, serving: Serving) -> Tokenized:
     """The token ids of a prompt or a conversation."""
     body = await read_body(request, TokenizeRequest, serving.max_body_bytes)
     if body.model is not None:
-        serving.require_name(body.model)
+        serving.require_name(body.model, visit_of(request).tenant)
     model = await serving.require_model()
     tokens = await _token_ids(body, serving, model)
     texts = serving.tokenizer.token_texts(tokens) if body.return_token_strs else None
@@ -66,6 +68,6 @@ async def detokenize(request: Request, serving: Serving) -> Detokenized:
     """The text of token ids."""
     body = await read_body(request, DetokenizeRequest, serving.max_body_bytes)
     if body.model is not None:
-        serving.require_name(body.model)
+        serving.require_name(body.model, visit_of(request).tenant)
     check_vocabulary(body.tokens, await serving.require_model(), "tokens")
     return Detokenized(prompt=await serving.tokenizer.decode(body.tokens))

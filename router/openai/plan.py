@@ -13,6 +13,7 @@ from router.openai.sampling import TokenLimit, sampling_params
 from router.openai.serving import Serving
 from router.openai.vocabulary import check_vocabulary
 from router.ports import GenerationJob, ServedModel
+from router.tenants.tenant import Tenant
 
 
 def plan_runs(
@@ -20,6 +21,7 @@ def plan_runs(
     body: GenerationBody,
     prompts: Sequence[Sequence[int]],
     *,
+    tenant: Tenant,
     model: ServedModel,
     request_id: RequestId,
     limit: TokenLimit,
@@ -35,9 +37,14 @@ def plan_runs(
         include_stop=bool(body.include_stop_str_in_output),
         min_tokens=body.min_tokens or 0,
     )
-    planned = [_prompt(serving, body, tokens, model, limit, logprobs) for tokens in prompts]
+    planned = [_prompt(serving, body, tokens, tenant, model, limit, logprobs) for tokens in prompts]
     return [
-        JobRun(_job(serving, prompt, request_id, number), serving, options, number * (body.n or 1))
+        JobRun(
+            _job(serving, prompt, tenant, request_id, number),
+            serving,
+            options,
+            number * (body.n or 1),
+        )
         for number, prompt in enumerate(planned)
     ]
 
@@ -46,6 +53,7 @@ def _prompt(
     serving: Serving,
     body: GenerationBody,
     tokens: Sequence[int],
+    tenant: Tenant,
     model: ServedModel,
     limit: TokenLimit,
     logprobs: int | None,
@@ -60,14 +68,17 @@ def _prompt(
         sampling=sampling_params(
             body, serving.defaults, model, max_tokens=max_tokens, logprobs=logprobs
         ),
-        cache_scope=narrow_scope(serving.cache_scope, body.cache_salt),
+        cache_scope=narrow_scope(tenant.cache_scope, body.cache_salt),
     )
 
 
-def _job(serving: Serving, prompt: Prompt, request_id: RequestId, number: int) -> GenerationJob:
+def _job(
+    serving: Serving, prompt: Prompt, tenant: Tenant, request_id: RequestId, number: int
+) -> GenerationJob:
     """The first job has the request's own id, those after it a number besides."""
     return GenerationJob(
         request_id=RequestId(f"{request_id}-{number}") if number else request_id,
         prompt=prompt,
         deadline_s=serving.request_timeout_s,
+        tenant=tenant,
     )

@@ -107,7 +107,7 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    cache_salt: str | None = Field(None, min_length=1)
     user: str | None = Field(None, max_length=1024)
 
     @property

@@ -7,6 +7,7 @@ from baton.errors import ModelNotFoundError, UnavailableError
 from router.metrics import RouterMetrics
 from router.openai.sampling import SamplingDefaults
 from router.ports import Generator, ServedModel
+from router.tenants.tenant import Tenant
 from router.tokenizer import Tokenizer
 
 
@@ -24,7 +25,6 @@ class Serving:
         clock: Measures what clients wait for.
         max_body_bytes: Larger bodies get 413.
         request_timeout_s: Deadline of a request.
-        cache_scope: Scope of the prefix cache; a request's `cache_salt` narrows it.
     """
 
     model_names: tuple[str, ...]
@@ -36,17 +36,20 @@ class Serving:
     clock: Clock = field(default_factory=MonotonicClock)
     max_body_bytes: int
     request_timeout_s: float
-    cache_scope: str = ""
 
-    def require_name(self, model: str | None) -> str:
-        """The name, if it is served.
+    def names_for(self, tenant: Tenant) -> tuple[str, ...]:
+        """The names that `tenant` may use."""
+        return tuple(name for name in self.model_names if tenant.may_use(name))
+
+    def require_name(self, model: str | None, tenant: Tenant) -> str:
+        """The name, if it is served, and to this tenant. One that is not on its list does not exist for it.
 
         Raises:
             ModelNotFoundError: It is missing or unknown.
         """
         if model is None:
             raise ModelNotFoundError("The request names no model.", param="model")
-        if model not in self.model_names:
+        if model not in self.names_for(tenant):
             raise ModelNotFoundError(f"The model `{model[:200]}` does not exist.", param="model")
         return model
 

@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -19,6 +19,8 @@ from baton.telemetry.metrics import new_registry
 from router.app import AppSettings, create_app
 from router.fake import FakeGenerator
 from router.openai.sampling import SamplingDefaults
+from router.tenants.directory import TenantDirectory
+from router.tenants.tenant import ANONYMOUS
 from router.tokenizer import Tokenizer
 from tests.router.tiny_tokenizers import CHAT_TEMPLATE, byte_level, token_id
 
@@ -71,6 +73,7 @@ async def serve(
     *,
     generator: FakeGenerator | None = None,
     defaults: SamplingDefaults | None = None,
+    directory: TenantDirectory | None = None,
     **router: Any,
 ) -> AsyncIterator[Served]:
     """An application with a client that calls it directly. A fault that it raises is answered, not passed on."""
@@ -82,9 +85,11 @@ async def serve(
         version="1.2.3",
         router=RouterConfig(**router),
         defaults=defaults or SamplingDefaults(),
-        cache_scope="tenant",
     )
-    app = create_app(settings, generator, tokenizer, registry)
+    directory = directory or TenantDirectory(
+        settings.router.api_keys, replace(ANONYMOUS, cache_scope="tenant")
+    )
+    app = create_app(settings, generator, tokenizer, registry, directory=directory)
     served = Served(app=app, generator=generator, tokenizer=tokenizer, registry=registry)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:

@@ -19,7 +19,8 @@ from baton.errors import (
 )
 from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample, WorkerLoad
 from baton.ids import RequestId, Role
-from router.dispatch import Dispatcher, Patience
+from router.attempts import Patience
+from router.dispatch import Dispatcher
 from router.events import (
     ClientGone,
     DecodeTokens,

@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.errors import CancelledByPeerError, EngineError, TransferError, WorkerLostError
 from baton.generation import FinishReason, Prompt, SamplingParams, WorkerLoad
 from baton.ids import LegId, RequestId, Role, WorkerIdentity
-from router.dispatch import Dispatcher, Patience
+from router.attempts import Patience
+from router.dispatch import Dispatcher
 from router.events import (
     ClientGone,
     DecodeTokens,

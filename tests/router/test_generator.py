@@ -14,7 +14,7 @@ from baton.errors import (
 )
 from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import RequestId, Role
-from router.dispatch import Patience
+from router.attempts import Patience
 from router.generator import ClusterGenerator
 from router.links import LinkTiming
 from router.ports import GenerationJob, ServedModel, Timing, Tokens

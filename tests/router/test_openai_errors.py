@@ -65,7 +65,6 @@ def _assert_refused(reply: Any, status: int, code: str, param: str | None) -> No
         ({"stop_token_ids": [600]}, "stop_token_ids"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"cache_salt": {"a": 1}}, "cache_salt"),
-        ({"cache_salt": "x" * 2000}, "cache_salt"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),

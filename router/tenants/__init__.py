@@ -1,0 +1,1 @@
+"""Who may come in, what each may use, and on what terms."""
