@@ -32,8 +32,10 @@ from router.links import LinkTiming
 from router.membership import Membership
 from router.placement import Placement
 from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing
+from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
+from router.routing.predictive import LocalPrefill
 from router.routing.view import ClusterView
 
 _TICK_S = 0.05
@@ -71,12 +73,17 @@ class ClusterGenerator:
         self._max_queued_bytes = config.max_queued_bytes_per_client
         index = PrefixIndex()
         self.view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
+        local_prefill = LocalPrefill(
+            max_tokens=config.local_prefill_tokens, max_stall_s=config.local_prefill_stall_s
+        )
+        self.decisions = DecisionLog(config.policy)
         placement = Placement(
             view=self.view,
             index=index,
-            policy=policy_named(config.policy),
+            policy=policy_named(config.policy, local_prefill),
             secret=secret,
             rng=Random(),
+            log=self.decisions,
         )
         self._patience = patience or Patience(max_attempts=config.max_attempts)
         self._dispatcher = Dispatcher(view=self.view, placement=placement, patience=self._patience)

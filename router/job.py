@@ -85,14 +85,22 @@ class Job:
         prompt: As the client sent it, with all samples.
         now_s: When it arrived.
         deadline_s: When it is given up, on the same clock.
+        session: What the client calls its session, made unique to the tenant; empty if it names none.
     """
 
     def __init__(
-        self, *, request_id: RequestId, prompt: Prompt, now_s: float, deadline_s: float
+        self,
+        *,
+        request_id: RequestId,
+        prompt: Prompt,
+        now_s: float,
+        deadline_s: float,
+        session: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.deadline_s = deadline_s
+        self.session = session
         self.watch = Stopwatch(submitted_s=now_s)
         self.keys: dict[int, list[BlockKey]] = {}
         """Block keys of the prompt by layout group, hashed once."""

@@ -1,7 +1,9 @@
 """Places an attempt on workers: hashes the prompt, asks the index, lets the policy choose, remembers the choice."""
 
+from array import array
 from collections.abc import Set
 from functools import lru_cache
+from hashlib import blake2b
 from random import Random
 
 from baton.generation import Prompt
@@ -10,9 +12,19 @@ from baton.ids import BlockKey, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from kv_transfer.ticket import Permit, TicketOffice
 from router.job import Job
+from router.ports import Timing
+from router.routing.explanation import DecisionLog, Measured
 from router.routing.index import PrefixIndex
-from router.routing.policy import Demand, Pair, Policy, Unavailable, choose, choose_prefiller
+from router.routing.policy import Demand, Pair, Policy, Unavailable
 from router.routing.view import ClusterView, WorkerView
+
+_SESSION_TOKENS = 64
+"""Prompts whose first tokens are these are taken for one session where the client names none."""
+
+_FIRST_GUESS = 128.0
+"""Tokens of an output, until some have been seen."""
+
+_GAIN = 0.02
 
 
 class Placement:
@@ -24,10 +36,18 @@ class Placement:
         policy: How workers are priced.
         secret: The cluster secret that keys block hashes and signs permits.
         rng: Breaks ties.
+        log: Remembers why; one of its own if None.
     """
 
     def __init__(
-        self, *, view: ClusterView, index: PrefixIndex, policy: Policy, secret: bytes, rng: Random
+        self,
+        *,
+        view: ClusterView,
+        index: PrefixIndex,
+        policy: Policy,
+        secret: bytes,
+        rng: Random,
+        log: DecisionLog | None = None,
     ) -> None:
         self._view = view
         self._index = index
@@ -36,6 +56,8 @@ class Placement:
         self._office = TicketOffice(secret)
         self._rng = rng
         self._decisions = 0
+        self._typical_output = _FIRST_GUESS
+        self.log = log or DecisionLog("")
 
     def choose(
         self, job: Job, prompt: Prompt, avoid: Set[WorkerIdentity], now_s: float
@@ -43,29 +65,48 @@ class Placement:
         """The pair for `prompt`, one of the job's; the choice is remembered as the holder of its blocks."""
         usable = [w for w in self._view.usable(now_s) if w.identity not in avoid]
         if not usable:
+            self.log.refused()
             return Unavailable(reason="no worker is available")
-        chosen = choose(self._policy, usable, self._demand(job, prompt), self._rng)
+        demand = self._demand(job, prompt, now_s)
+        chosen = self._policy.pair(usable, demand, self._rng)
         if isinstance(chosen, Pair):
-            self._remember(job, chosen)
+            self._remember(job, chosen, demand)
+        else:
+            self.log.refused()
         return chosen
 
-    def another_prefiller(
+    def another_pair(
         self, job: Job, prompt: Prompt, decode: WorkerView, avoid: Set[WorkerIdentity], now_s: float
-    ) -> WorkerView | None:
-        """Who else could prefill `prompt` for `decode`, if anybody."""
+    ) -> Pair | None:
+        """`decode` with somebody else who could prefill `prompt` for it, if there is anybody."""
         usable = [
             worker
             for worker in self._view.usable(now_s)
             if worker.identity not in avoid
             and worker is not decode
             and worker.layout_group == decode.layout_group
-            and worker.hello.role.prefills_for_others
+            and worker.prefills
         ]
         if not usable:
             return None
-        worker = choose_prefiller(self._policy, usable, self._demand(job, prompt), self._rng)
-        self._remember(job, Pair(prefill=worker, decode=decode))
-        return worker
+        demand = self._demand(job, prompt, now_s)
+        chosen = self._policy.prefiller(usable, decode, demand, self._rng)
+        self._remember(job, chosen, demand)
+        return chosen
+
+    def ended(self, job: Job, timing: Timing) -> None:
+        """A job is complete: how long outputs are is learned from it."""
+        drawn = timing.output_tokens / len(job.prompt.samples)
+        self._typical_output += _GAIN * (drawn - self._typical_output)
+        measured = Measured(
+            queue_s=timing.queue_s,
+            prefill_s=timing.prefill_s,
+            unhidden_s=timing.unhidden_s,
+            first_token_s=timing.first_token_s,
+            cached_tokens=timing.cached_tokens,
+            output_tokens=timing.output_tokens,
+        )
+        self.log.ended(job.request_id, measured)
 
     def permit(self, prompt: Prompt, pair: Pair, xfer_id: XferId, attempt: int) -> Permit:
         """The word of this router that `pair` may hand the KV of `prompt` over."""
@@ -81,12 +122,26 @@ class Placement:
         )
         return self._office.issue(permit)
 
-    def _demand(self, job: Job, prompt: Prompt) -> Demand:
+    def _demand(self, job: Job, prompt: Prompt, now_s: float) -> Demand:
+        policy = self._policy
+        left = max(1, prompt.sampling.max_tokens - len(prompt.output_tokens))
         return Demand(
             tokens=len(prompt.prompt_tokens) + len(prompt.output_tokens),
             samples=len(prompt.samples),
-            held=self._held_tokens(job) if self._policy.uses_prefix else {},
+            held=self._held_tokens(job) if policy.uses_prefix else {},
+            output_tokens=max(1, min(left, round(self._typical_output))),
+            session=self._session(job) if policy.uses_session else 0,
+            now_s=now_s,
         )
+
+    def _session(self, job: Job) -> int:
+        """A number for the job's session: the one that its client names, or that of its first tokens in its scope."""
+        if job.session:
+            named = job.session.encode()
+        else:
+            first = array("I", job.prompt.prompt_tokens[:_SESSION_TOKENS])
+            named = job.prompt.cache_scope.encode() + b"/" + first.tobytes()
+        return int.from_bytes(blake2b(named, digest_size=7).digest())
 
     def _held_tokens(self, job: Job) -> dict[int, int]:
         held: dict[int, int] = {}
@@ -95,7 +150,8 @@ class Placement:
             held.update({slot: depth * layout.block_tokens for slot, depth in blocks.items()})
         return held
 
-    def _remember(self, job: Job, pair: Pair) -> None:
+    def _remember(self, job: Job, pair: Pair, demand: Demand) -> None:
+        self.log.decided(job.request_id, pair, demand)
         self._decisions += 1
         pair.prefill.last_pick = pair.decode.last_pick = self._decisions
         if self._policy.uses_prefix:

@@ -22,12 +22,14 @@ class GenerationJob:
         prompt: What to generate; `samples` holds the indices of all samples wanted.
         deadline_s: Seconds from now until the job is given up.
         tenant: On whose account it is.
+        session: What the client calls the session that it belongs to; empty if it names none.
     """
 
     request_id: RequestId
     prompt: Prompt
     deadline_s: float
     tenant: Tenant = ANONYMOUS
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,14 @@ def _any_of(choices: Sequence[str]) -> str:
     return f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
 
 
-POLICIES = ("prefix_affinity", "least_loaded", "round_robin")
+POLICIES = (
+    "predictive",
+    "prefix_affinity",
+    "least_loaded",
+    "round_robin",
+    "random",
+    "session",
+)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -106,7 +113,12 @@ RULES: tuple[Rule, ...] = (
         "cluster.restart_backoff_max_s",
         "cluster.startup_timeout_s",
     ),
-    *_at_least(0, "cluster.drain_timeout_s"),
+    *_at_least(
+        0,
+        "cluster.drain_timeout_s",
+        "router.local_prefill_tokens",
+        "router.local_prefill_stall_s",
+    ),
     _one_of("log.level", LOG_LEVELS),
     _one_of("log.format", LOG_FORMATS),
 )

@@ -8,6 +8,7 @@ _PRIOR_BYTES_PER_S = 10e9
 _PRIOR_LATENCY_S = 0.002
 _SLOWEST, _FASTEST = 1e4, 1e13
 _LONGEST_LATENCY_S = 10.0
+_MOST_BYTES, _LONGEST_S = 1e15, 3600.0
 _GAIN = 0.2
 _LARGEST_MOVE = log(4.0)
 """How far one hand-off can move an estimate: a stall is no news about the link."""
@@ -27,8 +28,8 @@ class Link:
     __slots__ = ("_log_bandwidth", "bytes_per_s", "latency_s", "measured")
 
     def __init__(self, like: "Link | None" = None) -> None:
-        self.bytes_per_s = _PRIOR_BYTES_PER_S if like is None else like.bytes_per_s
-        self.latency_s = _PRIOR_LATENCY_S if like is None else like.latency_s
+        self.bytes_per_s: float = _PRIOR_BYTES_PER_S if like is None else like.bytes_per_s
+        self.latency_s: float = _PRIOR_LATENCY_S if like is None else like.latency_s
         self.measured = 0
         self._log_bandwidth = log(self.bytes_per_s)
 
@@ -44,7 +45,11 @@ class Link:
             window_s: Time from the grant of pages to the first token: sending could be hidden behind it.
             unhidden_s: Time from the first token to the commit.
         """
-        if not (size_bytes > 0 and 0.0 <= window_s < float("inf") and 0.0 <= unhidden_s < 3600.0):
+        if not (
+            1.0 <= size_bytes <= _MOST_BYTES
+            and 0.0 <= window_s <= _LONGEST_S
+            and 0.0 <= unhidden_s <= _LONGEST_S
+        ):
             return
         self.measured += 1
         hidden = unhidden_s <= 2.0 * self.latency_s or window_s > 50.0 * unhidden_s

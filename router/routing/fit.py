@@ -9,6 +9,7 @@ from baton.errors import InvariantError
 _KEEP = 1.0 - 1.0 / 64
 """What a measurement loses of its weight with each that follows: some 64 count."""
 
+_FADE, _CHANGED = 0.5, 3
 _RIDGE = 0.02
 """How strongly a coefficient that the measurements do not tell apart is held to its share of the prior."""
 
@@ -28,7 +29,8 @@ class Fit:
       the prior; it is known after the first measurement, and what the features cannot tell apart keeps to it.
     - Because errors are relative to what was measured, one that took far too long counts little.
     - A measurement that is off by more than three times what is usual counts as one that is off by that much, so a
-      stall moves the coefficients a little and a lasting change moves them soon (Huber's loss with a scale of its own).
+      stall moves the coefficients a little (Huber's loss with a scale of its own). Three such in a row, all to the same
+      side, are no stall but a change: what was measured before fades at once.
 
     Pure. Constant memory; a measurement costs some 20 µs.
 
@@ -48,6 +50,8 @@ class Fit:
         self._weight = 0.0
         self._log_factor = 0.0
         self._spread = _FIRST_SPREAD
+        self._run = 0
+        """Measurements in a row that were off by too much; below zero if they were too quick."""
 
     @property
     def coefficients(self) -> tuple[float, ...]:
@@ -68,8 +72,9 @@ class Fit:
         expected = sum(map(mul, self._shares, parts))
         if self._weight > 0.0 and expected > 0.0:
             seconds = expected * exp(self._clipped(log(seconds / expected)))
-        self._accumulate([part / seconds for part in parts])
-        self._weight = self._weight * _KEEP + 1.0
+        keep = _FADE if abs(self._run) >= _CHANGED else _KEEP
+        self._accumulate([part / seconds for part in parts], keep)
+        self._weight = self._weight * keep + 1.0
         self._rescale((log(seconds / by_prior) - self._log_factor) / self._weight)
         self._solve(exp(self._log_factor))
 
@@ -82,17 +87,26 @@ class Fit:
         """The logarithm of measured over expected, within what is believed; learns what is usual."""
         bound = _CLIP * self._spread
         clipped = min(max(deviation, -bound), bound)
+        self._count_run(clipped, deviation)
         wider = abs(clipped) - self._spread
         self._spread = min(max(self._spread + 0.1 * wider, _NARROWEST), _WIDEST)
         return clipped
 
-    def _accumulate(self, relative: list[float]) -> None:
+    def _count_run(self, clipped: float, deviation: float) -> None:
+        if clipped == deviation:
+            self._run = 0
+        elif deviation > 0:
+            self._run = max(self._run, 0) + 1
+        else:
+            self._run = min(self._run, 0) - 1
+
+    def _accumulate(self, relative: list[float], keep: float) -> None:
         """Adds a measurement: its parts by the prior, each as a share of what was measured."""
         for i, x in enumerate(relative):
             row = self._products[i]
             for j, y in enumerate(relative):
-                row[j] = row[j] * _KEEP + x * y
-            self._targets[i] = self._targets[i] * _KEEP + x
+                row[j] = row[j] * keep + x * y
+            self._targets[i] = self._targets[i] * keep + x
 
     def _rescale(self, log_step: float) -> None:
         """Moves the common factor and all shares with it: what the measurements tell apart is put right after."""

@@ -116,12 +116,12 @@ class Forecast:
         self._backlog_s += seconds
         self._plan()
 
-    def left(self, leg_id: LegId, now_s: float) -> None:
-        """It is computed, or will not be; nothing if that was known."""
+    def left(self, leg_id: LegId, now_s: float | None = None) -> None:
+        """It is computed, or will not be; nothing if that was known. With `now_s`, what came after it begins now."""
         seconds = self._backlog.get(leg_id)
         if seconds is None:
             return
-        if next(iter(self._backlog)) == leg_id:
+        if now_s is not None and next(iter(self._backlog)) == leg_id:
             self._since_s = now_s
         del self._backlog[leg_id]
         self._backlog_s = self._backlog_s - seconds if self._backlog else 0.0
@@ -159,9 +159,7 @@ class Forecast:
         """Its worker is gone."""
         self._fleet.dismiss(self)
 
-    def handed_off(
-        self, slot: int, size_bytes: int, window_s: float, unhidden_s: float
-    ) -> None:
+    def handed_off(self, slot: int, size_bytes: int, window_s: float, unhidden_s: float) -> None:
         """KV went from here to the worker with that slot; see `Link.handed_off`."""
         if slot not in self._links:
             self._links[slot] = Link(self._fleet.link)

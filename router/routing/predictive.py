@@ -45,10 +45,12 @@ class LocalPrefill:
         max_tokens: Most tokens that it computes of a prompt; 0 forbids it.
         max_stall_s: Longest time for which sequences that decode there may be held up, by this prompt and those that
             wait there to be computed.
+        margin_s: What has to be gained by it: whoever joins the batch next is not asked.
     """
 
     max_tokens: int = 512
     max_stall_s: float = 0.05
+    margin_s: float = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,11 @@ class _Choice:
     decode: WorkerView
     kind: RouteKind
     grounds: Weighed
+
+    def dearer(self, seconds: float) -> "_Choice":
+        """The same for so much more."""
+        rank = (self.rank[0] + _rounded(seconds), *self.rank[1:])
+        return replace(self, rank=rank)
 
     def pair(self, demand: Demand) -> Pair:
         """The choice with all that is expected of it."""
@@ -148,7 +155,8 @@ class Predictive:
             yield pair
         alone = [worker for worker in members if worker.decodes and self._may(worker, demand)]
         if alone:
-            yield _alone(both_costs(alone, demand, rng), RouteKind.ON_DECODE)
+            choice = _alone(both_costs(alone, demand, rng), RouteKind.ON_DECODE)
+            yield choice if choice.prefill.prefills else choice.dearer(self._local.margin_s)
 
     def _may(self, worker: WorkerView, demand: Demand) -> bool:
         """Whether it may compute the prompt and decode it: a hybrid one always, a decode worker if little is to be computed
