@@ -126,10 +126,13 @@ class EngineLoop:
         return self._scheduler.handle(command)
 
     def _tell(self, events: list[SeqEvent]) -> None:
-        if events:
-            scheduler = self._scheduler
+        scheduler = self._scheduler
+        blocks = scheduler.take_block_changes()
+        if events or blocks is not None:
             load = self._load()
-            self._emit(StepEvents(step=scheduler.step, events=tuple(events), load=load))
+            self._emit(
+                StepEvents(step=scheduler.step, events=tuple(events), load=load, blocks=blocks)
+            )
 
     def _took(self, plan: StepPlan, seconds: float) -> None:
         """Remembers how long a step took that did nothing but decode: routers predict from it."""

@@ -9,6 +9,7 @@ from random import Random
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.errors import DrainingError, InvariantError, OverloadedError
+from baton.generation import plain_token
 from baton.ids import RequestId
 from baton.telemetry.logs import get_logger
 from router.attempts import Patience
@@ -20,7 +21,9 @@ from router.events import (
     Event,
     Fail,
     Finish,
+    Heard,
     RefuseWorker,
+    StepTokens,
     StopSample,
     Submitted,
     TimePassed,
@@ -87,7 +90,7 @@ class ClusterGenerator:
         )
         self._patience = patience or Patience(max_attempts=config.max_attempts)
         self._dispatcher = Dispatcher(view=self.view, placement=placement, patience=self._patience)
-        self.membership = Membership(worker_addresses, self._feed, timing=link_timing)
+        self.membership = Membership(worker_addresses, self._hear, timing=link_timing)
         self._inboxes: dict[RequestId, Inbox] = {}
         self._model: ServedModel | None = None
         self._draining = False
@@ -201,6 +204,20 @@ class ClusterGenerator:
             self._ticked_s = self._clock.now_s()
             self._feed(TimePassed())
 
+    def _hear(self, heard: Heard) -> None:
+        """What links say: steps the short way, everything else as events."""
+        if not isinstance(heard, StepTokens):
+            self._feed(heard)
+            return
+        moved = self._dispatcher.advance(heard, self._clock.now_s())
+        columns = zip(moved.request_ids, moved.samples, moved.tokens, strict=True)
+        for request_id, sample, token in columns:
+            inbox = self._inboxes.get(request_id)
+            if inbox is not None and not inbox.put_plain(plain_token(sample, token)):
+                self._overflow(request_id, inbox)
+        for other in moved.others:
+            self._feed(other)
+
     def _feed(self, event: Event) -> None:
         """Lets the dispatcher handle an event and carries out what it wants done."""
         try:
@@ -234,8 +251,11 @@ class ClusterGenerator:
     def _emit(self, action: Emit) -> None:
         inbox = self._inboxes.get(action.request_id)
         if inbox is not None and not inbox.put(action.tokens):
-            inbox.end(OverloadedError("the client reads too slowly"))
-            self._feed(ClientGone(request_id=action.request_id))
+            self._overflow(action.request_id, inbox)
+
+    def _overflow(self, request_id: RequestId, inbox: Inbox) -> None:
+        inbox.end(OverloadedError("the client reads too slowly"))
+        self._feed(ClientGone(request_id=request_id))
 
     def _served(self, event: WorkerJoined) -> None:
         hellos = [worker.hello for worker in self.view.workers] or [event.hello]

@@ -126,6 +126,15 @@ class Job:
                 watch.first_token_s = now_s
         return fresh
 
+    def log(self, sample: int, token: int, now_s: float) -> bool:
+        """Logs one plain token, not the job's first; whether the client should see it. The short way of `accept`."""
+        log = self._logs[sample]
+        if log.finished:
+            return False
+        log.tokens.append(token)
+        self.watch.last_token_s = now_s
+        return True
+
     def stop(self, sample: int) -> None:
         """The client has all it wants of this sample."""
         self._logs[sample].finished = True

@@ -10,7 +10,7 @@ from itertools import count
 
 from baton.errors import InvariantError
 from baton.generation import Prompt
-from baton.ids import LegId
+from baton.ids import LegId, WorkerIdentity
 from kv_transfer.ticket import Permit
 from router.events import (
     HandedOff,
@@ -104,12 +104,16 @@ class LegTable:
 
     def find(self, event: LegEvent) -> Leg | None:
         """The open leg that `event` is about; None when it is over, or another worker's."""
-        leg = self._legs.get(event.leg_id)
+        return self.at(event.leg_id, event.worker)
+
+    def at(self, leg_id: LegId, worker: WorkerIdentity) -> Leg | None:
+        """The open leg of that id on that worker, if there is one."""
+        leg = self._legs.get(leg_id)
         if leg is None:
             return None
-        identity = leg.worker.identity
+        identity = leg.worker.hello.identity
         # Nearly always the same object, and this is asked for every token.
-        return leg if identity is event.worker or identity == event.worker else None
+        return leg if identity is worker or identity == worker else None
 
     def on_worker(self, worker: WorkerView) -> list[Leg]:
         """Those that `worker` runs."""

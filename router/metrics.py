@@ -11,6 +11,7 @@ from baton.telemetry.metrics import (
     SHORT_LATENCY_BUCKETS_S,
     TOKEN_LATENCY_BUCKETS_S,
 )
+from baton.telemetry.tally import Tally
 from router.ports import Generator, Timing
 
 
@@ -106,8 +107,12 @@ class RouterMetrics:
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From the request to its first token."
         )
-        self._between_tokens = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens.", TOKEN_LATENCY_BUCKETS_S
+        self._between_tokens = Tally(
+            "vllm:inter_token_latency_seconds",
+            "Between two tokens.",
+            TOKEN_LATENCY_BUCKETS_S,
+            {"model_name": self._model_name},
+            self.registry,
         )
         self._end_to_end = self._histogram(
             "vllm:e2e_request_latency_seconds", "From the request to its last token."

@@ -62,7 +62,7 @@ class Placement:
     def choose(
         self, job: Job, prompt: Prompt, avoid: Set[WorkerIdentity], now_s: float
     ) -> Pair | Unavailable:
-        """The pair for `prompt`, one of the job's; the choice is remembered as the holder of its blocks."""
+        """The pair for `prompt`, one of the job's; the choice is expected to hold its blocks soon."""
         usable = [w for w in self._view.usable(now_s) if w.identity not in avoid]
         if not usable:
             self.log.refused()
@@ -128,7 +128,7 @@ class Placement:
         return Demand(
             tokens=len(prompt.prompt_tokens) + len(prompt.output_tokens),
             samples=len(prompt.samples),
-            held=self._held_tokens(job) if policy.uses_prefix else {},
+            held=self._held_tokens(job, now_s) if policy.uses_prefix else {},
             output_tokens=max(1, min(left, round(self._typical_output))),
             session=self._session(job) if policy.uses_session else 0,
             now_s=now_s,
@@ -143,10 +143,10 @@ class Placement:
             named = job.prompt.cache_scope.encode() + b"/" + first.tobytes()
         return int.from_bytes(blake2b(named, digest_size=7).digest())
 
-    def _held_tokens(self, job: Job) -> dict[int, int]:
+    def _held_tokens(self, job: Job, now_s: float) -> dict[int, int]:
         held: dict[int, int] = {}
         for group, layout in self._view.layouts().items():
-            blocks = self._index.held_blocks(self._keys(job, group, layout))
+            blocks = self._index.held_blocks(self._keys(job, group, layout), now_s)
             held.update({slot: depth * layout.block_tokens for slot, depth in blocks.items()})
         return held
 
@@ -157,7 +157,7 @@ class Placement:
         if self._policy.uses_prefix:
             worker = pair.prefill
             keys = self._keys(job, worker.layout_group, worker.hello.layout)
-            self._index.record(keys, (worker.slot, pair.decode.slot))
+            self._index.expect(keys, (worker.slot, pair.decode.slot), demand.now_s)
 
     def _keys(self, job: Job, group: int, layout: KvLayout) -> list[BlockKey]:
         if group not in job.keys:

@@ -58,16 +58,16 @@ class JobRun:
             raise EngineError("The output ended before all of it was there.")
 
     def _take(self, event: Tokens) -> list[Delta]:
+        now_s = self._serving.clock.now_s()
         touched: dict[int, Choice] = {}
         for sample in event.samples:
             choice = touched[sample.sample] = self._choices[sample.sample]
-            if not choice.finished:
-                self._advance(choice, sample)
-        taken = (choice.take() for choice in touched.values())
-        return [delta for delta in taken if delta is not None]
+            if choice.finish is None:
+                self._advance(choice, sample, now_s)
+        return [delta for choice in touched.values() if (delta := choice.take()) is not None]
 
-    def _advance(self, choice: Choice, sample: TokenSample) -> None:
-        self._measure(sample.sample)
+    def _advance(self, choice: Choice, sample: TokenSample, now_s: float) -> None:
+        self._measure(sample.sample, now_s)
         choice.push(sample)
         if choice.finish is None:
             return
@@ -75,12 +75,12 @@ class JobRun:
         if sample.finish is None:
             self._serving.generator.stop_sample(self.job.request_id, sample.sample)
 
-    def _measure(self, sample: int) -> None:
-        now_s = self._serving.clock.now_s()
-        if not self._last_token_s:
+    def _measure(self, sample: int, now_s: float) -> None:
+        last_s = self._last_token_s.get(sample)
+        if last_s is not None:
+            self._serving.metrics.next_token(now_s - last_s)
+        elif not self._last_token_s:
             self._serving.metrics.first_token(now_s - self._started_s)
-        elif sample in self._last_token_s:
-            self._serving.metrics.next_token(now_s - self._last_token_s[sample])
         self._last_token_s[sample] = now_s
 
 

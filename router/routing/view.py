@@ -7,13 +7,14 @@ beyond them: the work of other routers.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from baton.blocks import BlockReport
 from baton.errors import IncompatibleError, InvariantError
 from baton.generation import WorkerLoad
 from baton.ids import WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.convert import WorkerHello
 from router.routing.forecast import Fleet, Forecast
-from router.routing.index import PrefixIndex
+from router.routing.index import Heard, PrefixIndex
 
 _READY = "ready"
 
@@ -25,7 +26,7 @@ class WorkerView:
     Attributes:
         hello: What it said of itself.
         address: Where it was reached.
-        slot: Its bit in the prefix index.
+        slot: Its place in the prefix index.
         layout_group: Equal exactly for workers with equal layouts; pairs are made within a group.
         load: Its last report.
         draining: It takes nothing new.
@@ -128,7 +129,7 @@ class ClusterView:
     """Every connected worker, at most one incarnation of each.
 
     Args:
-        index: Told of incarnations that are gone.
+        index: Told who comes and goes, and which blocks they report.
         stall_timeout_s: Work without progress for this long keeps a worker from being chosen.
         silence_timeout_s: A worker that says nothing for this long is suspected until it is heard from again.
     """
@@ -185,12 +186,17 @@ class ClusterView:
         return worker
 
     def lose(self, identity: WorkerIdentity) -> WorkerView | None:
-        """Removes a worker; None if that incarnation is not here. Its blocks stay known: it may come back."""
+        """Removes a worker and what is known of its blocks; None if that incarnation is not here."""
         worker = self._workers.get(identity.worker_id)
         if worker is None or worker.identity != identity:
             return None
         worker.forecast.retire()
+        self._index.retire(identity)
         return self._workers.pop(identity.worker_id)
+
+    def report_blocks(self, identity: WorkerIdentity, report: BlockReport) -> bool:
+        """Takes a worker's report on its blocks; whether it has to send a snapshot because something was missed."""
+        return self._index.apply(identity, report) is Heard.GAP
 
     def usable(self, now_s: float) -> list[WorkerView]:
         """Those that may be given new work: neither draining nor stalled nor suspected."""

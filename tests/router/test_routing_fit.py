@@ -18,7 +18,7 @@ def features(uncached: int, cached: int) -> tuple[float, ...]:
 
 
 def cost(coefficients, at) -> float:
-    return sum(c * x for c, x in zip(coefficients, at, strict=True))
+    return float(sum(c * x for c, x in zip(coefficients, at, strict=True)))
 
 
 def taught(true, rng: Random, measurements: int, *, outliers: float = 0.0) -> Fit:
