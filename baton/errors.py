@@ -14,14 +14,18 @@ class BatonError(Exception):
     Args:
         message: One clear sentence for the person who has to act on it.
         param: The request field or option at fault, if one is.
+        retry_after_s: When trying again is expected to succeed, where that can be said.
     """
 
     code: ClassVar[str] = "internal"
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
 
 
 class InvariantError(BatonError):
@@ -67,9 +71,27 @@ class RouteNotFoundError(BatonError):
 
 
 class OverloadedError(BatonError):
-    """Refused up front; trying again later is right."""
+    """Refused up front; trying again later is right.
+
+    Args:
+        message: As everywhere.
+        param: As everywhere.
+        retry_after_s: As everywhere.
+        reason: One word for metrics.
+    """
 
     code = "overloaded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        reason: str = "overloaded",
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.reason = reason
 
 
 class UnavailableError(BatonError):

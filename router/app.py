@@ -24,6 +24,7 @@ from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
 from router.openai.sampling import SamplingDefaults
 from router.openai.serving import Serving
 from router.ports import Generator
+from router.slo import SloBook
 from router.tenants.directory import TenantDirectory
 from router.tokenizer import Tokenizer
 
@@ -65,7 +66,8 @@ def create_app(
     """
     directory = directory or TenantDirectory(settings.router.api_keys)
     metrics = RouterMetrics(registry, settings.model_names[0])
-    metrics.watch(generator)
+    slo_book = SloBook(settings.router.slo_classes)
+    metrics.watch(generator, slo_book.names)
     serving = Serving(
         model_names=settings.model_names,
         created_s=int(time.time()),
@@ -76,6 +78,7 @@ def create_app(
         clock=clock or MonotonicClock(),
         max_body_bytes=settings.router.max_body_bytes,
         request_timeout_s=settings.router.request_timeout_s,
+        slo_book=slo_book,
     )
     app = FastAPI(
         title="Baton",

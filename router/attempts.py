@@ -89,8 +89,10 @@ class Attempts:
             request_id=asked.request_id,
             prompt=asked.prompt,
             now_s=now_s,
-            deadline_s=now_s + asked.deadline_s,
             session=f"{asked.tenant.tenant_id}/{asked.session}" if asked.session else "",
+            deadline_s=now_s + asked.remaining_s,
+            slo=asked.slo,
+            waited_s=asked.waited_s,
         )
         self._jobs[job.request_id] = job
         self._flights[job.request_id] = []

@@ -124,7 +124,7 @@ class Dispatcher:
 
     def _submit(self, event: Submitted, now_s: float) -> list[Action]:
         actions = self._attempts.begin(event.job, now_s)
-        heappush(self._deadlines, (now_s + event.job.deadline_s, event.job.request_id))
+        heappush(self._deadlines, (now_s + event.job.remaining_s, event.job.request_id))
         return actions
 
     def _progressed(self, event: LegEvent, now_s: float) -> list[Action]:

@@ -13,6 +13,7 @@ from baton.ids import BlockKey, RequestId
 from router.events import HandedOff
 from router.ports import Timing
 from router.routing.policy import Pair
+from router.slo import STANDARD, Slo
 
 
 @dataclass(slots=True, eq=False)
@@ -83,9 +84,11 @@ class Job:
     Args:
         request_id: Its name.
         prompt: As the client sent it, with all samples.
-        now_s: When it arrived.
+        now_s: When it was let in.
         deadline_s: When it is given up, on the same clock.
         session: What the client calls its session, made unique to the tenant; empty if it names none.
+        slo: What it was promised.
+        waited_s: Its time in line before that.
     """
 
     def __init__(
@@ -96,11 +99,15 @@ class Job:
         now_s: float,
         deadline_s: float,
         session: str = "",
+        slo: Slo = STANDARD,
+        waited_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.deadline_s = deadline_s
         self.session = session
+        self.slo = slo
+        self.waited_s = waited_s
         self.watch = Stopwatch(submitted_s=now_s)
         self.keys: dict[int, list[BlockKey]] = {}
         """Block keys of the prompt by layout group, hashed once."""
@@ -161,14 +168,15 @@ class Job:
         return Timing(
             prefill_worker=watch.prefill_worker,
             decode_worker=watch.decode_worker,
+            admission_s=self.waited_s,
             route_s=placed_s - watch.submitted_s,
             queue_s=watch.queue_s,
             prefill_s=watch.prefill_s,
-            first_token_s=first_s - watch.submitted_s,
+            first_token_s=first_s - watch.submitted_s + self.waited_s,
             handoff_s=watch.handoff_s,
             unhidden_s=watch.unhidden_s,
             decode_s=last_s - first_s,
-            total_s=last_s - watch.submitted_s,
+            total_s=last_s - watch.submitted_s + self.waited_s,
             prompt_tokens=len(self.prompt.prompt_tokens),
             cached_tokens=watch.cached_tokens,
             output_tokens=sum(len(log.tokens) for log in self._logs.values()),

@@ -47,6 +47,7 @@ class Leg:
     prompt_tokens: int = 0
     compute_s: float = 0.0
     computed_s: float = 0.0
+    tbt_s: float | None = None
 
     def open(self, now_s: float) -> None:
         """Counts it on its worker."""
@@ -54,18 +55,22 @@ class Leg:
         if worker.legs == 0:
             worker.progress_s = now_s
         worker.legs += 1
+        worker.prefills += self.prefill_tokens > 0
         worker.prefill_tokens += self.prefill_tokens
         worker.decode_sequences += self.sequences
         worker.decode_tokens += self.context_tokens
         if self.prompt_tokens:
             worker.forecast.queued(self.leg_id, self.compute_s, now_s)
 
+        if self.tbt_s is not None:
+            targets = worker.tbt_targets
+            targets[self.tbt_s] = targets.get(self.tbt_s, 0) + 1
+
     def computed(self, cached_tokens: int, seconds: float, now_s: float) -> None:
         """The prompt's KV is computed, in so many seconds after its first chunk began."""
-        forecast = self.worker.forecast
-        self.worker.prefill_tokens -= self.prefill_tokens
-        self.prefill_tokens = 0
+        self._count_prompt_out()
         self.computed_s = seconds
+        forecast = self.worker.forecast
         forecast.left(self.leg_id, now_s)
         cached_tokens = min(cached_tokens, self.prompt_tokens)
         forecast.prefilled(self.prompt_tokens - cached_tokens, cached_tokens, seconds)
@@ -83,12 +88,21 @@ class Leg:
 
     def close(self) -> None:
         """Takes all it counted off its worker."""
+        self._count_prompt_out()
         worker = self.worker
         worker.legs -= 1
-        worker.prefill_tokens -= self.prefill_tokens
         worker.decode_sequences -= self.sequences
         worker.decode_tokens -= self.context_tokens
         worker.forecast.left(self.leg_id)
+        if self.tbt_s is not None:
+            worker.tbt_targets[self.tbt_s] -= 1
+            if not worker.tbt_targets[self.tbt_s]:
+                del worker.tbt_targets[self.tbt_s]
+
+    def _count_prompt_out(self) -> None:
+        self.worker.prefills -= self.prefill_tokens > 0
+        self.worker.prefill_tokens -= self.prefill_tokens
+        self.prefill_tokens = 0
 
     def cancel(self) -> SendCancel:
         """The command that makes its worker forget it."""
@@ -126,6 +140,7 @@ class LegTable:
         leg.prefill_tokens = leg.context_tokens = leg.prompt_tokens = len(prompt.tokens)
         leg.compute_s = pair.compute_s
         leg.sequences = len(prompt.samples)
+        leg.tbt_s = flight.job.slo.tbt_s
         leg.open(now_s)
         flight.decode = leg
         return SendGenerate(
@@ -142,6 +157,7 @@ class LegTable:
         prompt = flight.prompt()
         decode = self._open(Service.DECODE, flight, pair.decode)
         decode.context_tokens, decode.sequences = len(prompt.tokens), len(prompt.samples)
+        decode.tbt_s = flight.job.slo.tbt_s
         decode.open(now_s)
         flight.decode, flight.asked = decode, prompt
         expect = SendExpect(

@@ -1,7 +1,7 @@
 """Places an attempt on workers: hashes the prompt, asks the index, lets the policy choose, remembers the choice."""
 
 from array import array
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from functools import lru_cache
 from hashlib import blake2b
 from random import Random
@@ -11,6 +11,7 @@ from baton.hashing import chain_keys, root_key
 from baton.ids import BlockKey, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from kv_transfer.ticket import Permit, TicketOffice
+from router.admission.room import WorkerRoom
 from router.job import Job
 from router.ports import Timing
 from router.routing.explanation import DecisionLog, Measured
@@ -37,6 +38,7 @@ class Placement:
         secret: The cluster secret that keys block hashes and signs permits.
         rng: Breaks ties.
         log: Remembers why; one of its own if None.
+        room: Who can take more; everybody unless given.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Placement:
         secret: bytes,
         rng: Random,
         log: DecisionLog | None = None,
+        room: WorkerRoom | None = None,
     ) -> None:
         self._view = view
         self._index = index
@@ -55,6 +58,7 @@ class Placement:
         self._secret = secret
         self._office = TicketOffice(secret)
         self._rng = rng
+        self._room = room
         self._decisions = 0
         self._typical_output = _FIRST_GUESS
         self.log = log or DecisionLog("")
@@ -67,7 +71,7 @@ class Placement:
         if not usable:
             self.log.refused()
             return Unavailable(reason="no worker is available")
-        demand = self._demand(job, prompt, now_s)
+        demand = self._demand(job, prompt, now_s, self._full(job, prompt, usable))
         chosen = self._policy.pair(usable, demand, self._rng)
         if isinstance(chosen, Pair):
             self._remember(job, chosen, demand)
@@ -85,7 +89,7 @@ class Placement:
             if worker.identity not in avoid
             and worker is not decode
             and worker.layout_group == decode.layout_group
-            and worker.prefills
+            and worker.can_prefill
         ]
         if not usable:
             return None
@@ -122,7 +126,25 @@ class Placement:
         )
         return self._office.issue(permit)
 
-    def _demand(self, job: Job, prompt: Prompt, now_s: float) -> Demand:
+    def _full(self, job: Job, prompt: Prompt, workers: Sequence[WorkerView]) -> Set[WorkerIdentity]:
+        """Who should decode nothing more. If that is everybody it is nobody: a job that was let in, and lost its worker,
+        goes on wherever there is one.
+        """
+        if self._room is None:
+            return frozenset()
+        decoders = [worker for worker in workers if worker.hello.role.decodes]
+        samples = len(prompt.samples)
+        context = samples * (len(prompt.prompt_tokens) + len(prompt.output_tokens))
+        full = frozenset(
+            worker.identity
+            for worker in decoders
+            if not self._room.takes(worker, samples=samples, context_tokens=context, slo=job.slo)
+        )
+        return full if len(full) < len(decoders) else frozenset()
+
+    def _demand(
+        self, job: Job, prompt: Prompt, now_s: float, full: Set[WorkerIdentity] = frozenset()
+    ) -> Demand:
         policy = self._policy
         left = max(1, prompt.sampling.max_tokens - len(prompt.output_tokens))
         return Demand(
@@ -131,6 +153,7 @@ class Placement:
             held=self._held_tokens(job, now_s) if policy.uses_prefix else {},
             output_tokens=max(1, min(left, round(self._typical_output))),
             session=self._session(job) if policy.uses_session else 0,
+            full=full,
             now_s=now_s,
         )
 

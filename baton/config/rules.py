@@ -45,6 +45,10 @@ def _any_of(choices: Sequence[str]) -> str:
     return f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
 
 
+def _positive(time_s: float | None) -> bool:
+    return time_s is None or 0 < time_s < float("inf")
+
+
 POLICIES = (
     "predictive",
     "prefix_affinity",
@@ -87,7 +91,25 @@ RULES: tuple[Rule, ...] = (
     Rule(path="router.api_keys", holds=all, demand="must not hold an empty key"),
     _one_of("router.policy", POLICIES),
     *_at_least(
-        1, "router.max_body_bytes", "router.max_attempts", "router.max_queued_bytes_per_client"
+        1,
+        "router.max_body_bytes",
+        "router.max_attempts",
+        "router.max_queued_bytes_per_client",
+        "router.prefill_window_tokens",
+        "router.max_waiting_requests",
+        "router.max_waiting_requests_per_tenant",
+        "router.max_waiting_prompt_tokens",
+        "router.max_waiting_prompt_tokens_per_tenant",
+    ),
+    Rule(
+        path="router.slo_classes",
+        holds=lambda v: "standard" in v,
+        demand="must have a class named standard",
+    ),
+    Rule(
+        path="router.slo_classes",
+        holds=lambda v: all(_positive(c.ttft_s) and _positive(c.tbt_s) for c in v.values()),
+        demand="must have times above 0",
     ),
     Rule(
         path="transfer.backends",

@@ -55,6 +55,29 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SloClass:
+    """One class of service: what is promised to the requests in it. None promises nothing, so that none is refused for it.
+
+    Attributes:
+        ttft_s: Time to first token. A request that is predicted to miss it, because others wait, is refused at once.
+        tbt_s: Time between tokens. Nobody is put beside a request of this class who is predicted to break it.
+        priority: Classes with higher numbers go first; those below them always keep a part.
+    """
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    priority: int = 1
+
+
+def _slo_classes() -> dict[str, SloClass]:
+    return {
+        "interactive": SloClass(ttft_s=2.0, tbt_s=0.1, priority=2),
+        "standard": SloClass(),
+        "batch": SloClass(priority=0),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """The HTTP surface and how it chooses workers.
 
@@ -72,6 +95,14 @@ class RouterConfig:
         silence_timeout_s: A worker that says nothing for this long, though it should twice per second, is suspected:
             its requests go on elsewhere, and it gets nothing new until it is heard from.
         max_queued_bytes_per_client: Output a slow client may leave unread before its request is cancelled.
+        slo_classes: Classes of service by name; `interactive`, `standard` and `batch` unless given. Requests of tenants that
+            name no class are `standard`, so there must be one.
+        prefill_window_tokens: Prompt tokens that a prefill worker is sent ahead; what comes after waits in the router, where
+            tenants take turns. Twice a step's budget (`engine.max_num_batched_tokens`) keeps a worker busy.
+        max_waiting_requests: Requests in line at most; beyond that, 429.
+        max_waiting_requests_per_tenant: The same of one tenant.
+        max_waiting_prompt_tokens: Prompt tokens in line at most; a token takes about 36 bytes.
+        max_waiting_prompt_tokens_per_tenant: The same of one tenant.
     """
 
     host: str = "127.0.0.1"
@@ -85,6 +116,12 @@ class RouterConfig:
     max_attempts: int = 3
     silence_timeout_s: float = 5.0
     max_queued_bytes_per_client: int = 4 * 1024 * 1024
+    slo_classes: dict[str, SloClass] = field(default_factory=_slo_classes)
+    prefill_window_tokens: int = 4096
+    max_waiting_requests: int = 8192
+    max_waiting_requests_per_tenant: int = 4096
+    max_waiting_prompt_tokens: int = 16 * 1024 * 1024
+    max_waiting_prompt_tokens_per_tenant: int = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

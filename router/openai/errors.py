@@ -1,5 +1,7 @@
 """Every error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, whatever went wrong and where."""
 
+from math import ceil
+
 import msgspec
 from fastapi import FastAPI
 from pydantic import ValidationError
@@ -18,7 +20,7 @@ from baton.errors import (
 from baton.telemetry.logs import get_logger
 
 RETRY_AFTER_S = 1
-"""What a refused client is told to wait; it backs off further by itself."""
+"""What a client is told to wait where nothing better is known; it backs off further by itself."""
 
 _log = get_logger(__name__)
 _JSON = "application/json"
@@ -42,7 +44,7 @@ def error_response(error: BatonError) -> Response:
     row = disposition(error)
     headers = {}
     if row.http in (429, 503) and (row.retryable or isinstance(error, OverloadedError)):
-        headers["Retry-After"] = str(RETRY_AFTER_S)
+        headers["Retry-After"] = str(ceil(error.retry_after_s or RETRY_AFTER_S))
     if row.http == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(error_body(error), row.http, headers, media_type=_JSON)

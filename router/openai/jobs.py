@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from baton.errors import EngineError
+from baton.errors import EngineError, OverloadedError
 from baton.generation import TokenSample
 from router.openai.choices import Choice, Delta, TextOptions
 from router.openai.replies import PromptTokensDetails, Usage
@@ -47,13 +47,18 @@ class JobRun:
         Raises:
             BatonError: As `Generator.generate`, or a choice was left without an end.
         """
-        async with aclosing(self._serving.generator.generate(self.job)) as events:
-            async for event in events:
-                if isinstance(event, Timing):
-                    self.timing = event
-                    self._serving.metrics.job_finished(event)
-                elif gained := self._take(event):
-                    yield gained
+        metrics = self._serving.metrics
+        try:
+            async with aclosing(self._serving.generator.generate(self.job)) as events:
+                async for event in events:
+                    if isinstance(event, Timing):
+                        self.timing = event
+                        metrics.job_finished(event, self.job.slo.name)
+                    elif gained := self._take(event):
+                        yield gained
+        except OverloadedError as error:
+            metrics.rejected(self.job.tenant.tenant_class, error.reason)
+            raise
         if not all(choice.finished for choice in self._choices.values()):
             raise EngineError("The output ended before all of it was there.")
 

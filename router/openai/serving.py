@@ -7,6 +7,7 @@ from baton.errors import ModelNotFoundError, UnavailableError
 from router.metrics import RouterMetrics
 from router.openai.sampling import SamplingDefaults
 from router.ports import Generator, ServedModel
+from router.slo import SloBook
 from router.tenants.tenant import Tenant
 from router.tokenizer import Tokenizer
 
@@ -25,6 +26,7 @@ class Serving:
         clock: Measures what clients wait for.
         max_body_bytes: Larger bodies get 413.
         request_timeout_s: Deadline of a request.
+        slo_book: The classes of service.
     """
 
     model_names: tuple[str, ...]
@@ -36,6 +38,7 @@ class Serving:
     clock: Clock = field(default_factory=MonotonicClock)
     max_body_bytes: int
     request_timeout_s: float
+    slo_book: SloBook
 
     def names_for(self, tenant: Tenant) -> tuple[str, ...]:
         """The names that `tenant` may use."""

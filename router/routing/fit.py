@@ -58,6 +58,11 @@ class Fit:
         """One per feature, in seconds."""
         return tuple(s * p for s, p in zip(self._shares, self._prior, strict=True))
 
+    @property
+    def taught(self) -> bool:
+        """Whether there was a measurement."""
+        return self._weight > 0.0
+
     def predict(self, features: Sequence[float]) -> float:
         """Seconds for `features`."""
         return sum(c * x for c, x in zip(self.coefficients, features, strict=True))

@@ -91,6 +91,16 @@ class Forecast:
         self.pool: PoolLink = NO_POOL
         self.follow()
 
+    @property
+    def knows_prefill(self) -> bool:
+        """Whether anybody has computed a prompt."""
+        return self._prefill is not None or self._fleet.prefill.taught
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether anybody has taken a step that only decoded."""
+        return self._step is not None or self._fleet.step.taught
+
     def prefill_s(self, uncached: int, cached: int) -> float:
         """Seconds from the first chunk to the first token: `uncached` tokens computed after `cached` ones."""
         pairs = uncached * (cached + 0.5 * uncached)

@@ -4,12 +4,13 @@ Policies are small pure classes, chosen by name (`router.routing.policies`). The
 `router.routing.view` and prompts through a `Demand`, and answer with a `Pair`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 from random import Random
 from typing import Protocol
 
+from baton.ids import WorkerIdentity
 from router.routing.view import WorkerView
 
 
@@ -23,6 +24,7 @@ class Demand:
         held: Leading tokens whose KV a worker holds already, by its slot.
         pool_tokens: Leading tokens whose KV a pool holds; 0 without a pool.
         output_tokens: Tokens that each sample will draw, as far as that can be guessed.
+        full: Workers that should decode nothing more.
         session: Equal for requests of one session; 0 unless the policy asks for it.
         now_s: When it is asked.
     """
@@ -32,8 +34,15 @@ class Demand:
     held: Mapping[int, int]
     pool_tokens: int = 0
     output_tokens: int = 128
+    full: Set[WorkerIdentity] = frozenset()
     session: int = 0
     now_s: float = 0.0
+
+    def decoders(self, workers: Iterable[WorkerView]) -> list[WorkerView]:
+        """Those of `workers` that may decode it."""
+        if self.full:
+            return [w for w in workers if w.can_decode and w.identity not in self.full]
+        return [worker for worker in workers if worker.can_decode]
 
     def held_by(self, worker: WorkerView) -> int:
         """Tokens that `worker` need not compute nor be sent; the last one is always computed."""

@@ -121,7 +121,7 @@ class Predictive:
         self, workers: Collection[WorkerView], demand: Demand, rng: Random
     ) -> Pair | Unavailable:
         """The pair, or the single worker, whose cost is least."""
-        decoders = [worker for worker in workers if worker.decodes]
+        decoders = demand.decoders(workers)
         if not decoders:
             return NO_DECODER
         choices: list[_Choice] = []
@@ -145,24 +145,25 @@ class Predictive:
         self, members: Sequence[WorkerView], demand: Demand, rng: Random
     ) -> Iterator[_Choice]:
         """At most two: the best pair, and the best worker that would do both. None if nobody prefills for others."""
-        prefillers = [worker for worker in members if worker.prefills]
-        takers = [worker for worker in members if worker.takes_kv]
+        prefillers = [worker for worker in members if worker.can_prefill]
+        decoders = demand.decoders(members)
+        takers = [worker for worker in decoders if worker.takes_kv]
         if not prefillers:
             return
         ranked = prefill_costs(prefillers, demand, rng)[:_SHORTLIST]
         pair = _handed_over(ranked, decode_costs(takers, demand, rng)[:_SHORTLIST], demand)
         if pair is not None:
             yield pair
-        alone = [worker for worker in members if worker.decodes and self._may(worker, demand)]
+        alone = [worker for worker in decoders if self._may(worker, demand)]
         if alone:
             choice = _alone(both_costs(alone, demand, rng), RouteKind.ON_DECODE)
-            yield choice if choice.prefill.prefills else choice.dearer(self._local.margin_s)
+            yield choice if choice.prefill.can_prefill else choice.dearer(self._local.margin_s)
 
     def _may(self, worker: WorkerView, demand: Demand) -> bool:
         """Whether it may compute the prompt and decode it: a hybrid one always, a decode worker if little is to be computed
         and those who decode there can bear it.
         """
-        if worker.prefills:
+        if worker.can_prefill:
             return True
         if demand.uncached(worker) > self._local.max_tokens:
             return False
@@ -214,7 +215,7 @@ def _alone(ranked: Sequence[Entry], kind: RouteKind) -> _Choice:
         rank=(_rounded(cost_s), legs, chance),
         prefill=worker,
         decode=worker,
-        kind=RouteKind.HYBRID if worker.prefills else kind,
+        kind=RouteKind.HYBRID if worker.can_prefill else kind,
         grounds=Weighed(alone=ranked[:_SHORTLIST]),
     )
 

@@ -84,10 +84,10 @@ class Separable:
         """The cheapest way. A decode worker prefills for itself only when nobody else can; a hybrid one whenever that
         is cheaper.
         """
-        decoders = [worker for worker in workers if worker.hello.role.decodes]
+        decoders = demand.decoders(workers)
         if not decoders:
             return NO_DECODER
-        options = list(self._options(workers, demand, rng))
+        options = list(self._options(workers, decoders, demand, rng))
         if not options:
             options = [self._local(decoders, RouteKind.NO_PREFILLER, demand, rng)]
         best = min(options, key=lambda option: option.rank).pair
@@ -102,14 +102,18 @@ class Separable:
         return Pair(prefill=worker, decode=decode, kind=RouteKind.TAKE_OVER)
 
     def _options(
-        self, workers: Collection[WorkerView], demand: Demand, rng: Random
+        self,
+        workers: Collection[WorkerView],
+        decoders: Collection[WorkerView],
+        demand: Demand,
+        rng: Random,
     ) -> Iterator[_Option]:
         for group in {worker.layout_group for worker in workers}:
             members = [worker for worker in workers if worker.layout_group == group]
-            prefillers = [worker for worker in members if worker.hello.role.prefills_for_others]
-            # Without a transfer address nobody can send it KV.
-            takers = [w for w in members if w.hello.role.decodes and w.hello.transfer_address]
-            both = [worker for worker in prefillers if worker.hello.role.decodes]
+            prefillers = [worker for worker in members if worker.can_prefill]
+            here = [worker for worker in decoders if worker.layout_group == group]
+            takers = [worker for worker in here if worker.takes_kv]
+            both = [worker for worker in here if worker.can_prefill]
             if prefillers and takers:
                 yield self._handed_over(prefillers, takers, demand, rng)
             if both:

@@ -34,6 +34,8 @@ class WorkerView:
         prefill_tokens: Prompt tokens this router sent whose KV is not computed yet.
         decode_sequences: Samples this router decodes there.
         decode_tokens: Tokens of context of those samples.
+        prefills: Prompts of this router whose KV is not computed yet.
+        tbt_targets: How many of its legs that decode there were promised which time between tokens.
         foreign_prefill_tokens: Pending prompt tokens that are not this router's, by the last report.
         foreign_sequences: The same for sequences.
         progress_s: When it last showed progress, or when it last became busy.
@@ -42,8 +44,8 @@ class WorkerView:
         forecast: What it will take for its work.
         used_tokens: Room taken by KV that is in use there, by the last report.
         reported_context_tokens: Tokens of context that its last decode step read.
-        prefills: Whether it computes prompts for others. This and what follows comes from its greeting.
-        decodes: Whether it draws tokens.
+        can_prefill: Whether it computes prompts for others. This and what follows comes from its greeting.
+        can_decode: Whether it draws tokens.
         takes_kv: Whether others can hand KV over to it.
         capacity_tokens: Tokens whose KV it has room for.
         max_sequences: Sequences that it runs at once.
@@ -62,14 +64,16 @@ class WorkerView:
     prefill_tokens: int = 0
     decode_sequences: int = 0
     decode_tokens: int = 0
+    prefills: int = 0
+    tbt_targets: dict[float, int] = field(default_factory=dict)
     foreign_prefill_tokens: int = 0
     foreign_sequences: int = 0
     last_pick: int = 0
     forecast: Forecast = field(default_factory=Forecast)
     used_tokens: int = 0
     reported_context_tokens: int = 0
-    prefills: bool = field(init=False)
-    decodes: bool = field(init=False)
+    can_prefill: bool = field(init=False)
+    can_decode: bool = field(init=False)
     takes_kv: bool = field(init=False)
     capacity_tokens: int = field(init=False)
     max_sequences: int = field(init=False)
@@ -77,9 +81,9 @@ class WorkerView:
 
     def __post_init__(self) -> None:
         hello, layout = self.hello, self.hello.layout
-        self.prefills = hello.role.prefills_for_others
-        self.decodes = hello.role.decodes
-        self.takes_kv = self.decodes and bool(hello.transfer_address)
+        self.can_prefill = hello.role.prefills_for_others
+        self.can_decode = hello.role.decodes
+        self.takes_kv = self.can_decode and bool(hello.transfer_address)
         self.capacity_tokens = hello.num_blocks * layout.block_tokens
         self.max_sequences = hello.max_num_seqs
         self.kv_token_bytes = layout.page_bytes / layout.block_tokens
@@ -98,6 +102,11 @@ class WorkerView:
     def sequences(self) -> int:
         """Sequences a new one would share steps with."""
         return self.decode_sequences + self.foreign_sequences
+
+    @property
+    def tightest_tbt_s(self) -> float | None:
+        """The shortest time between tokens that anybody who decodes there was promised."""
+        return min(self.tbt_targets, default=None)
 
     def report(self, load: WorkerLoad, now_s: float) -> None:
         """Takes a load report: corrects what is not this router's own."""
@@ -222,10 +231,15 @@ class ClusterView:
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a count is negative or left over without a leg."""
         for worker in self.workers:
-            counts = (worker.prefill_tokens, worker.decode_sequences, worker.decode_tokens)
+            counts = (
+                worker.prefills,
+                worker.prefill_tokens,
+                worker.decode_sequences,
+                worker.decode_tokens,
+            )
             if worker.legs < 0 or min(counts) < 0:
                 raise InvariantError(f"{worker.identity}: {worker.legs} legs, counts {counts}")
-            if worker.legs == 0 and any(counts):
+            if worker.legs == 0 and (any(counts) or worker.tbt_targets):
                 raise InvariantError(f"{worker.identity}: no leg, but counts {counts}")
             worker.forecast.check_integrity()
 

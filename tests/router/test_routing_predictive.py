@@ -197,7 +197,7 @@ def queued(*names: str) -> Cluster:
     """A cluster whose prefill workers are busy for two seconds."""
     cluster = Cluster(*names, local=LOCAL)
     for worker in cluster.view.workers:
-        if worker.prefills:
+        if worker.can_prefill:
             worker.forecast.queued(LegId(1), 2.0, 0.0)
     return cluster
 
