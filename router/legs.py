@@ -137,7 +137,7 @@ class LegTable:
         """One leg that prefills and decodes."""
         prompt, worker = flight.prompt(), pair.decode
         leg = self._open(Service.DECODE, flight, worker)
-        leg.prefill_tokens = leg.context_tokens = leg.prompt_tokens = len(prompt.tokens)
+        leg.prefill_tokens = leg.context_tokens = leg.prompt_tokens = prompt.num_tokens
         leg.compute_s = pair.compute_s
         leg.sequences = len(prompt.samples)
         leg.tbt_s = flight.job.slo.tbt_s
@@ -156,7 +156,7 @@ class LegTable:
         """A leg on each of two workers, tied by a transfer."""
         prompt = flight.prompt()
         decode = self._open(Service.DECODE, flight, pair.decode)
-        decode.context_tokens, decode.sequences = len(prompt.tokens), len(prompt.samples)
+        decode.context_tokens, decode.sequences = prompt.num_tokens, len(prompt.samples)
         decode.tbt_s = flight.job.slo.tbt_s
         decode.open(now_s)
         flight.decode, flight.asked = decode, prompt
@@ -184,7 +184,7 @@ class LegTable:
         self, flight: Flight, pair: Pair, prompt: Prompt, permit: Permit, now_s: float
     ) -> SendPrefill:
         prefill = self._open(Service.PREFILL, flight, pair.prefill)
-        prefill.prefill_tokens = prefill.prompt_tokens = len(prompt.tokens)
+        prefill.prefill_tokens = prefill.prompt_tokens = prompt.num_tokens
         prefill.compute_s = pair.compute_s
         prefill.open(now_s)
         flight.prefill, flight.permit = prefill, permit

@@ -19,7 +19,7 @@ from router.openai.answer import (
     token_ids_field,
     usage_tail,
 )
-from router.openai.body import read_body
+from router.openai.body import parse_body, read_bounded
 from router.openai.choices import Delta
 from router.openai.connection import fault_event
 from router.openai.echo import Echo, PromptScores, echo_logprobs, echo_of, prompt_scores
@@ -38,6 +38,8 @@ from router.openai.replies import (
 from router.openai.requests import CompletionRequest
 from router.openai.sampling import completion_limit
 from router.openai.serving import Serving
+from router.openai.text_events import CUT, TextEvents
+from router.openai.token_prompt import take_token_prompt
 from router.openai.visit import visit_of
 from router.pieces import PieceTable
 from router.ports import ServedModel
@@ -46,7 +48,7 @@ from router.tokenizer import Tokenizer
 
 async def completions(request: Request, serving: Serving) -> Response:
     """Continues one or several prompts."""
-    body = await read_body(request, CompletionRequest, serving.max_body_bytes)
+    body = read_completion(await read_bounded(request, serving.max_body_bytes))
     tenant = visit_of(request).tenant
     head = ReplyHead(
         request_id=new_request_id("cmpl"),
@@ -74,9 +76,24 @@ async def completions(request: Request, serving: Serving) -> Response:
     return await answer(request, serving, runs, shape, stream=body.stream)
 
 
+def read_completion(raw: bytes) -> CompletionRequest:
+    """The body of a request.
+
+    Raises:
+        InvalidRequestError: Not JSON, or not what the schema allows.
+    """
+    taken = take_token_prompt(raw)
+    if taken is None:
+        return parse_body(raw, CompletionRequest)
+    rest, tokens = taken
+    body = parse_body(rest, CompletionRequest)
+    body.prompt = tokens  # type: ignore[assignment]  # a list of token ids in all but type
+    return body
+
+
 async def _token_prompts(
     body: CompletionRequest, serving: Serving, model: ServedModel
-) -> list[list[int]]:
+) -> list[Sequence[int]]:
     tokenizer, special = serving.tokenizer, body.add_special_tokens
     for prompt in (*body.prompts, body.suffix):
         if isinstance(prompt, str):
@@ -135,6 +152,8 @@ class CompletionShape:
         self._has_head = bool(echoes) or self._with_tokens
         self._event_head = head.as_json("text_completion")
         self._tail = EventTail(body, runs)
+        more_than_text = body.logprobs is not None or self._has_head or body.usage_in_chunks
+        self._text_event = None if more_than_text else TextEvents(self._event_around_text)
 
     def opening(self) -> bytes:
         """A stream begins with its first text."""
@@ -142,19 +161,18 @@ class CompletionShape:
 
     def piece(self, delta: Delta) -> bytes:
         """One chunk with the text and, at the end, why it ended."""
+        if self._text_event is not None and delta.finish is None:  # nearly always
+            return self._text_event(delta)
         head = b""
         if self._has_head and delta.index not in self._begun:
             head = self._choice_head(delta.index)
         logprobs = self._logprobs([delta])
-        return b'%b%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
-            head,
-            self._event_head,
+        return head + self._event(
             delta.index,
             msgspec.json.encode(delta.text),
             b"null" if logprobs is None else logprobs.model_dump_json().encode(),
             msgspec.json.encode(delta.finish.value if delta.finish else None),
             token_ids_field(delta) if self._with_tokens else b"",
-            self._tail(),
         )
 
     def _choice_head(self, index: int) -> bytes:
@@ -162,12 +180,25 @@ class CompletionShape:
         self._begun.add(index)
         echo, logprobs = self._echo(index), self._echoed_logprobs(index)
         ids = prompt_ids_field(self._run(index)) + b',"token_ids":[]'
-        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}]%b' % (
-            self._event_head,
+        return self._event(
             index,
             msgspec.json.encode(echo.text if echo else ""),
             b"null" if logprobs is None else logprobs.model_dump_json().encode(),
+            b"null",
             ids if self._with_tokens else b"",
+        )
+
+    def _event_around_text(self, index: int) -> bytes:
+        return self._event(index, CUT, b"null", b"null", b"")
+
+    def _event(self, index: int, text: bytes, logprobs: bytes, finish: bytes, more: bytes) -> bytes:
+        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
+            self._event_head,
+            index,
+            text,
+            logprobs,
+            finish,
+            more,
             self._tail(),
         )
 
