@@ -14,14 +14,18 @@ class BatonError(Exception):
     Args:
         message: One clear sentence for the person who has to act on it.
         param: The request field or option at fault, if one is.
+        retry_after_s: When trying again is expected to succeed, where that can be said.
     """
 
     code: ClassVar[str] = "internal"
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
 
 
 class InvariantError(BatonError):
@@ -67,9 +71,39 @@ class RouteNotFoundError(BatonError):
 
 
 class OverloadedError(BatonError):
-    """Refused up front; trying again later is right."""
+    """Refused up front; trying again later is right.
+
+    Args:
+        message: As everywhere.
+        param: As everywhere.
+        retry_after_s: As everywhere.
+        reason: One word for metrics.
+    """
 
     code = "overloaded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        reason: str = "overloaded",
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.reason = reason
+
+
+class RateLimitedError(OverloadedError):
+    """The tenant has used up what it was given for now."""
+
+    code = "rate_limit_exceeded"
+
+
+class ContentRefusedError(BatonError):
+    """A guardrail of the operator's refused what was asked or answered."""
+
+    code = "content_refused"
 
 
 class UnavailableError(BatonError):
@@ -193,6 +227,8 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     ModelNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),
     RouteNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),
     OverloadedError: _row(429, "RESOURCE_EXHAUSTED", "rate_limit_error", retryable=True),
+    RateLimitedError: _row(429, "RESOURCE_EXHAUSTED", "rate_limit_error", retryable=True),
+    ContentRefusedError: _row(400, "INVALID_ARGUMENT", "invalid_request_error"),
     UnavailableError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     WorkerLostError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     DrainingError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),

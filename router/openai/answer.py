@@ -14,10 +14,12 @@ from starlette.responses import Response
 from baton.ids import RequestId
 from router.openai.choices import Delta
 from router.openai.connection import ClientGoneError, EventStream, while_connected
+from router.openai.guarding import watched
 from router.openai.jobs import JobRun, merged, usage_of
 from router.openai.replies import TimingReply, Usage
 from router.openai.requests import GenerationBody
 from router.openai.serving import Serving
+from router.openai.visit import visit_of
 
 TIMING_HEADER = "x-baton-timing"
 CLIENT_CLOSED_REQUEST = 499
@@ -63,15 +65,22 @@ async def answer(
     runs: Sequence[JobRun],
     shape: ReplyShape,
 ) -> Response:
-    """Runs the jobs and replies in the way that the client asked for."""
+    """Runs the jobs and replies in the way that the client asked for.
+
+    Raises:
+        RateLimitedError: The tenant has not enough tokens left.
+    """
+    visit = visit_of(request)
+    await visit.generate(runs)
+    deltas = watched(_deltas(runs), serving.guards, visit)
     with_timing = request.headers.get(TIMING_HEADER) == "1"
     if body.stream:
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        pieces = _pieces(runs, shape, with_usage=with_usage, with_timing=with_timing)
+        pieces = _pieces(runs, deltas, shape, with_usage=with_usage, with_timing=with_timing)
         return EventStream(pieces, serving.metrics.client_gone)
     try:
         choices = await while_connected(
-            request.receive, _collect(runs), serving.metrics.client_gone
+            request.receive, _collect(deltas), serving.metrics.client_gone
         )
     except ClientGoneError:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -93,9 +102,9 @@ def token_ids_field(delta: Delta) -> bytes:
     return b',"token_ids":' + msgspec.json.encode(delta.tokens)
 
 
-async def _collect(runs: Sequence[JobRun]) -> list[list[Delta]]:
+async def _collect(deltas: AsyncGenerator[list[Delta], None]) -> list[list[Delta]]:
     by_choice = defaultdict[int, list[Delta]](list)
-    async with aclosing(_deltas(runs)) as batches:
+    async with aclosing(deltas) as batches:
         async for batch in batches:
             for delta in batch:
                 by_choice[delta.index].append(delta)
@@ -103,10 +112,15 @@ async def _collect(runs: Sequence[JobRun]) -> list[list[Delta]]:
 
 
 async def _pieces(
-    runs: Sequence[JobRun], shape: ReplyShape, *, with_usage: bool, with_timing: bool
+    runs: Sequence[JobRun],
+    deltas: AsyncGenerator[list[Delta], None],
+    shape: ReplyShape,
+    *,
+    with_usage: bool,
+    with_timing: bool,
 ) -> AsyncGenerator[bytes, None]:
     head = shape.opening()
-    async with aclosing(_deltas(runs)) as batches:
+    async with aclosing(deltas) as batches:
         async for batch in batches:
             yield head + b"".join(map(shape.piece, batch))
             head = b""

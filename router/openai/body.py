@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 from baton.errors import CancelledByPeerError, PayloadTooLargeError
 from baton.telemetry.logs import get_logger
 from router.openai.errors import from_validation
+from router.openai.visit import visit_of
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _LENGTH_DIGITS = 15
@@ -23,6 +24,9 @@ async def read_body(request: Request, schema: type[_Body], max_bytes: int) -> _B
         InvalidRequestError: Not JSON, or not what `schema` allows.
     """
     raw = await _read_bounded(request, max_bytes)
+    visit = visit_of(request)
+    if visit.keeps_content:
+        visit.asked = raw.decode("utf-8", "replace")
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:

@@ -11,6 +11,7 @@ from baton.ids import new_request_id
 from router.openai.answer import ReplyHead, answer, token_ids, token_ids_field
 from router.openai.body import read_body
 from router.openai.choices import Delta
+from router.openai.guarding import checked_messages
 from router.openai.length import check_messages
 from router.openai.logprobs import chat_logprobs
 from router.openai.plan import plan_runs
@@ -32,14 +33,16 @@ from router.pieces import PieceTable
 async def chat_completions(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, ChatCompletionRequest, serving.max_body_bytes)
-    tenant = visit_of(request).tenant
+    visit = visit_of(request)
     head = ReplyHead(
         request_id=new_request_id("chatcmpl"),
         created=int(time.time()),
-        model=serving.require_name(body.model, tenant),
+        model=serving.require_name(body.model, visit),
     )
     model = await serving.require_model()
-    messages = [message.for_template() for message in body.messages]
+    messages = await checked_messages(
+        [message.for_template() for message in body.messages], serving.guards, visit
+    )
     check_messages(messages, model, serving.tokenizer)
     prompt = await serving.tokenizer.encode_chat(
         messages, add_generation_prompt=body.add_generation_prompt
@@ -49,7 +52,7 @@ async def chat_completions(request: Request, serving: Serving) -> Response:
         serving,
         body,
         [prompt],
-        tenant=tenant,
+        tenant=visit.tenant,
         model=model,
         request_id=head.request_id,
         limit=chat_limit(body),

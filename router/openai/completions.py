@@ -11,6 +11,7 @@ from baton.ids import new_request_id
 from router.openai.answer import ReplyHead, answer, token_ids, token_ids_field
 from router.openai.body import read_body
 from router.openai.choices import Delta
+from router.openai.guarding import checked_prompts
 from router.openai.length import check_text
 from router.openai.logprobs import completion_logprobs
 from router.openai.plan import plan_runs
@@ -24,7 +25,8 @@ from router.openai.replies import (
 from router.openai.requests import CompletionRequest
 from router.openai.sampling import completion_limit
 from router.openai.serving import Serving
-from router.openai.visit import visit_of
+from router.openai.visit import Visit, visit_of
+from router.openai.vocabulary import check_vocabulary
 from router.pieces import PieceTable
 from router.ports import ServedModel
 
@@ -32,18 +34,18 @@ from router.ports import ServedModel
 async def completions(request: Request, serving: Serving) -> Response:
     """Continues one or several prompts."""
     body = await read_body(request, CompletionRequest, serving.max_body_bytes)
-    tenant = visit_of(request).tenant
+    visit = visit_of(request)
     head = ReplyHead(
         request_id=new_request_id("cmpl"),
         created=int(time.time()),
-        model=serving.require_name(body.model, tenant),
+        model=serving.require_name(body.model, visit),
     )
     model = await serving.require_model()
     runs = plan_runs(
         serving,
         body,
-        await _token_prompts(body, serving, model),
-        tenant=tenant,
+        await _token_prompts(body, serving, model, visit),
+        tenant=visit.tenant,
         model=model,
         request_id=head.request_id,
         limit=completion_limit(body),
@@ -54,7 +56,7 @@ async def completions(request: Request, serving: Serving) -> Response:
 
 
 async def _token_prompts(
-    body: CompletionRequest, serving: Serving, model: ServedModel
+    body: CompletionRequest, serving: Serving, model: ServedModel, visit: Visit
 ) -> list[list[int]]:
     tokenizer = serving.tokenizer
     for prompt in body.prompts:
@@ -64,7 +66,24 @@ async def _token_prompts(
         await tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
         if isinstance(prompt, str)
         else prompt
-        for prompt in body.prompts
+        for prompt in await _guarded(body.prompts, serving, model, visit)
+    ]
+
+
+async def _guarded(
+    prompts: list[str] | list[list[int]], serving: Serving, model: ServedModel, visit: Visit
+) -> Sequence[str | list[int]]:
+    """The prompts as the guardrails let them pass; token ids stay what they are unless their text was replaced."""
+    if not serving.guards.active:
+        return prompts
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            check_vocabulary(prompt, model, "prompt")
+    texts = [p if isinstance(p, str) else await serving.tokenizer.decode(p) for p in prompts]
+    passed = await checked_prompts(texts, serving.guards, visit)
+    return [
+        prompt if text == new else new
+        for prompt, text, new in zip(prompts, texts, passed, strict=True)
     ]
 
 

@@ -1,5 +1,7 @@
 """Every error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, whatever went wrong and where."""
 
+from math import ceil
+
 import msgspec
 from fastapi import FastAPI
 from pydantic import ValidationError
@@ -16,9 +18,10 @@ from baton.errors import (
     disposition,
 )
 from baton.telemetry.logs import get_logger
+from router.openai.visit import note_error
 
 RETRY_AFTER_S = 1
-"""What a refused client is told to wait; it backs off further by itself."""
+"""What a client is told to wait where nothing better is known; it backs off further by itself."""
 
 _log = get_logger(__name__)
 _JSON = "application/json"
@@ -42,7 +45,7 @@ def error_response(error: BatonError) -> Response:
     row = disposition(error)
     headers = {}
     if row.http in (429, 503) and (row.retryable or isinstance(error, OverloadedError)):
-        headers["Retry-After"] = str(RETRY_AFTER_S)
+        headers["Retry-After"] = str(ceil(error.retry_after_s or RETRY_AFTER_S))
     if row.http == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(error_body(error), row.http, headers, media_type=_JSON)
@@ -88,6 +91,7 @@ def install(app: FastAPI) -> None:
 
 async def _on_baton_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BatonError)
+    note_error(request.scope, error)
     if disposition(error).http >= 500:
         _log.warning(
             "a request failed", path=request.scope["path"], code=error.code, why=error.message
@@ -109,6 +113,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return response
 
 
-async def _on_exception(_request: Request, _error: Exception) -> Response:
+async def _on_exception(request: Request, _error: Exception) -> Response:
     """A bug of ours. Starlette raises it on to the server, which logs it with its traceback."""
-    return error_response(BatonError("unexpected"))
+    error = BatonError("unexpected")
+    note_error(request.scope, error)
+    return error_response(error)
