@@ -6,6 +6,7 @@ The router makes `SamplingParams` from a client's JSON (and checks ranges there)
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 
 
 class FinishReason(Enum):
@@ -78,6 +79,12 @@ class TokenSample:
     token: int
     logprobs: TokenLogprobs | None = None
     finish: FinishReason | None = None
+
+
+@lru_cache(maxsize=1 << 18)
+def plain_token(sample: int, token: int) -> TokenSample:
+    """A token of which there is no more to say. Most are, and the same ones come again and again: they are made once."""
+    return TokenSample(sample=sample, token=token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

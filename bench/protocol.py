@@ -27,8 +27,9 @@ from kv_transfer.convert import (
     request_from_proto,
     request_to_proto,
 )
+from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
-from kv_transfer.ledger import LedgerLimits, TransferLedger
+from kv_transfer.ledger import TransferLedger
 from kv_transfer.messages import (
     Drew,
     Expected,
@@ -169,7 +170,7 @@ class _Transfer:
     def _commit(self, commit: bytes) -> None:
         spent = self.spent
         spent("commit_d", lambda: self._into_ledger(commit))
-        verified = PagesVerified(xfer_id=_X, attempt=1, fault=None)
+        verified = PagesVerified(xfer_id=_X, session=_S, attempt=1, fault=None)
         confirmed = spent("release_d", lambda: self._replied(self.ledger.handle(verified, 0.0)))
         spent("release_p", lambda: self._into_outbox(confirmed))
 

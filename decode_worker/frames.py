@@ -1,7 +1,14 @@
 """What a decode worker's next frame to one router carries: the tokens of all its sequences, as columns."""
 
 from baton.generation import TokenLogprobs, WorkerLoad
-from baton.rpc.convert import failure_to_proto, finish_to_proto, load_to_proto, logprobs_to_proto
+from baton.rpc.block_feed import BlockFeed
+from baton.rpc.convert import (
+    blocks_to_proto,
+    failure_to_proto,
+    finish_to_proto,
+    load_to_proto,
+    logprobs_to_proto,
+)
 from baton.rpc.v1 import common_pb2, decode_pb2
 from decode_worker.messages import TellFailed, TellPrefilled, TellTokens, TellWriterLost
 
@@ -9,9 +16,14 @@ _NO_LOGPROBS = common_pb2.TokenLogprobs()
 
 
 class DecodeFrameBuilder:
-    """Collects what is pending for one router. Plain lists: copied into the frame at once, not one by one."""
+    """Collects what is pending for one router. Plain lists: copied into the frame at once, not one by one.
 
-    def __init__(self) -> None:
+    Args:
+        blocks: What the router is to be told of this worker's blocks.
+    """
+
+    def __init__(self, blocks: BlockFeed) -> None:
+        self._blocks = blocks
         self.step = 0
         self._leg_ids: list[int] = []
         self._samples: list[int] = []
@@ -66,10 +78,11 @@ class DecodeFrameBuilder:
     def pending(self) -> int:
         """How many entries wait."""
         told = len(self._failed) + len(self._prefilled) + len(self._writers_lost)
-        return len(self._leg_ids) + told
+        return len(self._leg_ids) + told + self._blocks.waits
 
     def build(self, load: WorkerLoad | None) -> decode_pb2.DecodeFrame:
-        """Everything that waits, as one frame."""
+        """Everything that waits, as one frame; of the blocks only as much as one report holds."""
+        blocks = self._blocks.next()
         frame = decode_pb2.DecodeFrame(
             step=self.step,
             leg_ids=self._leg_ids,
@@ -81,6 +94,7 @@ class DecodeFrameBuilder:
             prefilled=self._prefilled,
             writers_lost=self._writers_lost,
             load=None if load is None else load_to_proto(load),
+            blocks=None if blocks is None else blocks_to_proto(blocks),
         )
         for column in (self._leg_ids, self._samples, self._tokens, self._logprobs):
             column.clear()

@@ -48,7 +48,8 @@ from engine.messages import (
     Sampled,
     Start,
 )
-from kv_transfer.ledger import LedgerLimits, TransferLedger
+from kv_transfer.deadlines import LedgerLimits
+from kv_transfer.ledger import TransferLedger
 from kv_transfer.messages import (
     EndSession,
     Expected,

@@ -16,6 +16,7 @@ from baton.config.schema import TransferConfig
 from baton.errors import BatonError, InvalidRequestError, InvariantError, TicketError
 from baton.generation import WorkerLoad
 from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.rpc.block_feed import BlockFeed, HeldBlocks
 from baton.rpc.convert import WorkerHello, hello_to_proto, prompt_from_proto
 from baton.rpc.frames import FrameStream, StreamId, serve_stream
 from baton.rpc.mailbox import Mailbox
@@ -45,8 +46,8 @@ from engine.messages import StepEvents
 from engine.ports import EnginePort
 from kv_transfer.checksum import PageHashes, find_corruption
 from kv_transfer.convert import check_permit
+from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import LinkPlan
-from kv_transfer.ledger import LedgerLimits
 from kv_transfer.messages import (
     EndSession,
     FromPeer,
@@ -70,8 +71,9 @@ _log = get_logger(__name__)
 class _Stream:
     """One router's stream."""
 
-    def __init__(self) -> None:
-        self.builder = DecodeFrameBuilder()
+    def __init__(self, blocks: BlockFeed) -> None:
+        self.blocks = blocks
+        self.builder = DecodeFrameBuilder(blocks)
         self.frames: FrameStream[pb.DecodeFrame] = FrameStream(self.builder)
 
 
@@ -130,6 +132,7 @@ class DecodeWorker(pb_grpc.DecodeServicer):
             receivers=receivers,
             host=self,
         )
+        self._held = HeldBlocks()
         self._streams: dict[StreamId, _Stream] = {}
         self._next_stream = 0
         self._load = hello.idle_load
@@ -193,7 +196,8 @@ class DecodeWorker(pb_grpc.DecodeServicer):
     ) -> None:
         """One router's stream. Its end, however it comes, cancels the router's legs."""
         self._next_stream += 1
-        stream_id, stream = StreamId(self._next_stream), _Stream()
+        stream_id = StreamId(self._next_stream)
+        stream = _Stream(self._held.open_feed())
         self._streams[stream_id] = stream
         hello = pb.DecodeFrame(hello=hello_to_proto(self._hello))
         stream.frames.report(self.load(), self._clock.now_s())
@@ -203,6 +207,7 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         finally:
             self._apply(StreamGone(stream=stream_id))
             del self._streams[stream_id]
+            self._held.close_feed(stream.blocks)
 
     def _command(self, stream: StreamId, command: pb.DecodeCommand) -> None:
         match command.WhichOneof("command"):
@@ -212,6 +217,9 @@ class DecodeWorker(pb_grpc.DecodeServicer):
                 self._reassign(stream, command.reassign)
             case "generate":
                 self._apply(_generate(stream, command.generate))
+            case "send_snapshot":
+                self._streams[stream].blocks.restart()
+                self._streams[stream].frames.wake()
             case "cancel":
                 self._apply(Cancel(stream=stream, leg_id=LegId(command.cancel.leg_id)))
             case other:
@@ -263,6 +271,10 @@ class DecodeWorker(pb_grpc.DecodeServicer):
             stream.builder.step = posted.step
         for event in posted.events:
             self._apply(event)
+        if posted.blocks is not None:
+            self._held.apply(posted.blocks)
+            for stream in self._streams.values():
+                stream.frames.wake()
         self._report_load()
 
     def _report_load(self) -> None:
@@ -307,7 +319,10 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         fault = checked.result() if failed is None else f"they cannot be read: {failed!r}"
         if fault is not None:
             _log.error("corrupt KV pages", xfer_id=asked.xfer_id, fault=fault)
-        self._apply(PagesVerified(xfer_id=asked.xfer_id, attempt=asked.attempt, fault=fault))
+        verified = PagesVerified(
+            xfer_id=asked.xfer_id, session=asked.session, attempt=asked.attempt, fault=fault
+        )
+        self._apply(verified)
 
     def _tell(self, tell: Tell) -> None:
         self._count(tell)

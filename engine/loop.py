@@ -121,10 +121,13 @@ class EngineLoop:
         return self._scheduler.handle(command)
 
     def _tell(self, events: list[SeqEvent]) -> None:
-        if events:
-            scheduler = self._scheduler
+        scheduler = self._scheduler
+        blocks = scheduler.take_block_changes()
+        if events or blocks is not None:
             load = scheduler.load()
-            self._emit(StepEvents(step=scheduler.step, events=tuple(events), load=load))
+            self._emit(
+                StepEvents(step=scheduler.step, events=tuple(events), load=load, blocks=blocks)
+            )
 
     def _execute(self, plan: StepPlan) -> StepResult:
         try:

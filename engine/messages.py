@@ -8,6 +8,7 @@ exactly one of: its samples' `finish`es (local and started sequences), `Released
 
 from dataclasses import dataclass
 
+from baton.blocks import BlockChanges
 from baton.errors import BatonError
 from baton.generation import Prompt, TokenSample, WorkerLoad
 from baton.ids import BlockId, SeqId
@@ -135,8 +136,10 @@ class StepEvents:
             the last one's.
         events: In the order in which they happened.
         load: Counts at that moment.
+        blocks: What has changed since the last message in which full blocks are held here; None for nothing.
     """
 
     step: int
     events: tuple[SeqEvent, ...]
     load: WorkerLoad
+    blocks: BlockChanges | None = None

@@ -53,7 +53,7 @@ class EnginePort(Protocol):
         """Sends the events of every sequence whose id starts with `owner` and a slash to `listener`, grouped by step.
 
         Called on the engine's thread: the listener only hands them over. One engine may have several owners (a hybrid
-        worker's two services).
+        worker's two services); load and changes of the held blocks are told to each of them.
         """
 
     def progress_s(self) -> float | None:

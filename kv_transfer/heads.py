@@ -59,6 +59,7 @@ class LinkPlan:
         target_layers: For each of the sender's layers its index at the receiver, or None where that one lacks it.
         shared_layers: How many of the sender's layers the receiver has.
         bytes_per_page: What the link writes of one page over all layers.
+        target_page_bytes: Of one page of the receiver over all its layers: what all its links together write.
         whole_pages: Whether a page-layer is written whole to a page of the same size.
     """
 
@@ -66,7 +67,18 @@ class LinkPlan:
     target_layers: tuple[int | None, ...]
     shared_layers: int
     bytes_per_page: int
+    target_page_bytes: int
     whole_pages: bool
+
+    def overlaps(self, other: "LinkPlan") -> bool:
+        """Whether both write a byte of the same receiver; links of different ranks never do."""
+        mine, theirs = set(self.target_layers) - {None}, set(other.target_layers) - {None}
+        return not mine.isdisjoint(theirs) and any(
+            a.target_offset < b.target_offset + b.length
+            and b.target_offset < a.target_offset + a.length
+            for a in self.slices
+            for b in other.slices
+        )
 
     def target_layer(self, layer_index: int) -> int:
         """The receiver's index of the sender's layer.
@@ -103,6 +115,7 @@ def plan_link(source: KvLayout, target: KvLayout) -> LinkPlan:
         target_layers=target_layers,
         shared_layers=shared_layers,
         bytes_per_page=written * shared_layers,
+        target_page_bytes=target.page_bytes,
         whole_pages=written == source.page_layer_bytes == target.page_layer_bytes,
     )
 

@@ -11,23 +11,24 @@ worker's request for pages. Then pages are taken for the whole prompt, all or no
            later attempt ◀─ ORPHANED   ABORTING ──────── QUIESCED ── engine has them ── FREE
                              └ nobody came ┘  the writer stopped, or can write no more
 
+Where ranks of a prefill worker share the heads out, each of them asks, writes and commits its part (`parts.py`): the first one
+that asks makes the transfer RESERVED, the last one that commits makes it VERIFYING, and any that is lost makes it ORPHANED.
+
 Pages that a peer may be writing to are freed, or granted to another one, only once that peer said that it has stopped, or can
 write no more. What a lost peer was granted stays out of use until then.
 """
-
-from dataclasses import dataclass
 
 from baton.errors import (
     BatonError,
     CancelledByPeerError,
     CorruptKvError,
-    DeadlineError,
     InvariantError,
     TransferError,
     WorkerLostError,
 )
 from baton.ids import XferId
 from kv_transfer.checksum import checksum_bytes
+from kv_transfer.deadlines import LOST, LedgerLimits, overdue
 from kv_transfer.heads import LinkPlan
 from kv_transfer.lease import LeaseBook
 from kv_transfer.messages import (
@@ -55,40 +56,21 @@ from kv_transfer.messages import (
     SessionOpened,
     StartDecoding,
     ToPeer,
+    ToPrefill,
     TransferFailed,
     VerifyPages,
     Withdrawn,
     WriterLost,
 )
+from kv_transfer.parts import Part
+from kv_transfer.plan import Grant
 from kv_transfer.ticket import Permit
 from kv_transfer.transfer import ENDS, EndedTransfers, Transfer, TransferState
 
 _S = TransferState
 _LIVE = (_S.EXPECTED, _S.RESERVED, _S.WRITING)
-_LOST = "the prefill worker was lost during the hand-off"
 _OVER = "this transfer is over already"
 _TAKEN_OVER = "another prefill worker takes this hand-off over"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerLimits:
-    """How long the ledger waits, in seconds.
-
-    Attributes:
-        expect_timeout_s: For the prefill worker's request after the router's word; covers queueing there.
-        reserve_timeout_s: For the engine's pages, and for the router's word after the prefill worker's request.
-        quiesce_timeout_s: For the answer to an abort before the peer is cut off.
-        lease_s: For a sign of life of a peer.
-        retry_grace_s: For another prefill worker after one was lost, and for the lost one to be known to write no more.
-        checksums: Whether commits must carry them.
-    """
-
-    expect_timeout_s: float
-    reserve_timeout_s: float
-    quiesce_timeout_s: float
-    lease_s: float
-    retry_grace_s: float
-    checksums: bool
 
 
 class TransferLedger:
@@ -160,7 +142,8 @@ class TransferLedger:
         return sum(
             len(transfer.grant.blocks)
             for transfer in self._transfers.values()
-            if transfer.grant and transfer.writer and transfer.writer[0] not in self._leases
+            if transfer.grant
+            and any(part.session not in self._leases for part in transfer.parts.writers())
         )
 
     def check_integrity(self) -> None:
@@ -208,10 +191,9 @@ class TransferLedger:
 
     def _take_over(self, transfer: Transfer, permit: Permit, now_s: float) -> list[LedgerAction]:
         """A later attempt begins: nothing of the earlier one counts any more, and its writer has to stop."""
-        told = self._abort_message(transfer, CancelledByPeerError(_TAKEN_OVER))
-        if transfer.writer is not None and transfer.stop_asked_s is None:
-            transfer.stop_asked_s = now_s
-        transfer.permit, transfer.session, transfer.reassigned = permit, None, True
+        told = _stop(transfer, CancelledByPeerError(_TAKEN_OVER), now_s)
+        transfer.parts.dismiss()
+        transfer.permit, transfer.reassigned = permit, True
         if transfer.state in (_S.RESERVED, _S.WRITING):
             transfer.move(_S.ORPHANED, now_s)
         transfer.since_s = now_s
@@ -240,30 +222,45 @@ class TransferLedger:
             return self._refuse(event, permit.xfer_id, permit.attempt, ended.error)
         transfer = self._transfers.get(permit.xfer_id)
         if transfer is None:
-            self._open(permit, _S.ASKED, now_s).session = event.session
-            return []
+            return self._join(self._open(permit, _S.ASKED, now_s), event.session, now_s)
         actions: list[LedgerAction] = []
         if self._takes_over(transfer, permit):
             # The permit is the router's word too; the other copy is still on its way.
             actions = self._take_over(transfer, permit, now_s)
         if transfer.permit != permit:
             return self._refuse(event, permit.xfer_id, permit.attempt)
-        if transfer.session is not None or transfer.state not in (_S.EXPECTED, _S.ORPHANED):
-            repeated = transfer.session == event.session
+        if not self._may_join(transfer, event.session):
+            repeated = transfer.parts.of(event.session) is not None
             return self._refuse(event, permit.xfer_id, permit.attempt, repeated=repeated)
-        transfer.session, transfer.since_s = event.session, now_s
-        return [*actions, *self._go_on(transfer, now_s)]
+        return [*actions, *self._join(transfer, event.session, now_s)]
+
+    def _may_join(self, transfer: Transfer, session: SessionId) -> bool:
+        """Whether the attempt still waits for what the session brings."""
+        lost = transfer.state is _S.ORPHANED and not transfer.reassigned
+        waits = transfer.state in (*_LIVE, _S.ASKED, _S.ORPHANED) and not lost
+        return waits and transfer.parts.fits(self._links[session])
+
+    def _join(self, transfer: Transfer, session: SessionId, now_s: float) -> list[LedgerAction]:
+        if not transfer.parts:
+            transfer.since_s = now_s
+        part = Part(session=session, attempt=transfer.attempt, link=self._links[session])
+        transfer.parts.join(part)
+        if transfer.state is _S.WRITING:
+            return _grant(transfer, part)
+        if transfer.state in (_S.EXPECTED, _S.ORPHANED):
+            return self._go_on(transfer, now_s)
+        return []
 
     def _go_on(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
         """Pages for whoever asks: new ones, or those of the attempt before as soon as nobody else writes there."""
-        if transfer.writer is not None or transfer.session is None:
+        if transfer.parts.left_over() or not transfer.parts:
             return []
         if not transfer.pages_held:
             return self._ask_engine(transfer, now_s)
         if transfer.grant is None:
             transfer.move(_S.RESERVED, now_s)
             return []
-        return self._grant(transfer, now_s)
+        return self._grant_all(transfer, now_s)
 
     def _ask_engine(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
         transfer.move(_S.RESERVED, now_s)
@@ -276,66 +273,65 @@ class TransferLedger:
             return []
         if transfer.state is _S.RESERVED:
             transfer.grant = event.grant
-            return self._grant(transfer, now_s)
+            return self._grant_all(transfer, now_s)
         if transfer.state is _S.ORPHANED:
             transfer.grant = event.grant
         return []  # else given up meanwhile: `FreePages` is already on its way to the engine
 
-    def _grant(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
-        assert transfer.session is not None
-        assert transfer.grant is not None
-        transfer.writer, transfer.stop_asked_s = (transfer.session, transfer.attempt), None
+    def _grant_all(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
         transfer.reassigned = False
         transfer.move(_S.WRITING, now_s)
-        granted = Granted(
-            xfer_id=transfer.xfer_id,
-            attempt=transfer.attempt,
-            cache_scope=transfer.permit.cache_scope,
-            grant=transfer.grant,
-        )
-        return [ToPeer(session=transfer.session, message=granted)]
+        return [told for part in transfer.parts for told in _grant(transfer, part)]
 
     def _commit(self, event: FromPeer, commit: Commit, now_s: float) -> list[LedgerAction]:
         transfer = self._transfers.get(commit.xfer_id)
-        if transfer is None or transfer.writer != (event.session, commit.attempt):
+        part = transfer.parts.writer(event.session, commit.attempt) if transfer else None
+        if transfer is None or part is None:
             return self._refuse(event, commit.xfer_id, commit.attempt)
         if transfer.state is not _S.WRITING:
             # Crossed our abort, which the peer will answer.
             return self._refuse(event, commit.xfer_id, commit.attempt, repeated=True)
-        assert transfer.grant is not None
-        link, pages = self._links[event.session], len(transfer.grant.blocks)
-        wanted = (pages, pages * link.bytes_per_page)
-        if (commit.num_blocks, commit.num_bytes) != wanted:
-            error = TransferError(
-                f"committed {commit.num_blocks} pages and {commit.num_bytes} bytes, "
-                f"granted {wanted[0]} and {wanted[1]}"
-            )
+        error = _miscount(transfer, part, commit)
+        if error is not None:
             return [*self._abort(transfer, error, now_s), *_failed(transfer, error)]
-        transfer.writer = None  # a commit says that nothing more will be written
-        transfer.commit = commit
-        transfer.move(_S.VERIFYING, now_s)
-        if not self._limits.checksums or not pages:
-            return self._committed(transfer, now_s)
-        if len(commit.checksums) != checksum_bytes(link, pages):
+        sums = checksum_bytes(part.link, commit.num_blocks)
+        if self._verifies(transfer.grant) and len(commit.checksums) != sums:
             return self._corrupt(transfer, "checksums are missing", now_s)
+        transfer.parts.stopped(part)  # a commit says that nothing more will be written
+        part.commit = commit
+        return self._verify(transfer, now_s) if transfer.parts.committed else []
+
+    def _verify(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
+        """Every part, once all are written: nobody can spoil what was found right."""
+        assert transfer.grant is not None
+        transfer.move(_S.VERIFYING, now_s)
+        if not self._verifies(transfer.grant):
+            return self._committed(transfer, now_s)
         return [
             VerifyPages(
-                xfer_id=commit.xfer_id,
-                attempt=commit.attempt,
-                link=link,
+                xfer_id=transfer.xfer_id,
+                session=part.session,
+                attempt=part.attempt,
+                link=part.link,
                 grant=transfer.grant,
                 checksums=commit.checksums,
             )
+            for part, commit in transfer.parts.commits()
         ]
+
+    def _verifies(self, grant: Grant | None) -> bool:
+        return self._limits.checksums and grant is not None and bool(grant.blocks)
 
     def _verified(self, event: PagesVerified, now_s: float) -> list[LedgerAction]:
         transfer = self._transfers.get(event.xfer_id)
-        current = transfer is not None and transfer.attempt == event.attempt
-        if transfer is None or not current or transfer.state is not _S.VERIFYING:
+        part = transfer.parts.of(event.session) if transfer else None
+        current = part is not None and part.attempt == event.attempt
+        if transfer is None or part is None or not current or transfer.state is not _S.VERIFYING:
             return []
         if event.fault is not None:
             return self._corrupt(transfer, event.fault, now_s)
-        return self._committed(transfer, now_s)
+        part.verified = True
+        return self._committed(transfer, now_s) if transfer.parts.verified else []
 
     def _corrupt(self, transfer: Transfer, fault: str, now_s: float) -> list[LedgerAction]:
         self.corrupted += 1
@@ -343,14 +339,13 @@ class TransferLedger:
         return [*self._abort(transfer, error, now_s), *_failed(transfer, error)]
 
     def _committed(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
-        assert transfer.commit is not None
         self._move(transfer, _S.COMMITTED, now_s)
-        xfer_id, first_tokens = transfer.xfer_id, transfer.commit.first_tokens
-        actions: list[LedgerAction] = [StartDecoding(xfer_id=xfer_id, first_tokens=first_tokens)]
-        if transfer.session is not None:
-            message = Committed(xfer_id=xfer_id, attempt=transfer.attempt)
-            actions.append(ToPeer(session=transfer.session, message=message))
-        return actions
+        _, first = transfer.parts.commits()[0]
+        told = Committed(xfer_id=transfer.xfer_id, attempt=transfer.attempt)
+        return [
+            StartDecoding(xfer_id=transfer.xfer_id, first_tokens=first.first_tokens),
+            *_tell(transfer, told),
+        ]
 
     def _quiesced(self, event: FromPeer, said: Quiesced, now_s: float) -> list[LedgerAction]:
         error = CancelledByPeerError("the prefill worker gave this transfer up")
@@ -360,41 +355,55 @@ class TransferLedger:
             self.refused += 1
             self._ended.add(said.xfer_id, error, now_s)
             return []
-        if transfer.writer == (event.session, said.attempt):
-            return self._writer_stopped(transfer, error, now_s)
-        asked = transfer.session == event.session
-        unasked = transfer.session is None and transfer.permit.source == event.peer
-        if said.attempt != transfer.attempt or not (asked or unasked):
+        writer = transfer.parts.writer(event.session, said.attempt)
+        if writer is not None:
+            return self._writer_stopped(transfer, writer, error, now_s)
+        if said.attempt != transfer.attempt or not self._is_awaited(transfer, event):
             self.refused += 1
             return []
         if transfer.state is _S.ASKED:
-            return self._settle(transfer, error, now_s)
-        if transfer.state in (_S.EXPECTED, _S.RESERVED, _S.ORPHANED):
-            return self._orphan(transfer, error, now_s)
+            told = _stop(transfer, error, now_s, but=event.session)
+            return [*told, *self._settle(transfer, error, now_s)]
+        if transfer.state in (*_LIVE, _S.ORPHANED):
+            return self._orphan(transfer, error, now_s, without=event.session)
         self.refused += 1
         return []
 
+    def _is_awaited(self, transfer: Transfer, event: FromPeer) -> bool:
+        """Whether the attempt cannot succeed without what this session brings, or would bring if it asked."""
+        part = transfer.parts.of(event.session)
+        if part is not None:
+            return part.commit is None
+        ours = transfer.permit.source == event.peer
+        return ours and transfer.parts.fits(self._links[event.session])
+
     def _writer_stopped(
-        self, transfer: Transfer, error: BatonError, now_s: float
+        self, transfer: Transfer, part: Part, error: BatonError, now_s: float
     ) -> list[LedgerAction]:
         """Whoever was granted the pages writes no more."""
-        transfer.writer = transfer.stop_asked_s = None
+        transfer.parts.stopped(part)
         match transfer.state:
             case TransferState.WRITING:
-                return self._orphan(transfer, error, now_s)
+                return self._orphan(transfer, error, now_s, without=part.session)
+            case TransferState.ABORTING if transfer.parts.writers():
+                return []
             case TransferState.ABORTING:
                 return self._settle(transfer, transfer.error or error, now_s)
             case _:
                 return self._go_on(transfer, now_s)
 
-    def _orphan(self, transfer: Transfer, error: BatonError, now_s: float) -> list[LedgerAction]:
-        """The prefill worker is gone before it committed: the pages wait for another one."""
+    def _orphan(
+        self, transfer: Transfer, error: BatonError, now_s: float, *, without: SessionId
+    ) -> list[LedgerAction]:
+        """A prefill worker is gone before it committed: the pages wait for another one; its other ranks have to stop."""
+        told = _stop(transfer, error, now_s, but=without)
         lost = WriterLost(xfer_id=transfer.xfer_id, attempt=transfer.attempt, error=error)
-        transfer.session, transfer.reassigned, transfer.error = None, False, error
+        transfer.parts.dismiss()
+        transfer.reassigned, transfer.error = False, error
         if transfer.state is not _S.ORPHANED:
             transfer.move(_S.ORPHANED, now_s)
         transfer.since_s = now_s
-        return [lost]
+        return [*told, lost]
 
     def _withdraw(self, event: Withdrawn, now_s: float) -> list[LedgerAction]:
         transfer = self._transfers.get(event.xfer_id)
@@ -416,7 +425,7 @@ class TransferLedger:
         if transfer.grant is not None:
             raise InvariantError(f"the engine freed pages of {event.xfer_id} while they are in use")
         error = event.error or TransferError("the engine gave the reserved pages up")
-        actions = [*self._abort_message(transfer, error), *_failed(transfer, error)]
+        actions = [*_stop(transfer, error, now_s), *_failed(transfer, error)]
         transfer.error = error
         self._move(transfer, _S.FREE, now_s)
         return actions
@@ -425,62 +434,54 @@ class TransferLedger:
         self._leases.end(session)
         self._links.pop(session, None)
         actions: list[LedgerAction] = []
-        for transfer in [t for t in self._transfers.values() if t.session == session]:
-            transfer.session = None
-            match transfer.state:
-                case TransferState.ASKED:
-                    actions += self._settle(transfer, WorkerLostError(_LOST), now_s)
-                case TransferState.RESERVED | TransferState.WRITING | TransferState.ORPHANED:
-                    actions += self._orphan(transfer, WorkerLostError(_LOST), now_s)
-                case _:
-                    pass  # committed: all it had to say is here; or over, and told to stop
+        for transfer in list(self._transfers.values()):
+            transfer.parts.disconnected(session)
+            part = transfer.parts.of(session)
+            if part is not None and part.commit is None:
+                actions += self._part_lost(transfer, session, now_s)
         return actions
+
+    def _part_lost(
+        self, transfer: Transfer, session: SessionId, now_s: float
+    ) -> list[LedgerAction]:
+        """A session ended that had not committed; of one that had, all it had to say is here."""
+        error = WorkerLostError(LOST)
+        match transfer.state:
+            case TransferState.ASKED:
+                told = _stop(transfer, error, now_s, but=session)
+                return [*told, *self._settle(transfer, error, now_s)]
+            case TransferState.RESERVED | TransferState.WRITING | TransferState.ORPHANED:
+                return self._orphan(transfer, error, now_s, without=session)
+            case _:
+                return []  # over, and told to stop
 
     def _fenced(self, session: SessionId, now_s: float) -> list[LedgerAction]:
         actions = self._session_lost(session, now_s)
         for transfer in list(self._transfers.values()):
-            if transfer.writer is not None and transfer.writer[0] == session:
-                actions += self._writer_stopped(transfer, WorkerLostError(_LOST), now_s)
+            for part in transfer.parts.writers():
+                if part.session == session:
+                    actions += self._writer_stopped(transfer, part, WorkerLostError(LOST), now_s)
         self._cut.discard(session)
         return actions
 
     def _check_deadline(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
-        actions = self._check_writer(transfer, now_s)
-        error = self._overdue(transfer, now_s - transfer.since_s)
+        actions = self._check_writers(transfer, now_s)
+        error = overdue(transfer, self._limits, now_s)
         if error is None:
             return actions
         told = [] if transfer.state is _S.ASKED else _failed(transfer, error)
         return [*actions, *self._abort(transfer, error, now_s), *told]
 
-    def _check_writer(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
+    def _check_writers(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
         """A writer that was asked to stop has to answer in time."""
-        asked_s = transfer.stop_asked_s
-        if transfer.writer is None or asked_s is None:
-            return []
-        if now_s - asked_s <= self._limits.quiesce_timeout_s:
-            return []
+        limit_s = now_s - self._limits.quiesce_timeout_s
         error = TransferError("the prefill worker did not confirm that it stopped writing")
-        return self._cut_off(transfer.writer[0], error)
-
-    def _overdue(self, transfer: Transfer, waited_s: float) -> BatonError | None:
-        """What a transfer that has waited for too long ends with."""
-        limits = self._limits
-        match transfer.state:
-            case TransferState.EXPECTED if waited_s > limits.expect_timeout_s:
-                return DeadlineError(f"no prefill worker asked for pages in {waited_s:.0f} s")
-            case TransferState.ASKED if waited_s > limits.reserve_timeout_s:
-                return DeadlineError(f"no router announced this transfer in {waited_s:.0f} s")
-            case TransferState.RESERVED if waited_s > limits.reserve_timeout_s:
-                blocks = transfer.permit.num_blocks
-                return TransferError(
-                    f"no room for {blocks} pages on the decode worker in {waited_s:.0f} s"
-                )
-            case TransferState.ORPHANED:
-                queued = transfer.reassigned and transfer.session is None
-                limit_s = limits.expect_timeout_s if queued else limits.retry_grace_s
-                return None if waited_s <= limit_s else transfer.error or WorkerLostError(_LOST)
-            case _:
-                return None
+        return [
+            cut
+            for part in transfer.parts.writers()
+            if part.stop_asked_s is not None and part.stop_asked_s < limit_s
+            for cut in self._cut_off(part.session, error)
+        ]
 
     def _cut_off(self, session: SessionId, error: BatonError) -> list[LedgerAction]:
         if session in self._cut:
@@ -490,12 +491,10 @@ class TransferLedger:
 
     def _abort(self, transfer: Transfer, error: BatonError, now_s: float) -> list[LedgerAction]:
         """Ends a transfer from this side; pages that may be written to stay until the peer has stopped."""
-        told = self._abort_message(transfer, error)
-        if transfer.writer is None:
+        told = _stop(transfer, error, now_s)
+        if not transfer.parts.writers():
             return [*told, *self._settle(transfer, error, now_s)]
         transfer.error = error
-        if transfer.stop_asked_s is None:
-            transfer.stop_asked_s = now_s
         self._move(transfer, _S.ABORTING, now_s)
         return told
 
@@ -507,12 +506,6 @@ class TransferLedger:
             return []
         self._move(transfer, _S.QUIESCED, now_s)
         return [FreePages(xfer_id=transfer.xfer_id)]
-
-    def _abort_message(self, transfer: Transfer, error: BatonError) -> list[LedgerAction]:
-        if transfer.session is None:
-            return []
-        message = AbortRequest(xfer_id=transfer.xfer_id, attempt=transfer.attempt, error=error)
-        return [ToPeer(session=transfer.session, message=message)]
 
     def _refuse(
         self,
@@ -546,3 +539,54 @@ class TransferLedger:
 
 def _failed(transfer: Transfer, error: BatonError) -> list[LedgerAction]:
     return [TransferFailed(xfer_id=transfer.xfer_id, error=error)]
+
+
+def _tell(transfer: Transfer, message: ToPrefill) -> list[LedgerAction]:
+    """To everybody of the attempt that counts."""
+    return [
+        ToPeer(session=part.session, message=message) for part in transfer.parts if part.connected
+    ]
+
+
+def _grant(transfer: Transfer, part: Part) -> list[LedgerAction]:
+    """Leave to write its part."""
+    assert transfer.grant is not None
+    part.may_write = True
+    granted = Granted(
+        xfer_id=transfer.xfer_id,
+        attempt=transfer.attempt,
+        cache_scope=transfer.permit.cache_scope,
+        grant=transfer.grant,
+    )
+    return [ToPeer(session=part.session, message=granted)]
+
+
+def _stop(
+    transfer: Transfer, error: BatonError, now_s: float, *, but: SessionId | None = None
+) -> list[LedgerAction]:
+    """Has everybody stop who still may write, and lets the rest of the attempt know that it is over."""
+    for part in transfer.parts.writers():
+        if part.stop_asked_s is None and part.session != but:
+            part.stop_asked_s = now_s
+    message = AbortRequest(xfer_id=transfer.xfer_id, attempt=transfer.attempt, error=error)
+    return [
+        ToPeer(session=part.session, message=message)
+        for part in transfer.parts
+        if part.connected and part.session != but
+    ]
+
+
+def _miscount(transfer: Transfer, part: Part, commit: Commit) -> BatonError | None:
+    """What is wrong with a commit beside the bytes themselves."""
+    assert transfer.grant is not None
+    pages = len(transfer.grant.blocks)
+    wanted = (pages, pages * part.link.bytes_per_page)
+    if (commit.num_blocks, commit.num_bytes) != wanted:
+        return TransferError(
+            f"committed {commit.num_blocks} pages and {commit.num_bytes} bytes, "
+            f"granted {wanted[0]} and {wanted[1]}"
+        )
+    others = [other for _, other in transfer.parts.commits()]
+    if any(other.first_tokens != commit.first_tokens for other in others):
+        return TransferError("two ranks of the prefill worker drew different first tokens")
+    return None

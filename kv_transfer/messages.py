@@ -157,6 +157,7 @@ class PagesVerified:
     """The answer to `VerifyPages`: `fault` says what differs."""
 
     xfer_id: XferId
+    session: SessionId
     attempt: int
     fault: str | None
 
@@ -206,9 +207,10 @@ class ReservePages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyPages:
-    """To a thread of the shell's: compare the pages that came over `link` with these checksums (`PagesVerified` answers)."""
+    """To a thread of the shell's: compare what came over `link`, in `session`, with these checksums (`PagesVerified` answers)."""
 
     xfer_id: XferId
+    session: SessionId
     attempt: int
     link: LinkPlan
     grant: Grant
@@ -389,6 +391,7 @@ class HandOver:
     """To the leg: the peer verified the commit.
 
     Attributes:
+        peer: Who has them.
         blocks_sent: Pages written.
         bytes_sent: Their bytes.
         reserve_wait_s: From the first chunk until pages were granted.
@@ -396,6 +399,7 @@ class HandOver:
     """
 
     xfer_id: XferId
+    peer: WorkerIdentity
     blocks_sent: int
     bytes_sent: int
     reserve_wait_s: float

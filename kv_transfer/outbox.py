@@ -394,6 +394,7 @@ class Outbox:
         pages = len(transfer.grant.blocks)
         done = HandOver(
             xfer_id=transfer.xfer_id,
+            peer=transfer.peer,
             blocks_sent=pages,
             bytes_sent=pages * self._link(transfer).bytes_per_page,
             reserve_wait_s=transfer.granted_s - transfer.started_s,

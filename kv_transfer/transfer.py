@@ -1,12 +1,12 @@
 """One hand-off as the decode worker's ledger keeps it: its states, and what belongs to it while it lasts."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.errors import BatonError, InvariantError
 from baton.ids import XferId
-from kv_transfer.messages import Commit, SessionId
+from kv_transfer.parts import Parts
 from kv_transfer.plan import Grant
 from kv_transfer.ticket import Permit
 
@@ -33,7 +33,7 @@ TRANSITIONS: dict[TransferState, frozenset[TransferState]] = {
     _S.EXPECTED: frozenset({_S.RESERVED, _S.ORPHANED, _S.FREE}),
     _S.ASKED: frozenset({_S.RESERVED, _S.FREE}),
     _S.RESERVED: frozenset({_S.WRITING, _S.ORPHANED, _S.QUIESCED, _S.FREE}),
-    _S.WRITING: frozenset({_S.VERIFYING, _S.COMMITTED, _S.ORPHANED, _S.ABORTING}),
+    _S.WRITING: frozenset({_S.VERIFYING, _S.ORPHANED, _S.ABORTING, _S.QUIESCED}),
     _S.VERIFYING: frozenset({_S.COMMITTED, _S.QUIESCED}),
     _S.ORPHANED: frozenset({_S.RESERVED, _S.WRITING, _S.ABORTING, _S.QUIESCED, _S.FREE}),
     _S.ABORTING: frozenset({_S.QUIESCED}),
@@ -52,26 +52,20 @@ class Transfer:
         permit: Of the attempt that counts now.
         state: Where it stands.
         since_s: When it entered the state, or when the wait in it began anew.
-        session: Of the prefill worker that asked for pages in this attempt.
+        parts: Who brings what, and who may still write.
         pages_held: Whether the engine was asked for pages and has not got them back.
         grant: The pages, once the engine took them.
-        writer: Session and attempt that were granted the pages and may still write there; None when nobody does.
-        stop_asked_s: When the writer was asked to stop.
         reassigned: Whether the router has named the next attempt since the last writer was lost.
-        commit: What the writer said when everything was written.
         error: What the last writer was lost with, or the transfer ended with.
     """
 
     permit: Permit
     state: TransferState
     since_s: float
-    session: SessionId | None = None
+    parts: Parts = field(default_factory=Parts)
     pages_held: bool = False
     grant: Grant | None = None
-    writer: tuple[SessionId, int] | None = None
-    stop_asked_s: float | None = None
     reassigned: bool = False
-    commit: Commit | None = None
     error: BatonError | None = None
 
     @property
@@ -97,15 +91,19 @@ class Transfer:
 
     def check_integrity(self) -> None:
         """Raises InvariantError if it contradicts itself."""
-        writing = self.state in (_S.WRITING, _S.ABORTING)
+        self.parts.check_integrity()
+        state, writers = self.state, self.parts.writers()
+        granted = state in (_S.WRITING, _S.ABORTING, _S.VERIFYING)
         consistent = (
-            self.state not in ENDS
+            state not in ENDS
             and self.pages_held == self._should_hold_pages()
-            and (self.grant is not None or not (writing or self.state is _S.VERIFYING))
-            and (self.grant is None or self.state is not _S.RESERVED)
-            and (self.writer is not None) >= writing
-            and (self.writer is None or writing or self.state is _S.ORPHANED)
-            and (self.session is not None or self.state not in (_S.ASKED, _S.RESERVED, _S.WRITING))
+            and (self.grant is not None or not granted)
+            and (self.grant is None or state is not _S.RESERVED)
+            and (not writers or state in (_S.WRITING, _S.ABORTING, _S.ORPHANED))
+            and (bool(writers) or state is not _S.ABORTING)
+            and not (state is _S.WRITING and (self.parts.left_over() or self.parts.committed))
+            and (self.parts.committed or state is not _S.VERIFYING)
+            and (bool(self.parts) or state not in (_S.ASKED, _S.RESERVED, _S.WRITING))
         )
         if not consistent:
             raise InvariantError(f"transfer {self.xfer_id} is inconsistent: {self!r}")

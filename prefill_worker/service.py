@@ -22,6 +22,7 @@ from baton.errors import (
 )
 from baton.generation import WorkerLoad
 from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.rpc.block_feed import BlockFeed, HeldBlocks
 from baton.rpc.convert import WorkerHello, hello_to_proto, prompt_from_proto
 from baton.rpc.frames import FrameStream, StreamId, serve_stream
 from baton.rpc.mailbox import Mailbox
@@ -72,8 +73,9 @@ _Posted = StepEvents | LayerReady | PushDone
 class _Stream:
     """One router's stream."""
 
-    def __init__(self) -> None:
-        self.builder = PrefillFrameBuilder()
+    def __init__(self, blocks: BlockFeed | None) -> None:
+        self.blocks = blocks
+        self.builder = PrefillFrameBuilder(blocks)
         self.frames: FrameStream[pb.PrefillFrame] = FrameStream(self.builder)
 
 
@@ -116,6 +118,8 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         self._metrics = PrefillMetrics(metrics.registry)
         self._clock = clock
         self._lifecycle = PrefillLifecycle(hello.layout)
+        # A hybrid worker's other service, over the same engine, tells routers of its blocks.
+        self._held = None if hello.role.decodes else HeldBlocks()
         self._streams: dict[StreamId, _Stream] = {}
         self._next_stream = 0
         self._sessions: dict[WorkerIdentity, PeerSession] = {}
@@ -175,7 +179,8 @@ class PrefillWorker(pb_grpc.PrefillServicer):
     ) -> None:
         """One router's stream. Its end, however it comes, cancels the router's legs."""
         self._next_stream += 1
-        stream_id, stream = StreamId(self._next_stream), _Stream()
+        stream_id = StreamId(self._next_stream)
+        stream = _Stream(None if self._held is None else self._held.open_feed())
         self._streams[stream_id] = stream
         hello = pb.PrefillFrame(hello=hello_to_proto(self._hello))
         stream.frames.report(self.load(), self._clock.now_s())
@@ -185,15 +190,24 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         finally:
             self._apply(StreamGone(stream=stream_id))
             del self._streams[stream_id]
+            if self._held is not None and stream.blocks is not None:
+                self._held.close_feed(stream.blocks)
 
     def _command(self, stream: StreamId, command: pb.PrefillCommand) -> None:
         match command.WhichOneof("command"):
             case "submit":
                 self._submit(stream, command.submit)
+            case "send_snapshot":
+                self._send_snapshot(self._streams[stream])
             case "cancel":
                 self._apply(Cancel(stream=stream, leg_id=LegId(command.cancel.leg_id)))
             case other:
                 raise InvalidRequestError(f"unknown command: {other}")
+
+    def _send_snapshot(self, stream: _Stream) -> None:
+        if stream.blocks is not None:
+            stream.blocks.restart()
+            stream.frames.wake()
 
     def _submit(self, stream: StreamId, message: pb.SubmitPrefill) -> None:
         leg_id = LegId(message.request.leg_id)
@@ -239,6 +253,10 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         self._load = posted.load
         for event in posted.events:
             self._apply(event)
+        if posted.blocks is not None and self._held is not None:
+            self._held.apply(posted.blocks)
+            for stream in self._streams.values():
+                stream.frames.wake()
         self._report_load()
 
     def _report_load(self) -> None:

@@ -89,7 +89,9 @@ class Attempts:
             request_id=asked.request_id,
             prompt=asked.prompt,
             now_s=now_s,
-            deadline_s=now_s + asked.deadline_s,
+            deadline_s=now_s + asked.remaining_s,
+            slo=asked.slo,
+            waited_s=asked.waited_s,
         )
         self._jobs[job.request_id] = job
         self._flights[job.request_id] = []

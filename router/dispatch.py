@@ -16,12 +16,16 @@ from baton.ids import RequestId, WorkerIdentity
 from router.attempts import Attempts, Patience
 from router.events import (
     Action,
+    AskForSnapshot,
+    BlocksReported,
     ClientGone,
     DecodeTokens,
     Event,
     LegEvent,
     LoadReported,
     RefuseWorker,
+    Service,
+    StepTokens,
     StopSample,
     Submitted,
     TimePassed,
@@ -32,7 +36,7 @@ from router.events import (
 from router.flight import FlightState
 from router.legs import LegTable
 from router.placement import Placement
-from router.progress import FlightProgress
+from router.progress import Advance, FlightProgress
 from router.routing.view import ClusterView, WorkerView
 
 _DEAF_S = 1.0
@@ -91,8 +95,14 @@ class Dispatcher:
                 return self._lose(event.worker, event.reason, now_s)
             case LoadReported():
                 return self._report(event, now_s)
+            case BlocksReported():
+                return self._blocks(event)
             case _:
                 return self._progressed(event, now_s)
+
+    def advance(self, step: StepTokens, now_s: float) -> Advance:
+        """Takes a step's tokens the short way; `others` of what comes back are for `handle`."""
+        return self._progress.step(step, now_s)
 
     def give_up(self, event: Event, error: InvariantError) -> list[Action]:
         """Ends the job that `event` belongs to, after `handle` raised `error` for it."""
@@ -101,7 +111,7 @@ class Dispatcher:
                 return self._attempts.fail(event.job.request_id, error)
             case StopSample() | ClientGone():
                 return self._attempts.fail(event.request_id, error)
-            case TimePassed() | WorkerJoined() | WorkerLost() | LoadReported():
+            case TimePassed() | WorkerJoined() | WorkerLost() | LoadReported() | BlocksReported():
                 return []
             case _:
                 leg = self._legs.find(event)
@@ -114,7 +124,7 @@ class Dispatcher:
 
     def _submit(self, event: Submitted, now_s: float) -> list[Action]:
         actions = self._attempts.begin(event.job, now_s)
-        heappush(self._deadlines, (now_s + event.job.deadline_s, event.job.request_id))
+        heappush(self._deadlines, (now_s + event.job.remaining_s, event.job.request_id))
         return actions
 
     def _progressed(self, event: LegEvent, now_s: float) -> list[Action]:
@@ -179,6 +189,13 @@ class Dispatcher:
         was_away = worker.draining or self._view.suspected(worker, now_s)
         worker.report(event.load, now_s)
         return self._attempts.place_waiting(now_s) if was_away and not worker.draining else []
+
+    def _blocks(self, event: BlocksReported) -> list[Action]:
+        worker = self._view.find(event.worker.worker_id)
+        if not self._view.report_blocks(event.worker, event.report) or worker is None:
+            return []
+        service = Service.DECODE if worker.hello.role.decodes else Service.PREFILL
+        return [AskForSnapshot(worker=event.worker, service=service)]
 
     def _time_passed(self, now_s: float) -> list[Action]:
         actions = self._look_for_silent_workers(now_s)

@@ -90,6 +90,10 @@ class FakeGenerator:
         """Jobs started and not ended."""
         return len(self._running)
 
+    def waiting(self) -> dict[str, int]:
+        """Nobody: every job is begun at once."""
+        return {}
+
     async def _before(self, step: int) -> None:
         await asyncio.sleep(0)  # a real generator always lets others run between two steps
         if self.fault is not None and step == self.fault_after:

@@ -3,16 +3,22 @@
 Decode frames are the router's busiest input: one per step and worker, each with a token for every running sequence.
 """
 
+from collections.abc import Set
+from itertools import compress, repeat
+
 from baton.generation import TokenSample
 from baton.ids import LegId, WorkerIdentity
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
 from kv_transfer.ticket import shown
 from router.events import (
+    AskForSnapshot,
+    BlocksReported,
     DecodeTokens,
     Event,
     FirstTokensArrived,
     HandedOff,
+    Heard,
     LegFailed,
     LoadReported,
     LocallyPrefilled,
@@ -22,6 +28,7 @@ from router.events import (
     SendGenerate,
     SendPrefill,
     SendReassign,
+    StepTokens,
     WriterLost,
 )
 
@@ -31,35 +38,41 @@ def prefill_events(worker: WorkerIdentity, frame: prefill_pb2.PrefillFrame) -> l
 
     Raises:
         KeyError: An enum's number is none of ours.
+        ValueError: Keys of blocks are cut short.
     """
     events: list[Event] = [_first_tokens(worker, message) for message in frame.first_tokens]
     events += [_handed_off(worker, message) for message in frame.handed_off]
     events += [_failed(worker, message) for message in frame.failed]
     if frame.HasField("load"):
         events.append(LoadReported(worker=worker, load=convert.load_from_proto(frame.load)))
-    return events
+    return [*events, *_blocks(worker, frame)]
 
 
-def decode_events(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Event]:
-    """What a decode worker's frame says: one `DecodeTokens` per leg, samples' ends joined to their last tokens.
+def decode_events(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Heard]:
+    """What a decode worker's frame says. Plain tokens stay columns; legs with an end or log-probabilities in this frame get
+    a `DecodeTokens` each, samples' ends joined to their last tokens.
 
     Raises:
         KeyError: An enum's number is none of ours.
-        ValueError: The columns differ in length.
+        ValueError: The columns differ in length, or keys of blocks are cut short.
     """
-    events: list[Event] = [_prefilled(worker, message) for message in frame.prefilled]
+    events: list[Heard] = [_prefilled(worker, message) for message in frame.prefilled]
     events += _tokens(worker, frame)
     events += [_writer_lost(worker, message) for message in frame.writers_lost]
     events += [_failed(worker, message) for message in frame.failed]
     if frame.HasField("load"):
         events.append(LoadReported(worker=worker, load=convert.load_from_proto(frame.load)))
-    return events
+    return [*events, *_blocks(worker, frame)]
 
 
-def prefill_command(action: SendPrefill | SendCancel) -> prefill_pb2.PrefillCommand:
+def prefill_command(
+    action: SendPrefill | SendCancel | AskForSnapshot,
+) -> prefill_pb2.PrefillCommand:
     """An action as a command on the Prefill stream."""
     if isinstance(action, SendCancel):
         return prefill_pb2.PrefillCommand(cancel=common_pb2.Cancel(leg_id=action.leg_id))
+    if isinstance(action, AskForSnapshot):
+        return prefill_pb2.PrefillCommand(send_snapshot=common_pb2.SendSnapshot())
     submit = prefill_pb2.SubmitPrefill(
         request=convert.prompt_to_proto(action.leg_id, action.request_id, action.prompt),
         permit=shown(action.permit),
@@ -69,11 +82,13 @@ def prefill_command(action: SendPrefill | SendCancel) -> prefill_pb2.PrefillComm
 
 
 def decode_command(
-    action: SendExpect | SendReassign | SendGenerate | SendCancel,
+    action: SendExpect | SendReassign | SendGenerate | SendCancel | AskForSnapshot,
 ) -> decode_pb2.DecodeCommand:
     """An action as a command on the Decode stream."""
     if isinstance(action, SendCancel):
         return decode_pb2.DecodeCommand(cancel=common_pb2.Cancel(leg_id=action.leg_id))
+    if isinstance(action, AskForSnapshot):
+        return decode_pb2.DecodeCommand(send_snapshot=common_pb2.SendSnapshot())
     if isinstance(action, SendReassign):
         reassign = decode_pb2.Reassign(leg_id=action.leg_id, permit=shown(action.permit))
         return decode_pb2.DecodeCommand(reassign=reassign)
@@ -130,20 +145,41 @@ def _failed(worker: WorkerIdentity, message: common_pb2.LegFailed) -> Event:
     return LegFailed(worker=worker, leg_id=LegId(message.leg_id), error=error)
 
 
-def _tokens(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Event]:
-    by_leg: dict[int, list[TokenSample]] = {}
+def _blocks(
+    worker: WorkerIdentity, frame: prefill_pb2.PrefillFrame | decode_pb2.DecodeFrame
+) -> list[Event]:
+    if not frame.HasField("blocks"):
+        return []
+    return [BlocksReported(worker=worker, report=convert.blocks_from_proto(frame.blocks))]
+
+
+def _tokens(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Heard]:
+    leg_ids, samples, tokens = list(frame.leg_ids), list(frame.samples), list(frame.tokens)
+    if not len(leg_ids) == len(samples) == len(tokens):
+        raise ValueError(f"columns of {len(leg_ids)}, {len(samples)}, {len(tokens)} entries")
     if frame.logprobs:
-        rows = zip(frame.leg_ids, frame.samples, frame.tokens, frame.logprobs, strict=True)
-        for leg_id, sample, token, message in rows:
-            logprobs = convert.logprobs_from_proto(message)
-            drawn = TokenSample(sample=sample, token=token, logprobs=logprobs)
+        return _legs(worker, frame, frozenset(leg_ids))
+    ending = frozenset(end.leg_id for end in frame.finished)
+    events = _legs(worker, frame, ending) if ending else []
+    if not ending.isdisjoint(leg_ids):
+        plain = [leg_id not in ending for leg_id in leg_ids]
+        leg_ids, samples, tokens = (list(compress(c, plain)) for c in (leg_ids, samples, tokens))
+    step = StepTokens(worker=worker, leg_ids=leg_ids, samples=samples, tokens=tokens)
+    return [step, *events] if leg_ids else events
+
+
+def _legs(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame, leg_ids: Set[int]) -> list[Heard]:
+    """One event per leg of `leg_ids`, and samples' ends that have no token in this frame."""
+    by_leg: dict[int, list[TokenSample]] = {}
+    logprobs = map(convert.logprobs_from_proto, frame.logprobs) if frame.logprobs else repeat(None)
+    for leg_id, sample, token, known in zip(
+        frame.leg_ids, frame.samples, frame.tokens, logprobs, strict=bool(frame.logprobs)
+    ):
+        if leg_id in leg_ids:
+            drawn = TokenSample(sample=sample, token=token, logprobs=known)
             by_leg.setdefault(leg_id, []).append(drawn)
-    else:
-        columns = zip(frame.leg_ids, frame.samples, frame.tokens, strict=True)
-        for leg_id, sample, token in columns:
-            by_leg.setdefault(leg_id, []).append(TokenSample(sample=sample, token=token))
     tokenless = _join_ends(worker, frame, by_leg)
-    events: list[Event] = [
+    events: list[Heard] = [
         DecodeTokens(worker=worker, leg_id=LegId(leg_id), tokens=tuple(tokens))
         for leg_id, tokens in by_leg.items()
     ]

@@ -1,16 +1,18 @@
 """The `Generator` behind the HTTP face: an asyncio shell around the dispatcher, its clients and its links."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
-from baton.errors import DrainingError, InvariantError, OverloadedError
+from baton.errors import BatonError, DrainingError, InvariantError, OverloadedError
+from baton.generation import plain_token
 from baton.ids import RequestId
 from baton.telemetry.logs import get_logger
+from router.admission.room import UnknownPace, WorkerRoom
 from router.attempts import Patience
 from router.dispatch import Dispatcher
 from router.events import (
@@ -20,14 +22,23 @@ from router.events import (
     Event,
     Fail,
     Finish,
+    FirstTokensArrived,
+    HandedOff,
+    Heard,
+    LegFailed,
+    LoadReported,
+    LocallyPrefilled,
     RefuseWorker,
+    StepTokens,
     StopSample,
     Submitted,
     TimePassed,
     WorkerJoined,
+    WorkerLost,
     WorkerSuspected,
 )
 from router.inbox import Inbox
+from router.intake import Doors, Intake, line_limits
 from router.links import LinkTiming
 from router.membership import Membership
 from router.placement import Placement
@@ -38,6 +49,18 @@ from router.routing.view import ClusterView
 
 _TICK_S = 0.05
 _MAX_LATE_TICKS_S = 5.0
+
+_MAKE_ROOM = (
+    ClientGone,
+    FirstTokensArrived,
+    LocallyPrefilled,
+    HandedOff,
+    LegFailed,
+    LoadReported,
+    WorkerJoined,
+    WorkerLost,
+)
+"""Events after which workers may have room for who waits. A job that ends is followed by its client's leaving."""
 
 _log = get_logger(__name__)
 
@@ -71,17 +94,24 @@ class ClusterGenerator:
         self._max_queued_bytes = config.max_queued_bytes_per_client
         index = PrefixIndex()
         self.view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
+        room = WorkerRoom(
+            self.view, UnknownPace(), prefill_window_tokens=config.prefill_window_tokens
+        )
         placement = Placement(
             view=self.view,
             index=index,
             policy=policy_named(config.policy),
             secret=secret,
             rng=Random(),
+            room=room,
         )
         self._patience = patience or Patience(max_attempts=config.max_attempts)
         self._dispatcher = Dispatcher(view=self.view, placement=placement, patience=self._patience)
-        self.membership = Membership(worker_addresses, self._feed, timing=link_timing)
+        self.membership = Membership(worker_addresses, self._hear, timing=link_timing)
+        doors = Doors(submit=self._submit, refuse=self._end)
+        self._intake = Intake(room, line_limits(config), doors, self._clock)
         self._inboxes: dict[RequestId, Inbox] = {}
+        self._choosing_s: dict[RequestId, float] = {}
         self._model: ServedModel | None = None
         self._draining = False
         self._idle = asyncio.Event()
@@ -99,6 +129,7 @@ class ClusterGenerator:
         """Ends every job with an error."""
         for request_id, inbox in list(self._inboxes.items()):
             inbox.end(DrainingError("the router is stopping"))
+            self._intake.leave(request_id)
             self._feed(ClientGone(request_id=request_id))
 
     async def close(self) -> None:
@@ -133,17 +164,18 @@ class ClusterGenerator:
         inbox = self._inboxes[job.request_id] = Inbox(max_bytes=self._max_queued_bytes)
         self._idle.clear()
         try:
-            arrived_s = self._clock.now_s()
-            self._feed(Submitted(job=job))
-            choosing_s = self._clock.now_s() - arrived_s
+            self._intake.offer(job)
             while True:
                 event = await inbox.next()
                 if isinstance(event, Timing):
-                    yield replace(event, route_s=event.route_s + choosing_s)
+                    self._intake.finished(job, event.output_tokens)
+                    yield replace(event, route_s=event.route_s + self._choosing_s[job.request_id])
                     return
                 yield event
         finally:
             del self._inboxes[job.request_id]
+            self._choosing_s.pop(job.request_id, None)
+            self._intake.leave(job.request_id)
             self._feed(ClientGone(request_id=job.request_id))
             if not self._inboxes:
                 self._rest()
@@ -173,12 +205,17 @@ class ClusterGenerator:
         return late_s < _MAX_LATE_TICKS_S and self.membership.healthy()
 
     def in_flight(self) -> int:
-        """Jobs accepted and not finished."""
-        return self._dispatcher.in_flight
+        """Jobs accepted and not finished, those in line included."""
+        return self._dispatcher.in_flight + sum(self._intake.waiting().values())
+
+    def waiting(self) -> Mapping[str, int]:
+        """Jobs in line, by the name of their SLO class."""
+        return self._intake.waiting()
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless jobs, legs and the workers' counts agree."""
         self._dispatcher.check_integrity()
+        self._intake.check_integrity()
 
     def _rest(self) -> None:
         """Nothing is in flight: time to look whether the books are in order."""
@@ -193,6 +230,26 @@ class ClusterGenerator:
             await asyncio.sleep(_TICK_S)
             self._ticked_s = self._clock.now_s()
             self._feed(TimePassed())
+            self._intake.time_passed()
+
+    def _submit(self, job: GenerationJob) -> None:
+        started_s = self._clock.now_s()
+        self._feed(Submitted(job=job))
+        self._choosing_s[job.request_id] = self._clock.now_s() - started_s
+
+    def _hear(self, heard: Heard) -> None:
+        """What links say: steps the short way, everything else as events."""
+        if not isinstance(heard, StepTokens):
+            self._feed(heard)
+            return
+        moved = self._dispatcher.advance(heard, self._clock.now_s())
+        columns = zip(moved.request_ids, moved.samples, moved.tokens, strict=True)
+        for request_id, sample, token in columns:
+            inbox = self._inboxes.get(request_id)
+            if inbox is not None and not inbox.put_plain(plain_token(sample, token)):
+                self._overflow(request_id, inbox)
+        for other in moved.others:
+            self._feed(other)
 
     def _feed(self, event: Event) -> None:
         """Lets the dispatcher handle an event and carries out what it wants done."""
@@ -205,14 +262,15 @@ class ClusterGenerator:
             self._perform(action)
         if isinstance(event, WorkerJoined):
             self._served(event)
+        if isinstance(event, _MAKE_ROOM):
+            self._intake.let_in()
 
     def _perform(self, action: Action) -> None:
         match action:
             case Emit():
                 self._emit(action)
             case Finish(request_id=request_id, timing=end) | Fail(request_id=request_id, error=end):
-                if request_id in self._inboxes:
-                    self._inboxes[request_id].end(end)
+                self._end(request_id, end)
             case RefuseWorker():
                 self.membership.refuse(action)
             case WorkerSuspected():
@@ -224,11 +282,18 @@ class ClusterGenerator:
             case _:
                 self.membership.send(action)
 
+    def _end(self, request_id: RequestId, end: Timing | BatonError) -> None:
+        if request_id in self._inboxes:
+            self._inboxes[request_id].end(end)
+
     def _emit(self, action: Emit) -> None:
         inbox = self._inboxes.get(action.request_id)
         if inbox is not None and not inbox.put(action.tokens):
-            inbox.end(OverloadedError("the client reads too slowly"))
-            self._feed(ClientGone(request_id=action.request_id))
+            self._overflow(action.request_id, inbox)
+
+    def _overflow(self, request_id: RequestId, inbox: Inbox) -> None:
+        inbox.end(OverloadedError("the client reads too slowly", reason="slow_reader"))
+        self._feed(ClientGone(request_id=request_id))
 
     def _served(self, event: WorkerJoined) -> None:
         hellos = [worker.hello for worker in self.view.workers] or [event.hello]

@@ -24,7 +24,7 @@ class Inbox:
         self._tokens: list[TokenSample] = []
         self._waiting_bytes = 0
         self._end: Timing | BatonError | None = None
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     def put(self, tokens: tuple[TokenSample, ...]) -> bool:
         """Adds tokens; False when more wait than the bound allows, and the reader should be given up."""
@@ -32,7 +32,15 @@ class Inbox:
         for token in tokens:
             top = 0 if token.logprobs is None else len(token.logprobs.top)
             self._waiting_bytes += _TOKEN_BYTES + top * _TOP_LOGPROB_BYTES
-        self._news.set()
+        self._wake()
+        return self._waiting_bytes <= self._max_bytes
+
+    def put_plain(self, token: TokenSample) -> bool:
+        """`put` for one token without log-probabilities: nearly every token comes this way."""
+        self._tokens.append(token)
+        self._waiting_bytes += _TOKEN_BYTES
+        if self._reader is not None:
+            self._wake()
         return self._waiting_bytes <= self._max_bytes
 
     def end(self, end: Timing | BatonError) -> None:
@@ -42,7 +50,7 @@ class Inbox:
         self._end = end
         if isinstance(end, BatonError):
             self._tokens = []
-        self._news.set()
+        self._wake()
 
     async def next(self) -> GenerationEvent:
         """All tokens that wait, or at the end the timing.
@@ -51,8 +59,8 @@ class Inbox:
             BatonError: The job ended with it.
         """
         while not self._tokens and self._end is None:
-            self._news.clear()
-            await self._news.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         if self._tokens:
             tokens, self._tokens, self._waiting_bytes = self._tokens, [], 0
             return Tokens(samples=tuple(tokens))
@@ -60,3 +68,8 @@ class Inbox:
             raise self._end
         assert self._end is not None
         return self._end
+
+    def _wake(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():  # a reader that was cancelled is done
+            reader.set_result(None)

@@ -13,6 +13,7 @@ from baton.ids import BlockKey, RequestId
 from router.events import HandedOff
 from router.ports import Timing
 from router.routing.policy import Pair
+from router.slo import STANDARD, Slo
 
 
 @dataclass(slots=True, eq=False)
@@ -83,16 +84,27 @@ class Job:
     Args:
         request_id: Its name.
         prompt: As the client sent it, with all samples.
-        now_s: When it arrived.
+        now_s: When it was let in.
         deadline_s: When it is given up, on the same clock.
+        slo: What it was promised.
+        waited_s: Its time in line before that.
     """
 
     def __init__(
-        self, *, request_id: RequestId, prompt: Prompt, now_s: float, deadline_s: float
+        self,
+        *,
+        request_id: RequestId,
+        prompt: Prompt,
+        now_s: float,
+        deadline_s: float,
+        slo: Slo = STANDARD,
+        waited_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.deadline_s = deadline_s
+        self.slo = slo
+        self.waited_s = waited_s
         self.watch = Stopwatch(submitted_s=now_s)
         self.keys: dict[int, list[BlockKey]] = {}
         """Block keys of the prompt by layout group, hashed once."""
@@ -117,6 +129,15 @@ class Job:
             if watch.first_token_s is None:
                 watch.first_token_s = now_s
         return fresh
+
+    def log(self, sample: int, token: int, now_s: float) -> bool:
+        """Logs one plain token, not the job's first; whether the client should see it. The short way of `accept`."""
+        log = self._logs[sample]
+        if log.finished:
+            return False
+        log.tokens.append(token)
+        self.watch.last_token_s = now_s
+        return True
 
     def stop(self, sample: int) -> None:
         """The client has all it wants of this sample."""
@@ -144,14 +165,15 @@ class Job:
         return Timing(
             prefill_worker=watch.prefill_worker,
             decode_worker=watch.decode_worker,
+            admission_s=self.waited_s,
             route_s=placed_s - watch.submitted_s,
             queue_s=watch.queue_s,
             prefill_s=watch.prefill_s,
-            first_token_s=first_s - watch.submitted_s,
+            first_token_s=first_s - watch.submitted_s + self.waited_s,
             handoff_s=watch.handoff_s,
             unhidden_s=watch.unhidden_s,
             decode_s=last_s - first_s,
-            total_s=last_s - watch.submitted_s,
+            total_s=last_s - watch.submitted_s + self.waited_s,
             prompt_tokens=len(self.prompt.prompt_tokens),
             cached_tokens=watch.cached_tokens,
             output_tokens=sum(len(log.tokens) for log in self._logs.values()),

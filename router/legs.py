@@ -10,7 +10,7 @@ from itertools import count
 
 from baton.errors import InvariantError
 from baton.generation import Prompt
-from baton.ids import LegId
+from baton.ids import LegId, WorkerIdentity
 from kv_transfer.ticket import Permit
 from router.events import (
     LegEvent,
@@ -37,6 +37,7 @@ class Leg:
     prefill_tokens: int = 0
     sequences: int = 0
     context_tokens: int = 0
+    tbt_s: float | None = None
 
     def open(self, now_s: float) -> None:
         """Counts it on its worker."""
@@ -44,12 +45,17 @@ class Leg:
         if worker.legs == 0:
             worker.progress_s = now_s
         worker.legs += 1
+        worker.prefills += self.prefill_tokens > 0
         worker.prefill_tokens += self.prefill_tokens
         worker.decode_sequences += self.sequences
         worker.decode_tokens += self.context_tokens
+        if self.tbt_s is not None:
+            targets = worker.tbt_targets
+            targets[self.tbt_s] = targets.get(self.tbt_s, 0) + 1
 
     def computed(self) -> None:
         """The prompt's KV is computed."""
+        self.worker.prefills -= self.prefill_tokens > 0
         self.worker.prefill_tokens -= self.prefill_tokens
         self.prefill_tokens = 0
 
@@ -60,11 +66,15 @@ class Leg:
 
     def close(self) -> None:
         """Takes all it counted off its worker."""
+        self.computed()
         worker = self.worker
         worker.legs -= 1
-        worker.prefill_tokens -= self.prefill_tokens
         worker.decode_sequences -= self.sequences
         worker.decode_tokens -= self.context_tokens
+        if self.tbt_s is not None:
+            worker.tbt_targets[self.tbt_s] -= 1
+            if not worker.tbt_targets[self.tbt_s]:
+                del worker.tbt_targets[self.tbt_s]
 
     def cancel(self) -> SendCancel:
         """The command that makes its worker forget it."""
@@ -80,12 +90,16 @@ class LegTable:
 
     def find(self, event: LegEvent) -> Leg | None:
         """The open leg that `event` is about; None when it is over, or another worker's."""
-        leg = self._legs.get(event.leg_id)
+        return self.at(event.leg_id, event.worker)
+
+    def at(self, leg_id: LegId, worker: WorkerIdentity) -> Leg | None:
+        """The open leg of that id on that worker, if there is one."""
+        leg = self._legs.get(leg_id)
         if leg is None:
             return None
-        identity = leg.worker.identity
+        identity = leg.worker.hello.identity
         # Nearly always the same object, and this is asked for every token.
-        return leg if identity is event.worker or identity == event.worker else None
+        return leg if identity is worker or identity == worker else None
 
     def on_worker(self, worker: WorkerView) -> list[Leg]:
         """Those that `worker` runs."""
@@ -97,6 +111,7 @@ class LegTable:
         leg = self._open(Service.DECODE, flight, worker)
         leg.prefill_tokens = leg.context_tokens = len(prompt.tokens)
         leg.sequences = len(prompt.samples)
+        leg.tbt_s = flight.job.slo.tbt_s
         leg.open(now_s)
         flight.decode = leg
         return SendGenerate(
@@ -113,6 +128,7 @@ class LegTable:
         prompt = flight.prompt()
         decode = self._open(Service.DECODE, flight, pair.decode)
         decode.context_tokens, decode.sequences = len(prompt.tokens), len(prompt.samples)
+        decode.tbt_s = flight.job.slo.tbt_s
         decode.open(now_s)
         flight.decode, flight.asked = decode, prompt
         expect = SendExpect(

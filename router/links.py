@@ -5,7 +5,7 @@ when one breaks the worker is lost to the dispatcher, and the others are closed,
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,7 +17,15 @@ from baton.rpc.channel import open_channel
 from baton.rpc.convert import PROTOCOL_VERSION, WorkerHello, hello_from_proto
 from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.telemetry.logs import get_logger
-from router.events import Event, SendAction, SendCancel, SendPrefill, Service, WorkerJoined
+from router.events import (
+    AskForSnapshot,
+    Heard,
+    SendAction,
+    SendCancel,
+    SendPrefill,
+    Service,
+    WorkerJoined,
+)
 from router.events import WorkerLost as WorkerLostEvent
 from router.frames import decode_command, decode_events, prefill_command, prefill_events
 
@@ -69,7 +77,7 @@ class WorkerLink:
     """
 
     def __init__(
-        self, address: str, sink: Callable[[Event], None], *, timing: LinkTiming | None = None
+        self, address: str, sink: Callable[[Heard], None], *, timing: LinkTiming | None = None
     ) -> None:
         self.address = address
         self.state = LinkState.CONNECTING
@@ -97,7 +105,7 @@ class WorkerLink:
         if self.hello is None or self.hello.identity != action.worker:
             return
         prefill = isinstance(action, SendPrefill) or (
-            isinstance(action, SendCancel) and action.service is Service.PREFILL
+            isinstance(action, SendCancel | AskForSnapshot) and action.service is Service.PREFILL
         )
         try:
             if prefill:
@@ -176,7 +184,7 @@ class WorkerLink:
     async def _read(self, service: Service, worker: WorkerIdentity, call: Call) -> None:
         async for frame in call:
             try:
-                events = (
+                events: Sequence[Heard] = (
                     decode_events(worker, frame)
                     if isinstance(frame, decode_pb2.DecodeFrame)
                     else prefill_events(worker, frame)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from baton.telemetry.logs import get_logger
-from router.events import Event, RefuseWorker, SendAction
+from router.events import Heard, RefuseWorker, SendAction
 from router.links import LinkTiming, WorkerLink
 
 _log = get_logger(__name__)
@@ -22,7 +22,7 @@ class Membership:
     def __init__(
         self,
         addresses: Sequence[str],
-        sink: Callable[[Event], None],
+        sink: Callable[[Heard], None],
         *,
         timing: LinkTiming | None = None,
     ) -> None:

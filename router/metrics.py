@@ -1,7 +1,11 @@
 """What the router counts. Names that dashboards for vLLM know keep that spelling; the rest is `baton_*`.
 
-All label values come from fixed sets: served model name, known routes, status codes, finish reasons, phases.
+All label values come from fixed sets: served model name, known routes, status codes, finish reasons, phases, the classes
+that the operator named.
 """
+
+from collections.abc import Iterable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -11,6 +15,7 @@ from baton.telemetry.metrics import (
     SHORT_LATENCY_BUCKETS_S,
     TOKEN_LATENCY_BUCKETS_S,
 )
+from baton.telemetry.tally import Tally
 from router.ports import Generator, Timing
 
 
@@ -32,12 +37,20 @@ class RouterMetrics:
             "baton_requests_in_flight", "Prompts accepted and not finished.", registry=registry
         )
         self._model_name = model_name
+        self._define_queue()
         self._define_counters()
         self._define_histograms()
 
-    def watch(self, generator: Generator) -> None:
-        """Reads what is in flight from `generator` whenever the metrics are scraped."""
+    def watch(self, generator: Generator, slo_classes: Iterable[str]) -> None:
+        """Reads what is in flight and in line from `generator` whenever the metrics are scraped."""
         self._in_flight.set_function(generator.in_flight)
+        for name in slo_classes:
+            waiting = partial(_waiting_in, generator, name)
+            self._queue_length.labels(self._model_name, name).set_function(waiting)
+
+    def rejected(self, tenant_class: str, reason: str) -> None:
+        """A request was refused; `tenant_class` and `reason` are from bounded sets."""
+        self._rejected.labels(tenant_class, reason).inc()
 
     def http_answered(self, route: str, status: int) -> None:
         """One HTTP request was answered; `route` is a declared path or `other`."""
@@ -59,8 +72,9 @@ class RouterMetrics:
         """One sample reached its end."""
         self._success[reason].inc()
 
-    def job_finished(self, timing: Timing) -> None:
+    def job_finished(self, timing: Timing, slo_class: str) -> None:
         """All samples of one prompt reached their end."""
+        self._queue_wait.labels(self._model_name, slo_class).observe(timing.admission_s)
         self._prompt_tokens.inc(timing.prompt_tokens)
         self._cached_tokens.inc(timing.cached_tokens)
         self._generation_tokens.inc(timing.output_tokens)
@@ -76,6 +90,27 @@ class RouterMetrics:
             self._handoff.observe(timing.handoff_s)
             self._unhidden.observe(timing.unhidden_s)
             self._handoff_bytes.inc(timing.bytes_sent)
+
+    def _define_queue(self) -> None:
+        self._queue_length = Gauge(
+            "baton_queue_length",
+            "Requests that wait in the router until there is room.",
+            ["model_name", "slo_class"],
+            registry=self.registry,
+        )
+        self._queue_wait = Histogram(
+            "baton_queue_wait_seconds",
+            "Waiting in the router until there was room.",
+            ["model_name", "slo_class"],
+            registry=self.registry,
+            buckets=REQUEST_LATENCY_BUCKETS_S,
+        )
+        self._rejected = Counter(
+            "baton_rejected",
+            "Requests refused because of load or limits.",
+            ["tenant_class", "reason"],
+            registry=self.registry,
+        )
 
     def _define_counters(self) -> None:
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens served.")
@@ -106,8 +141,12 @@ class RouterMetrics:
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From the request to its first token."
         )
-        self._between_tokens = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens.", TOKEN_LATENCY_BUCKETS_S
+        self._between_tokens = Tally(
+            "vllm:inter_token_latency_seconds",
+            "Between two tokens.",
+            TOKEN_LATENCY_BUCKETS_S,
+            {"model_name": self._model_name},
+            self.registry,
         )
         self._end_to_end = self._histogram(
             "vllm:e2e_request_latency_seconds", "From the request to its last token."
@@ -135,3 +174,7 @@ class RouterMetrics:
     ) -> Histogram:
         histogram = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
         return histogram.labels(self._model_name)
+
+
+def _waiting_in(generator: Generator, slo_class: str) -> float:
+    return generator.waiting().get(slo_class, 0)

@@ -49,11 +49,16 @@ class PieceTable:
         if token is None:
             return b""
         if self._byte_level:
-            known = [_BYTE_OF.get(char) for char in token]
-            return bytes(b for b in known if b is not None) if None not in known else token.encode()
+            return byte_level_bytes(token)
         if match := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
         return token.replace("▁", " ").encode()
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes that a byte-level vocabulary's token stands for. One outside the alphabet stands for itself."""
+    known = [_BYTE_OF.get(char) for char in token]
+    return bytes(b for b in known if b is not None) if None not in known else token.encode()
 
 
 def _decoder_types(decoder: object) -> set[str]:

@@ -4,12 +4,13 @@ One `Generator` stands between the OpenAI endpoints (tokens out of JSON, JSON ou
 workers. Everything that crosses it is token ids; text stays on the HTTP side.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton.generation import Prompt, TokenSample
 from baton.ids import RequestId
+from router.slo import STANDARD, Slo
 from router.tenants.tenant import ANONYMOUS, Tenant
 
 
@@ -20,14 +21,23 @@ class GenerationJob:
     Attributes:
         request_id: Names the job in logs, traces and `stop_sample`; unique among the jobs in flight.
         prompt: What to generate; `samples` holds the indices of all samples wanted.
-        deadline_s: Seconds from now until the job is given up.
+        deadline_s: Seconds from its arrival until the job is given up.
         tenant: On whose account it is.
+        slo: What it was promised.
+        waited_s: How long it has been waiting in line since it arrived; set when it is let in.
     """
 
     request_id: RequestId
     prompt: Prompt
     deadline_s: float
     tenant: Tenant = ANONYMOUS
+    slo: Slo = STANDARD
+    waited_s: float = 0.0
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds from when it was let in until it is given up."""
+        return self.deadline_s - self.waited_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +54,7 @@ class Timing:
     Attributes:
         prefill_worker: Who prefilled.
         decode_worker: Who decoded; equal to `prefill_worker` on a hybrid worker.
+        admission_s: Waiting in line until there was room on the workers.
         route_s: Choosing the pair.
         queue_s: Waiting in the prefill worker before the first chunk.
         prefill_s: From the first chunk to the first token.
@@ -78,6 +89,7 @@ class Timing:
     bytes_sent: int
     retries: int = 0
     resumptions: int = 0
+    admission_s: float = 0.0
 
 
 GenerationEvent = Tokens | Timing
@@ -125,4 +137,7 @@ class Generator(Protocol):
         """Whether the links to workers make progress: false when events wait and nothing moves them."""
 
     def in_flight(self) -> int:
-        """Jobs accepted and not finished."""
+        """Jobs accepted and not finished, those in line included."""
+
+    def waiting(self) -> Mapping[str, int]:
+        """Jobs in line, by the name of their SLO class."""

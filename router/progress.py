@@ -15,8 +15,8 @@ from baton.errors import (
     TransferError,
     WorkerLostError,
 )
-from baton.generation import FinishReason, TokenSample
-from baton.ids import WorkerIdentity
+from baton.generation import FinishReason, TokenSample, plain_token
+from baton.ids import LegId, RequestId, WorkerIdentity
 from router.events import (
     Action,
     DecodeTokens,
@@ -28,6 +28,7 @@ from router.events import (
     LocallyPrefilled,
     SampleFinished,
     Service,
+    StepTokens,
     WriterLost,
 )
 from router.flight import Flight, FlightState
@@ -84,6 +85,23 @@ class Broken:
     blamed: frozenset[WorkerIdentity]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advance:
+    """What a step gave the clients, in columns of equal length, and what of it needs a closer look.
+
+    Attributes:
+        request_ids: Whose.
+        samples: Of which sample.
+        tokens: What was drawn.
+        others: The rest of the step, as events for `handle`.
+    """
+
+    request_ids: list[RequestId]
+    samples: list[int]
+    tokens: list[int]
+    others: list[DecodeTokens]
+
+
 Verdict = Over | Settling | Orphaned | Broken
 Progress = tuple[list[Action], Verdict | None]
 
@@ -121,6 +139,27 @@ class FlightProgress:
                 return self._locally_prefilled(leg, event)
             case SampleFinished():
                 return self._sample_finished(leg, event, now_s)
+
+    def step(self, event: StepTokens, now_s: float) -> Advance:
+        """Logs the tokens of a step that change nothing else. What could be more comes back, in its order."""
+        moved = Advance(request_ids=[], samples=[], tokens=[], others=[])
+        held_back: set[int] = set()
+        for leg_id, sample, token in zip(event.leg_ids, event.samples, event.tokens, strict=True):
+            leg = self._legs.at(LegId(leg_id), event.worker)
+            if leg is None:
+                continue
+            if leg_id in held_back or not _only_advances(leg, sample):
+                held_back.add(leg_id)
+                moved.others.append(_single(leg, sample, token))
+                continue
+            leg.worker.progress_s = leg.worker.heard_s = now_s
+            leg.flight.decoded = True
+            leg.grew(1)
+            if leg.flight.job.log(sample, token, now_s):
+                moved.request_ids.append(leg.flight.job.request_id)
+                moved.samples.append(sample)
+                moved.tokens.append(token)
+        return moved
 
     def legs_gone(
         self, flight: Flight, error: BatonError, blamed: Iterable[WorkerIdentity], now_s: float
@@ -267,6 +306,22 @@ _SERVICE_OF: dict[type[LegEvent], Service] = {
 def _emit(flight: Flight, tokens: tuple[TokenSample, ...], now_s: float) -> list[Action]:
     fresh = flight.job.accept(tokens, now_s)
     return [Emit(request_id=flight.job.request_id, tokens=fresh)] if fresh else []
+
+
+def _only_advances(leg: Leg, sample: int) -> bool:
+    """Whether a plain token of `leg` does nothing but lengthen the log of `sample`. A job's first token does more."""
+    flight = leg.flight
+    return (
+        leg.service is Service.DECODE
+        and flight.state is not FlightState.PREFILLING
+        and sample in flight.samples
+        and flight.job.watch.first_token_s is not None
+    )
+
+
+def _single(leg: Leg, sample: int, token: int) -> DecodeTokens:
+    drawn = (plain_token(sample, token),)
+    return DecodeTokens(worker=leg.worker.identity, leg_id=leg.leg_id, tokens=drawn)
 
 
 def _same(first: Iterable[TokenSample], again: Iterable[TokenSample]) -> bool:

@@ -29,7 +29,9 @@ def open_redis(url: str, timeout_s: float) -> "Redis":
     try:
         library: Any = importlib.import_module("redis.asyncio")
     except ImportError as error:
-        raise ConfigError("sharing through Redis needs: pip install 'baton-serve[redis]'") from error
+        raise ConfigError(
+            "sharing through Redis needs: pip install 'baton-serve[redis]'"
+        ) from error
     retry = importlib.import_module("redis.asyncio.retry")
     backoff = importlib.import_module("redis.backoff")
     lost = importlib.import_module("redis.exceptions").ConnectionError

@@ -19,6 +19,8 @@ import jinja2
 import tokenizers
 
 from baton.errors import InvalidRequestError, ModelLoadError
+from router.byte_text import ByteDecoder, ByteTable, TokenDecoder, is_byte_level
+from router.detokenizer import Detokenizer
 from router.pieces import PieceTable
 
 _Result = TypeVar("_Result")
@@ -63,6 +65,7 @@ class Tokenizer:
         self.pieces = PieceTable(backend, added)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self._renderer = renderer
+        self._byte_table = ByteTable(backend, self.special_ids) if is_byte_level(backend) else None
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
 
     @classmethod
@@ -108,6 +111,12 @@ class Tokenizer:
         return await self._in_thread(
             lambda: self.backend.decode(list(token_ids), skip_special_tokens=False)
         )
+
+    def decoder(self) -> TokenDecoder:
+        """Turns the tokens of one sample into text while they come; special tokens have none."""
+        if self._byte_table is not None:
+            return ByteDecoder(self._byte_table)
+        return Detokenizer(self.backend, self.special_ids)
 
     def token_texts(self, token_ids: Iterable[int]) -> list[str]:
         """Each token as the vocabulary spells it; an id without a token is empty."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from baton.blocks import BlockReport
 from baton.errors import BatonError, from_code
 from baton.generation import (
     FinishReason,
@@ -183,6 +184,38 @@ def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
         draining=message.draining,
         prefill_tokens_pending=message.prefill_tokens_pending,
     )
+
+
+def blocks_to_proto(report: BlockReport) -> pb.BlockEvents:
+    """A report on held blocks as its message."""
+    return pb.BlockEvents(
+        seq=report.seq,
+        stored=report.stored,
+        removed=report.removed,
+        snapshot=report.snapshot,
+        first=report.first,
+        last=report.last,
+    )
+
+
+def blocks_from_proto(message: pb.BlockEvents) -> BlockReport:
+    """Report of its message.
+
+    Raises:
+        ValueError: Its keys are cut short.
+    """
+    report = BlockReport(
+        seq=message.seq,
+        stored=message.stored,
+        removed=message.removed,
+        snapshot=message.snapshot,
+        first=message.first,
+        last=message.last,
+    )
+    fault = report.fault()
+    if fault is not None:
+        raise ValueError(f"blocks: {fault}")
+    return report
 
 
 def sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:

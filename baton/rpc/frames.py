@@ -38,7 +38,7 @@ class FrameBuilder(Protocol[Frame_co]):
         """How many entries wait."""
 
     def build(self, load: WorkerLoad | None) -> Frame_co:
-        """A frame with everything that waits and, unless None, a load report; nothing waits afterwards."""
+        """A frame with what waits and, unless None, a load report. What is still pending afterwards goes with the next."""
 
 
 class FrameStream(Generic[Frame]):
@@ -79,7 +79,10 @@ class FrameStream(Generic[Frame]):
         if self._builder.pending() > MAX_PENDING:
             raise OverloadedError("the router does not read what it asked for")
         load, self._load = self._load, None
-        return self._builder.build(load)
+        frame = self._builder.build(load)
+        if self._builder.pending():
+            self._ready.set()
+        return frame
 
 
 async def serve_stream(

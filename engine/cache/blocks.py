@@ -6,6 +6,7 @@ The scheduler asks here for every page a sequence writes to; the runner only eve
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from baton.blocks import BlockChanges
 from baton.errors import InvariantError
 from baton.ids import BlockId, BlockKey
 from engine.cache.prefix_tree import PrefixTree
@@ -142,6 +143,10 @@ class BlockManager:
         while (block := self._tree.evict()) is not None:
             self._free.append(block)
         return len(self._free) - before
+
+    def take_changes(self) -> BlockChanges | None:
+        """Which keys came to be held and which were given up since the last call; None for none."""
+        return self._tree.changes.take() if self._tree.changes else None
 
     def _fresh(self) -> BlockId:
         block = self._free.pop() if self._free else self._tree.evict()

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from baton.blocks import ChangeLog
 from baton.errors import InvariantError
 from baton.ids import BlockId, BlockKey
 
@@ -31,9 +32,13 @@ class PrefixTree:
     the leaves is one ordered dictionary: every operation below costs O(1) per page.
 
     Not thread-safe: one owner.
+
+    Attributes:
+        changes: Keys that came and went since they were last taken.
     """
 
     def __init__(self) -> None:
+        self.changes = ChangeLog()
         self._by_key: dict[BlockKey, Node] = {}
         self._by_block: dict[BlockId, Node] = {}
         self._idle: OrderedDict[BlockId, Node] = OrderedDict()
@@ -82,6 +87,7 @@ class PrefixTree:
         if above is not None:
             above.num_children += 1
         self._by_key[key] = self._by_block[block] = node
+        self.changes.stored(key)
         return block
 
     def retire(self, block: BlockId) -> None:
@@ -116,6 +122,7 @@ class PrefixTree:
         if node.parent is not None:
             node.parent.num_children -= 1
         del self._idle[node.block], self._by_key[node.key], self._by_block[node.block]
+        self.changes.removed(node.key)
 
     def check_integrity(self) -> None:
         """Raises InvariantError unless the two directories agree, counts are right and no used page hangs on an idle one."""

@@ -8,6 +8,7 @@ so that those still running go on decoding.
 
 from collections.abc import Iterable
 
+from baton.blocks import BlockChanges
 from baton.errors import BatonError, InvalidRequestError, InvariantError
 from baton.generation import FinishReason, Prompt, TokenSample, WorkerLoad
 from baton.ids import BlockId, SeqId
@@ -302,6 +303,10 @@ class Scheduler:
             prefix_query_tokens=self._admission.query_tokens,
             prefill_tokens_pending=roster.prefill_tokens_pending,
         )
+
+    def take_block_changes(self) -> BlockChanges | None:
+        """Which full blocks came to be held and which were given up since the last call; None for none."""
+        return self._blocks.take_changes()
 
     def check_integrity(self) -> None:
         """Raises InvariantError unless every page is accounted for and every branch is in its place. O(pages)."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from baton.errors import BatonError, ContentRefusedError, UnavailableError
 from baton.telemetry.logs import get_logger
-from router.guardrails.ports import Ask, Guardrail, GuardedText, OutputGuard, Refuse, Replace
+from router.guardrails.ports import Ask, GuardedText, Guardrail, OutputGuard, Refuse, Replace
 
 _Verdict = TypeVar("_Verdict")
 _log = get_logger(__name__)

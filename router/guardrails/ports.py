@@ -5,7 +5,6 @@ A guardrail is named in the operator's configuration only (`router.guardrails`),
 the router's event loop: what takes long belongs behind an `await`.
 """
 
-
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,5 +60,3 @@ class Guardrail(Protocol):
 
     def watch_output(self, ask: Ask) -> OutputGuard | None:
         """What watches one choice of the answer; None if nothing needs to."""
-
-

@@ -111,9 +111,7 @@ class DegradingLimiter:
                 await self.renew()
                 await asyncio.sleep(self._pause_s)
         finally:
-            await self._ask(
-                lambda: self._shared.count_routers(self._router_id, leaving=True)
-            )
+            await self._ask(lambda: self._shared.count_routers(self._router_id, leaving=True))
 
     async def renew(self) -> None:
         """One round of `run`."""

@@ -78,8 +78,8 @@ class RedisLimiter:
     ) -> tuple[Granted | Refused, int]:
         requests, tokens = _sizes(tenant.limits)
         most = tenant.limits.max_concurrency
-        arguments = [what, grant, amount, self._lease_ms, *_numbers(requests), *_numbers(tokens)]
-        arguments += [-1 if most is None else most, *grants]
+        arguments: list[str | float] = [what, grant, amount, self._lease_ms]
+        arguments += [*_numbers(requests), *_numbers(tokens), -1 if most is None else most, *grants]
         reply = await asked(self._limits(keys=self._keys(tenant.tenant_id), args=arguments))
         granted, kind, wait_ms, request_level, token_level, in_flight = reply
         levels = Levels(

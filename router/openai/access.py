@@ -15,6 +15,7 @@ from baton.ids import new_request_id
 from router.audit import AuditLog
 from router.metrics import RouterMetrics
 from router.openai.audit_record import audit_record
+from router.openai.credential import credential_of
 from router.openai.errors import error_response
 from router.openai.limit_headers import limit_headers
 from router.openai.turnstile import Turnstile, counts
@@ -72,7 +73,7 @@ class AccessGate:
 
     async def _visit(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
         try:
-            caller = self._directory.identify(_credential(Headers(scope=scope)))
+            caller = self._directory.identify(credential_of(Headers(scope=scope)))
         except AuthenticationError as error:
             await error_response(error)(scope, receive, reply.send)
             self._record(None, scope, reply)
@@ -122,14 +123,6 @@ class _Reply:
             if self.visit is not None:
                 headers.update(dict(limit_headers(self.visit.levels)))
         await self._send(message)
-
-
-def _credential(headers: Headers) -> str | None:
-    """The key or token of `Authorization: Bearer`, or of `x-api-key`, which Anthropic's clients send."""
-    scheme, _, credential = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and credential.strip():
-        return credential.strip()
-    return headers.get("x-api-key", "").strip() or None
 
 
 def _request_name(given: str | None) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.generation import FinishReason, TokenSample
-from router.detokenizer import Detokenizer, StopStrings
+from router.detokenizer import StopStrings
 from router.tokenizer import Tokenizer
 
 
@@ -55,7 +55,7 @@ class Choice:
         self.finish: FinishReason | None = None
         self._index = index
         self._options = options
-        self._detokenizer = Detokenizer(tokenizer.backend, tokenizer.special_ids)
+        self._decoder = tokenizer.decoder()
         self._stops = StopStrings(options.stops, include=options.include_stop)
         self._decoded_length = 0
         self._text = ""
@@ -76,9 +76,9 @@ class Choice:
         if sample.logprobs is not None:
             self._logged.append(LoggedToken(sample, self._decoded_length))
         if sample.finish is not FinishReason.STOP or self._options.include_stop:
-            self._show(self._detokenizer.push(sample.token))
+            self._show(self._decoder.push(sample.token))
         if sample.finish is not None:
-            self._show(self._detokenizer.finish())
+            self._show(self._decoder.finish())
             self._text += self._stops.finish()
         self.finish = FinishReason.STOP if self._stops.matched is not None else sample.finish
 

@@ -81,9 +81,10 @@ async def _guarded(
             check_vocabulary(prompt, model, "prompt")
     texts = [p if isinstance(p, str) else await serving.tokenizer.decode(p) for p in prompts]
     passed = await checked_prompts(texts, serving.guards, visit)
+    unchanged: list[str | list[int]] = list(prompts)
     return [
         prompt if text == new else new
-        for prompt, text, new in zip(prompts, texts, passed, strict=True)
+        for prompt, text, new in zip(unchanged, texts, passed, strict=True)
     ]
 
 

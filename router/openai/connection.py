@@ -75,7 +75,9 @@ class EventStream(Response):
         try:
             async with aclosing(self._pieces) as pieces:
                 async for piece in pieces:
-                    await self._send(send, piece)
+                    if not self._started:
+                        await self._start(send)
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
         except BatonError as error:
             note_error(scope, error)
             await self._send_fault(send, error)
@@ -86,14 +88,13 @@ class EventStream(Response):
             await self._send_fault(send, unexpected)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, piece: bytes) -> None:
-        if not self._started:
-            self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    async def _start(self, send: Send) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
     async def _send_fault(self, send: Send, error: BatonError) -> None:
         if not self._started:
             raise error
         _log.warning("a stream ended early", code=error.code, why=error.message)
-        await self._send(send, b"data: " + error_body(error) + b"\n\n")
+        event = b"data: " + error_body(error) + b"\n\n"
+        await send({"type": "http.response.body", "body": event, "more_body": True})

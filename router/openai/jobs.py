@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from baton.errors import EngineError
+from baton.errors import EngineError, OverloadedError
 from baton.generation import TokenSample
 from router.openai.choices import Choice, Delta, TextOptions
 from router.openai.replies import PromptTokensDetails, Usage
@@ -47,27 +47,32 @@ class JobRun:
         Raises:
             BatonError: As `Generator.generate`, or a choice was left without an end.
         """
-        async with aclosing(self._serving.generator.generate(self.job)) as events:
-            async for event in events:
-                if isinstance(event, Timing):
-                    self.timing = event
-                    self._serving.metrics.job_finished(event)
-                elif gained := self._take(event):
-                    yield gained
+        metrics = self._serving.metrics
+        try:
+            async with aclosing(self._serving.generator.generate(self.job)) as events:
+                async for event in events:
+                    if isinstance(event, Timing):
+                        self.timing = event
+                        metrics.job_finished(event, self.job.slo.name)
+                    elif gained := self._take(event):
+                        yield gained
+        except OverloadedError as error:
+            metrics.rejected(self.job.tenant.tenant_class, error.reason)
+            raise
         if not all(choice.finished for choice in self._choices.values()):
             raise EngineError("The output ended before all of it was there.")
 
     def _take(self, event: Tokens) -> list[Delta]:
+        now_s = self._serving.clock.now_s()
         touched: dict[int, Choice] = {}
         for sample in event.samples:
             choice = touched[sample.sample] = self._choices[sample.sample]
-            if not choice.finished:
-                self._advance(choice, sample)
-        taken = (choice.take() for choice in touched.values())
-        return [delta for delta in taken if delta is not None]
+            if choice.finish is None:
+                self._advance(choice, sample, now_s)
+        return [delta for choice in touched.values() if (delta := choice.take()) is not None]
 
-    def _advance(self, choice: Choice, sample: TokenSample) -> None:
-        self._measure(sample.sample)
+    def _advance(self, choice: Choice, sample: TokenSample, now_s: float) -> None:
+        self._measure(sample.sample, now_s)
         choice.push(sample)
         if choice.finish is None:
             return
@@ -75,12 +80,12 @@ class JobRun:
         if sample.finish is None:
             self._serving.generator.stop_sample(self.job.request_id, sample.sample)
 
-    def _measure(self, sample: int) -> None:
-        now_s = self._serving.clock.now_s()
-        if not self._last_token_s:
+    def _measure(self, sample: int, now_s: float) -> None:
+        last_s = self._last_token_s.get(sample)
+        if last_s is not None:
+            self._serving.metrics.next_token(now_s - last_s)
+        elif not self._last_token_s:
             self._serving.metrics.first_token(now_s - self._started_s)
-        elif sample in self._last_token_s:
-            self._serving.metrics.next_token(now_s - self._last_token_s[sample])
         self._last_token_s[sample] = now_s
 
 

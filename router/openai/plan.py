@@ -13,6 +13,7 @@ from router.openai.sampling import TokenLimit, sampling_params
 from router.openai.serving import Serving
 from router.openai.vocabulary import check_vocabulary
 from router.ports import GenerationJob, ServedModel
+from router.slo import Slo
 from router.tenants.tenant import Tenant
 
 
@@ -30,7 +31,8 @@ def plan_runs(
     """One job per prompt, with the choices numbered as OpenAI does: all of the first prompt, then the next.
 
     Raises:
-        InvalidRequestError: A prompt is empty, too long for what is asked, or not of this model's vocabulary.
+        InvalidRequestError: A prompt is empty, too long for what is asked, or not of this model's vocabulary; or the tier
+            is not for this tenant.
     """
     options = TextOptions(
         stops=body.stops,
@@ -38,9 +40,12 @@ def plan_runs(
         min_tokens=body.min_tokens or 0,
     )
     planned = [_prompt(serving, body, tokens, tenant, model, limit, logprobs) for tokens in prompts]
+    slo = serving.slo_book.chosen(
+        tenant.slo_class, service_tier=body.service_tier, priority=body.priority or 0
+    )
     return [
         JobRun(
-            _job(serving, prompt, tenant, request_id, number),
+            _job(serving, prompt, tenant, slo, request_id, number),
             serving,
             options,
             number * (body.n or 1),
@@ -73,7 +78,7 @@ def _prompt(
 
 
 def _job(
-    serving: Serving, prompt: Prompt, tenant: Tenant, request_id: RequestId, number: int
+    serving: Serving, prompt: Prompt, tenant: Tenant, slo: Slo, request_id: RequestId, number: int
 ) -> GenerationJob:
     """The first job has the request's own id, those after it a number besides."""
     return GenerationJob(
@@ -81,4 +86,5 @@ def _job(
         prompt=prompt,
         deadline_s=serving.request_timeout_s,
         tenant=tenant,
+        slo=slo,
     )

@@ -46,6 +46,7 @@ class TimingReply(BaseModel):
     bytes_sent: int
     retries: int
     resumptions: int
+    admission_s: float
 
 
 class TopLogprob(BaseModel):

@@ -109,6 +109,8 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1)
     user: str | None = Field(None, max_length=1024)
+    service_tier: str | None = Field(None, min_length=1, max_length=64)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from router.metrics import RouterMetrics
 from router.openai.sampling import SamplingDefaults
 from router.openai.visit import Visit
 from router.ports import Generator, ServedModel
+from router.slo import SloBook
 from router.tenants.tenant import Tenant
 from router.tokenizer import Tokenizer
 
@@ -27,6 +28,7 @@ class Serving:
         clock: Measures what clients wait for.
         max_body_bytes: Larger bodies get 413.
         request_timeout_s: Deadline of a request.
+        slo_book: The classes of service.
         guards: The operator's checks of what is asked and answered.
     """
 
@@ -39,6 +41,7 @@ class Serving:
     clock: Clock = field(default_factory=MonotonicClock)
     max_body_bytes: int
     request_timeout_s: float
+    slo_book: SloBook
     guards: GuardChain = field(default_factory=GuardChain)
 
     def names_for(self, tenant: Tenant) -> tuple[str, ...]:

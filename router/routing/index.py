@@ -1,114 +1,212 @@
-"""Who holds which KV blocks, as far as this router knows: routing asks it how deep each worker holds a prompt.
+"""Who holds which KV blocks: routing asks how deep each worker, and the pool, holds a prompt's chain.
 
-It is fed by the router's own memory of where it sent which prompt, so it is a hint: a worker that evicted a block costs
-a wrong guess, never a wrong answer.
+Fed by the holders' own reports, which are the truth as of a moment ago, and by the router's memory of what it has just
+sent where, which they correct. Both are hints: a block that is gone by the time the prompt arrives costs a wrong guess,
+never a wrong answer.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.blocks import BlockReport, joined
 from baton.errors import InvariantError
-from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
+from baton.ids import BlockKey, WorkerId, WorkerIdentity
+from router.routing.expected import ExpectedBlocks, bits_of
+from router.routing.table import BlockTable, Prints, prints_of
 
-_DEAD_SLOTS_KEPT = 64
+_SPARE_SHARE = 4
+"""Columns of holders that are gone are cleared together, once they are a quarter of all."""
+
+
+class Heard(Enum):
+    """What became of a report."""
+
+    APPLIED = "applied"
+    GAP = "gap"
+    REFUSED = "refused"
+
+
+@dataclass(slots=True, eq=False)
+class IndexCounts:
+    """Since the start. `events` counts keys stored and removed, `lost` those that found no room."""
+
+    events: int = 0
+    snapshots: int = 0
+    gaps: int = 0
+    refused: int = 0
+    lost: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """A worker or the pool. `seq` is the number of its last report; None while a snapshot is awaited."""
+
+    identity: WorkerIdentity
+    slot: int
+    column: int
+    seq: int | None = None
+    is_blank: bool = True
 
 
 class PrefixIndex:
-    """Block key to the set of its holders, one bit per worker, bounded by dropping what was used longest ago.
+    """Block key to the set of its holders.
 
-    Pure and single-threaded. Along a chain the holders only ever get fewer: `record` always marks a chain from its
-    root, and touches the leaf first, so that a block is dropped before its parent. Depths are therefore found by
-    bisection, in time that grows with the logarithm of the prompt's length.
+    Pure and single-threaded; time comes in as `now_s`. Depths by reports are exact: of the leading blocks of the chain
+    that the holder reported and has not reported gone, whatever holes follow. Depths by expectation end with
+    `ExpectedBlocks`' memory. A holder has a *slot*, stable while it is admitted, and a column of the table, which it
+    changes with every snapshot: leaving and starting over cost nothing at the time, the table is cleared of
+    many columns at once.
 
     Args:
-        max_blocks: Blocks remembered at most.
+        max_blocks: Blocks remembered at most. With more, new ones are not taken up, and counted as lost.
     """
 
-    def __init__(self, *, max_blocks: int = 262_144) -> None:
-        self._max_blocks = max_blocks
-        self._holders: OrderedDict[BlockKey, int] = OrderedDict()
-        self._slots: dict[WorkerId, tuple[Incarnation, int]] = {}
-        self._live = 0
-        self._num_slots = 0
+    def __init__(self, *, max_blocks: int = 4_000_000) -> None:
+        self._table = BlockTable(max_blocks=max_blocks)
+        self._expected = ExpectedBlocks()
+        self._holders: dict[WorkerId, _Holder] = {}
         self._free_slots: list[int] = []
+        self._free_columns = list(range(self._table.num_columns))
+        self._live = 0
+        self._slot_of: dict[int, int] = {}
+        self.counts = IndexCounts()
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._table)
 
-    def admit(self, worker: WorkerIdentity) -> int:
-        """The worker's slot: its bit in every set. What an older incarnation of it held is forgotten."""
-        known = self._slots.get(worker.worker_id)
-        if known is not None and known[0] == worker.incarnation:
-            return known[1]
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the table."""
+        return self._table.size_bytes
+
+    def admit(self, identity: WorkerIdentity) -> int:
+        """The slot of a worker, or of the pool under a name of its own. An older incarnation of it is forgotten."""
+        known = self._holders.get(identity.worker_id)
+        if known is not None and known.identity == identity:
+            return known.slot
         if known is not None:
-            self._live &= ~(1 << known[1])
-        slot = self._new_slot()
-        self._slots[worker.worker_id] = (worker.incarnation, slot)
-        self._live |= 1 << slot
+            self.retire(known.identity)
+        slot = self._free_slots.pop() if self._free_slots else len(self._holders)
+        holder = _Holder(identity=identity, slot=slot, column=-1)
+        self._holders[identity.worker_id] = holder
+        self._occupy(holder)
         return slot
 
-    def record(self, keys: Sequence[BlockKey], slots: Iterable[int]) -> None:
-        """Remembers that the workers at `slots` hold, or are about to hold, the whole chain `keys`."""
-        mask = 0
-        for slot in slots:
-            mask |= 1 << slot
-        holders = self._holders
-        for key in reversed(keys[: self._max_blocks]):
-            holders[key] = holders.get(key, 0) | mask
-            holders.move_to_end(key)
-        while len(holders) > self._max_blocks:
-            holders.popitem(last=False)
+    def retire(self, identity: WorkerIdentity) -> None:
+        """Forgets all that this incarnation holds, and frees its slot. Takes no time however much that is."""
+        holder = self._holders.get(identity.worker_id)
+        if holder is None or holder.identity != identity:
+            return
+        self._vacate(holder)
+        self._free_slots.append(holder.slot)
+        del self._holders[identity.worker_id]
 
-    def held_blocks(self, keys: Sequence[BlockKey]) -> dict[int, int]:
-        """How many leading blocks of the chain each worker holds, by slot; workers that hold none are left out."""
-        depths: dict[int, int] = {}
-        # Spans (low, high] of positions with the holders at both ends; position -1 stands for the empty chain.
-        spans = [(-1, len(keys), self._live, 0)]
-        while spans:
-            low, high, at_low, at_high = spans.pop()
-            lost = at_low & ~at_high
-            if not lost or high == 0:
-                continue
-            if high - low == 1:
-                depths.update(dict.fromkeys(_bits(lost), low + 1))
-                continue
-            middle = (low + high) // 2
-            at_middle = self._holders.get(keys[middle], 0) & self._live
-            spans.append((low, middle, at_low, at_middle))
-            spans.append((middle, high, at_middle, at_high))
-        return depths
+    def apply(self, identity: WorkerIdentity, report: BlockReport) -> Heard:
+        """Takes a holder's report. After a gap nothing is believed before the next snapshot."""
+        holder = self._holders.get(identity.worker_id)
+        if holder is None or holder.identity != identity:
+            self.counts.refused += 1
+            return Heard.REFUSED
+        if report.snapshot and report.first:
+            self._start_over(holder)
+        elif holder.seq is None:
+            return Heard.REFUSED
+        elif report.seq != holder.seq + 1:
+            holder.seq = None
+            self.counts.gaps += 1
+            return Heard.GAP
+        holder.seq = report.seq
+        self._change(holder, report)
+        return Heard.APPLIED
+
+    def expect(self, keys: Sequence[BlockKey], slots: Iterable[int], now_s: float) -> None:
+        """Remembers that the workers at `slots` are about to hold the whole chain `keys`."""
+        wanted = set(slots)
+        columns = sum(1 << column for column, slot in self._slot_of.items() if slot in wanted)
+        self._expected.note(prints_of(joined(keys)), columns, now_s)
+
+    def held_blocks(self, keys: Sequence[BlockKey], now_s: float) -> dict[int, int]:
+        """How many leading blocks of the chain each holder has or is about to have, by slot; those with none are left out."""
+        if not keys:
+            return {}
+        prints = prints_of(joined(keys))
+        depths = self._reported(prints)
+        for column, depth in self._expected.depths(prints, self._live, now_s).items():
+            if depth > depths.get(column, 0):
+                depths[column] = depth
+        return {self._slot_of[column]: depth for column, depth in depths.items()}
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` when a bound or the bookkeeping of slots is broken."""
-        if len(self._holders) > self._max_blocks:
-            raise InvariantError(f"{len(self._holders)} blocks over {self._max_blocks}")
-        live = sum(1 << slot for _, slot in self._slots.values())
-        if live != self._live:
-            raise InvariantError("live slots do not match the known workers")
+        """Raises `InvariantError` when the bookkeeping of holders, columns or the table is broken."""
+        self._table.check_integrity()
+        holders = self._holders.values()
+        if {holder.column: holder.slot for holder in holders} != self._slot_of:
+            raise InvariantError("columns and slots do not match the holders")
+        slots = sorted([holder.slot for holder in holders] + self._free_slots)
+        if slots != list(range(len(slots))):
+            raise InvariantError(f"slots {slots}")
+        if self._live != sum(1 << holder.column for holder in holders):
+            raise InvariantError("live columns do not match the holders")
+        if self._live & sum(1 << column for column in self._free_columns):
+            raise InvariantError("a column is free and in use")
 
-    def _new_slot(self) -> int:
-        dead = self._num_slots - self._live.bit_count()
-        if not self._free_slots and dead >= _DEAD_SLOTS_KEPT:
-            self._clear_dead_slots()
-        if self._free_slots:
-            return self._free_slots.pop()
-        self._num_slots += 1
-        return self._num_slots - 1
+    def _reported(self, prints: Prints) -> dict[int, int]:
+        rows = self._table.rows(prints) & self._words(self._live)
+        common = np.bitwise_and.accumulate(rows, axis=0)
+        # Sets only shrink along the chain: whoever is missing after a change is as deep as the change.
+        (changes,) = (common[1:] != common[:-1]).any(axis=1).nonzero()
+        depths: dict[int, int] = {}
+        before = int.from_bytes(common[0].tobytes(), "little")
+        for at in (changes + 1).tolist():
+            here = int.from_bytes(common[at].tobytes(), "little")
+            depths.update(dict.fromkeys(bits_of(before & ~here), at))
+            before = here
+        depths.update(dict.fromkeys(bits_of(before), len(prints)))
+        return depths
 
-    def _clear_dead_slots(self) -> None:
-        """Clears the bits of incarnations that are gone, so that their slots can be given again.
+    def _change(self, holder: _Holder, report: BlockReport) -> None:
+        if report.removed:
+            removed = prints_of(report.removed)
+            self._table.discard(removed, holder.column)
+            self._expected.withdraw(removed.tolist(), holder.column)
+            self.counts.events += len(removed)
+        if report.stored:
+            stored = prints_of(report.stored)
+            self.counts.lost += self._table.add(stored, holder.column)
+            self.counts.events += len(stored)
+            holder.is_blank = False
 
-        Looks at every block, so it waits until many slots are dead.
-        """
-        live = self._live
-        self._holders = OrderedDict(
-            (key, mask & live) for key, mask in self._holders.items() if mask & live
-        )
-        self._free_slots = [slot for slot in range(self._num_slots) if not live >> slot & 1]
+    def _start_over(self, holder: _Holder) -> None:
+        self.counts.snapshots += 1
+        if not holder.is_blank:
+            self._vacate(holder)
+            self._occupy(holder)
 
+    def _occupy(self, holder: _Holder) -> None:
+        if not self._free_columns:
+            self._find_columns()
+        holder.column, holder.is_blank = self._free_columns.pop(), True
+        self._slot_of[holder.column] = holder.slot
+        self._live |= 1 << holder.column
 
-def _bits(mask: int) -> Iterable[int]:
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
+    def _vacate(self, holder: _Holder) -> None:
+        """Its column is cleared later, together with others."""
+        del self._slot_of[holder.column]
+        self._live &= ~(1 << holder.column)
+
+    def _find_columns(self) -> None:
+        total = self._table.num_columns
+        if (total - len(self._slot_of)) * _SPARE_SHARE >= total:
+            self._table.keep_columns(self._words(self._live))
+            self._expected.forget(~self._live)
+            self._free_columns = [c for c in range(total) if not self._live >> c & 1]
+        else:
+            self._table.widen()
+            self._free_columns = list(range(total, self._table.num_columns))
+
+    def _words(self, columns: int) -> NDArray[np.uint64]:
+        return np.frombuffer(columns.to_bytes(self._table.num_columns // 8, "little"), np.uint64)

@@ -5,11 +5,12 @@ add up, so the best pair is the best P with the best D among workers of one layo
 worker. Costs are in tokens of prefill.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from baton.ids import WorkerIdentity
 from router.routing.view import WorkerView
 
 
@@ -77,16 +78,21 @@ class _Priced:
 
 
 def choose(
-    policy: Policy, workers: Collection[WorkerView], demand: Demand, rng: Random
+    policy: Policy,
+    workers: Collection[WorkerView],
+    demand: Demand,
+    rng: Random,
+    *,
+    full: Set[WorkerIdentity] = frozenset(),
 ) -> Pair | Unavailable:
-    """The cheapest way to run `demand` on `workers`.
+    """The cheapest way to run `demand` on `workers`, where those that are `full` decode nothing more.
 
     A decode worker prefills for itself only when nobody else can; a hybrid one whenever that is cheaper.
     """
-    decoders = [worker for worker in workers if worker.hello.role.decodes]
+    decoders = [w for w in workers if w.hello.role.decodes and w.identity not in full]
     if not decoders:
         return Unavailable(reason="no decode worker is available")
-    options = list(_options(policy, workers, demand, rng))
+    options = list(_options(policy, workers, decoders, demand, rng))
     if not options:
         options = [_local(policy, decoders, demand, rng)]
     return min(options, key=lambda option: option.rank).pair
@@ -100,14 +106,19 @@ def choose_prefiller(
 
 
 def _options(
-    policy: Policy, workers: Collection[WorkerView], demand: Demand, rng: Random
+    policy: Policy,
+    workers: Collection[WorkerView],
+    decoders: Collection[WorkerView],
+    demand: Demand,
+    rng: Random,
 ) -> Iterator[_Priced]:
     for group in {worker.layout_group for worker in workers}:
         members = [worker for worker in workers if worker.layout_group == group]
         prefillers = [worker for worker in members if worker.hello.role.prefills_for_others]
         # Without a transfer address nobody can send it KV.
-        takers = [w for w in members if w.hello.role.decodes and w.hello.transfer_address]
-        both = [worker for worker in prefillers if worker.hello.role.decodes]
+        here = [worker for worker in decoders if worker.layout_group == group]
+        takers = [worker for worker in here if worker.hello.transfer_address]
+        both = [worker for worker in here if worker.hello.role.prefills_for_others]
         if prefillers and takers:
             yield _handed_over(policy, prefillers, takers, demand, rng)
         if both:

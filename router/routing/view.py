@@ -7,12 +7,13 @@ beyond them: the work of other routers.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from baton.blocks import BlockReport
 from baton.errors import IncompatibleError, InvariantError
 from baton.generation import WorkerLoad
 from baton.ids import WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.convert import WorkerHello
-from router.routing.index import PrefixIndex
+from router.routing.index import Heard, PrefixIndex
 
 _READY = "ready"
 
@@ -24,7 +25,7 @@ class WorkerView:
     Attributes:
         hello: What it said of itself.
         address: Where it was reached.
-        slot: Its bit in the prefix index.
+        slot: Its place in the prefix index.
         layout_group: Equal exactly for workers with equal layouts; pairs are made within a group.
         load: Its last report.
         draining: It takes nothing new.
@@ -32,6 +33,8 @@ class WorkerView:
         prefill_tokens: Prompt tokens this router sent whose KV is not computed yet.
         decode_sequences: Samples this router decodes there.
         decode_tokens: Tokens of context of those samples.
+        prefills: Prompts of this router whose KV is not computed yet.
+        tbt_targets: How many of its legs that decode there were promised which time between tokens.
         foreign_prefill_tokens: Pending prompt tokens that are not this router's, by the last report.
         foreign_sequences: The same for sequences.
         progress_s: When it last showed progress, or when it last became busy.
@@ -51,6 +54,8 @@ class WorkerView:
     prefill_tokens: int = 0
     decode_sequences: int = 0
     decode_tokens: int = 0
+    prefills: int = 0
+    tbt_targets: dict[float, int] = field(default_factory=dict)
     foreign_prefill_tokens: int = 0
     foreign_sequences: int = 0
     last_pick: int = 0
@@ -69,6 +74,11 @@ class WorkerView:
     def sequences(self) -> int:
         """Sequences a new one would share steps with."""
         return self.decode_sequences + self.foreign_sequences
+
+    @property
+    def tightest_tbt_s(self) -> float | None:
+        """The shortest time between tokens that anybody who decodes there was promised."""
+        return min(self.tbt_targets, default=None)
 
     def report(self, load: WorkerLoad, now_s: float) -> None:
         """Takes a load report: corrects what is not this router's own."""
@@ -95,7 +105,7 @@ class ClusterView:
     """Every connected worker, at most one incarnation of each.
 
     Args:
-        index: Told of incarnations that are gone.
+        index: Told who comes and goes, and which blocks they report.
         stall_timeout_s: Work without progress for this long keeps a worker from being chosen.
         silence_timeout_s: A worker that says nothing for this long is suspected until it is heard from again.
     """
@@ -150,11 +160,16 @@ class ClusterView:
         return worker
 
     def lose(self, identity: WorkerIdentity) -> WorkerView | None:
-        """Removes a worker; None if that incarnation is not here. Its blocks stay known: it may come back."""
+        """Removes a worker and what is known of its blocks; None if that incarnation is not here."""
         worker = self._workers.get(identity.worker_id)
         if worker is None or worker.identity != identity:
             return None
+        self._index.retire(identity)
         return self._workers.pop(identity.worker_id)
+
+    def report_blocks(self, identity: WorkerIdentity, report: BlockReport) -> bool:
+        """Takes a worker's report on its blocks; whether it has to send a snapshot because something was missed."""
+        return self._index.apply(identity, report) is Heard.GAP
 
     def usable(self, now_s: float) -> list[WorkerView]:
         """Those that may be given new work: neither draining nor stalled nor suspected."""
@@ -180,10 +195,15 @@ class ClusterView:
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a count is negative or left over without a leg."""
         for worker in self.workers:
-            counts = (worker.prefill_tokens, worker.decode_sequences, worker.decode_tokens)
+            counts = (
+                worker.prefills,
+                worker.prefill_tokens,
+                worker.decode_sequences,
+                worker.decode_tokens,
+            )
             if worker.legs < 0 or min(counts) < 0:
                 raise InvariantError(f"{worker.identity}: {worker.legs} legs, counts {counts}")
-            if worker.legs == 0 and any(counts):
+            if worker.legs == 0 and (any(counts) or worker.tbt_targets):
                 raise InvariantError(f"{worker.identity}: no leg, but counts {counts}")
 
     def _check_model(self, hello: WorkerHello) -> None:

@@ -1,5 +1,7 @@
 """One ledger against two prefill workers' outboxes over a lossy world: random interleavings, and a model of the pages.
 
+A prefill worker has one rank, or two that share the heads out and of which each brings its half of every page.
+
 The model knows what every page of the decode worker holds, who may write to it, and which copies are under way. A worker
 that is stopped holds its copies where they are and goes on with them later; one that is killed drops them.
 """
@@ -7,7 +9,7 @@ that is stopped holds its copies where they are and goes on with them later; one
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
@@ -36,9 +38,10 @@ from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from kv_transfer.checksum import fold
+from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
 from kv_transfer.lease import WriteLease
-from kv_transfer.ledger import LedgerLimits, TransferLedger
+from kv_transfer.ledger import TransferLedger
 from kv_transfer.messages import (
     Drew,
     EndSession,
@@ -48,6 +51,7 @@ from kv_transfer.messages import (
     FromDecode,
     FromPeer,
     GivenUp,
+    Granted,
     HandOver,
     HandOverFailed,
     Heartbeat,
@@ -90,11 +94,10 @@ LAYOUT = KvLayout(
     model_fingerprint="f",
     dtype="float32",
     block_tokens=1,
-    num_kv_heads=1,
+    num_kv_heads=2,
     head_dim=1,
     layers=tuple(LayerName(f"layer.{i}") for i in range(LAYERS)),
 )
-LINK = plan_link(LAYOUT, LAYOUT)
 LIMITS = LedgerLimits(
     expect_timeout_s=50.0,
     reserve_timeout_s=20.0,
@@ -108,9 +111,15 @@ MAX_ATTEMPTS = 4
 SETTLED_WITHIN = 20_000  # steps: many times what 16 transfers take
 
 
-def kv(xfer_id: XferId, block: int, layer: int) -> int:
-    """What a page holds once it is written: the same whoever computes it."""
-    return int(xfer_id[1:]) * 1000 + block * 10 + layer + 1
+def kv(xfer_id: XferId, block: int, layer: int, rank: int) -> int:
+    """What a rank's part of a page holds once it is written: the same whoever computes it."""
+    return int(xfer_id[1:]) * 1000 + block * 100 + rank * 10 + layer + 1
+
+
+def rank_of(asked: VerifyPages) -> int:
+    """Whose part is to be verified."""
+    (part,) = asked.link.slices
+    return part.target_offset // part.length
 
 
 @dataclass
@@ -139,6 +148,7 @@ class Copy:
     """A push on its way: once it has begun no lease stops it."""
 
     action: StartPush
+    attempt: int
     begun: bool = False
 
 
@@ -158,13 +168,16 @@ class Link:
 
 
 class Prefiller:
-    """One prefill worker: its identity changes with every start."""
+    """One rank of a prefill worker: its identity changes with every start."""
 
-    def __init__(self, name: str, incarnation: int) -> None:
+    def __init__(self, name: str, incarnation: int, rank: int, ranks: int) -> None:
         self.identity = WorkerIdentity(
             worker_id=WorkerId(name), incarnation=Incarnation(incarnation)
         )
-        self.outbox = Outbox(LAYOUT)
+        self.rank = rank
+        layout = replace(LAYOUT, num_kv_heads=2 // ranks, tp_size=ranks, tp_rank=rank)
+        self.link = plan_link(layout, LAYOUT)
+        self.outbox = Outbox(layout)
         self.work: dict[XferId, Compute] = {}
         self.links: list[Link] = []
         self.stopped = False
@@ -173,21 +186,28 @@ class Prefiller:
 class HandOffMachine(RuleBasedStateMachine):
     """Every rule is something that can happen at any moment."""
 
+    ranks = 1
+
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
         self.ledger = TransferLedger(LIMITS)
         self.sessions = itertools.count(1)
         self.starts = itertools.count(1)
-        self.workers = [Prefiller("p0", next(self.starts)), Prefiller("p1", next(self.starts))]
+        self.workers = [rank for name in ("p0", "p1") for rank in self.new_worker(name)]
         self.dead_links: list[Link] = []
         self.legs: dict[XferId, Leg] = {}
         self.to_ledger: deque[Expected | Reassigned] = deque()
         self.free = set(range(NUM_BLOCKS))
         self.held: dict[XferId, list[BlockId]] = {}
         self.granted: dict[XferId, Grant] = {}
-        self.writer: dict[XferId, tuple[SessionId, int]] = {}
-        self.memory: dict[tuple[int, int], int] = {}
+        self.writers: dict[XferId, set[SessionId]] = {}
+        self.memory: dict[tuple[int, int, int], int] = {}
+        self.written_by: dict[XferId, int] = {}  # the attempt
+        self.verified: set[tuple[XferId, int]] = (
+            set()
+        )  # transfer and rank: what flips later is not seen
+        self.siblings: deque[tuple[Prefiller, XferId, int]] = deque()
         self.corrupt: set[XferId] = set()
         self.line: deque[XferId] = deque()  # D's engine: waiting for room
         self.replies: deque[PagesGone] = deque()
@@ -202,13 +222,21 @@ class HandOffMachine(RuleBasedStateMachine):
 
     # Prefill workers.
 
+    def new_worker(self, name: str) -> list[Prefiller]:
+        start = next(self.starts)
+        return [Prefiller(name, start, rank, self.ranks) for rank in range(self.ranks)]
+
+    def group(self, which: int) -> list[Prefiller]:
+        """All ranks of one prefill worker."""
+        return self.workers[which * self.ranks : (which + 1) * self.ranks]
+
     def connect(self, worker: Prefiller) -> None:
         lease = WriteLease(self.clock, LEASE_S, self.now_s)
         link = Link(session=SessionId(next(self.sessions)), lease=lease, heard_s=self.now_s)
         worker.links.append(link)
-        opened = SessionOpened(session=link.session, peer=worker.identity, link=LINK)
+        opened = SessionOpened(session=link.session, peer=worker.identity, link=worker.link)
         self.tell_d(opened)
-        up = PeerUp(peer=D, region_blocks=NUM_BLOCKS, checksums=True)
+        up = PeerUp(peer=D, region_blocks=NUM_BLOCKS, link=worker.link, checksums=True)
         self.act_p(worker, worker.outbox.handle(up, self.now_s))
 
     def act_p(self, worker: Prefiller, actions: list[OutboxAction]) -> None:
@@ -219,14 +247,28 @@ class HandOffMachine(RuleBasedStateMachine):
                     if link.up_here and link.up_there:
                         link.to_decode.append(action.message)
                 case StartPush():
-                    link.copies[action.push_id] = Copy(action)
+                    attempt = worker.work[action.push.xfer_id].permit.attempt
+                    link.copies[action.push_id] = Copy(action, attempt)
                 case HandOver() | HandOverFailed():
                     compute = worker.work[action.xfer_id]
                     assert not compute.over, "a leg ends once"
                     compute.over = True
+                    if isinstance(action, HandOverFailed):
+                        attempt = compute.permit.attempt
+                        self.siblings.append((worker, action.xfer_id, attempt))
 
     def tell_p(self, worker: Prefiller, event) -> None:
         self.act_p(worker, worker.outbox.handle(event, self.now_s))
+
+    def siblings_stop(self) -> None:
+        """What one rank cannot hand over the others give up."""
+        failed, xfer_id, attempt = self.siblings.popleft()
+        for worker in self.workers:
+            compute = worker.work.get(xfer_id)
+            ours = worker.identity == failed.identity and compute is not None
+            if ours and not compute.over and compute.permit.attempt == attempt:
+                compute.over = True
+                self.tell_p(worker, GivenUp(xfer_id=xfer_id))
 
     def compute(self, worker: Prefiller, compute: Compute, steps: int) -> None:
         xfer_id = compute.permit.xfer_id
@@ -254,11 +296,11 @@ class HandOffMachine(RuleBasedStateMachine):
         values = []
         for source, page in zip(push.source, push.target, strict=True):
             assert page in self.held.get(push.xfer_id, ()), "a write hit pages that were freed"
-            assert self.writer[push.xfer_id][0] == link.session, "a write hit another's pages"
-            value = kv(push.xfer_id, source, push.layer_index)
+            assert link.session in self.writers[push.xfer_id], "a write hit another's pages"
+            value = kv(push.xfer_id, source, push.layer_index, worker.rank)
             values.append(value)
             if not fails:
-                self.memory[page, push.layer_index] = value
+                self.memory[page, push.layer_index, worker.rank] = value
         done = PushDone(
             xfer_id=push.xfer_id,
             push_id=push_id,
@@ -318,20 +360,27 @@ class HandOffMachine(RuleBasedStateMachine):
     def send_to_peer(self, action: ToPeer) -> None:
         message = action.message
         if hasattr(message, "grant"):
-            self.assert_alone(message.xfer_id)
-            self.writer[message.xfer_id] = (action.session, message.attempt)
-            for page in message.grant.blocks:
-                for layer in range(LAYERS):
-                    self.memory.pop((page, layer), None)
+            self.granted_to(action.session, message)
         for worker in self.workers:
             link = worker.links[-1]
             if link.session == action.session and link.up_there:
                 link.to_prefill.append(message)
 
-    def assert_alone(self, xfer_id: XferId) -> None:
+    def granted_to(self, session: SessionId, granted: Granted) -> None:
+        self.assert_alone(granted.xfer_id, granted.attempt)
+        # An attempt's first grant makes its pages blank, and those of the attempts before no business of theirs.
+        if self.written_by.get(granted.xfer_id) != granted.attempt:
+            self.written_by[granted.xfer_id] = granted.attempt
+            self.writers[granted.xfer_id] = set()
+            pages = set(granted.grant.blocks)
+            self.memory = {at: kv for at, kv in self.memory.items() if at[0] not in pages}
+        self.writers[granted.xfer_id].add(session)
+
+    def assert_alone(self, xfer_id: XferId, attempt: int = 0) -> None:
         copies = [copy for link in self.all_links() for copy in link.copies.values()]
         mine = [copy for copy in copies if copy.action.push.xfer_id == xfer_id]
-        assert not mine, "pages were granted while somebody else may write there"
+        others = [copy for copy in mine if copy.attempt != attempt]
+        assert not others, "pages were granted while somebody else may write there"
 
     def fail_leg(self, failed: TransferFailed) -> None:
         leg = self.legs[failed.xfer_id]
@@ -353,9 +402,9 @@ class HandOffMachine(RuleBasedStateMachine):
     def assert_written(self, xfer_id: XferId) -> None:
         grant = self.granted[xfer_id]
         for index, page in enumerate(grant.blocks):
-            for layer in range(LAYERS):
-                wanted = kv(xfer_id, grant.held_blocks + index, layer)
-                assert self.memory.get((page, layer)) == wanted, "decoding from wrong pages"
+            for layer, rank in itertools.product(range(LAYERS), range(self.ranks)):
+                wanted = kv(xfer_id, grant.held_blocks + index, layer, rank)
+                assert self.memory.get((page, layer, rank)) == wanted, "decoding from wrong pages"
 
     def give_back(self, xfer_id: XferId) -> None:
         if xfer_id in self.line:
@@ -368,11 +417,16 @@ class HandOffMachine(RuleBasedStateMachine):
 
     def verify(self) -> None:
         asked = self.verifying.popleft()
-        pages = asked.grant.blocks
-        found = [[self.memory.get((page, n), 0) for page in pages] for n in range(LAYERS)]
+        pages, rank = asked.grant.blocks, rank_of(asked)
+        self.verified.add((asked.xfer_id, rank))
+        found = [[self.memory.get((page, n, rank), 0) for page in pages] for n in range(LAYERS)]
         right = fold(np.array(found, dtype=np.uint64)).tobytes() == asked.checksums
         fault = None if right else "they differ"
-        self.tell_d(PagesVerified(xfer_id=asked.xfer_id, attempt=asked.attempt, fault=fault))
+        self.tell_d(
+            PagesVerified(
+                xfer_id=asked.xfer_id, session=asked.session, attempt=asked.attempt, fault=fault
+            )
+        )
 
     def has_room(self) -> bool:
         """Whether the first in line could be granted its pages now."""
@@ -422,13 +476,14 @@ class HandOffMachine(RuleBasedStateMachine):
         self.work(random, steps)
 
     def submit_one(self, num_blocks: int, which: int, expect_first: bool) -> None:
-        worker = self.workers[which]
-        asked = permit(f"x{len(self.legs)}", num_blocks=num_blocks, source=worker.identity)
+        source = self.group(which)[0].identity
+        asked = permit(f"x{len(self.legs)}", num_blocks=num_blocks, source=source)
         self.legs[asked.xfer_id] = Leg(permit=asked)
         self.to_ledger.append(Expected(permit=asked))
         if expect_first:
             self.router_tells_d()
-        self.start(worker, asked)
+        for worker in self.group(which):
+            self.start(worker, asked)
 
     def router_tells_d(self) -> None:
         event = self.to_ledger.popleft()
@@ -456,32 +511,34 @@ class HandOffMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1), at_once=st.booleans(), random=st.randoms(use_true_random=False))
     def router_reassigns(self, which: int, at_once: bool, random: Random) -> None:
         for leg in self.orphans():
-            self.reassign(leg, self.workers[which], at_once)
+            self.reassign(leg, which, at_once)
         self.work(random, 20)
 
-    @precondition(lambda self: self.writer)
+    @precondition(lambda self: self.writers)
     @rule(data=st.data(), which=st.integers(0, 1), at_once=st.booleans())
     def router_reassigns_what_is_written(
         self, data: st.DataObject, which: int, at_once: bool
     ) -> None:
         """The router lost its own stream to P, which works on."""
-        leg = self.legs[data.draw(st.sampled_from(sorted(self.writer)))]
+        leg = self.legs[data.draw(st.sampled_from(sorted(self.writers)))]
         if not leg.ended and not leg.started and leg.permit.attempt < MAX_ATTEMPTS:
-            self.reassign(leg, self.workers[which], at_once)
+            self.reassign(leg, which, at_once)
 
-    def reassign(self, leg: Leg, worker: Prefiller, at_once: bool) -> None:
-        if worker.outbox.state(leg.permit.xfer_id) is not None:
+    def reassign(self, leg: Leg, which: int, at_once: bool) -> None:
+        group = self.group(which)
+        if any(worker.outbox.state(leg.permit.xfer_id) is not None for worker in group):
             return  # an earlier attempt of its own has not stopped yet: it refuses
         leg.permit = permit(
             leg.permit.xfer_id,
             attempt=leg.permit.attempt + 1,
             num_blocks=leg.permit.num_blocks,
-            source=worker.identity,
+            source=group[0].identity,
         )
         self.to_ledger.append(Reassigned(permit=leg.permit))
         while at_once and self.to_ledger:
             self.router_tells_d()
-        self.start(worker, leg.permit)
+        for worker in group:
+            self.start(worker, leg.permit)
 
     @precondition(lambda self: self.legs)
     @rule(data=st.data(), on_prefill=st.booleans(), on_decode=st.booleans())
@@ -527,6 +584,7 @@ class HandOffMachine(RuleBasedStateMachine):
         ops += [partial(self.engine_grants, 0)] if self.has_room() else []
         ops += [self.engine_released] if self.replies else []
         ops += [self.verify] if self.verifying else []
+        ops += [self.siblings_stop] if self.siblings else []
         ops += [self.sequence_finishes] if self.running else []
         return ops
 
@@ -621,8 +679,9 @@ class HandOffMachine(RuleBasedStateMachine):
     def a_bit_flips_in_a_written_page(self, data: st.DataObject) -> None:
         asked = data.draw(st.sampled_from(list(self.verifying)))
         page = data.draw(st.sampled_from(asked.grant.blocks))
-        if (page, 0) in self.memory:
-            self.memory[page, 0] ^= 1
+        at = page, 0, rank_of(asked)
+        if at in self.memory:
+            self.memory[at] ^= 1
             self.corrupt.add(asked.xfer_id)
 
     @precondition(lambda self: self.memory)
@@ -630,44 +689,45 @@ class HandOffMachine(RuleBasedStateMachine):
     def a_bit_flips(self, data: st.DataObject) -> None:
         """In any page that was granted, while it is being written."""
         places = [
-            (xfer_id, page, layer)
+            (xfer_id, at)
             for xfer_id, grant in self.granted.items()
             if xfer_id in self.held and not self.legs[xfer_id].started
-            for page in grant.blocks
-            for layer in range(LAYERS)
-            if (page, layer) in self.memory
+            for at in self.memory
+            if at[0] in grant.blocks and (xfer_id, at[2]) not in self.verified
         ]
         if places:
-            xfer_id, page, layer = data.draw(st.sampled_from(places))
-            self.memory[page, layer] ^= 1
+            xfer_id, at = data.draw(st.sampled_from(places))
+            self.memory[at] ^= 1
             self.corrupt.add(xfer_id)
 
-    @rule(which=st.integers(0, 1))
+    @rule(which=st.integers(0, 3))
     def a_session_breaks(self, which: int) -> None:
         """D learns of it first."""
-        self.end_session(self.workers[which].links[-1].session)
+        self.end_session(self.workers[which % len(self.workers)].links[-1].session)
 
-    @rule(which=st.integers(0, 1))
+    @rule(which=st.integers(0, 3))
     def stop(self, which: int) -> None:
-        self.workers[which].stopped = True
+        self.workers[which % len(self.workers)].stopped = True
 
-    @rule(which=st.integers(0, 1), random=st.randoms(use_true_random=False))
+    @rule(which=st.integers(0, 3), random=st.randoms(use_true_random=False))
     def go_on(self, which: int, random: Random) -> None:
-        self.workers[which].stopped = False
+        self.workers[which % len(self.workers)].stopped = False
         self.work(random, 20)
 
     @rule(which=st.integers(0, 1))
     def kill(self, which: int) -> None:
         """Its memory is unmapped by the kernel; it comes back as another incarnation."""
-        worker = self.workers[which]
-        for link in worker.links:
+        killed = self.group(which)
+        for link in [link for worker in killed for link in worker.links]:
             link.copies.clear()
             link.up_here = link.up_there = False
             if not link.fenced:
                 self.tell_d(SessionLost(session=link.session))
                 self.tell_d(PeerFenced(session=link.session))
-        self.workers[which] = Prefiller(worker.identity.worker_id, next(self.starts))
-        self.connect(self.workers[which])
+        born = self.new_worker(killed[0].identity.worker_id)
+        self.workers[which * self.ranks : (which + 1) * self.ranks] = born
+        for worker in born:
+            self.connect(worker)
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0, 6.0, 25.0]), beats=st.booleans())
     def time_passes(self, seconds: float, beats: bool) -> None:
@@ -716,7 +776,7 @@ class HandOffMachine(RuleBasedStateMachine):
         self.settle()
         assert self.ledger.in_flight() == 0
         assert self.ledger.quarantined() == 0
-        assert [worker.outbox.in_flight() for worker in self.workers] == [0, 0]
+        assert [worker.outbox.in_flight() for worker in self.workers] == [0] * len(self.workers)
         assert len(self.free) == NUM_BLOCKS
 
     def settle(self) -> None:
@@ -729,6 +789,12 @@ class HandOffMachine(RuleBasedStateMachine):
         raise AssertionError(f"work goes on for ever: {self.progress()}")
 
 
+class RanksMachine(HandOffMachine):
+    """Both prefill workers have two ranks, which fill the pages of one."""
+
+    ranks = 2
+
+
 TestHandOff = HandOffMachine.TestCase
 TestHandOff.settings = settings(
     max_examples=200,
@@ -737,12 +803,15 @@ TestHandOff.settings = settings(
     phases=[Phase.generate],  # a run of this length takes minutes to shrink
     suppress_health_check=[HealthCheck.too_slow],
 )
+TestHandOffOfRanks = RanksMachine.TestCase
+TestHandOffOfRanks.settings = settings(TestHandOff.settings, max_examples=80)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_thousands_of_random_hand_offs_lose_and_corrupt_nothing():
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("machine", [HandOffMachine, RanksMachine])
+def test_thousands_of_random_hand_offs_lose_and_corrupt_nothing(machine):
     run_state_machine_as_test(
-        HandOffMachine,
+        machine,
         settings=settings(TestHandOff.settings, max_examples=3000, stateful_step_count=40),
     )

@@ -13,8 +13,9 @@ from baton.errors import (
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
+from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
-from kv_transfer.ledger import LedgerLimits, TransferLedger
+from kv_transfer.ledger import TransferLedger
 from kv_transfer.messages import (
     AbortRequest,
     Commit,
@@ -80,7 +81,7 @@ COMMIT = Commit(
 )
 GRANTED = Granted(xfer_id=X, attempt=1, cache_scope="", grant=GRANT)
 QUIESCED = Quiesced(xfer_id=X, attempt=1)
-RIGHT = PagesVerified(xfer_id=X, attempt=1, fault=None)
+RIGHT = PagesVerified(xfer_id=X, session=SESSION, attempt=1, fault=None)
 CANCEL = Withdrawn(xfer_id=X, error=CancelledByPeerError("client left"))
 
 
@@ -121,7 +122,14 @@ def test_pages_are_asked_for_once_router_and_peer_have_met(ledger: TransferLedge
 
 def test_a_verified_commit_starts_decoding_and_is_confirmed(writing: TransferLedger):
     assert writing.handle(said(COMMIT), 0.0) == [
-        VerifyPages(xfer_id=X, attempt=1, link=LINK, grant=GRANT, checksums=COMMIT.checksums)
+        VerifyPages(
+            xfer_id=X,
+            session=SESSION,
+            attempt=1,
+            link=LINK,
+            grant=GRANT,
+            checksums=COMMIT.checksums,
+        )
     ]
     assert writing.handle(RIGHT, 0.0) == [
         StartDecoding(xfer_id=X, first_tokens=COMMIT.first_tokens),
@@ -245,7 +253,7 @@ def test_an_engine_that_frees_pages_under_a_writer_breaks_an_invariant(writing: 
 
 def test_pages_with_other_checksums_are_never_decoded(writing: TransferLedger):
     writing.handle(said(COMMIT), 0.0)
-    wrong = PagesVerified(xfer_id=X, attempt=1, fault="block 1, layers 0 to 0")
+    wrong = PagesVerified(xfer_id=X, session=SESSION, attempt=1, fault="block 1, layers 0 to 0")
     told, freed, failed = writing.handle(wrong, 0.0)
     assert isinstance(told, ToPeer)
     assert freed == FreePages(xfer_id=X)

@@ -39,6 +39,7 @@ from router.events import (
     SendGenerate,
     SendPrefill,
     SendReassign,
+    StepTokens,
     StopSample,
     Submitted,
     TimePassed,
@@ -221,6 +222,57 @@ def test_a_job_does_not_wait_long_for_the_account_of_the_hand_off(core):
     assert sent(actions, Finish)
     assert cancelled(actions) == {p.leg_id}
     core.assert_empty()
+
+
+def stepped(to, *tokens: TokenSample):
+    return StepTokens(
+        worker=to.worker,
+        leg_ids=[to.leg_id] * len(tokens),
+        samples=[token.sample for token in tokens],
+        tokens=[token.token for token in tokens],
+    )
+
+
+def test_a_step_lengthens_the_log_as_its_tokens_one_by_one_would(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core, max_tokens=4)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    moved = core.dispatcher.advance(stepped(d, drawn(0, 1, 4), drawn(0, 2, 4)), core.now_s)
+    core.dispatcher.check_integrity()
+    assert (moved.request_ids, moved.samples, moved.others) == ([REQUEST] * 2, [0, 0], [])
+    assert moved.tokens == [drawn(0, 1, 4).token, drawn(0, 2, 4).token]
+    core(handed_off(p))
+    again = sent(core(WorkerLost(worker=d.worker, reason="killed")), SendPrefill)
+    assert again.prompt.output_tokens == tuple(drawn(0, i, 4).token for i in range(3))
+
+
+def test_what_a_step_brings_before_the_first_token_comes_back_whole_and_in_order(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=4)
+    moved = core.dispatcher.advance(stepped(d, drawn(0, 1, 4), drawn(0, 2, 4)), core.now_s)
+    assert moved.tokens == []
+    assert moved.others == [decoded(d, drawn(0, 1, 4)), decoded(d, drawn(0, 2, 4))]
+    assert tokens_in(core(first_tokens(p, drawn(0, 0, 4)))) == [drawn(0, 0, 4)]
+
+
+def test_a_step_says_nothing_of_a_leg_that_is_over_or_another_workers(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    (other,) = {worker.identity for worker in core.view.workers} - {d.worker, p.worker}
+    strange = replace(stepped(d, drawn(0, 1, 4)), worker=other)
+    gone = replace(stepped(d, drawn(0, 1, 4)), leg_ids=[99])
+    for step in (strange, gone):
+        moved = core.dispatcher.advance(step, core.now_s)
+        assert (moved.tokens, moved.others) == ([], [])
+
+
+def test_a_step_that_speaks_of_a_sample_nobody_asked_for_is_looked_at_closely(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    moved = core.dispatcher.advance(stepped(d, drawn(5, 1, 4)), core.now_s)
+    assert moved.others == [decoded(d, drawn(5, 1, 4))]
 
 
 def test_a_first_token_that_ends_everything_cancels_both_legs(core):

@@ -18,6 +18,7 @@ from router.attempts import Patience
 from router.generator import ClusterGenerator
 from router.links import LinkTiming
 from router.ports import GenerationJob, ServedModel, Timing, Tokens
+from router.tenants.tenant import ANONYMOUS
 from tests.router.grpc_workers import FakeWorker, running
 from tests.router.workers import drawn
 
@@ -49,13 +50,17 @@ async def generating(workers: dict[str, FakeWorker], *, all_here: bool = True, *
         await generator.close()
 
 
-def job(name="cmpl-1", *, max_tokens=6, samples=(0,), deadline_s=20.0) -> GenerationJob:
+def job(
+    name="cmpl-1", *, max_tokens=6, samples=(0,), deadline_s=20.0, tenant=ANONYMOUS
+) -> GenerationJob:
     prompt = Prompt(
         prompt_tokens=tuple(range(10)),
         samples=samples,
         sampling=SamplingParams(max_tokens=max_tokens),
     )
-    return GenerationJob(request_id=RequestId(name), prompt=prompt, deadline_s=deadline_s)
+    return GenerationJob(
+        request_id=RequestId(name), prompt=prompt, deadline_s=deadline_s, tenant=tenant
+    )
 
 
 async def collect(generator, a_job) -> tuple[dict[int, list[TokenSample]], Timing]:

@@ -17,6 +17,7 @@ from router.events import (
     SendGenerate,
     SendPrefill,
     Service,
+    StepTokens,
     WorkerJoined,
     WorkerLost,
 )
@@ -70,8 +71,9 @@ async def test_a_local_leg_streams_its_tokens_with_the_end_on_the_last(tmp_path)
         link.send(generate(link))
         assert isinstance(await events.get(), LocallyPrefilled)
         first, last = await events.get(), await events.get()
-        assert isinstance(first, DecodeTokens)
-        assert (first.leg_id, first.tokens) == (7, (drawn(0, 0, 2),))
+        assert isinstance(first, StepTokens)
+        assert (first.leg_ids, first.samples, first.tokens) == ([7], [0], [drawn(0, 0, 2).token])
+        assert isinstance(last, DecodeTokens)
         assert last.tokens == (drawn(0, 1, 2),)
 
 

@@ -237,6 +237,67 @@ class WorkerLoad(_message.Message):
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
 
 @_typing.final
+class BlockEvents(_message.Message):
+    """Which full KV blocks a worker holds: after the greeting a snapshot in one or several parts, then what has changed.
+    Sent on the Prefill stream by prefill workers, on the Decode stream by all others. Keys are 16 bytes each, one after
+    the other; a block is stored after and removed before the one that precedes it in its text.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    """of this message on its stream, from 1; a router that misses one asks for a snapshot"""
+    stored: _builtins.bytes
+    removed: _builtins.bytes
+    """before `stored`"""
+    snapshot: _builtins.bool
+    """a part of one"""
+    first: _builtins.bool
+    """of a snapshot: what was known before is void"""
+    last: _builtins.bool
+    """of a snapshot: it is complete"""
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        stored: _builtins.bytes = ...,
+        removed: _builtins.bytes = ...,
+        snapshot: _builtins.bool = ...,
+        first: _builtins.bool = ...,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "last", b"last", "removed", b"removed", "seq", b"seq", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockEvents: _TypeAlias = BlockEvents  # noqa: Y015
+
+@_typing.final
+class SendSnapshot(_message.Message):
+    """The router has missed something: start over with a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendSnapshot: _TypeAlias = SendSnapshot  # noqa: Y015
+
+@_typing.final
 class Sampling(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

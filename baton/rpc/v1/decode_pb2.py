@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/rpc/v1/decode.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"`\n\x06\x45xpect\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.baton.rpc.v1.GenerationRequest\x12$\n\x06permit\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\"@\n\x08Reassign\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12$\n\x06permit\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\"<\n\x08Generate\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.baton.rpc.v1.GenerationRequest\"\xc2\x01\n\rDecodeCommand\x12&\n\x06\x65xpect\x18\x01 \x01(\x0b\x32\x14.baton.rpc.v1.ExpectH\x00\x12*\n\x08generate\x18\x02 \x01(\x0b\x32\x16.baton.rpc.v1.GenerateH\x00\x12&\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x14.baton.rpc.v1.CancelH\x00\x12*\n\x08reassign\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.ReassignH\x00\x42\t\n\x07\x63ommand\"\\\n\x0eSampleFinished\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12*\n\x06reason\x18\x03 \x01(\x0e\x32\x1a.baton.rpc.v1.FinishReason\"Y\n\x0cLocalPrefill\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"U\n\nWriterLost\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12&\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"\x86\x03\n\x0b\x44\x65\x63odeFrame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.baton.rpc.v1.WorkerHello\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07leg_ids\x18\x03 \x03(\x04\x12\x0f\n\x07samples\x18\x04 \x03(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12-\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1b.baton.rpc.v1.TokenLogprobs\x12.\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1c.baton.rpc.v1.SampleFinished\x12\'\n\x06\x66\x61iled\x18\x08 \x03(\x0b\x32\x17.baton.rpc.v1.LegFailed\x12-\n\tprefilled\x18\t \x03(\x0b\x32\x1a.baton.rpc.v1.LocalPrefill\x12&\n\x04load\x18\n \x01(\x0b\x32\x18.baton.rpc.v1.WorkerLoad\x12.\n\x0cwriters_lost\x18\x0b \x03(\x0b\x32\x18.baton.rpc.v1.WriterLost2M\n\x06\x44\x65\x63ode\x12\x43\n\x05Serve\x12\x1b.baton.rpc.v1.DecodeCommand\x1a\x19.baton.rpc.v1.DecodeFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/rpc/v1/decode.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"`\n\x06\x45xpect\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.baton.rpc.v1.GenerationRequest\x12$\n\x06permit\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\"@\n\x08Reassign\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12$\n\x06permit\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\"<\n\x08Generate\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.baton.rpc.v1.GenerationRequest\"\xf7\x01\n\rDecodeCommand\x12&\n\x06\x65xpect\x18\x01 \x01(\x0b\x32\x14.baton.rpc.v1.ExpectH\x00\x12*\n\x08generate\x18\x02 \x01(\x0b\x32\x16.baton.rpc.v1.GenerateH\x00\x12&\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x14.baton.rpc.v1.CancelH\x00\x12*\n\x08reassign\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.ReassignH\x00\x12\x33\n\rsend_snapshot\x18\x05 \x01(\x0b\x32\x1a.baton.rpc.v1.SendSnapshotH\x00\x42\t\n\x07\x63ommand\"\\\n\x0eSampleFinished\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12*\n\x06reason\x18\x03 \x01(\x0e\x32\x1a.baton.rpc.v1.FinishReason\"Y\n\x0cLocalPrefill\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"U\n\nWriterLost\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12&\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"\xb1\x03\n\x0b\x44\x65\x63odeFrame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.baton.rpc.v1.WorkerHello\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07leg_ids\x18\x03 \x03(\x04\x12\x0f\n\x07samples\x18\x04 \x03(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12-\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1b.baton.rpc.v1.TokenLogprobs\x12.\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1c.baton.rpc.v1.SampleFinished\x12\'\n\x06\x66\x61iled\x18\x08 \x03(\x0b\x32\x17.baton.rpc.v1.LegFailed\x12-\n\tprefilled\x18\t \x03(\x0b\x32\x1a.baton.rpc.v1.LocalPrefill\x12&\n\x04load\x18\n \x01(\x0b\x32\x18.baton.rpc.v1.WorkerLoad\x12.\n\x0cwriters_lost\x18\x0b \x03(\x0b\x32\x18.baton.rpc.v1.WriterLost\x12)\n\x06\x62locks\x18\x0c \x01(\x0b\x32\x19.baton.rpc.v1.BlockEvents2M\n\x06\x44\x65\x63ode\x12\x43\n\x05Serve\x12\x1b.baton.rpc.v1.DecodeCommand\x1a\x19.baton.rpc.v1.DecodeFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,15 +39,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATE']._serialized_start=234
   _globals['_GENERATE']._serialized_end=294
   _globals['_DECODECOMMAND']._serialized_start=297
-  _globals['_DECODECOMMAND']._serialized_end=491
-  _globals['_SAMPLEFINISHED']._serialized_start=493
-  _globals['_SAMPLEFINISHED']._serialized_end=585
-  _globals['_LOCALPREFILL']._serialized_start=587
-  _globals['_LOCALPREFILL']._serialized_end=676
-  _globals['_WRITERLOST']._serialized_start=678
-  _globals['_WRITERLOST']._serialized_end=763
-  _globals['_DECODEFRAME']._serialized_start=766
-  _globals['_DECODEFRAME']._serialized_end=1156
-  _globals['_DECODE']._serialized_start=1158
-  _globals['_DECODE']._serialized_end=1235
+  _globals['_DECODECOMMAND']._serialized_end=544
+  _globals['_SAMPLEFINISHED']._serialized_start=546
+  _globals['_SAMPLEFINISHED']._serialized_end=638
+  _globals['_LOCALPREFILL']._serialized_start=640
+  _globals['_LOCALPREFILL']._serialized_end=729
+  _globals['_WRITERLOST']._serialized_start=731
+  _globals['_WRITERLOST']._serialized_end=816
+  _globals['_DECODEFRAME']._serialized_start=819
+  _globals['_DECODEFRAME']._serialized_end=1252
+  _globals['_DECODE']._serialized_start=1254
+  _globals['_DECODE']._serialized_end=1331
 # @@protoc_insertion_point(module_scope)

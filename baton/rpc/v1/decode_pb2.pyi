@@ -104,6 +104,7 @@ class DecodeCommand(_message.Message):
     GENERATE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     REASSIGN_FIELD_NUMBER: _builtins.int
+    SEND_SNAPSHOT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def expect(self) -> Global___Expect: ...
     @_builtins.property
@@ -112,6 +113,8 @@ class DecodeCommand(_message.Message):
     def cancel(self) -> _common_pb2.Cancel: ...
     @_builtins.property
     def reassign(self) -> Global___Reassign: ...
+    @_builtins.property
+    def send_snapshot(self) -> _common_pb2.SendSnapshot: ...
     def __init__(
         self,
         *,
@@ -119,12 +122,13 @@ class DecodeCommand(_message.Message):
         generate: Global___Generate | None = ...,
         cancel: _common_pb2.Cancel | None = ...,
         reassign: Global___Reassign | None = ...,
+        send_snapshot: _common_pb2.SendSnapshot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "expect", b"expect", "generate", b"generate", "reassign", b"reassign"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "expect", b"expect", "generate", b"generate", "reassign", b"reassign", "send_snapshot", b"send_snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "expect", b"expect", "generate", b"generate", "reassign", b"reassign"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "expect", b"expect", "generate", b"generate", "reassign", b"reassign", "send_snapshot", b"send_snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["expect", "generate", "cancel", "reassign"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["expect", "generate", "cancel", "reassign", "send_snapshot"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -228,6 +232,7 @@ class DecodeFrame(_message.Message):
     PREFILLED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     WRITERS_LOST_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerHello: ...
@@ -253,6 +258,8 @@ class DecodeFrame(_message.Message):
     def load(self) -> _common_pb2.WorkerLoad: ...
     @_builtins.property
     def writers_lost(self) -> _containers.RepeatedCompositeFieldContainer[Global___WriterLost]: ...
+    @_builtins.property
+    def blocks(self) -> _common_pb2.BlockEvents: ...
     def __init__(
         self,
         *,
@@ -267,10 +274,11 @@ class DecodeFrame(_message.Message):
         prefilled: _abc.Iterable[Global___LocalPrefill] | None = ...,
         load: _common_pb2.WorkerLoad | None = ...,
         writers_lost: _abc.Iterable[Global___WriterLost] | None = ...,
+        blocks: _common_pb2.BlockEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "hello", b"hello", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "hello", b"hello", "leg_ids", b"leg_ids", "load", b"load", "logprobs", b"logprobs", "prefilled", b"prefilled", "samples", b"samples", "step", b"step", "tokens", b"tokens", "writers_lost", b"writers_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "finished", b"finished", "hello", b"hello", "leg_ids", b"leg_ids", "load", b"load", "logprobs", b"logprobs", "prefilled", b"prefilled", "samples", b"samples", "step", b"step", "tokens", b"tokens", "writers_lost", b"writers_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,21 +55,25 @@ class PrefillCommand(_message.Message):
 
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    SEND_SNAPSHOT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___SubmitPrefill: ...
     @_builtins.property
     def cancel(self) -> _common_pb2.Cancel: ...
+    @_builtins.property
+    def send_snapshot(self) -> _common_pb2.SendSnapshot: ...
     def __init__(
         self,
         *,
         submit: Global___SubmitPrefill | None = ...,
         cancel: _common_pb2.Cancel | None = ...,
+        send_snapshot: _common_pb2.SendSnapshot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "send_snapshot", b"send_snapshot", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "send_snapshot", b"send_snapshot", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "cancel", "send_snapshot"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -156,6 +160,7 @@ class PrefillFrame(_message.Message):
     HANDED_OFF_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerHello: ...
     @_builtins.property
@@ -166,6 +171,8 @@ class PrefillFrame(_message.Message):
     def failed(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.LegFailed]: ...
     @_builtins.property
     def load(self) -> _common_pb2.WorkerLoad: ...
+    @_builtins.property
+    def blocks(self) -> _common_pb2.BlockEvents: ...
     def __init__(
         self,
         *,
@@ -174,10 +181,11 @@ class PrefillFrame(_message.Message):
         handed_off: _abc.Iterable[Global___HandedOff] | None = ...,
         failed: _abc.Iterable[_common_pb2.LegFailed] | None = ...,
         load: _common_pb2.WorkerLoad | None = ...,
+        blocks: _common_pb2.BlockEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "hello", b"hello", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "first_tokens", b"first_tokens", "handed_off", b"handed_off", "hello", b"hello", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "first_tokens", b"first_tokens", "handed_off", b"handed_off", "hello", b"hello", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

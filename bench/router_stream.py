@@ -1,0 +1,152 @@
+"""How many tokens one router moves from workers to streaming clients: `python -m bench.router_stream [--json FILE]`.
+
+A real `baton serve` without workers of its own, two workers without an engine in another process and the clients in a third.
+The router may use one core only. Figures: `tokens_per_s` is tokens per second of the router's CPU time, which is what a core
+of its own would move; `wall_tokens_per_s` is what was moved on this machine beside whatever else ran there. Figures that
+begin with `paced_` are of a run at the pace of a real engine, where every token makes an event of its own.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from bench.report import Report
+from bench.server import serving
+from bench.stream_clients import Counts, Orders
+from bench.stream_workers import addresses
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = _arguments()
+    report = Report(
+        benchmark="router_stream",
+        settings={name: value for name, value in vars(arguments).items() if name != "json"},
+    )
+    for prefix, step_ms in (("", 0.0), ("paced_", arguments.step_ms)):
+        _measure(prefix, step_ms, arguments, report)
+    if arguments.json:
+        report.write(arguments.json)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--streams", type=int, default=200, help="clients at once")
+    parser.add_argument("--rounds", type=int, default=4, help="requests per client")
+    parser.add_argument("--output-tokens", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=20.0, help="of the paced run")
+    return parser.parse_args()
+
+
+def _measure(prefix: str, step_ms: float, arguments: argparse.Namespace, report: Report) -> None:
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
+        directory = Path(name)
+        config = directory / "cluster.yaml"
+        config.write_text(_config(directory))
+        model = str(resources.files("engine.demo") / "model")
+        with _workers(directory, model, step_ms), serving(model, "-f", str(config)) as url:
+            router = _router()
+            _pin(router)
+            orders = _orders(url, arguments)
+            _drive(Orders(**(asdict(orders) | {"rounds": 1})))
+            before_s = _cpu_s(router)
+            counts = _drive(orders)
+            spent_s = _cpu_s(router) - before_s
+    _record(prefix, orders, counts, spent_s, report)
+
+
+def _record(prefix: str, orders: Orders, counts: Counts, spent_s: float, report: Report) -> None:
+    tokens = orders.streams * orders.rounds * orders.output_tokens
+    figures = {
+        "tokens_per_s": tokens / spent_s,
+        "wall_tokens_per_s": tokens / counts.elapsed_s,
+        "router_cpu_us_per_token": spent_s / tokens * 1e6,
+        "events_per_token": counts.events / tokens,
+        "ttft_p50_ms": median(counts.ttfts_s) * 1e3,
+    }
+    for figure, value in figures.items():
+        report.figures[prefix + figure] = value
+        print(f"{prefix + figure:32}{value:12.2f}", flush=True)
+
+
+def _config(directory: Path) -> str:
+    return json.dumps(
+        {
+            "cluster": {
+                "prefill_workers": 0,
+                "decode_workers": 0,
+                "workers": list(addresses(directory)),
+                "runtime_dir": str(directory / "run"),
+            }
+        }
+    )
+
+
+def _orders(url: str, arguments: argparse.Namespace) -> Orders:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return Orders(
+        host=host,
+        port=int(port),
+        model="bench",
+        streams=arguments.streams,
+        rounds=arguments.rounds,
+        output_tokens=arguments.output_tokens,
+    )
+
+
+@contextmanager
+def _workers(directory: Path, model: str, step_ms: float) -> Iterator[None]:
+    command = [sys.executable, "-m", "bench.stream_workers", str(directory)]
+    process = subprocess.Popen([*command, f"{model}/tokenizer.json", str(step_ms)])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _drive(orders: Orders) -> Counts:
+    """Runs the clients in a process of their own."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "bench.stream_clients"],
+        input=json.dumps(asdict(orders)) + "\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode:
+        raise RuntimeError(f"the clients failed:\n{ran.stderr[-2000:]}")
+    return Counts(**json.loads(ran.stdout))
+
+
+def _router() -> psutil.Process:
+    children = psutil.Process().children(recursive=True)
+    return next(child for child in children if "cluster.roles router" in " ".join(child.cmdline()))
+
+
+def _pin(process: psutil.Process) -> None:
+    """One core for all its threads."""
+    core = max(os.sched_getaffinity(0))
+    for thread in process.threads():
+        os.sched_setaffinity(thread.id, {core})
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The door to the workers: let in now, wait in line, or refused at once with a word on when to come back.
+
+The shell (`router.intake`) offers every job here before the dispatcher sees it, and takes out one at a time, for what one
+takes up is seen by the next. Nothing is let in while workers have no room, so that what waits, waits here, where it is
+ordered, bounded, and leaves at once with its client.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from baton.errors import InvariantError
+from baton.ids import RequestId
+from router.admission.applicant import Applicant
+from router.admission.drain import DrainMeter
+from router.admission.returns import Returns
+from router.admission.waiting_line import WaitingLine
+
+_PRUDENCE = 1.1
+"""Those who are refused are told a tenth more than predicted: better a moment late than refused again."""
+
+
+class Reason(Enum):
+    """Why somebody was refused; the values are those of the metrics' `reason` label."""
+
+    TARGET = "slo_target"
+    DEADLINE = "deadline"
+    QUEUE_FULL = "queue_full"
+    TENANT_QUEUE_FULL = "tenant_queue_full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineLimits:
+    """What may wait, in all and of one tenant.
+
+    Attributes:
+        requests: Requests.
+        tenant_requests: Requests of one tenant.
+        prompt_tokens: Tokens of their prompts, which is what they take in memory.
+        tenant_prompt_tokens: The same of one tenant.
+    """
+
+    requests: int
+    tenant_requests: int
+    prompt_tokens: int
+    tenant_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Not now.
+
+    Attributes:
+        reason: Why.
+        retry_after_s: When a request like it is expected to be taken; None when there is nothing to go by.
+    """
+
+    reason: Reason
+    retry_after_s: float | None
+
+
+class Room(Protocol):
+    """What the workers have left."""
+
+    def has_room(self, applicant: Applicant, now_s: float) -> bool:
+        """Whether `applicant` could be placed without overfilling a worker or slowing anybody beyond its promise."""
+
+    def first_token_s(self, applicant: Applicant, now_s: float) -> float:
+        """Predicted time from being let in to the first token; 0 while nothing is known."""
+
+
+class Gate:
+    """Who is in line, and who is next.
+
+    Pure: no sockets, no clock. Time comes in as `now_s`. Whoever was accepted by `offer` ends in exactly one way: taken by
+    `next`, given up by `expire`, or gone by `leave`.
+
+    Args:
+        room: Says whether the next one fits.
+        limits: Bounds of the line.
+    """
+
+    def __init__(self, *, room: Room, limits: LineLimits) -> None:
+        self._room = room
+        self._limits = limits
+        self._line = WaitingLine()
+        self._drain = DrainMeter()
+        self._returns = Returns()
+
+    @property
+    def waiting(self) -> int:
+        """How many are in line."""
+        return len(self._line)
+
+    def waiting_per_class(self) -> dict[str, int]:
+        """How many are in line, by the name of their class; classes that were seen once stay, at 0."""
+        return self._line.per_class()
+
+    def offer(self, applicant: Applicant, now_s: float) -> Refusal | None:
+        """Puts somebody in line, unless that would be a false promise."""
+        refusal = self._refusal(applicant, now_s)
+        if refusal is None:
+            self._line.push(applicant)
+        return refusal
+
+    def next(self, now_s: float) -> Applicant | None:
+        """Takes whoever is next, if there is room. Ask again once it is placed.
+
+        Nobody slips past a head for which there is no room, or large requests would wait for ever.
+        """
+        head = self._line.head()
+        if head is None:
+            return None
+        if not self._room.has_room(head, now_s):
+            self._drain.observe(0, waiting=True, now_s=now_s)
+            return None
+        self._line.pop()
+        self._drain.observe(head.cost, waiting=bool(self._line), now_s=now_s)
+        return head
+
+    def expire(self, now_s: float) -> list[Applicant]:
+        """Gives up those whose first token could not come before their deadline even if they were let in now."""
+        late = [one for one in self._line.applicants if self._too_late(one, now_s)]
+        for applicant in late:
+            self._line.remove(applicant.request_id)
+        return late
+
+    def leave(self, request_id: RequestId) -> bool:
+        """Somebody went away; whether it was still in line."""
+        return self._line.remove(request_id) is not None
+
+    def wait_s(self, applicant: Applicant) -> float:
+        """Predicted time in line of somebody who came now; 0 while nothing is known."""
+        rate = self._drain.tokens_per_s
+        return 0.0 if rate is None else self._line.ahead(applicant) / rate
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` unless what waits is counted right and within bounds."""
+        self._line.check_integrity()
+        if len(self._line) > self._limits.requests:
+            raise InvariantError(f"{len(self._line)} wait, {self._limits.requests} may")
+
+    def _refusal(self, applicant: Applicant, now_s: float) -> Refusal | None:
+        full = self._full(applicant)
+        if full is not None:
+            return self._refused(full, applicant, 0.0, now_s)
+        if not self._line:
+            return None
+        wait_s = self.wait_s(applicant)
+        first_s = self._room.first_token_s(applicant, now_s)
+        target_s = applicant.slo.ttft_s
+        # A prompt that is too long for its target on idle workers is not refused for it: it would be for ever.
+        if target_s is not None and first_s < target_s < wait_s + first_s:
+            return self._refused(Reason.TARGET, applicant, target_s - first_s, now_s)
+        spare_s = applicant.deadline_s - now_s - first_s
+        if 0 < spare_s < wait_s:
+            return self._refused(Reason.DEADLINE, applicant, spare_s, now_s)
+        return None
+
+    def _full(self, applicant: Applicant) -> Reason | None:
+        limits, tokens = self._limits, applicant.prompt_tokens
+        own = self._line.held(applicant.tenant.tenant_id)
+        # A line that is empty takes any prompt: how long one may be is not decided here.
+        if own.exceeded(limits.tenant_requests, limits.tenant_prompt_tokens, by=tokens):
+            return Reason.TENANT_QUEUE_FULL
+        if self._line.total.exceeded(limits.requests, limits.prompt_tokens, by=tokens):
+            return Reason.QUEUE_FULL
+        return None
+
+    def _refused(
+        self, reason: Reason, applicant: Applicant, sooner_s: float, now_s: float
+    ) -> Refusal:
+        """Comes back when its turn would have come, less what it may wait in line, and after those told so before it."""
+        rate = self._drain.tokens_per_s
+        if rate is None:
+            return Refusal(reason=reason, retry_after_s=None)
+        wait_s = self._line.ahead(applicant) / rate
+        turn_s = self._line.ahead(applicant, more=applicant.cost) / rate - wait_s
+        tenant = applicant.tenant.tenant_id
+        wait_s = max(0.0, wait_s * _PRUDENCE - sooner_s)
+        after_s = self._returns.book(tenant, wait_s, turn_s, now_s)
+        return Refusal(reason=reason, retry_after_s=after_s)
+
+    def _too_late(self, applicant: Applicant, now_s: float) -> bool:
+        return applicant.deadline_s <= now_s + self._room.first_token_s(applicant, now_s)

@@ -1,0 +1,48 @@
+"""What the tests of admission share: applicants, and workers that take so many at a time."""
+
+from dataclasses import dataclass, field
+
+from baton.ids import RequestId
+from router.admission.applicant import Applicant
+from router.slo import STANDARD, Slo
+from router.tenants.tenant import Tenant, TenantId
+
+
+def applicant(
+    name: str,
+    *,
+    tenant: str = "a",
+    weight: float = 1.0,
+    prompt_tokens: int = 90,
+    output_tokens: int = 10,
+    samples: int = 1,
+    slo: Slo = STANDARD,
+    arrived_s: float = 0.0,
+    deadline_s: float = 1e9,
+) -> Applicant:
+    """One that costs 100 tokens unless told otherwise."""
+    return Applicant(
+        request_id=RequestId(name),
+        tenant=Tenant(tenant_id=TenantId(tenant), weight=weight),
+        slo=slo,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        samples=samples,
+        arrived_s=arrived_s,
+        deadline_s=deadline_s,
+    )
+
+
+@dataclass(eq=False)
+class FakeRoom:
+    """Workers with so many places."""
+
+    places: int = 0
+    first_s: float = 0.0
+    taken: list[RequestId] = field(default_factory=list)
+
+    def has_room(self, applicant: Applicant, now_s: float) -> bool:
+        return len(self.taken) < self.places
+
+    def first_token_s(self, applicant: Applicant, now_s: float) -> float:
+        return self.first_s

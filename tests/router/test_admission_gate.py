@@ -1,0 +1,222 @@
+"""The gate: room, refusals that tell the truth, deadlines."""
+
+import heapq
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.ids import RequestId
+from router.admission.gate import Gate, LineLimits, Reason, Refusal
+from router.slo import Slo
+from tests.router.admitting import FakeRoom, applicant
+
+QUICK = Slo(name="interactive", ttft_s=2.0, priority=2)
+
+
+def limits(**changes: int) -> LineLimits:
+    bounds = {
+        "requests": 1000,
+        "tenant_requests": 500,
+        "prompt_tokens": 10**6,
+        "tenant_prompt_tokens": 10**6,
+    }
+    return LineLimits(**(bounds | changes))
+
+
+def test_whoever_comes_while_there_is_room_is_let_in_at_once():
+    gate = Gate(room=FakeRoom(places=1), limits=limits())
+    assert gate.offer(applicant("r"), 0.0) is None
+    taken = gate.next(0.0)
+    assert taken is not None
+    assert taken.request_id == "r"
+    assert gate.waiting == 0
+
+
+def test_nobody_is_let_in_without_room():
+    room = FakeRoom(places=0)
+    gate = Gate(room=room, limits=limits())
+    gate.offer(applicant("r"), 0.0)
+    assert gate.next(0.0) is None
+    room.places = 1
+    assert gate.next(1.0) is not None
+
+
+def test_whoever_leaves_the_line_is_not_let_in():
+    room = FakeRoom()
+    gate = Gate(room=room, limits=limits())
+    gate.offer(applicant("r"), 0.0)
+    assert gate.leave(applicant("r").request_id)
+    assert not gate.leave(applicant("r").request_id)
+    room.places = 1
+    assert gate.next(0.0) is None
+
+
+def test_a_deadline_that_cannot_be_met_any_more_ends_the_wait():
+    gate = Gate(room=FakeRoom(first_s=1.0), limits=limits())
+    gate.offer(applicant("soon", deadline_s=5.0), 0.0)
+    gate.offer(applicant("late", deadline_s=50.0), 0.0)
+    assert gate.expire(3.9) == []
+    assert [one.request_id for one in gate.expire(4.0)] == ["soon"]
+    assert gate.waiting == 1
+
+
+@pytest.mark.parametrize(
+    ("bounds", "reason"),
+    [
+        ({"requests": 2}, Reason.QUEUE_FULL),
+        ({"prompt_tokens": 200}, Reason.QUEUE_FULL),
+        ({"tenant_requests": 2}, Reason.TENANT_QUEUE_FULL),
+        ({"tenant_prompt_tokens": 200}, Reason.TENANT_QUEUE_FULL),
+    ],
+)
+def test_the_line_is_bounded_by_count_and_by_tokens(bounds, reason):
+    gate = Gate(room=FakeRoom(), limits=limits(**bounds))
+    assert gate.offer(applicant("r0"), 0.0) is None
+    assert gate.offer(applicant("r1"), 0.0) is None
+    refusal = gate.offer(applicant("r2"), 0.0)
+    assert refusal is not None
+    assert refusal.reason is reason
+    gate.check_integrity()
+
+
+def test_one_tenants_full_line_is_not_anothers():
+    gate = Gate(room=FakeRoom(), limits=limits(tenant_requests=1))
+    assert gate.offer(applicant("b0", tenant="b"), 0.0) is None
+    assert gate.offer(applicant("b1", tenant="b"), 0.0) is not None
+    assert gate.offer(applicant("a0", tenant="a"), 0.0) is None
+
+
+class Shop:
+    """A simulated cluster: each place serves one request for about a second, 100 tokens each."""
+
+    def __init__(self, places: int, **bounds: int) -> None:
+        self.room = FakeRoom(places=places)
+        self.gate = Gate(room=self.room, limits=limits(**bounds))
+        self.now_s = 0.0
+        self.begun: dict[str, float] = {}
+        self._ends: list[tuple[float, RequestId]] = []
+
+    def offer(self, name: str, **what) -> Refusal | None:
+        one = applicant(name, arrived_s=self.now_s, **what)
+        refusal = self.gate.offer(one, self.now_s)
+        self._let_in()
+        return refusal
+
+    def run(self, until_s: float) -> None:
+        while self._ends and self._ends[0][0] <= until_s:
+            self.now_s, name = heapq.heappop(self._ends)
+            self.room.taken.remove(name)
+            self._let_in()
+        self.now_s = until_s
+        self._let_in()
+        self.gate.check_integrity()
+
+    def _let_in(self) -> None:
+        while (taken := self.gate.next(self.now_s)) is not None:
+            self.room.taken.append(taken.request_id)
+            self.begun[taken.request_id] = self.now_s
+            spread_s = 0.1 * (7 * len(self.begun) % 11)  # or all places would become free at once
+            heapq.heappush(self._ends, (self.now_s + 0.5 + spread_s, taken.request_id))
+
+
+def test_a_request_that_would_miss_its_target_is_refused_and_the_time_it_is_told_is_true():
+    shop = Shop(places=4)
+    for n in range(100):
+        shop.offer(f"r{n}", slo=Slo(name="slow", priority=2))
+    shop.run(15.0)
+    refusal = shop.offer("quick", slo=QUICK)
+    assert refusal is not None
+    assert refusal.reason is Reason.TARGET
+    assert refusal.retry_after_s is not None
+    assert refusal.retry_after_s == pytest.approx(8.0, abs=2)
+    came_back_s = shop.now_s + refusal.retry_after_s
+    shop.run(came_back_s)
+    assert shop.offer("quick", slo=QUICK) is None
+    shop.run(came_back_s + 3.0)
+    assert shop.begun["quick"] - came_back_s <= 2.0 * 1.2
+
+
+def test_those_who_are_refused_together_are_told_to_return_one_after_the_other_and_all_get_in():
+    shop = Shop(places=4)
+    for n in range(100):
+        shop.offer(f"r{n}", slo=Slo(name="slow", priority=2))
+    shop.run(15.0)
+    returns = []
+    for n in range(20):
+        refusal = shop.offer(f"q{n}", slo=QUICK)
+        assert refusal is not None
+        assert refusal.retry_after_s is not None
+        returns.append((shop.now_s + refusal.retry_after_s, f"q{n}"))
+    assert len({at for at, _ in returns}) == 20
+    for at, name in sorted(returns):
+        shop.run(at)
+        assert shop.offer(name, slo=QUICK) is None, name
+
+
+def test_a_flood_of_one_tenant_does_not_get_another_refused():
+    shop = Shop(places=2)
+    for n in range(400):
+        shop.offer(f"b{n}", tenant="b", slo=QUICK)
+        if n == 40:
+            shop.run(5.0)
+    assert shop.gate.waiting < 100
+    assert shop.offer("a", tenant="a", slo=QUICK) is None
+
+
+def test_a_prompt_too_long_for_its_target_even_alone_is_not_refused_for_it():
+    gate = Gate(room=FakeRoom(first_s=10.0), limits=limits())
+    gate.offer(applicant("r"), 0.0)
+    assert gate.offer(applicant("long", slo=QUICK), 0.0) is None
+
+
+def test_a_request_whose_deadline_would_pass_in_line_is_refused_at_once():
+    shop = Shop(places=1)
+    for n in range(40):
+        shop.offer(f"r{n}")
+    shop.run(15.0)
+    refusal = shop.offer("late", deadline_s=shop.now_s + 5.0)
+    assert refusal is not None
+    assert refusal.reason is Reason.DEADLINE
+    assert refusal.retry_after_s == pytest.approx(22.0, abs=5.0)
+
+
+ACTS = st.lists(
+    st.tuples(
+        st.sampled_from(["offer", "leave", "time"]),
+        st.integers(0, 40),
+        st.sampled_from(["a", "b", "c"]),
+        st.floats(0.1, 20.0),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(acts=ACTS, places=st.integers(0, 3))
+def test_whoever_is_accepted_ends_in_exactly_one_way(acts, places):
+    shop = Shop(places=places, requests=12, tenant_requests=6)
+    accepted: set[str] = set()
+    ended: dict[str, str] = {}
+
+    def settle() -> None:
+        for name in shop.begun.keys() & accepted - ended.keys():
+            ended[name] = "begun"
+
+    for number, (act, target, tenant, span_s) in enumerate(acts):
+        if act == "offer":
+            name = f"r{number}"
+            if shop.offer(name, tenant=tenant, deadline_s=shop.now_s + span_s) is None:
+                accepted.add(name)
+        elif act == "leave" and shop.gate.leave(applicant(f"r{target}").request_id):
+            assert f"r{target}" not in ended
+            ended[f"r{target}"] = "left"
+        elif act == "time":
+            shop.run(shop.now_s + span_s)
+            settle()
+            for late in shop.gate.expire(shop.now_s):
+                assert late.request_id not in ended
+                ended[late.request_id] = "late"
+        settle()
+        shop.gate.check_integrity()
+        assert len(accepted) == len(ended) + shop.gate.waiting

@@ -1,0 +1,210 @@
+"""Fairness of the waiting line: between tenants, between priorities, and for those who leave."""
+
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import InvariantError
+from router.admission.fair_line import QUANTUM_TOKENS, FairLine
+from router.admission.waiting_line import RESERVED_SHARE, WaitingLine
+from router.slo import Slo
+from tests.router.admitting import applicant
+
+URGENT, PLAIN, BATCH = Slo(name="u", priority=2), Slo(name="p"), Slo(name="b", priority=0)
+
+
+def names(line: FairLine | WaitingLine) -> list[str]:
+    order: list[str] = []
+    while line.head() is not None:
+        order.append(line.pop().request_id)
+        line.check_integrity()
+    return order
+
+
+def test_one_tenant_is_served_in_the_order_in_which_it_came():
+    line = FairLine()
+    for n in range(30):
+        line.push(applicant(f"r{n}", prompt_tokens=1 + 997 * n % 5000))
+    assert names(line) == [f"r{n}" for n in range(30)]
+
+
+def test_a_tenant_that_comes_later_does_not_wait_for_the_backlog_of_another():
+    line = FairLine()
+    for n in range(1000):
+        line.push(applicant(f"b{n}", tenant="b", prompt_tokens=2000))
+    line.pop()
+    line.push(applicant("a0", tenant="a", prompt_tokens=2000))
+    assert line.pop().request_id == "a0"
+
+
+def test_large_requests_one_at_a_time_take_no_more_than_their_share():
+    line = FairLine()
+    given_out: Counter[str] = Counter()
+    for n in range(3000):
+        line.push(applicant(f"b{n}", tenant="b", prompt_tokens=500))
+    turn = 0
+    line.push(applicant("a0", tenant="a", prompt_tokens=100_000))
+    for _ in range(1000):
+        taken = line.pop()
+        given_out[taken.tenant.tenant_id] += taken.cost
+        if taken.tenant.tenant_id == "a":
+            turn += 1
+            line.push(applicant(f"a{turn}", tenant="a", prompt_tokens=100_000))
+    assert given_out["a"] <= given_out["b"] + 100_010 + 3 * QUANTUM_TOKENS
+
+
+def test_weights_divide_what_there_is():
+    line = FairLine()
+    for n in range(2000):
+        line.push(applicant(f"a{n}", tenant="a", weight=3.0))
+        line.push(applicant(f"b{n}", tenant="b", weight=1.0))
+    given_out: Counter[str] = Counter()
+    for _ in range(1600):
+        taken = line.pop()
+        given_out[taken.tenant.tenant_id] += taken.cost
+    assert given_out["a"] / given_out["b"] == pytest.approx(3.0, rel=0.1)
+
+
+def test_the_head_of_an_empty_line_is_nobody_and_cannot_be_taken():
+    line = FairLine()
+    assert line.head() is None
+    with pytest.raises(InvariantError):
+        line.pop()
+
+
+TENANTS = {"a": 1.0, "b": 3.0, "c": 0.5}
+COSTS = st.integers(1, 20_000)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    costs=st.fixed_dictionaries(
+        {tenant: st.lists(COSTS, min_size=1, max_size=8) for tenant in TENANTS}
+    ),
+    visits=st.lists(st.tuples(st.integers(0, 300), COSTS), max_size=20),
+    rounds=st.integers(1, 300),
+)
+def test_backlogged_tenants_get_their_shares_within_the_bound_whoever_else_comes(
+    costs, visits, rounds
+):
+    line = FairLine()
+    given_out = dict.fromkeys(TENANTS, 0)
+    supply = {tenant: deque(sizes) for tenant, sizes in costs.items()}
+
+    def refill(tenant: str, n: int) -> None:
+        sizes = supply[tenant]
+        sizes.rotate(1)
+        line.push(
+            applicant(
+                f"{tenant}{n}",
+                tenant=tenant,
+                weight=TENANTS[tenant],
+                prompt_tokens=sizes[0],
+                output_tokens=0,
+            )
+        )
+
+    for tenant in TENANTS:
+        refill(tenant, -1)
+        refill(tenant, -2)
+    for n in range(rounds):
+        for number, (at, cost) in enumerate(visits):
+            if at == n:
+                line.push(applicant(f"v{number}", tenant=f"v{cost % 3}", prompt_tokens=cost))
+        taken = line.pop()
+        line.check_integrity()
+        tenant = taken.tenant.tenant_id
+        if tenant in TENANTS:
+            given_out[tenant] += taken.cost
+            refill(tenant, n)
+    for one, one_weight in TENANTS.items():
+        for other, other_weight in TENANTS.items():
+            apart = given_out[one] / one_weight - given_out[other] / other_weight
+            bound = (
+                3 * QUANTUM_TOKENS + max(costs[one]) / one_weight + max(costs[other]) / other_weight
+            )
+            assert apart <= bound
+
+
+def test_the_more_urgent_go_first():
+    line = WaitingLine()
+    line.push(applicant("batch", slo=BATCH))
+    line.push(applicant("plain", slo=PLAIN))
+    line.push(applicant("urgent", slo=URGENT))
+    assert names(line) == ["urgent", "plain", "batch"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    urgent=st.lists(COSTS, min_size=1, max_size=6),
+    batch=st.lists(COSTS, min_size=1, max_size=6),
+    turns=st.integers(1, 400),
+)
+def test_a_class_that_waits_gets_its_reserved_share_of_what_those_above_it_get(
+    urgent, batch, turns
+):
+    line = WaitingLine()
+
+    def refill(slo: Slo, sizes: list[int], n: int) -> None:
+        cost = sizes[n % len(sizes)]
+        line.push(
+            applicant(
+                f"{slo.name}{n}", tenant=slo.name, slo=slo, prompt_tokens=cost, output_tokens=0
+            )
+        )
+
+    given_out = {"u": 0, "b": 0}
+    for n in (0, 1):
+        refill(URGENT, urgent, n)
+        refill(BATCH, batch, n)
+    for n in range(2, turns):
+        taken = line.pop()
+        line.check_integrity()
+        given_out[taken.slo.name] += taken.cost
+        refill(taken.slo, urgent if taken.slo is URGENT else batch, n)
+    assert given_out["b"] >= RESERVED_SHARE * (given_out["u"] - max(urgent)) - max(batch)
+    assert given_out["b"] <= RESERVED_SHARE * given_out["u"]
+
+
+ACTS = st.lists(
+    st.tuples(st.sampled_from(["push", "pop", "leave"]), st.integers(0, 30), st.integers(0, 8)),
+    max_size=120,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(acts=ACTS)
+def test_everybody_who_comes_is_taken_or_leaves_exactly_once(acts):
+    line = WaitingLine()
+    inside: set[str] = set()
+    for act, number, kind in acts:
+        name = f"r{number}"
+        if act == "push" and name not in inside:
+            slo = (URGENT, PLAIN, BATCH)[kind % 3]
+            line.push(applicant(name, tenant=f"t{kind}", slo=slo, prompt_tokens=1 + 700 * number))
+            inside.add(name)
+        elif act == "pop" and inside:
+            inside.remove(line.pop().request_id)
+        elif act == "leave":
+            gone = line.remove(applicant(name).request_id)
+            assert (gone is not None) == (name in inside)
+            inside.discard(name)
+        line.check_integrity()
+        assert len(line) == len(inside)
+    assert set(names(line)) == inside
+    assert sum(line.per_class().values()) == 0
+
+
+def test_what_is_ahead_counts_others_only_as_far_as_they_take_turns():
+    line = WaitingLine()
+    for n in range(100):
+        line.push(applicant(f"b{n}", tenant="b"))
+    assert line.ahead(applicant("x", tenant="a")) == 0
+    for n in range(5):
+        line.push(applicant(f"a{n}", tenant="a"))
+    assert line.ahead(applicant("x", tenant="a")) == 1000
+    assert line.ahead(applicant("x", tenant="b")) == 10_500
+    assert line.ahead(applicant("x", tenant="a", slo=URGENT)) == 0
+    assert line.ahead(applicant("x", tenant="a", slo=BATCH)) == 10_500

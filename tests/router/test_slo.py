@@ -1,0 +1,53 @@
+import pytest
+
+from baton.config.schema import RouterConfig, SloClass
+from baton.errors import ConfigError, InvalidRequestError
+from router.slo import SloBook
+
+BOOK = SloBook(RouterConfig().slo_classes)
+
+
+def test_the_default_class_promises_nothing_so_that_nobody_is_refused_for_it():
+    slo = BOOK.named("standard")
+    assert (slo.ttft_s, slo.tbt_s) == (None, None)
+
+
+def test_classes_are_ordered_by_urgency():
+    assert BOOK.names == ("interactive", "standard", "batch")
+
+
+def test_a_class_that_is_not_configured_is_no_class():
+    with pytest.raises(ConfigError, match="interactive, standard, batch"):
+        BOOK.named("gold")
+
+
+@pytest.mark.parametrize(
+    ("own", "tier", "priority", "chosen"),
+    [
+        ("standard", None, 0, "standard"),
+        ("standard", "auto", 0, "standard"),
+        ("standard", "default", 0, "standard"),
+        ("standard", "priority", 0, "standard"),
+        ("standard", "flex", 0, "batch"),
+        ("interactive", "standard", 0, "standard"),
+        ("interactive", None, 1, "standard"),
+        ("interactive", None, 7, "batch"),
+        ("standard", None, -3, "standard"),
+        ("gold", None, 0, "standard"),
+    ],
+)
+def test_a_request_gets_its_tenants_class_or_one_that_is_less_urgent(own, tier, priority, chosen):
+    assert BOOK.chosen(own, service_tier=tier, priority=priority).name == chosen
+
+
+@pytest.mark.parametrize("tier", ["interactive", "platinum"])
+def test_a_tier_above_the_tenants_or_of_no_class_is_refused_by_name(tier):
+    with pytest.raises(InvalidRequestError) as refused:
+        BOOK.chosen("standard", service_tier=tier)
+    assert refused.value.param == "service_tier"
+
+
+def test_an_operators_own_classes_replace_the_defaults():
+    book = SloBook({"gold": SloClass(ttft_s=0.5, priority=9), "standard": SloClass()})
+    assert book.names == ("gold", "standard")
+    assert book.chosen("gold").ttft_s == 0.5
