@@ -34,6 +34,8 @@ class SamplingParams:
         logit_bias: Token id to a number added to its logit.
         logprobs: None for none; k for the drawn token's and the k likeliest tokens' log-probabilities of the model
             itself (before penalties and temperature).
+        prompt_logprobs: The same for the prompt's own tokens, from the second on; None for none. Such a prompt is computed
+            as a whole, past the prefix cache.
         stop_token_ids: Generation ends after one of these, besides the model's own end-of-sequence ids.
         max_tokens: Generated tokens at most.
         min_tokens: End-of-sequence and stop ids cannot be drawn before this many generated tokens.
@@ -50,6 +52,7 @@ class SamplingParams:
     seed: int = 0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int = 16
     min_tokens: int = 0
@@ -61,7 +64,7 @@ class TokenLogprobs:
     """Log-probabilities at one position, of the model itself.
 
     Attributes:
-        logprob: Of the drawn token.
+        logprob: Of the drawn token, or of the prompt's.
         rank: 1 for the likeliest token.
         top: (token id, logprob), likeliest first.
     """

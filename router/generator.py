@@ -288,6 +288,8 @@ class ClusterGenerator:
 
     def _emit(self, action: Emit) -> None:
         inbox = self._inboxes.get(action.request_id)
+        if inbox is not None and action.prompt_logprobs is not None:
+            inbox.put_prompt_logprobs(action.prompt_logprobs)
         if inbox is not None and not inbox.put(action.tokens):
             self._overflow(action.request_id, inbox)
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from baton.errors import BatonError
-from baton.generation import TokenSample
+from baton.generation import TokenLogprobs, TokenSample
 from router.ports import GenerationEvent, Timing, Tokens
 
 _TOKEN_BYTES = 128
@@ -22,9 +22,14 @@ class Inbox:
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._tokens: list[TokenSample] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self._waiting_bytes = 0
         self._end: Timing | BatonError | None = None
         self._reader: asyncio.Future[None] | None = None
+
+    def put_prompt_logprobs(self, scores: tuple[TokenLogprobs, ...]) -> None:
+        """What goes with the next tokens. Counts for nothing: the request was refused if there could be too many."""
+        self._prompt_logprobs = scores
 
     def put(self, tokens: tuple[TokenSample, ...]) -> bool:
         """Adds tokens; False when more wait than the bound allows, and the reader should be given up."""
@@ -63,7 +68,8 @@ class Inbox:
             await self._reader
         if self._tokens:
             tokens, self._tokens, self._waiting_bytes = self._tokens, [], 0
-            return Tokens(samples=tuple(tokens))
+            scores, self._prompt_logprobs = self._prompt_logprobs, None
+            return Tokens(samples=tuple(tokens), prompt_logprobs=scores)
         if isinstance(self._end, BatonError):
             raise self._end
         assert self._end is not None

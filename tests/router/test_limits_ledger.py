@@ -1,5 +1,6 @@
 """Whatever tenants do, no window of time gives out more than burst and rate allow."""
 
+from functools import partial
 from typing import Any
 
 from hypothesis import given
@@ -63,10 +64,12 @@ def test_whoever_waits_as_long_as_told_gets_what_was_asked_for(asks: list[tuple[
     ledger, now_s = LimitLedger(), 0.0
     for number, (asked, used) in enumerate(asks):
         grant = GrantId(str(number))
-        for attempt in (ledger.enter, ledger.charge):
-            arguments = (LIMITED, grant) if attempt == ledger.enter else (LIMITED, grant, asked)
-            decision = attempt(*arguments, now_s)
+        for attempt in (
+            partial(ledger.enter, LIMITED, grant),
+            partial(ledger.charge, LIMITED, grant, asked),
+        ):
+            decision = attempt(now_s)
             if not isinstance(decision, Granted):
                 now_s += decision.retry_after_s + 1e-6
-                assert isinstance(attempt(*arguments, now_s), Granted)
+                assert isinstance(attempt(now_s), Granted)
         ledger.leave(LIMITED, grant, used, now_s)
