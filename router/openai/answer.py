@@ -77,7 +77,9 @@ async def answer(
     """
     visit = visit_of(request)
     await visit.generate(runs)
-    deltas = watched(_deltas(runs), serving.guards, visit)
+    deltas = _deltas(runs)
+    if serving.guards.active or visit.keeps_content:
+        deltas = watched(deltas, serving.guards, visit)
     with_timing = request.headers.get(TIMING_HEADER) == "1"
     if stream:
         pieces = _pieces(runs, deltas, shape, with_timing=with_timing)
@@ -154,7 +156,7 @@ async def _pieces(
         async for batch in batches:
             if head is None:
                 head = shape.opening()
-            yield head + b"".join(map(shape.piece, batch))
+            yield head + b"".join([shape.piece(delta) for delta in batch])
             head = b""
     yield shape.closing(usage_of(runs), _timings(runs) if with_timing else [])
 

@@ -39,6 +39,7 @@ from router.openai.replies import (
 from router.openai.requests import ChatCompletionRequest
 from router.openai.sampling import chat_limit
 from router.openai.serving import Serving
+from router.openai.text_events import CUT, TextEvents
 from router.openai.visit import visit_of
 from router.pieces import PieceTable
 from router.tokenizer import Rendering
@@ -104,6 +105,8 @@ class ChatShape:
         self._with_tokens = bool(body.return_token_ids)
         self._event_head = head.as_json("chat.completion.chunk")
         self._tail = EventTail(body, [run])
+        more_than_text = body.logprobs or self._with_tokens or body.usage_in_chunks
+        self._text_event = None if more_than_text else TextEvents(self._event_around_text)
 
     def opening(self) -> bytes:
         """Each choice's first chunk names the role."""
@@ -117,6 +120,8 @@ class ChatShape:
 
     def piece(self, delta: Delta) -> bytes:
         """A chunk with the text, if there is some, and a chunk with the end, if it is there."""
+        if self._text_event is not None and delta.finish is None:  # nearly always
+            return self._text_event(delta)
         written = b""
         with_tokens = self._with_tokens and bool(delta.tokens)
         if delta.text or delta.logged or with_tokens:
@@ -127,6 +132,9 @@ class ChatShape:
             reason = msgspec.json.encode(delta.finish.value)
             written += self._event(delta.index, b"{}", b"null", reason)
         return written
+
+    def _event_around_text(self, index: int) -> bytes:
+        return self._event(index, b'{"content":%b}' % CUT, b"null", b"null")
 
     def closing(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:
         """A chunk without choices for who asked for usage, and the end."""

@@ -39,6 +39,7 @@ from router.openai.replies import (
 from router.openai.requests import CompletionRequest
 from router.openai.sampling import completion_limit
 from router.openai.serving import Serving
+from router.openai.text_events import CUT, TextEvents
 from router.openai.visit import Visit, visit_of
 from router.openai.vocabulary import check_vocabulary
 from router.pieces import PieceTable
@@ -156,6 +157,8 @@ class CompletionShape:
         self._has_head = bool(echoes) or self._with_tokens
         self._event_head = head.as_json("text_completion")
         self._tail = EventTail(body, runs)
+        more_than_text = body.logprobs is not None or self._has_head or body.usage_in_chunks
+        self._text_event = None if more_than_text else TextEvents(self._event_around_text)
 
     def opening(self) -> bytes:
         """A stream begins with its first text."""
@@ -163,19 +166,18 @@ class CompletionShape:
 
     def piece(self, delta: Delta) -> bytes:
         """One chunk with the text and, at the end, why it ended."""
+        if self._text_event is not None and delta.finish is None:  # nearly always
+            return self._text_event(delta)
         head = b""
         if self._has_head and delta.index not in self._begun:
             head = self._choice_head(delta.index)
         logprobs = self._logprobs([delta])
-        return b'%b%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
-            head,
-            self._event_head,
+        return head + self._event(
             delta.index,
             msgspec.json.encode(delta.text),
             b"null" if logprobs is None else logprobs.model_dump_json().encode(),
             msgspec.json.encode(delta.finish.value if delta.finish else None),
             token_ids_field(delta) if self._with_tokens else b"",
-            self._tail(),
         )
 
     def _choice_head(self, index: int) -> bytes:
@@ -183,12 +185,25 @@ class CompletionShape:
         self._begun.add(index)
         echo, logprobs = self._echo(index), self._echoed_logprobs(index)
         ids = prompt_ids_field(self._run(index)) + b',"token_ids":[]'
-        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}]%b' % (
-            self._event_head,
+        return self._event(
             index,
             msgspec.json.encode(echo.text if echo else ""),
             b"null" if logprobs is None else logprobs.model_dump_json().encode(),
+            b"null",
             ids if self._with_tokens else b"",
+        )
+
+    def _event_around_text(self, index: int) -> bytes:
+        return self._event(index, CUT, b"null", b"null", b"")
+
+    def _event(self, index: int, text: bytes, logprobs: bytes, finish: bytes, more: bytes) -> bytes:
+        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
+            self._event_head,
+            index,
+            text,
+            logprobs,
+            finish,
+            more,
             self._tail(),
         )
 
