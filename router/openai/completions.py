@@ -19,7 +19,7 @@ from router.openai.answer import (
     token_ids_field,
     usage_tail,
 )
-from router.openai.body import read_body
+from router.openai.body import parse_body, read_bounded
 from router.openai.choices import Delta
 from router.openai.connection import fault_event
 from router.openai.echo import Echo, PromptScores, echo_logprobs, echo_of, prompt_scores
@@ -40,6 +40,7 @@ from router.openai.requests import CompletionRequest
 from router.openai.sampling import completion_limit
 from router.openai.serving import Serving
 from router.openai.text_events import CUT, TextEvents
+from router.openai.token_prompt import take_token_prompt
 from router.openai.visit import Visit, visit_of
 from router.openai.vocabulary import check_vocabulary
 from router.pieces import PieceTable
@@ -49,7 +50,7 @@ from router.tokenizer import Tokenizer
 
 async def completions(request: Request, serving: Serving) -> Response:
     """Continues one or several prompts."""
-    body = await read_body(request, CompletionRequest, serving.max_body_bytes)
+    body = read_completion(await read_bounded(request, serving.max_body_bytes))
     visit = visit_of(request)
     head = ReplyHead(
         request_id=new_request_id("cmpl"),
@@ -77,9 +78,24 @@ async def completions(request: Request, serving: Serving) -> Response:
     return await answer(request, serving, runs, shape, stream=body.stream)
 
 
+def read_completion(raw: bytes) -> CompletionRequest:
+    """The body of a request.
+
+    Raises:
+        InvalidRequestError: Not JSON, or not what the schema allows.
+    """
+    taken = take_token_prompt(raw)
+    if taken is None:
+        return parse_body(raw, CompletionRequest)
+    rest, tokens = taken
+    body = parse_body(rest, CompletionRequest)
+    body.prompt = tokens  # type: ignore[assignment]  # a list of token ids in all but type
+    return body
+
+
 async def _token_prompts(
     body: CompletionRequest, serving: Serving, model: ServedModel, visit: Visit
-) -> list[list[int]]:
+) -> list[Sequence[int]]:
     tokenizer, special = serving.tokenizer, body.add_special_tokens
     for prompt in (*body.prompts, body.suffix):
         if isinstance(prompt, str):
@@ -96,8 +112,8 @@ async def _token_prompts(
 
 
 async def _guarded(
-    prompts: list[str] | list[list[int]], serving: Serving, model: ServedModel, visit: Visit
-) -> Sequence[str | list[int]]:
+    prompts: Sequence[str | Sequence[int]], serving: Serving, model: ServedModel, visit: Visit
+) -> Sequence[str | Sequence[int]]:
     """The prompts as the guardrails let them pass; token ids stay what they are unless their text was replaced."""
     if not serving.guards.active:
         return prompts
@@ -106,10 +122,9 @@ async def _guarded(
             check_vocabulary(prompt, model, "prompt")
     texts = [p if isinstance(p, str) else await serving.tokenizer.decode(p) for p in prompts]
     passed = await checked_prompts(texts, serving.guards, visit)
-    unchanged: list[str | list[int]] = list(prompts)
     return [
         prompt if text == new else new
-        for prompt, text, new in zip(unchanged, texts, passed, strict=True)
+        for prompt, text, new in zip(prompts, texts, passed, strict=True)
     ]
 
 
