@@ -32,6 +32,7 @@ from baton.rpc.convert import (
     layout_from_proto,
     layout_to_proto,
 )
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.telemetry.logs import get_logger
@@ -42,6 +43,7 @@ from kv_transfer.lease import WriteLease
 from kv_transfer.messages import Heartbeat, ToDecode, ToPrefill
 from kv_transfer.ports import KvSender, KvWriter, RegionHandle
 from kv_transfer.pusher import Pusher
+from kv_transfer.seal import SessionSeal
 from kv_transfer.ticket import TicketOffice, region_digest
 
 _log = get_logger(__name__)
@@ -127,6 +129,8 @@ class PeerSession:
         self._lease: WriteLease | None = None
         self._terms: SessionTerms | None = None
         self._beats: dict[int, float] = {}
+        key = here.office.session_key(here.identity, peer, number)
+        self._seal = SessionSeal(key, prefills=True)
         self._outgoing: asyncio.Queue[pb.TransferRequest] = asyncio.Queue()
         self._connecting: asyncio.Task[KvWriter] | None = None
         self._pusher: Pusher | None = None
@@ -176,8 +180,8 @@ class PeerSession:
                 await asyncio.to_thread(way.close)
         await channel.close(None)
 
-    async def _requests(self) -> AsyncIterator[pb.TransferRequest]:
-        yield pb.TransferRequest(
+    async def _requests(self) -> AsyncIterator[common_pb2.Signed]:
+        opening = pb.TransferRequest(
             open=pb.OpenSession(
                 protocol_version=PROTOCOL_VERSION,
                 identity=identity_to_proto(self._here.identity),
@@ -185,17 +189,17 @@ class PeerSession:
                 layout=layout_to_proto(self._here.layout),
                 backends=list(self._senders),
                 number=self._number,
-                mac=self._here.office.session_mac(self._here.identity, self._peer, self._number),
             )
         )
+        yield self._here.office.seal_opening(opening)
         while True:
-            yield await self._outgoing.get()
+            yield self._seal.seal(await self._outgoing.get())
 
     async def _talk(
-        self, call: grpc.aio.StreamStreamCall[pb.TransferRequest, pb.TransferReply]
+        self, call: grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
     ) -> None:
         asked_s = self._clock.now_s()
-        replies = call.__aiter__()
+        replies = self._unsealed(call)
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
                 reply = await anext(replies, None)
@@ -204,6 +208,12 @@ class PeerSession:
             await self._keep_up(self._agreed(reply, asked_s), replies)
         finally:
             call.cancel()
+
+    async def _unsealed(
+        self, call: grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
+    ) -> AsyncIterator[pb.TransferReply]:
+        async for signed in call:
+            yield self._seal.open(signed, pb.TransferReply())
 
     async def _keep_up(
         self, accepted: pb.SessionAccepted, replies: AsyncIterator[pb.TransferReply]

@@ -4,7 +4,6 @@ Counterpart of `session.py`, where the handshake is begun.
 """
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ from baton.rpc.convert import (
     layout_from_proto,
     layout_to_proto,
 )
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.telemetry.logs import get_logger
@@ -34,6 +34,7 @@ from kv_transfer.convert import SessionTerms, reply_to_proto, request_from_proto
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.messages import Heartbeat, SessionId, ToDecode, ToPrefill
 from kv_transfer.ports import KvReceiver, RegionHandle
+from kv_transfer.seal import SessionSeal
 from kv_transfer.session import Endpoint
 from kv_transfer.ticket import region_digest
 
@@ -92,6 +93,7 @@ class _Served:
 
     peer: WorkerIdentity
     terms: SessionTerms
+    seal: SessionSeal
     outgoing: asyncio.Queue[pb.TransferReply]
     cut: asyncio.Future[BatonError]
 
@@ -135,21 +137,36 @@ class TransferService(pb_grpc.TransferServicer):
 
     async def Session(  # type: ignore[override]  # noqa: N802  # the stub's name; a coroutine that writes, not an iterator
         self,
-        request_iterator: AsyncIterator[pb.TransferRequest],
-        context: grpc.aio.ServicerContext[pb.TransferRequest, pb.TransferReply],
+        request_iterator: AsyncIterator[common_pb2.Signed],
+        context: grpc.aio.ServicerContext[common_pb2.Signed, common_pb2.Signed],
     ) -> None:
         """One prefill worker's session, until either side ends it."""
         requests = aiter(request_iterator)
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
-                opening = await anext(requests, pb.TransferRequest())
-            agreed = self._agree(opening)
+                signed = await anext(requests, common_pb2.Signed())
+            opening = self._here.office.open_opening(signed)
         except TimeoutError:
             return
+        except TicketError as error:
+            self._host.on_ticket_refused(error)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
+        seal = self._seal(opening.open)
+        try:
+            agreed = self._agree(opening)
         except BatonError as error:
-            await context.write(pb.TransferReply(refused=failure_to_proto(error)))
+            await context.write(seal.seal(pb.TransferReply(refused=failure_to_proto(error))))
             return
-        await self._serve(requests, context, agreed)
+        await self._serve(requests, context, agreed, seal)
+
+    def _seal(self, hello: pb.OpenSession) -> SessionSeal:
+        source, target = (
+            identity_from_proto(hello.identity),
+            identity_from_proto(hello.expected_peer),
+        )
+        return SessionSeal(
+            self._here.office.session_key(source, target, hello.number), prefills=False
+        )
 
     def _agree(self, opening: pb.TransferRequest) -> _Agreed:
         """Who the peer is, what it writes of each page, and by which backend.
@@ -157,7 +174,6 @@ class TransferService(pb_grpc.TransferServicer):
         Raises:
             IncompatibleError: Names what differs.
             StaleIncarnationError: The peer means another start of this worker, or shows an old greeting.
-            TicketError: The peer cannot prove that it belongs to this cluster.
         """
         if opening.WhichOneof("request") != "open":
             raise IncompatibleError("a session begins with OpenSession")
@@ -183,10 +199,7 @@ class TransferService(pb_grpc.TransferServicer):
         return _Agreed(peer=peer, link=link, backend=backend)
 
     def _identified(self, hello: pb.OpenSession) -> WorkerIdentity:
-        peer, office = identity_from_proto(hello.identity), self._here.office
-        wanted = office.session_mac(peer, self._here.identity, hello.number)
-        if not hmac.compare_digest(hello.mac, wanted):
-            raise self._refused(TicketError("the session is not signed by this cluster"))
+        peer = identity_from_proto(hello.identity)
         if hello.number <= self._newest.get(peer, 0):
             raise StaleIncarnationError(f"session {hello.number} of {peer} has been opened before")
         self._newest.pop(peer, None)  # so that the order is that of use
@@ -195,15 +208,12 @@ class TransferService(pb_grpc.TransferServicer):
             del self._newest[next(iter(self._newest))]
         return peer
 
-    def _refused(self, error: TicketError) -> TicketError:
-        self._host.on_ticket_refused(error)
-        return error
-
     async def _serve(
         self,
-        requests: AsyncIterator[pb.TransferRequest],
-        context: grpc.aio.ServicerContext[pb.TransferRequest, pb.TransferReply],
+        requests: AsyncIterator[common_pb2.Signed],
+        context: grpc.aio.ServicerContext[common_pb2.Signed, common_pb2.Signed],
         agreed: _Agreed,
+        seal: SessionSeal,
     ) -> None:
         self._next += 1
         session, peer = SessionId(self._next), agreed.peer
@@ -213,6 +223,7 @@ class TransferService(pb_grpc.TransferServicer):
         served = _Served(
             peer=peer,
             terms=self._terms(handle),
+            seal=seal,
             outgoing=asyncio.Queue(),
             cut=loop.create_future(),
         )
@@ -255,11 +266,14 @@ class TransferService(pb_grpc.TransferServicer):
         )
 
     async def _read(
-        self, session: SessionId, served: _Served, requests: AsyncIterator[pb.TransferRequest]
+        self, session: SessionId, served: _Served, requests: AsyncIterator[common_pb2.Signed]
     ) -> None:
         try:
-            async for request in requests:
-                self._take(session, served, request)
+            async for signed in requests:
+                self._take(session, served, served.seal.open(signed, pb.TransferRequest()))
+        except TicketError as error:
+            self._host.on_ticket_refused(error)
+            _log.warning("a session's seal is broken", peer=str(served.peer), error=error.message)
         except TransferError as error:
             _log.warning(
                 "a prefill worker sent nonsense", peer=str(served.peer), error=error.message
@@ -278,10 +292,10 @@ class TransferService(pb_grpc.TransferServicer):
 
 
 async def _write(
-    served: _Served, context: grpc.aio.ServicerContext[pb.TransferRequest, pb.TransferReply]
+    served: _Served, context: grpc.aio.ServicerContext[common_pb2.Signed, common_pb2.Signed]
 ) -> None:
     while True:
-        await context.write(await served.outgoing.get())
+        await context.write(served.seal.seal(await served.outgoing.get()))
 
 
 def _tell(

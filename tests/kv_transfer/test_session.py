@@ -2,29 +2,33 @@
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from baton.clock import MonotonicClock
 from baton.errors import BatonError, TicketError
-from baton.ids import BlockId, Incarnation, LayerName, WorkerIdentity, XferId
+from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from baton.rpc.channel import bind, new_server, open_channel
 from baton.rpc.convert import PROTOCOL_VERSION, identity_to_proto, layout_to_proto
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
+from baton.rpc.v1.common_pb2 import Failure, Signed
 from kv_transfer.checksum import ArenaHashes
 from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Grant
+from kv_transfer.seal import SessionSeal
 from kv_transfer.session import Endpoint, OpenedSession, PeerSession
 from kv_transfer.session_service import SessionOffer, TransferService
-from kv_transfer.ticket import shown
+from kv_transfer.ticket import TicketOffice, shown
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, push
 from tests.kv_transfer.permits import OFFICE, D, P, permit
 
@@ -32,6 +36,7 @@ TIMEOUT_S = 20
 LEASE_S = 20.0
 NUMBERS = itertools.count(1)
 X = XferId("x")
+NOBODY = WorkerIdentity(worker_id=WorkerId(""), incarnation=Incarnation(0))
 
 
 @dataclass
@@ -212,7 +217,8 @@ async def test_a_peer_that_tells_no_layout_of_its_region_is_refused_by_name(tmp_
         async def Session(self, request_iterator, context):  # noqa: N802  # the stub's name
             identity = identity_to_proto(D)
             accepted = pb.SessionAccepted(identity=identity, backend="fake", num_blocks=1)
-            yield pb.TransferReply(accepted=accepted)
+            seal = await opened(request_iterator)
+            yield seal.seal(pb.TransferReply(accepted=accepted))
             await asyncio.Event().wait()
 
     async with serving(tmp_path) as both:
@@ -245,80 +251,134 @@ async def test_nobody_at_the_address_is_told_as_a_loss(tmp_path: Path):
 
 async def test_a_session_that_does_not_begin_with_open_is_refused(tmp_path: Path):
     async with serving(tmp_path) as both, open_channel(both.address) as channel:
-        stub: Any = pb_grpc.TransferStub(channel)
-        call = stub.Session()
-        await call.write(pb.TransferRequest(reserve=pb.ReservePages()))
-        reply = await call.read()
-        assert isinstance(reply, pb.TransferReply)
+        raw = RawSession(channel, number=0)
+        raw.seal = SessionSeal(OFFICE.session_key(NOBODY, NOBODY, 0), prefills=True)
+        reply = await raw.begin(pb.TransferRequest(reserve=pb.ReservePages()))
         assert reply.refused.code == "incompatible"
 
 
-async def test_nonsense_in_a_session_ends_it(tmp_path: Path):
-    async with serving(tmp_path) as both, open_channel(both.address) as channel:
+async def opened(requests: AsyncIterator[Signed]) -> SessionSeal:
+    """D's seal of the session that a prefill worker opens."""
+    number = OFFICE.open_opening(await anext(aiter(requests))).open.number
+    return SessionSeal(OFFICE.session_key(P, D, number), prefills=False)
+
+
+class RawSession:
+    """A prefill worker's end of a session, message by message."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, number: int) -> None:
         stub: Any = pb_grpc.TransferStub(channel)
-        call = stub.Session()
-        hello = pb.OpenSession(
+        self.call = stub.Session()
+        self.seal = SessionSeal(OFFICE.session_key(P, D, number), prefills=True)
+        self.hello = pb.OpenSession(
             protocol_version=PROTOCOL_VERSION,
             identity=identity_to_proto(P),
             expected_peer=identity_to_proto(D),
             layout=layout_to_proto(LAYOUT),
             backends=["fake"],
-            number=7,
-            mac=OFFICE.session_mac(P, D, 7),
+            number=number,
         )
-        await call.write(pb.TransferRequest(open=hello))
-        assert (await call.read()).HasField("accepted")
-        await call.write(pb.TransferRequest())
+
+    async def begin(
+        self, opening: pb.TransferRequest | None = None, office: TicketOffice = OFFICE
+    ) -> pb.TransferReply:
+        """Opens the session."""
+        await self.call.write(office.seal_opening(opening or pb.TransferRequest(open=self.hello)))
+        return await self.read()
+
+    async def write(self, **request: Any) -> None:
+        """Says the next thing."""
+        await self.call.write(self.seal.seal(pb.TransferRequest(**request)))
+
+    async def read(self) -> pb.TransferReply:
+        """What D says next."""
+        return self.seal.open(await self.call.read(), pb.TransferReply())
+
+
+async def test_nonsense_in_a_session_ends_it(tmp_path: Path):
+    async with serving(tmp_path) as both, open_channel(both.address) as channel:
+        raw = RawSession(channel, number=7)
+        assert (await raw.begin()).HasField("accepted")
+        await raw.write()
         assert await both.at_d.next() == ("session lost", SessionId(1))
         assert await both.at_d.next() == ("fenced", SessionId(1))
 
 
-async def greeted(call: Any, *, number: int, mac: bytes) -> pb.TransferReply:
-    hello = pb.OpenSession(
-        protocol_version=PROTOCOL_VERSION,
-        identity=identity_to_proto(P),
-        expected_peer=identity_to_proto(D),
-        layout=layout_to_proto(LAYOUT),
-        backends=["fake"],
-        number=number,
-        mac=mac,
-    )
-    await call.write(pb.TransferRequest(open=hello))
-    reply = await call.read()
-    assert isinstance(reply, pb.TransferReply)
-    return reply
+@pytest.mark.parametrize("harm", ["altered", "left out", "said twice", "of another session"])
+async def test_a_message_that_is_not_what_was_said_next_is_counted_and_ends_the_session(
+    tmp_path: Path, harm: str
+):
+    async with serving(tmp_path) as both, open_channel(both.address) as channel:
+        raw = RawSession(channel, number=7)
+        await raw.begin()
+        await raw.write(heartbeat=pb.Heartbeat(number=1))
+        assert (await raw.read()).heartbeat.number == 1
+        beat = pb.TransferRequest(heartbeat=pb.Heartbeat(number=2))
+        signed = raw.seal.seal(beat)
+        match harm:
+            case "altered":
+                signed.content = signed.content[:-1] + bytes([signed.content[-1] ^ 1])
+            case "left out":
+                signed = raw.seal.seal(beat)
+            case "said twice":
+                await raw.call.write(signed)
+            case "of another session":
+                other = SessionSeal(OFFICE.session_key(P, D, 8), prefills=True)
+                signed = [other.seal(beat), other.seal(beat)][-1]
+        await raw.call.write(signed)
+        assert await both.at_d.next() == ("ticket refused", "seal")
+        assert await both.at_d.next() == ("session lost", SessionId(1))
+
+
+async def test_a_reply_that_was_altered_ends_the_session(tmp_path: Path):
+    class Garbled(pb_grpc.TransferServicer):
+        async def Session(self, request_iterator, context):  # noqa: N802  # the stub's name
+            seal = await opened(request_iterator)
+            signed = seal.seal(pb.TransferReply(refused=Failure(code="overloaded")))
+            signed.content += b"?"
+            yield signed
+            await asyncio.Event().wait()
+
+    async with serving(tmp_path) as both:
+        server = new_server()
+        pb_grpc.add_TransferServicer_to_server(Garbled(), server)
+        both.address = bind(server, f"unix:{tmp_path}/garbled.sock")
+        await server.start()
+        session = both.dial()
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert isinstance(error, BatonError)
+        assert error.code == "ticket_refused"
+        await session.close()
+        await server.stop(0)
 
 
 async def test_a_greeting_opens_one_session_and_cannot_be_replayed(tmp_path: Path):
     async with serving(tmp_path) as both, open_channel(both.address) as channel:
-        stub: Any = pb_grpc.TransferStub(channel)
-        mac = OFFICE.session_mac(P, D, 7)
-        assert (await greeted(stub.Session(), number=7, mac=mac)).HasField("accepted")
-        again = await greeted(stub.Session(), number=7, mac=mac)
+        assert (await RawSession(channel, number=7).begin()).HasField("accepted")
+        again = await RawSession(channel, number=7).begin()
         assert again.refused.code == "stale_incarnation"
 
 
 async def test_who_is_not_of_this_cluster_gets_no_region(tmp_path: Path):
     async with serving(tmp_path) as both, open_channel(both.address) as channel:
-        stub: Any = pb_grpc.TransferStub(channel)
-        reply = await greeted(stub.Session(), number=7, mac=bytes(32))
-        assert reply.refused.code == "ticket_refused"
-        assert both.at_d.events.get_nowait()[0] == "ticket refused"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await RawSession(channel, number=7).begin(office=TicketOffice(b"x" * 32))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert both.at_d.events.get_nowait() == ("ticket refused", "forged")
         assert both.service.sessions == 0
 
 
 async def test_a_permit_that_is_not_good_is_dropped_and_the_session_goes_on(tmp_path: Path):
     async with serving(tmp_path) as both, open_channel(both.address) as channel:
-        stub: Any = pb_grpc.TransferStub(channel)
-        call = stub.Session()
-        await greeted(call, number=7, mac=OFFICE.session_mac(P, D, 7))
+        raw = RawSession(channel, number=7)
+        await raw.begin()
         digest = LAYOUT.content_digest()
         elsewhere = permit(target=P, layout_digest=digest)
         for signed in (pb.ReservePages().permit, shown(elsewhere), shown(permit())):
-            reserve = pb.ReservePages(permit=signed)
-            await call.write(pb.TransferRequest(reserve=reserve))
-        await call.write(pb.TransferRequest(heartbeat=pb.Heartbeat(number=3)))
-        assert (await call.read()).heartbeat.number == 3
+            await raw.write(reserve=pb.ReservePages(permit=signed))
+        await raw.write(heartbeat=pb.Heartbeat(number=3))
+        assert (await raw.read()).heartbeat.number == 3
         refused = [await both.at_d.next() for _ in range(3)]
         assert refused == [("ticket refused", reason) for reason in ("forged", "holder", "holder")]
 
@@ -334,7 +394,8 @@ async def test_a_peer_that_answers_no_heartbeat_is_lost_after_its_lease(tmp_path
                 layout=layout_to_proto(LAYOUT),
                 lease_ms=200,
             )
-            yield pb.TransferReply(accepted=accepted)
+            seal = await opened(request_iterator)
+            yield seal.seal(pb.TransferReply(accepted=accepted))
             await asyncio.Event().wait()
 
     async with serving(tmp_path) as both:

@@ -136,12 +136,9 @@ class OpenSession(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
-    MAC_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     number: _builtins.int
     """of this prefill worker's sessions with this peer; grows"""
-    mac: _builtins.bytes
-    """over identity, expected peer and number"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity:
         """of the prefill worker"""
@@ -165,11 +162,10 @@ class OpenSession(_message.Message):
         layout: _common_pb2.KvLayout | None = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
         number: _builtins.int = ...,
-        mac: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected_peer", b"expected_peer", "identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "expected_peer", b"expected_peer", "identity", b"identity", "layout", b"layout", "mac", b"mac", "number", b"number", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "expected_peer", b"expected_peer", "identity", b"identity", "layout", b"layout", "number", b"number", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
