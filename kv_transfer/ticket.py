@@ -185,9 +185,12 @@ class TicketOffice:
         except DecodeError as error:
             raise _refuse(TicketFault.MALFORMED) from error
 
-    def session_key(self, source: WorkerIdentity, target: WorkerIdentity, number: int) -> bytes:
-        """The key under which `source` and `target` talk in the session `number` of theirs."""
-        return blake3(f"{source} {target} {number}".encode(), key=self._session_key).digest()
+    def session_key(
+        self, source: WorkerIdentity, target: WorkerIdentity, number: int, rank: str
+    ) -> bytes:
+        """The key under which the rank of `source` with the layout digest `rank` talks to `target` in its session `number`."""
+        named = f"{source} {target} {number} {rank}"
+        return blake3(named.encode(), key=self._session_key).digest()
 
 
 def shown(permit: Permit) -> common_pb2.Signed:

@@ -121,7 +121,7 @@ def token_ids_field(delta: Delta) -> bytes:
 
 def prompt_ids_field(run: JobRun) -> bytes:
     """The member with the prompt's ids, for the first chunk."""
-    return b',"prompt_token_ids":' + msgspec.json.encode(run.job.prompt.prompt_tokens)
+    return b',"prompt_token_ids":' + msgspec.json.encode(list(run.job.prompt.prompt_tokens))
 
 
 async def _collect(runs: Sequence[JobRun]) -> list[list[Delta]]:

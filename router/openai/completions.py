@@ -19,7 +19,7 @@ from router.openai.answer import (
     token_ids_field,
     usage_tail,
 )
-from router.openai.body import read_body
+from router.openai.body import parse_body, read_bounded
 from router.openai.choices import Delta
 from router.openai.connection import fault_event
 from router.openai.echo import Echo, PromptScores, echo_logprobs, echo_of, prompt_scores
@@ -39,6 +39,7 @@ from router.openai.requests import CompletionRequest
 from router.openai.sampling import completion_limit
 from router.openai.serving import Serving
 from router.openai.text_events import CUT, TextEvents
+from router.openai.token_prompt import take_token_prompt
 from router.openai.visit import visit_of
 from router.pieces import PieceTable
 from router.ports import ServedModel
@@ -47,7 +48,7 @@ from router.tokenizer import Tokenizer
 
 async def completions(request: Request, serving: Serving) -> Response:
     """Continues one or several prompts."""
-    body = await read_body(request, CompletionRequest, serving.max_body_bytes)
+    body = read_completion(await read_bounded(request, serving.max_body_bytes))
     tenant = visit_of(request).tenant
     head = ReplyHead(
         request_id=new_request_id("cmpl"),
@@ -75,9 +76,24 @@ async def completions(request: Request, serving: Serving) -> Response:
     return await answer(request, serving, runs, shape, stream=body.stream)
 
 
+def read_completion(raw: bytes) -> CompletionRequest:
+    """The body of a request.
+
+    Raises:
+        InvalidRequestError: Not JSON, or not what the schema allows.
+    """
+    taken = take_token_prompt(raw)
+    if taken is None:
+        return parse_body(raw, CompletionRequest)
+    rest, tokens = taken
+    body = parse_body(rest, CompletionRequest)
+    body.prompt = tokens  # type: ignore[assignment]  # a list of token ids in all but type
+    return body
+
+
 async def _token_prompts(
     body: CompletionRequest, serving: Serving, model: ServedModel
-) -> list[list[int]]:
+) -> list[Sequence[int]]:
     tokenizer, special = serving.tokenizer, body.add_special_tokens
     for prompt in (*body.prompts, body.suffix):
         if isinstance(prompt, str):

@@ -12,22 +12,31 @@ import grpc
 import pytest
 
 from baton.clock import MonotonicClock
-from baton.errors import BatonError, TicketError
+from baton.errors import BatonError, TicketError, TransferError
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from baton.rpc.channel import bind, new_server, open_channel
-from baton.rpc.convert import PROTOCOL_VERSION, identity_to_proto, layout_to_proto
+from baton.rpc.convert import (
+    PROTOCOL_VERSION,
+    identity_to_proto,
+    layout_from_proto,
+    layout_to_proto,
+)
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.rpc.v1.common_pb2 import Failure, Signed
 from kv_transfer.checksum import ArenaHashes
 from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
+from kv_transfer.handshake import Endpoint, SessionOffer, refused_field
 from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.link import Link
 from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Grant
+from kv_transfer.ports import KvWriter, RegionHandle
 from kv_transfer.seal import SessionSeal
-from kv_transfer.session import Endpoint, OpenedSession, PeerSession
-from kv_transfer.session_service import SessionOffer, TransferService
+from kv_transfer.session import OpenedSession, PeerSession
+from kv_transfer.session_service import TransferService
 from kv_transfer.ticket import TicketOffice, shown
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, push
 from tests.kv_transfer.permits import OFFICE, D, P, permit
@@ -36,6 +45,7 @@ TIMEOUT_S = 20
 LEASE_S = 20.0
 NUMBERS = itertools.count(1)
 X = XferId("x")
+NO_LAYOUT = layout_from_proto(common_pb2.KvLayout()).digest()
 NOBODY = WorkerIdentity(worker_id=WorkerId(""), incarnation=Incarnation(0))
 
 
@@ -45,11 +55,19 @@ class Heard:
 
     events: asyncio.Queue[tuple[str, object]] = field(default_factory=asyncio.Queue)
     link: LinkPlan | None = None
+    speed: Link | None = None
+    fields: list[str] = field(default_factory=list)
     beats: int = 0
 
     def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
-        self.link = opened.link
+        self.link, self.speed = opened.link, opened.speed
         self.events.put_nowait(("open", opened.region_blocks))
+
+    def on_unreachable(self, peer: WorkerIdentity, backend: str, error: TransferError) -> None:
+        self.events.put_nowait(("unreachable", backend))
+
+    def on_handshake_refused(self, field: str) -> None:
+        self.fields.append(field)
 
     def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
         self.events.put_nowait(("message", message))
@@ -90,12 +108,15 @@ class Serving:
     source: memoryview
     target: memoryview
 
-    def dial(self, *, peer=D, layout=LAYOUT, backend="fake") -> PeerSession:
+    def dial(
+        self, *, peer=D, layout=LAYOUT, backend="fake", senders=None, spare=None
+    ) -> PeerSession:
         return PeerSession(
             here=Endpoint(identity=P, layout=layout, office=OFFICE),
             peer=peer,
             address=self.address,
-            senders={backend: self.sender},
+            senders=senders or {backend: self.sender},
+            spare=spare,
             listener=self.at_p,
             hashes=ArenaHashes(self.source, LAYOUT, num_blocks=SENDER_BLOCKS),
             clock=MonotonicClock(),
@@ -104,7 +125,7 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(folder: Path, layout: KvLayout = LAYOUT):
+async def serving(folder: Path, layout: KvLayout = LAYOUT, backends=("fake",), spare: int = 0):
     fabric = FakeFabric()
     target = memoryview(bytearray(LAYOUT.region_bytes(RECEIVER_BLOCKS)))
     source = memoryview(bytearray(LAYOUT.region_bytes(SENDER_BLOCKS)))
@@ -112,8 +133,11 @@ async def serving(folder: Path, layout: KvLayout = LAYOUT):
     receiver = FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS)
     service = TransferService(
         here=Endpoint(identity=D, layout=layout, office=OFFICE),
-        offer=SessionOffer(num_blocks=RECEIVER_BLOCKS, lease_s=LEASE_S, checksums=True),
-        receivers={"fake": receiver},
+        offer=SessionOffer(num_blocks=RECEIVER_BLOCKS - spare, lease_s=LEASE_S, checksums=True),
+        receivers={
+            name: FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS, backend=name)
+            for name in backends
+        },
         host=at_d,
     )
     server = new_server()
@@ -182,6 +206,9 @@ async def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, options, cod
         assert error.code == code
         assert names in error.message
         assert both.service.sessions == 0
+        assert both.at_d.fields == [
+            names.partition(":")[0] if code == "incompatible" else "incarnation"
+        ]
 
 
 async def test_a_rank_of_another_tensor_parallelism_writes_its_heads(tmp_path: Path):
@@ -199,6 +226,89 @@ async def test_a_rank_of_another_tensor_parallelism_writes_its_heads(tmp_path: P
         ]
         assert bytes(both.target) == bytes(wanted)
         await session.close()
+
+
+class Unreachable:
+    """A backend that is installed on both sides and does not work between them."""
+
+    def connect(
+        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+    ) -> KvWriter:
+        raise TransferError("no such device")
+
+
+async def test_a_backend_that_does_not_work_gives_way_to_the_next_that_both_have(tmp_path: Path):
+    async with serving(tmp_path, backends=("best", "fake")) as both:
+        senders = {"best": Unreachable(), "only here": both.sender, "fake": both.sender}
+        session = both.dial(senders=senders)
+        assert await both.at_p.next() == ("unreachable", "best")
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
+        session.send(Reserve(permit=permit(layout_digest=LAYOUT.content_digest())))
+        assert (await both.at_d.next())[0] == "asked"
+        grant = Granted(
+            xfer_id=X,
+            attempt=1,
+            cache_scope="",
+            grant=Grant(held_blocks=0, blocks=(BlockId(1),)),
+        )
+        both.service.send(SessionId(1), grant)
+        assert await both.at_p.next() == (
+            "message",
+            grant,
+        )  # its ticket is bound to the second region
+        await session.close()
+        assert (await both.at_p.next())[0] == "lost"
+        assert await both.at_d.next() == ("session lost", SessionId(1))
+        assert await both.at_d.next() == ("fenced", SessionId(1))
+
+
+async def test_a_pair_without_any_way_between_them_is_refused_by_name(tmp_path: Path):
+    async with serving(tmp_path, backends=("best", "fake")) as both:
+        both.dial(senders={"best": Unreachable(), "fake": Unreachable()})
+        assert await both.at_p.next() == ("unreachable", "best")
+        assert await both.at_p.next() == ("unreachable", "fake")
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert isinstance(error, BatonError)
+        assert refused_field(error) == "backends"
+        assert both.at_d.fields == ["backends"]
+
+
+async def test_a_link_is_tried_on_the_spare_page_before_it_is_used(tmp_path: Path):
+    async with serving(tmp_path, spare=1) as both:
+        both.source[:] = b"s" * len(both.source)
+        session = both.dial(spare=BlockId(SENDER_BLOCKS - 1))
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS - 1)
+        begin = (RECEIVER_BLOCKS - 1) * LAYOUT.page_layer_bytes
+        assert bytes(both.target[begin : begin + 4]) == b"ssss"
+        assert not any(both.target[:begin])
+        assert both.at_p.speed is not None
+        assert both.at_p.speed.bytes_per_second > 0
+        assert both.at_p.speed.latency_s > 0
+        await session.close()
+
+
+async def test_a_backend_whose_link_carries_nothing_gives_way(tmp_path: Path):
+    async with serving(tmp_path, backends=("best", "fake"), spare=1) as both:
+        mute = FakeSender(FakeFabric(), both.source, num_blocks=SENDER_BLOCKS)
+        mute.fabric = both.sender.fabric
+        mute.broken = True
+        session = both.dial(
+            senders={"best": mute, "fake": both.sender}, spare=BlockId(SENDER_BLOCKS - 1)
+        )
+        assert await both.at_p.next() == ("unreachable", "best")
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS - 1)
+        assert mute.writers[0].closed
+        await session.close()
+
+
+async def test_ranks_of_one_worker_open_sessions_of_their_own(tmp_path: Path):
+    """Each counts its own greetings."""
+    ranks = [replace(LAYOUT, num_kv_heads=1, tp_size=2, tp_rank=rank) for rank in (0, 1)]
+    async with serving(tmp_path) as both, open_channel(both.address) as channel:
+        for rank in ranks:
+            raw = RawSession(channel, number=1, layout=rank)
+            assert (await raw.begin()).HasField("accepted")
 
 
 async def test_a_pair_of_ranks_that_share_no_heads_is_refused_by_name(tmp_path: Path):
@@ -252,29 +362,32 @@ async def test_nobody_at_the_address_is_told_as_a_loss(tmp_path: Path):
 async def test_a_session_that_does_not_begin_with_open_is_refused(tmp_path: Path):
     async with serving(tmp_path) as both, open_channel(both.address) as channel:
         raw = RawSession(channel, number=0)
-        raw.seal = SessionSeal(OFFICE.session_key(NOBODY, NOBODY, 0), prefills=True)
+        raw.seal = SessionSeal(OFFICE.session_key(NOBODY, NOBODY, 0, NO_LAYOUT), prefills=True)
         reply = await raw.begin(pb.TransferRequest(reserve=pb.ReservePages()))
         assert reply.refused.code == "incompatible"
 
 
 async def opened(requests: AsyncIterator[Signed]) -> SessionSeal:
     """D's seal of the session that a prefill worker opens."""
-    number = OFFICE.open_opening(await anext(aiter(requests))).open.number
-    return SessionSeal(OFFICE.session_key(P, D, number), prefills=False)
+    hello = OFFICE.open_opening(await anext(aiter(requests))).open
+    rank = layout_from_proto(hello.layout).digest()
+    return SessionSeal(OFFICE.session_key(P, D, hello.number, rank), prefills=False)
 
 
 class RawSession:
     """A prefill worker's end of a session, message by message."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, number: int) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, *, number: int, layout: KvLayout = LAYOUT
+    ) -> None:
         stub: Any = pb_grpc.TransferStub(channel)
         self.call = stub.Session()
-        self.seal = SessionSeal(OFFICE.session_key(P, D, number), prefills=True)
+        self.seal = SessionSeal(OFFICE.session_key(P, D, number, layout.digest()), prefills=True)
         self.hello = pb.OpenSession(
             protocol_version=PROTOCOL_VERSION,
             identity=identity_to_proto(P),
             expected_peer=identity_to_proto(D),
-            layout=layout_to_proto(LAYOUT),
+            layout=layout_to_proto(layout),
             backends=["fake"],
             number=number,
         )
@@ -323,7 +436,7 @@ async def test_a_message_that_is_not_what_was_said_next_is_counted_and_ends_the_
             case "said twice":
                 await raw.call.write(signed)
             case "of another session":
-                other = SessionSeal(OFFICE.session_key(P, D, 8), prefills=True)
+                other = SessionSeal(OFFICE.session_key(P, D, 8, LAYOUT.digest()), prefills=True)
                 signed = [other.seal(beat), other.seal(beat)][-1]
         await raw.call.write(signed)
         assert await both.at_d.next() == ("ticket refused", "seal")
