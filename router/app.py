@@ -64,6 +64,7 @@ def create_app(
         clock: Measures what clients wait for.
         directory: Knows the tenants; the one that the configured keys make if None.
     """
+    clock = clock or MonotonicClock()
     directory = directory or TenantDirectory(settings.router.api_keys)
     metrics = RouterMetrics(registry, settings.model_names[0])
     slo_book = SloBook(settings.router.slo_classes)
@@ -75,7 +76,7 @@ def create_app(
         tokenizer=tokenizer,
         defaults=settings.defaults,
         metrics=metrics,
-        clock=clock or MonotonicClock(),
+        clock=clock,
         max_body_bytes=settings.router.max_body_bytes,
         request_timeout_s=settings.router.request_timeout_s,
         slo_book=slo_book,
@@ -87,7 +88,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(AccessGate, directory=directory, metrics=metrics)
+    app.add_middleware(AccessGate, directory=directory, metrics=metrics, clock=clock)
     errors.install(app)
     description.install(app)
     _add_generation(app, serving)

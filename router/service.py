@@ -29,6 +29,7 @@ from router.links import LinkState
 from router.model_files import model_files
 from router.openai.sampling import SamplingDefaults, read_defaults
 from router.tokenizer import Tokenizer
+from router.worker_metrics import WorkerLoads
 
 CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""
@@ -116,7 +117,9 @@ def _app(
     settings = AppSettings(
         model_names=_names(config), version=version(), router=config.router, defaults=defaults
     )
-    return create_app(settings, generator, tokenizer, new_registry())
+    registry = new_registry()
+    registry.register(WorkerLoads(generator.view, settings.model_names[0]))
+    return create_app(settings, generator, tokenizer, registry)
 
 
 def _names(config: BatonConfig) -> tuple[str, ...]:

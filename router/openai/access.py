@@ -9,6 +9,7 @@ import re
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.clock import Clock
 from baton.errors import AuthenticationError
 from baton.ids import new_request_id
 from router.metrics import RouterMetrics
@@ -29,10 +30,14 @@ class AccessGate:
         app: What stands behind it.
         directory: Knows the tenants.
         metrics: Counts the replies.
+        clock: Measures what clients wait for.
     """
 
-    def __init__(self, app: ASGIApp, directory: TenantDirectory, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, directory: TenantDirectory, metrics: RouterMetrics, clock: Clock
+    ) -> None:
         self._app = app
+        self._clock = clock
         self._directory = directory
         self._metrics = metrics
 
@@ -63,7 +68,7 @@ class AccessGate:
         try:
             if scope["path"] not in OPEN_PATHS:
                 caller = self._directory.identify(_credential(headers))
-                Visit(caller=caller, name=name).enter(scope)
+                Visit(caller=caller, name=name, arrived_s=self._clock.now_s()).enter(scope)
         except AuthenticationError as error:
             await error_response(error)(scope, receive, send)
         else:

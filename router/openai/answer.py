@@ -19,6 +19,7 @@ from router.openai.jobs import JobRun, merged, usage_of
 from router.openai.replies import TimingReply, Usage
 from router.openai.requests import GenerationBody
 from router.openai.serving import Serving
+from router.openai.visit import visit_of
 
 TIMING_HEADER = "x-baton-timing"
 CLIENT_CLOSED_REQUEST = 499
@@ -70,6 +71,8 @@ async def answer(
 ) -> Response:
     """Runs the jobs and replies in the way that the client asked for."""
     with_timing = request.headers.get(TIMING_HEADER) == "1"
+    for run in runs:
+        run.arrived_s = visit_of(request).arrived_s
     if stream:
         pieces = _pieces(runs, shape, with_timing=with_timing)
         return EventStream(pieces, serving.metrics.client_gone, shape.fault)

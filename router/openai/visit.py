@@ -17,10 +17,12 @@ class Visit:
     Attributes:
         caller: Who sent it.
         name: The request id that the reply carries; the client's own if it gave one, so never a key to anything.
+        arrived_s: When the gate saw it, on the serving clock.
     """
 
     caller: Caller
     name: str
+    arrived_s: float
 
     @property
     def tenant(self) -> Tenant:

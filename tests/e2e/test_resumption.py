@@ -15,14 +15,15 @@ from tests.e2e.served import Served, assert_gone, serve
 from tests.engine.tiny_models import make_model, random_prompts
 
 STREAMS = 50
-OUTPUT_TOKENS = 96
+OUTPUT_TOKENS = 160
 BEGUN_TOKENS = 3
+ENOUGH = 40
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {},
     {"logprobs": 1},
     {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
-    {"n": 2, "min_tokens": 60, "logit_bias": {"7": 3.0}},
+    {"n": 2, "min_tokens": 100, "logit_bias": {"7": 3.0}},
 )
 """Streams of all kinds take part: what steers drawing has to be the same on both sides of the break."""
 
@@ -84,14 +85,14 @@ def _streams() -> list[Stream]:
 async def _all_at_once(
     cluster: Served, streams: list[Stream], in_the_middle: Callable[[], None] | None = None
 ) -> None:
-    """Reads every stream to its end; calls `in_the_middle` once each of them has begun."""
+    """Reads every stream to its end; calls `in_the_middle` once enough of them have begun."""
     limits, news = httpx.Limits(max_connections=STREAMS), asyncio.Event()
     async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0, limits=limits) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         async with asyncio.TaskGroup() as group:
             for stream in streams:
                 group.create_task(stream.run(http, model, news))
-            while in_the_middle and min(s.num_tokens for s in streams) < BEGUN_TOKENS:
+            while in_the_middle and sum(s.num_tokens >= BEGUN_TOKENS for s in streams) < ENOUGH:
                 news.clear()
                 await news.wait()
             if in_the_middle is not None:
@@ -128,8 +129,8 @@ def test_a_decode_worker_killed_in_the_middle_of_fifty_streams_is_not_missed(
 
         asyncio.run(_all_at_once(cluster, struck, kill))
         assert_gone([victim])
-        assert min(progress) >= BEGUN_TOKENS
-        assert max(progress) < OUTPUT_TOKENS, "nobody had finished when the worker was killed"
+        in_the_middle = [tokens for tokens in progress if BEGUN_TOKENS <= tokens < OUTPUT_TOKENS]
+        assert len(in_the_middle) >= ENOUGH // 2, "the worker was killed in mid-stream"
         resumed = [stream for stream in struck if stream.timing["resumptions"]]
         assert len(resumed) >= STREAMS // 5, "the worker had its share of the streams"
         assert _migrations(cluster) == sum(s.timing["resumptions"] for s in resumed)
