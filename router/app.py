@@ -28,9 +28,10 @@ from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
 from router.openai.responses import responses
 from router.openai.sampling import SamplingDefaults
 from router.openai.serving import Serving
+from router.openai.turnstile import Turnstile
 from router.ports import Generator
 from router.slo import SloBook
-from router.tenants.directory import TenantDirectory
+from router.tenancy import Tenancy, simple
 from router.tokenizer import Tokenizer
 
 
@@ -57,7 +58,7 @@ def create_app(
     tokenizer: Tokenizer,
     registry: CollectorRegistry,
     clock: Clock | None = None,
-    directory: TenantDirectory | None = None,
+    tenancy: Tenancy | None = None,
 ) -> FastAPI:
     """The application. It owns nothing: generator and tokenizer outlive it.
 
@@ -67,9 +68,9 @@ def create_app(
         tokenizer: The served model's.
         registry: Where the router's metrics go, and what /metrics shows.
         clock: Measures what clients wait for.
-        directory: Knows the tenants; the one that the configured keys make if None.
+        tenancy: Tenants, limits, guardrails and audit; what the configured keys make if None.
     """
-    directory = directory or TenantDirectory(settings.router.api_keys)
+    tenancy = tenancy or simple(settings.router.api_keys, clock or MonotonicClock())
     metrics = RouterMetrics(registry, settings.model_names[0])
     slo_book = SloBook(settings.router.slo_classes)
     metrics.watch(generator, slo_book.names)
@@ -84,6 +85,7 @@ def create_app(
         max_body_bytes=settings.router.max_body_bytes,
         request_timeout_s=settings.router.request_timeout_s,
         slo_book=slo_book,
+        guards=tenancy.guards,
     )
     app = FastAPI(
         title="Baton",
@@ -92,7 +94,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(AccessGate, directory=directory, metrics=metrics)
+    _add_gate(app, tenancy, metrics)
     errors.install(app)
     description.install(app, settings.model_names)
     _add_openai(app, serving)
@@ -101,6 +103,24 @@ def create_app(
     _add_models(app, serving)
     _add_operations(app, serving, settings.version)
     return app
+
+
+def _add_gate(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
+    turnstile = Turnstile(
+        tenancy.limiter,
+        tenancy.suspects,
+        tenancy.clock,
+        metrics,
+        keep_content=tenancy.keep_content,
+    )
+    app.add_middleware(
+        AccessGate,
+        directory=tenancy.directory,
+        turnstile=turnstile,
+        metrics=metrics,
+        audit=tenancy.audit,
+        clock=tenancy.clock,
+    )
 
 
 def _add_openai(app: FastAPI, serving: Serving) -> None:

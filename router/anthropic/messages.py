@@ -27,6 +27,7 @@ from router.openai.answer import ReplyHead, answer
 from router.openai.body import read_body
 from router.openai.choices import Delta
 from router.openai.error_bodies import anthropic_error
+from router.openai.guarding import checked_messages
 from router.openai.jobs import JobRun
 from router.openai.length import check_messages
 from router.openai.plan import Wanted, plan_runs
@@ -36,6 +37,7 @@ from router.openai.serving import Serving
 from router.openai.sse import json_text, model_event, named_event
 from router.openai.visit import visit_of
 from router.ports import ServedModel
+from router.tokenizer import ChatMessage
 
 _DELTA = b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%b}}'
 
@@ -43,13 +45,14 @@ _DELTA = b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta",
 async def messages(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, MessagesRequest, serving.max_body_bytes)
-    tenant = visit_of(request).tenant
+    visit = visit_of(request)
     head = ReplyHead(
         request_id=new_request_id("msg"),
         created=int(time.time()),
-        model=serving.require_name(body.model, tenant),
+        model=serving.require_name(body.model, visit),
     )
     model = await serving.require_model()
+    said = await checked_messages(body.for_template(), serving.guards, visit)
     # Everybody has to name a limit here, and many name the largest that there is: it is cut to what the context leaves.
     limit = TokenLimit(
         asked=None, default=body.max_tokens, param="max_tokens", prompt_param="messages"
@@ -57,8 +60,8 @@ async def messages(request: Request, serving: Serving) -> Response:
     (run,) = plan_runs(
         serving,
         body,
-        [await _tokens(body, serving, model)],
-        tenant=tenant,
+        [await _tokens(said, body, serving, model)],
+        tenant=visit.tenant,
         model=model,
         request_id=head.request_id,
         wanted=Wanted(limit=limit),
@@ -69,13 +72,15 @@ async def messages(request: Request, serving: Serving) -> Response:
 async def count_tokens(request: Request, serving: Serving) -> CountedTokens:
     """How many tokens a conversation has."""
     body = await read_body(request, CountTokensRequest, serving.max_body_bytes)
-    serving.require_name(body.model, visit_of(request).tenant)
-    tokens = await _tokens(body, serving, await serving.require_model())
+    serving.require_name(body.model, visit_of(request))
+    model = await serving.require_model()
+    tokens = await _tokens(body.for_template(), body, serving, model)
     return CountedTokens(input_tokens=len(tokens))
 
 
-async def _tokens(body: Conversation, serving: Serving, model: ServedModel) -> list[int]:
-    said = body.for_template()
+async def _tokens(
+    said: list[ChatMessage], body: Conversation, serving: Serving, model: ServedModel
+) -> list[int]:
     check_messages(said, model, serving.tokenizer)
     return await serving.tokenizer.encode_chat(said, rendering=body.rendering())
 

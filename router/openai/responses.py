@@ -17,6 +17,7 @@ from router.openai.answer import ReplyHead, answer
 from router.openai.body import read_body
 from router.openai.choices import Delta, LoggedToken
 from router.openai.error_bodies import error_details
+from router.openai.guarding import checked_messages
 from router.openai.jobs import JobRun
 from router.openai.length import check_messages
 from router.openai.logprobs import chat_logprobs
@@ -48,14 +49,14 @@ from router.tokenizer import Rendering
 async def responses(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, ResponsesRequest, serving.max_body_bytes)
-    tenant = visit_of(request).tenant
+    visit = visit_of(request)
     head = ReplyHead(
         request_id=new_request_id("resp"),
         created=int(time.time()),
-        model=serving.require_name(body.model, tenant),
+        model=serving.require_name(body.model, visit),
     )
     model = await serving.require_model()
-    messages = body.messages()
+    messages = await checked_messages(body.messages(), serving.guards, visit)
     check_messages(messages, model, serving.tokenizer, "input")
     prompt = await serving.tokenizer.encode_chat(messages, rendering=_rendering(body))
     limit = TokenLimit(
@@ -68,7 +69,7 @@ async def responses(request: Request, serving: Serving) -> Response:
         serving,
         body,
         [prompt],
-        tenant=tenant,
+        tenant=visit.tenant,
         model=model,
         request_id=head.request_id,
         wanted=Wanted(limit=limit, logprobs=body.logprobs),
