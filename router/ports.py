@@ -67,6 +67,7 @@ class Timing:
         first_token_s: From the job's arrival at the router to its first token.
         handoff_s: From the first pushed page to the commit that the decode worker answered.
         unhidden_s: The part of the hand-off that the decode worker waited for after the first token.
+        decode_queue_s: From the end of the hand-off to the decode worker's own first token: waiting for its turn, and a step.
         decode_s: From the first token to the last.
         total_s: From the job's arrival to its last token.
         prompt_tokens: Tokens of the prompt.
@@ -95,6 +96,7 @@ class Timing:
     bytes_sent: int
     retries: int = 0
     resumptions: int = 0
+    decode_queue_s: float = 0.0
     admission_s: float = 0.0
 
 

@@ -165,7 +165,8 @@ class FlightProgress:
                 moved.others.append(_single(leg, sample, token))
                 continue
             leg.worker.progress_s = leg.worker.heard_s = now_s
-            leg.flight.decoded = True
+            if not leg.flight.decoded:
+                leg.flight.begin_decoding(now_s)
             leg.grew(1)
             if leg.flight.job.log(sample, token, now_s):
                 moved.request_ids.append(leg.flight.job.request_id)
@@ -233,7 +234,8 @@ class FlightProgress:
         if flight.state is FlightState.PREFILLING:
             flight.early.append(event)
             return [], None
-        flight.decoded = True
+        if not flight.decoded:
+            flight.begin_decoding(now_s)
         leg.grew(len(event.tokens))
         ended = False
         for token in event.tokens:

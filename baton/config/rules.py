@@ -119,6 +119,11 @@ RULES: tuple[Rule, ...] = (
         demand=f"must name at least one of: {', '.join(BACKENDS)}",
     ),
     *_at_least(0, "cluster.prefill_workers", "cluster.decode_workers", "cluster.hybrid_workers"),
+    Rule(
+        path="cluster.metrics_port",
+        holds=lambda v: 1 <= v <= 65535,
+        demand="must be from 1 to 65535",
+    ),
     Rule(path="cluster.workers", holds=all, demand="must not hold an empty address"),
     Rule(
         path="cluster.secret",
@@ -152,6 +157,11 @@ def contradiction(config: BatonConfig) -> str | None:
         return "tenants.source is redis, which needs tenants.redis_url"
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
+    started_here = cluster.prefill_workers + cluster.decode_workers + cluster.hybrid_workers
+    if cluster.metrics_port is not None and cluster.metrics_port + started_here > 65536:
+        return (
+            f"cluster.metrics_port: from {cluster.metrics_port} there are not {started_here} ports"
+        )
     can_prefill = cluster.prefill_workers + cluster.hybrid_workers > 0
     can_decode = cluster.decode_workers + cluster.hybrid_workers > 0
     if not cluster.workers and not (can_prefill and can_decode):

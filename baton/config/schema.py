@@ -239,6 +239,8 @@ class ClusterConfig:
         restart_backoff_max_s: Longest such wait.
         startup_timeout_s: How long a process may take to become ready without showing progress.
         drain_timeout_s: How long a stop waits for requests in flight.
+        metrics_port: First of as many ports on the loopback interface as there are workers started here: each answers
+            Prometheus on one, in the order prefill, decode, hybrid. None for no such ports.
     """
 
     prefill_workers: int = 1
@@ -251,6 +253,7 @@ class ClusterConfig:
     restart_backoff_max_s: float = 30.0
     startup_timeout_s: float = 300.0
     drain_timeout_s: float = 10.0
+    metrics_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
