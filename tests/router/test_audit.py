@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ def _record(number: int) -> AuditRecord:
     return AuditRecord(time="now", request_id=str(number), where="POST /x", status=200)
 
 
-def _lines(path: Path) -> list[dict]:
+def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -79,7 +80,9 @@ def test_more_than_can_wait_is_dropped_and_counted(tmp_path):
     assert written + dropped == 1000
 
 
-async def _audited(tmp_path: Path, limits: str = "weight: 1", **more) -> tuple[list[dict], str]:
+async def _audited(
+    tmp_path: Path, limits: str = "weight: 1", **more
+) -> tuple[list[dict[str, Any]], str]:
     path = tmp_path / "audit.log"
     log = AuditLog(path, new_registry())
     async with serve(parts=parts(limits) | {"audit": log} | more) as served:

@@ -746,7 +746,7 @@ def test_a_leg_that_goes_well_makes_its_worker_trusted_again():
     core = Core(patience=Patience(max_attempts=1))
     core.join("h1")
     _fails_three_times(core, EngineError("x"))
-    worker = core.view.find("h1")
+    (worker,) = core.view.workers
     core.pass_time_hearing(6.0, "h1")
     assert worker.breaker.circuit(core.now_s) is Circuit.HALF_OPEN
     leg = sent(core.submit(max_tokens=1), SendGenerate)

@@ -1,13 +1,15 @@
 """Guardrails pass, replace and refuse what is asked and answered; what was not checked is not served."""
 
+import asyncio
 import json
+from typing import Any
 
 import pytest
 
 from baton.errors import ConfigError
 from router.guardrails.chain import GuardChain
 from router.guardrails.load import load_guardrails
-from router.guardrails.ports import Ask, OutputGuard, Pass, Refuse, Replace
+from router.guardrails.ports import Ask, Guardrail, OutputGuard, Pass, Refuse, Replace
 from tests.router.served import Served, serve
 
 
@@ -57,7 +59,7 @@ def _said(content: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": "be good"}, {"role": "user", "content": content}]
 
 
-def _streamed(text: str) -> tuple[str, list[dict]]:
+def _streamed(text: str) -> tuple[str, list[dict[str, Any]]]:
     """What a stream showed, and its errors."""
     lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
     events = [json.loads(line) for line in lines]
@@ -70,7 +72,7 @@ def _prompt(served: Served) -> str:
     return served.tokenizer.backend.decode(list(tokens), skip_special_tokens=False)
 
 
-def with_guard(guard) -> dict:
+def with_guard(guard: Guardrail) -> dict[str, Any]:
     return {"guards": GuardChain([guard], timeout_s=5.0)}
 
 
@@ -158,8 +160,6 @@ async def test_a_guardrail_that_fails_lets_nothing_past_and_tells_nothing(caplog
 async def test_a_guardrail_that_does_not_answer_in_time_lets_nothing_past():
     class Silent(Broken):
         async def check_input(self, ask: Ask) -> Pass | Replace | Refuse:
-            import asyncio
-
             await asyncio.Event().wait()
             return Pass()
 

@@ -1,6 +1,9 @@
 """Limits as clients meet them: headers on every reply, a 429 that says when to come back, and a settled account."""
 
 import asyncio
+from typing import Any
+
+import httpx
 
 from baton.clock import ManualClock
 from baton.errors import WorkerLostError
@@ -15,7 +18,7 @@ from tests.router.served import Served, serve
 KEY = {"Authorization": "Bearer k"}
 
 
-def parts(limits: str) -> dict:
+def parts(limits: str) -> dict[str, Any]:
     """The parts of a router with one tenant, whose key is `k`."""
     directory = TenantDirectory(described=True)
     document = parse(
@@ -31,7 +34,7 @@ def parts(limits: str) -> dict:
     }
 
 
-def _refusal(reply) -> str | None:
+def _refusal(reply: httpx.Response) -> str | None:
     assert reply.status_code == 429
     error = ErrorReply.model_validate_json(reply.content).error
     assert (error.code, error.type) == ("rate_limit_exceeded", "rate_limit_error")

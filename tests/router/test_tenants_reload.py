@@ -53,7 +53,7 @@ def _write(path: Path, text: str, number: int) -> None:
 
 
 @pytest.fixture
-def path(tmp_path) -> Path:
+def path(tmp_path: Path) -> Path:
     return tmp_path / "tenants.yaml"
 
 
