@@ -92,6 +92,7 @@ class Job:
         prompt: As the client sent it, with all samples.
         now_s: When it was let in.
         deadline_s: When it is given up, on the same clock.
+        session: What the client calls its session, made unique to the tenant; empty if it names none.
         slo: What it was promised.
         waited_s: Its time in line before that.
     """
@@ -103,12 +104,14 @@ class Job:
         prompt: Prompt,
         now_s: float,
         deadline_s: float,
+        session: str = "",
         slo: Slo = STANDARD,
         waited_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.deadline_s = deadline_s
+        self.session = session
         self.slo = slo
         self.waited_s = waited_s
         self.watch = Stopwatch(submitted_s=now_s)

@@ -23,6 +23,7 @@ class GenerationJob:
         prompt: What to generate; `samples` holds the indices of all samples wanted.
         deadline_s: Seconds from its arrival until the job is given up.
         tenant: On whose account it is.
+        session: What the client calls the session that it belongs to; empty if it names none.
         slo: What it was promised.
         waited_s: How long it has been waiting in line since it arrived; set when it is let in.
     """
@@ -31,6 +32,7 @@ class GenerationJob:
     prompt: Prompt
     deadline_s: float
     tenant: Tenant = ANONYMOUS
+    session: str = ""
     slo: Slo = STANDARD
     waited_s: float = 0.0
 

@@ -49,7 +49,14 @@ def _positive(time_s: float | None) -> bool:
     return time_s is None or 0 < time_s < float("inf")
 
 
-POLICIES = ("prefix_affinity", "least_loaded", "round_robin")
+POLICIES = (
+    "predictive",
+    "prefix_affinity",
+    "least_loaded",
+    "round_robin",
+    "random",
+    "session",
+)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -142,7 +149,12 @@ RULES: tuple[Rule, ...] = (
         "cluster.restart_backoff_max_s",
         "cluster.startup_timeout_s",
     ),
-    *_at_least(0, "cluster.drain_timeout_s"),
+    *_at_least(
+        0,
+        "cluster.drain_timeout_s",
+        "router.local_prefill_tokens",
+        "router.local_prefill_stall_s",
+    ),
     _one_of("log.level", LOG_LEVELS),
     _one_of("log.format", LOG_FORMATS),
 )
