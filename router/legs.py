@@ -147,6 +147,7 @@ class LegTable:
             worker=worker.identity,
             leg_id=leg.leg_id,
             request_id=flight.job.request_id,
+            trace_parent=flight.job.trace_parent,
             prompt=prompt,
         )
 
@@ -164,6 +165,7 @@ class LegTable:
             worker=pair.decode.identity,
             leg_id=decode.leg_id,
             request_id=flight.job.request_id,
+            trace_parent=flight.job.trace_parent,
             prompt=prompt,
             permit=permit,
         )
@@ -192,6 +194,7 @@ class LegTable:
             worker=pair.prefill.identity,
             leg_id=prefill.leg_id,
             request_id=flight.job.request_id,
+            trace_parent=flight.job.trace_parent,
             prompt=prompt,
             permit=permit,
             transfer_address=pair.decode.hello.transfer_address,

@@ -65,9 +65,7 @@ class LegSpans:
         now_s = self._clock.now_s()
         traced.prefilling_s = now_s - prefill_s
         self._record(PREFILL_QUEUE, traced, traced.prefilling_s - queue_s, traced.prefilling_s, {})
-        self._record(
-            PREFILL, traced, traced.prefilling_s, now_s, {CACHED_TOKENS: cached_tokens}
-        )
+        self._record(PREFILL, traced, traced.prefilling_s, now_s, {CACHED_TOKENS: cached_tokens})
 
     def handed_off(
         self, leg: LegKey, *, reserve_wait_s: float, unhidden_s: float, bytes_sent: int

@@ -54,9 +54,7 @@ class OtelTracer:
         sampling = importlib.import_module("opentelemetry.sdk.trace.sampling")
         context = importlib.import_module("opentelemetry.trace.propagation.tracecontext")
         sdk = importlib.import_module("opentelemetry.sdk.trace")
-        resource = resources.Resource(
-            {"service.name": "baton", "service.instance.id": component}
-        )
+        resource = resources.Resource({"service.name": "baton", "service.instance.id": component})
         self._provider = sdk.TracerProvider(
             resource=resource,
             sampler=sampling.ParentBased(sampling.TraceIdRatioBased(sample_ratio)),
