@@ -15,6 +15,7 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.errors import UnavailableError
 from baton.telemetry.metrics import render
+from baton.telemetry.tracing import NotTraced, Tracer
 from router.anthropic.messages import count_tokens, messages
 from router.anthropic.replies import CountedTokens
 from router.metrics import RouterMetrics
@@ -59,6 +60,7 @@ def create_app(
     registry: CollectorRegistry,
     clock: Clock | None = None,
     tenancy: Tenancy | None = None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """The application. It owns nothing: generator and tokenizer outlive it.
 
@@ -69,6 +71,7 @@ def create_app(
         registry: Where the router's metrics go, and what /metrics shows.
         clock: Measures what clients wait for.
         tenancy: Tenants, limits, guardrails and audit; what the configured keys make if None.
+        tracer: Takes the spans of requests; nobody if None.
     """
     tenancy = tenancy or simple(settings.router.api_keys, clock or MonotonicClock())
     metrics = RouterMetrics(registry, settings.model_names[0])
@@ -86,6 +89,7 @@ def create_app(
         request_timeout_s=settings.router.request_timeout_s,
         slo_book=slo_book,
         guards=tenancy.guards,
+        tracer=tracer or NotTraced(),
     )
     app = FastAPI(
         title="Baton",
