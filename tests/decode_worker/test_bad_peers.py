@@ -29,13 +29,13 @@ INCARNATION = b'baton_handshake_incompatible_total{field="incarnation"} 1.0'
 
 @pytest.fixture
 async def both(tmp_path: Path) -> AsyncIterator[Pair]:
-    """A pair that is asked for an answer after whatever a test has done to its decode worker."""
-    async with serving_on(tmp_path) as both:
+    """A pair that is asked for an answer after whatever a test has done to its decode worker. Raw peers send no heartbeats."""
+    async with serving_on(tmp_path, TransferConfig(lease_s=60.0)) as both:
         yield both
 
 
 @asynccontextmanager
-async def serving_on(folder: Path, transfer: TransferConfig | None = None) -> AsyncIterator[Pair]:
+async def serving_on(folder: Path, transfer: TransferConfig) -> AsyncIterator[Pair]:
     async with pair(folder, transfer=transfer) as both:
         yield both
         await both.ask(99, ASKED)
