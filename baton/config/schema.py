@@ -263,6 +263,22 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """OpenTelemetry traces of requests. Prompts and answers never stand in them.
+
+    Attributes:
+        enabled: Whether there are any; needs the extra `otel`.
+        endpoint: Of a collector that speaks OTLP over gRPC. OTEL_EXPORTER_OTLP_TRACES_ENDPOINT and
+            OTEL_EXPORTER_OTLP_ENDPOINT give it too.
+        sample_ratio: Share of requests to trace among those whose client does not say.
+    """
+
+    enabled: bool = False
+    endpoint: str = "http://localhost:4317"
+    sample_ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """Logs of every process.
 
@@ -288,3 +304,4 @@ class BatonConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)

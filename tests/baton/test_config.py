@@ -217,3 +217,11 @@ def test_grpc_in_children_is_quiet_unless_the_operator_wants_to_hear_it(monkeypa
     assert env.child_environment(num_threads=1)["GRPC_VERBOSITY"] == "ERROR"
     monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
     assert env.child_environment(num_threads=1)["GRPC_VERBOSITY"] == "DEBUG"
+
+
+def test_the_standard_variables_name_the_collector_unless_ours_does():
+    standard = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
+    assert load(environment=env.settings(standard)).trace.endpoint == "http://collector:4317"
+    both = standard | {"BATON_TRACE_ENDPOINT": "http://ours:4317"}
+    assert load(environment=env.settings(both)).trace.endpoint == "http://ours:4317"
+    assert not load(environment=env.settings(standard)).trace.enabled

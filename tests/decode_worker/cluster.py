@@ -36,6 +36,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.convert import WorkerHello, prompt_to_proto
 from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.rpc.worker import WorkerServer
+from baton.telemetry.tracing import Tracer
 from baton.telemetry.worker import WorkerMetrics
 from decode_worker.service import DecodeWorker
 from engine.fake import FakeRunner
@@ -163,6 +164,7 @@ async def start_node(
     name: str = "",
     transfer: TransferConfig | None = None,
     advertised: str = "",
+    tracer: Tracer | None = None,
 ) -> Node:
     """Composes a worker as a process of the cluster does: memory and sink, engine, services, server."""
     name = name or role.value
@@ -204,6 +206,7 @@ async def start_node(
                 office=office,
                 metrics=metrics,
                 clock=clock,
+                tracer=tracer,
             )
         )
     if role.decodes:
@@ -218,6 +221,7 @@ async def start_node(
                 transfer=transfer or TransferConfig(),
                 metrics=metrics,
                 clock=clock,
+                tracer=tracer,
             )
         )
     server = WorkerServer(
