@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 
+from baton.tokens import Tokens
+
 
 class FinishReason(Enum):
     """Why a sample ended; the values are OpenAI's."""
@@ -102,7 +104,7 @@ class Prompt:
         cache_scope: Tenant scope of the prefix cache.
     """
 
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: Tokens
     output_tokens: tuple[int, ...] = ()
     samples: tuple[int, ...] = (0,)
     sampling: SamplingParams
@@ -111,7 +113,12 @@ class Prompt:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Everything whose KV must exist before the next token is drawn."""
-        return self.prompt_tokens + self.output_tokens
+        return tuple(self.prompt_tokens) + self.output_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """How many those are."""
+        return len(self.prompt_tokens) + len(self.output_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

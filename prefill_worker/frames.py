@@ -39,7 +39,7 @@ class PrefillFrameBuilder:
             )
         )
 
-    def handed_off(self, tell: TellHandedOff) -> None:
+    def handed_off(self, tell: TellHandedOff, *, link_bytes_per_second: float) -> None:
         """Adds the end of a leg whose pages the decode worker holds."""
         self._pending += 1
         self._frame.handed_off.append(
@@ -49,6 +49,7 @@ class PrefillFrameBuilder:
                 bytes_sent=tell.done.bytes_sent,
                 reserve_wait_s=tell.done.reserve_wait_s,
                 unhidden_s=tell.done.unhidden_s,
+                link_bytes_per_second=link_bytes_per_second,
             )
         )
 

@@ -118,6 +118,7 @@ class HandedOff:
     bytes_sent: int
     reserve_wait_s: float
     unhidden_s: float
+    link_bytes_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,6 +119,7 @@ def _handed_off(worker: WorkerIdentity, message: prefill_pb2.HandedOff) -> Event
         bytes_sent=message.bytes_sent,
         reserve_wait_s=message.reserve_wait_s,
         unhidden_s=message.unhidden_s,
+        link_bytes_per_second=message.link_bytes_per_second,
     )
 
 

@@ -17,9 +17,13 @@ class Inbox:
 
     Args:
         max_bytes: What may wait for a reader that does not come.
+
+    Attributes:
+        woken_s: When plain tokens last woke the reader.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
+        self.woken_s = float("-inf")
         self._max_bytes = max_bytes
         self._tokens: list[TokenSample] = []
         self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -41,12 +45,15 @@ class Inbox:
         return self._waiting_bytes <= self._max_bytes
 
     def put_plain(self, token: TokenSample) -> bool:
-        """`put` for one token without log-probabilities: nearly every token comes this way."""
+        """`put` for one token without log-probabilities, which waits until the reader comes or `wake` is called."""
         self._tokens.append(token)
         self._waiting_bytes += _TOKEN_BYTES
-        if self._reader is not None:
-            self._wake()
         return self._waiting_bytes <= self._max_bytes
+
+    def wake(self, now_s: float) -> None:
+        """Lets a waiting reader have what is there."""
+        self.woken_s = now_s
+        self._wake()
 
     def end(self, end: Timing | BatonError) -> None:
         """The last word; only the first one counts. An error takes the place of tokens that wait."""

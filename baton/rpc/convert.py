@@ -16,8 +16,9 @@ from baton.generation import (
 from baton.ids import Incarnation, LayerName, LegId, RequestId, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.v1 import common_pb2 as pb
+from baton.tokens import PackedTokens
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 _ROLES = {
     Role.PREFILL: pb.ROLE_PREFILL,
@@ -266,8 +267,8 @@ def prompt_to_proto(leg_id: LegId, request_id: RequestId, prompt: Prompt) -> pb.
     return pb.GenerationRequest(
         leg_id=leg_id,
         request_id=request_id,
-        prompt_tokens=prompt.prompt_tokens,
-        output_tokens=prompt.output_tokens,
+        prompt_tokens=PackedTokens.of(prompt.prompt_tokens).packed,
+        output_tokens=PackedTokens.of(prompt.output_tokens).packed,
         samples=prompt.samples,
         sampling=sampling_to_proto(prompt.sampling),
         cache_scope=prompt.cache_scope,
@@ -275,10 +276,14 @@ def prompt_to_proto(leg_id: LegId, request_id: RequestId, prompt: Prompt) -> pb.
 
 
 def prompt_from_proto(message: pb.GenerationRequest) -> Prompt:
-    """The prompt of a leg's request."""
+    """The prompt of a leg's request.
+
+    Raises:
+        ValueError: Its tokens are cut short.
+    """
     return Prompt(
-        prompt_tokens=tuple(message.prompt_tokens),
-        output_tokens=tuple(message.output_tokens),
+        prompt_tokens=tuple(PackedTokens(message.prompt_tokens)),
+        output_tokens=tuple(PackedTokens(message.output_tokens)),
         samples=tuple(message.samples),
         sampling=sampling_from_proto(message.sampling),
         cache_scope=message.cache_scope,

@@ -8,6 +8,8 @@ from starlette.requests import ClientDisconnect, Request
 from baton.errors import CancelledByPeerError, PayloadTooLargeError
 from baton.telemetry.logs import get_logger
 from router.openai.errors import from_validation
+from router.openai.json_parts import check_parts
+from router.openai.visit import visit_of
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _LENGTH_DIGITS = 15
@@ -22,7 +24,16 @@ async def read_body(request: Request, schema: type[_Body], max_bytes: int) -> _B
         PayloadTooLargeError: More than `max_bytes`; the rest is not read.
         InvalidRequestError: Not JSON, or not what `schema` allows.
     """
-    raw = await _read_bounded(request, max_bytes)
+    return parse_body(await read_bounded(request, max_bytes), schema)
+
+
+def parse_body(raw: bytes, schema: type[_Body]) -> _Body:
+    """The same for bytes that have been read.
+
+    Raises:
+        InvalidRequestError: As above, or it is made of too many parts.
+    """
+    check_parts(raw)
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
@@ -32,7 +43,12 @@ async def read_body(request: Request, schema: type[_Body], max_bytes: int) -> _B
     return body
 
 
-async def _read_bounded(request: Request, max_bytes: int) -> bytes:
+async def read_bounded(request: Request, max_bytes: int) -> bytes:
+    """The body's bytes; kept in the visit where the tenant's audit holds content.
+
+    Raises:
+        PayloadTooLargeError: More than `max_bytes`; the rest is not read.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > _LENGTH_DIGITS or int(declared) > max_bytes):
         raise _too_large(max_bytes)
@@ -46,7 +62,11 @@ async def _read_bounded(request: Request, max_bytes: int) -> bytes:
             chunks.append(chunk)
     except ClientDisconnect as error:
         raise CancelledByPeerError("The client left while it sent its request.") from error
-    return b"".join(chunks)
+    raw = b"".join(chunks)
+    visit = visit_of(request)
+    if visit.keeps_content:
+        visit.asked = raw.decode("utf-8", "replace")
+    return raw
 
 
 def _too_large(max_bytes: int) -> PayloadTooLargeError:

@@ -23,6 +23,7 @@ from router.openai.body import read_body
 from router.openai.choices import Delta
 from router.openai.connection import fault_event
 from router.openai.echo import PromptScores, prompt_scores
+from router.openai.guarding import checked_messages
 from router.openai.jobs import JobRun
 from router.openai.length import check_messages
 from router.openai.logprobs import chat_logprobs
@@ -38,6 +39,7 @@ from router.openai.replies import (
 from router.openai.requests import ChatCompletionRequest
 from router.openai.sampling import chat_limit
 from router.openai.serving import Serving
+from router.openai.text_events import CUT, TextEvents
 from router.openai.visit import visit_of
 from router.pieces import PieceTable
 from router.tokenizer import Rendering
@@ -46,14 +48,16 @@ from router.tokenizer import Rendering
 async def chat_completions(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, ChatCompletionRequest, serving.max_body_bytes)
-    tenant = visit_of(request).tenant
+    visit = visit_of(request)
     head = ReplyHead(
         request_id=new_request_id("chatcmpl"),
         created=int(time.time()),
-        model=serving.require_name(body.model, tenant),
+        model=serving.require_name(body.model, visit),
     )
     model = await serving.require_model()
-    messages = [message.for_template() for message in body.messages]
+    messages = await checked_messages(
+        [message.for_template() for message in body.messages], serving.guards, visit
+    )
     check_messages(messages, model, serving.tokenizer)
     prompt = await serving.tokenizer.encode_chat(messages, rendering=_rendering(body))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -61,7 +65,7 @@ async def chat_completions(request: Request, serving: Serving) -> Response:
         serving,
         body,
         [prompt],
-        tenant=tenant,
+        tenant=visit.tenant,
         model=model,
         request_id=head.request_id,
         wanted=Wanted(
@@ -101,6 +105,8 @@ class ChatShape:
         self._with_tokens = bool(body.return_token_ids)
         self._event_head = head.as_json("chat.completion.chunk")
         self._tail = EventTail(body, [run])
+        more_than_text = body.logprobs or self._with_tokens or body.usage_in_chunks
+        self._text_event = None if more_than_text else TextEvents(self._event_around_text)
 
     def opening(self) -> bytes:
         """Each choice's first chunk names the role."""
@@ -114,6 +120,8 @@ class ChatShape:
 
     def piece(self, delta: Delta) -> bytes:
         """A chunk with the text, if there is some, and a chunk with the end, if it is there."""
+        if self._text_event is not None and delta.finish is None:  # nearly always
+            return self._text_event(delta)
         written = b""
         with_tokens = self._with_tokens and bool(delta.tokens)
         if delta.text or delta.logged or with_tokens:
@@ -124,6 +132,9 @@ class ChatShape:
             reason = msgspec.json.encode(delta.finish.value)
             written += self._event(delta.index, b"{}", b"null", reason)
         return written
+
+    def _event_around_text(self, index: int) -> bytes:
+        return self._event(index, b'{"content":%b}' % CUT, b"null", b"null")
 
     def closing(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:
         """A chunk without choices for who asked for usage, and the end."""

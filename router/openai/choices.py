@@ -105,5 +105,8 @@ class Choice:
 
     def _show(self, text: str) -> None:
         self._decoded_length += len(text)
+        if not self._options.stops:
+            self._text += text
+            return
         watched = self.num_tokens > self._options.min_tokens
         self._text += self._stops.push(text) if watched else text

@@ -19,10 +19,11 @@ from router.openai.answer import (
     token_ids_field,
     usage_tail,
 )
-from router.openai.body import read_body
+from router.openai.body import parse_body, read_bounded
 from router.openai.choices import Delta
 from router.openai.connection import fault_event
 from router.openai.echo import Echo, PromptScores, echo_logprobs, echo_of, prompt_scores
+from router.openai.guarding import checked_prompts
 from router.openai.infill import infill
 from router.openai.jobs import JobRun
 from router.openai.length import check_text
@@ -38,7 +39,10 @@ from router.openai.replies import (
 from router.openai.requests import CompletionRequest
 from router.openai.sampling import completion_limit
 from router.openai.serving import Serving
-from router.openai.visit import visit_of
+from router.openai.text_events import CUT, TextEvents
+from router.openai.token_prompt import take_token_prompt
+from router.openai.visit import Visit, visit_of
+from router.openai.vocabulary import check_vocabulary
 from router.pieces import PieceTable
 from router.ports import ServedModel
 from router.tokenizer import Tokenizer
@@ -46,20 +50,20 @@ from router.tokenizer import Tokenizer
 
 async def completions(request: Request, serving: Serving) -> Response:
     """Continues one or several prompts."""
-    body = await read_body(request, CompletionRequest, serving.max_body_bytes)
-    tenant = visit_of(request).tenant
+    body = read_completion(await read_bounded(request, serving.max_body_bytes))
+    visit = visit_of(request)
     head = ReplyHead(
         request_id=new_request_id("cmpl"),
         created=int(time.time()),
-        model=serving.require_name(body.model, tenant),
+        model=serving.require_name(body.model, visit),
     )
     model = await serving.require_model()
     chooses = body.num_samples > (body.n or 1)
     runs = plan_runs(
         serving,
         body,
-        await _token_prompts(body, serving, model),
-        tenant=tenant,
+        await _token_prompts(body, serving, model, visit),
+        tenant=visit.tenant,
         model=model,
         request_id=head.request_id,
         wanted=Wanted(
@@ -74,20 +78,53 @@ async def completions(request: Request, serving: Serving) -> Response:
     return await answer(request, serving, runs, shape, stream=body.stream)
 
 
+def read_completion(raw: bytes) -> CompletionRequest:
+    """The body of a request.
+
+    Raises:
+        InvalidRequestError: Not JSON, or not what the schema allows.
+    """
+    taken = take_token_prompt(raw)
+    if taken is None:
+        return parse_body(raw, CompletionRequest)
+    rest, tokens = taken
+    body = parse_body(rest, CompletionRequest)
+    body.prompt = tokens  # type: ignore[assignment]  # a list of token ids in all but type
+    return body
+
+
 async def _token_prompts(
-    body: CompletionRequest, serving: Serving, model: ServedModel
-) -> list[list[int]]:
+    body: CompletionRequest, serving: Serving, model: ServedModel, visit: Visit
+) -> list[Sequence[int]]:
     tokenizer, special = serving.tokenizer, body.add_special_tokens
     for prompt in (*body.prompts, body.suffix):
         if isinstance(prompt, str):
             check_text(prompt, model, tokenizer, "prompt")
     if body.suffix and isinstance(body.prompt, str):
-        return [await infill(body.prompt, body.suffix, tokenizer, special=special)]
+        before, after = await checked_prompts([body.prompt, body.suffix], serving.guards, visit)
+        return [await infill(before, after, tokenizer, special=special)]
     return [
         await tokenizer.encode(prompt, add_special_tokens=special)
         if isinstance(prompt, str)
         else prompt
-        for prompt in body.prompts
+        for prompt in await _guarded(body.prompts, serving, model, visit)
+    ]
+
+
+async def _guarded(
+    prompts: Sequence[str | Sequence[int]], serving: Serving, model: ServedModel, visit: Visit
+) -> Sequence[str | Sequence[int]]:
+    """The prompts as the guardrails let them pass; token ids stay what they are unless their text was replaced."""
+    if not serving.guards.active:
+        return prompts
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            check_vocabulary(prompt, model, "prompt")
+    texts = [p if isinstance(p, str) else await serving.tokenizer.decode(p) for p in prompts]
+    passed = await checked_prompts(texts, serving.guards, visit)
+    return [
+        prompt if text == new else new
+        for prompt, text, new in zip(prompts, texts, passed, strict=True)
     ]
 
 
@@ -135,6 +172,8 @@ class CompletionShape:
         self._has_head = bool(echoes) or self._with_tokens
         self._event_head = head.as_json("text_completion")
         self._tail = EventTail(body, runs)
+        more_than_text = body.logprobs is not None or self._has_head or body.usage_in_chunks
+        self._text_event = None if more_than_text else TextEvents(self._event_around_text)
 
     def opening(self) -> bytes:
         """A stream begins with its first text."""
@@ -142,19 +181,18 @@ class CompletionShape:
 
     def piece(self, delta: Delta) -> bytes:
         """One chunk with the text and, at the end, why it ended."""
+        if self._text_event is not None and delta.finish is None:  # nearly always
+            return self._text_event(delta)
         head = b""
         if self._has_head and delta.index not in self._begun:
             head = self._choice_head(delta.index)
         logprobs = self._logprobs([delta])
-        return b'%b%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
-            head,
-            self._event_head,
+        return head + self._event(
             delta.index,
             msgspec.json.encode(delta.text),
             b"null" if logprobs is None else logprobs.model_dump_json().encode(),
             msgspec.json.encode(delta.finish.value if delta.finish else None),
             token_ids_field(delta) if self._with_tokens else b"",
-            self._tail(),
         )
 
     def _choice_head(self, index: int) -> bytes:
@@ -162,12 +200,25 @@ class CompletionShape:
         self._begun.add(index)
         echo, logprobs = self._echo(index), self._echoed_logprobs(index)
         ids = prompt_ids_field(self._run(index)) + b',"token_ids":[]'
-        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}]%b' % (
-            self._event_head,
+        return self._event(
             index,
             msgspec.json.encode(echo.text if echo else ""),
             b"null" if logprobs is None else logprobs.model_dump_json().encode(),
+            b"null",
             ids if self._with_tokens else b"",
+        )
+
+    def _event_around_text(self, index: int) -> bytes:
+        return self._event(index, CUT, b"null", b"null", b"")
+
+    def _event(self, index: int, text: bytes, logprobs: bytes, finish: bytes, more: bytes) -> bytes:
+        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
+            self._event_head,
+            index,
+            text,
+            logprobs,
+            finish,
+            more,
             self._tail(),
         )
 

@@ -68,6 +68,13 @@ class JobRun:
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
         now_s = self._serving.clock.now_s()
+        if len(event.samples) == 1:  # nearly always
+            (sample,) = event.samples
+            choice = self._choices[sample.sample]
+            if choice.finish is None:
+                self._advance(choice, sample, now_s)
+            delta = choice.take()
+            return [] if delta is None else [delta]
         touched: dict[int, Choice] = {}
         for sample in event.samples:
             choice = touched[sample.sample] = self._choices[sample.sample]

@@ -7,6 +7,7 @@ from baton.errors import InvalidRequestError
 from baton.generation import Prompt
 from baton.hashing import narrow_scope
 from baton.ids import RequestId
+from baton.tokens import PackedTokens
 from router.openai.choices import TextOptions
 from router.openai.fields import MAX_PROMPT_LOGPROBS
 from router.openai.jobs import JobRun
@@ -88,9 +89,10 @@ def _prompt(
     if not tokens:
         raise InvalidRequestError("The prompt has no tokens.", param=limit.prompt_param)
     max_tokens = limit.resolve(len(tokens), model)
-    check_vocabulary(tokens, model, limit.prompt_param)
+    packed = PackedTokens.of(tokens)
+    check_vocabulary(packed, model, limit.prompt_param)
     return Prompt(
-        prompt_tokens=tuple(tokens),
+        prompt_tokens=packed,
         samples=tuple(range(wanted.samples)),
         sampling=sampling_params(
             body,

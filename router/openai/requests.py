@@ -3,6 +3,7 @@
 Fields that do not change what is answered (`store`, `metadata`, `prediction`, …) are checked for their types and ignored.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -241,7 +242,7 @@ class CompletionRequest(GenerationBody):
     response_format: ResponseFormat | None = None
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[str] | list[Sequence[int]]:
         """One entry per prompt: all texts, or all token ids."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt

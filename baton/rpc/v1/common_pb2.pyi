@@ -411,14 +411,12 @@ class GenerationRequest(_message.Message):
     leg_id: _builtins.int
     request_id: _builtins.str
     """for logs and traces only, never a key"""
+    prompt_tokens: _builtins.bytes
+    """32-bit numbers, little-endian: a long prompt is sent as it lies in memory"""
+    output_tokens: _builtins.bytes
+    """the same; generated before (resumption); only with one sample"""
     cache_scope: _builtins.str
     """tenant scope of the prefix cache"""
-    @_builtins.property
-    def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def output_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """generated before (resumption); only with one sample"""
-
     @_builtins.property
     def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """sample indices, each with its own random stream"""
@@ -430,8 +428,8 @@ class GenerationRequest(_message.Message):
         *,
         leg_id: _builtins.int = ...,
         request_id: _builtins.str = ...,
-        prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
-        output_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_tokens: _builtins.bytes = ...,
+        output_tokens: _builtins.bytes = ...,
         samples: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___Sampling | None = ...,
         cache_scope: _builtins.str = ...,

@@ -133,6 +133,7 @@ class HandedOff(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _builtins.int
     RESERVE_WAIT_S_FIELD_NUMBER: _builtins.int
     UNHIDDEN_S_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     leg_id: _builtins.int
     blocks_sent: _builtins.int
     bytes_sent: _builtins.int
@@ -140,6 +141,8 @@ class HandedOff(_message.Message):
     """from the first chunk until pages on D were granted"""
     unhidden_s: _builtins.float
     """from the first token to the verified commit"""
+    link_bytes_per_second: _builtins.float
+    """of the way to D, by its latest pushes; 0 while unknown"""
     def __init__(
         self,
         *,
@@ -148,10 +151,11 @@ class HandedOff(_message.Message):
         bytes_sent: _builtins.int = ...,
         reserve_wait_s: _builtins.float = ...,
         unhidden_s: _builtins.float = ...,
+        link_bytes_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "leg_id", b"leg_id", "reserve_wait_s", b"reserve_wait_s", "unhidden_s", b"unhidden_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "leg_id", b"leg_id", "link_bytes_per_second", b"link_bytes_per_second", "reserve_wait_s", b"reserve_wait_s", "unhidden_s", b"unhidden_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
