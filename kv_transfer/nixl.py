@@ -16,11 +16,12 @@ carries out what the peer asks. Between hosts without RDMA that are not trusted 
 
 import socket
 import struct
+import threading
 from collections.abc import Callable
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from kv_transfer.gate import Gate, Invitation, enter, read_sealed, seal
+from kv_transfer.gate import Gate, Invitation, enter, on_one_host, read_sealed, seal
 from kv_transfer.heads import plan_link
 from kv_transfer.memory import ArenaSpan
 from kv_transfer.nixl_agent import NixlAgent
@@ -32,6 +33,7 @@ BACKEND = "nixl"
 _MAGIC = b"BNXL\x01"
 _WELCOME = struct.Struct(">QQi")  # address, size in bytes, device (-1: host memory)
 _HOST = -1
+_DRIVE_PERIOD_S = 1e-3
 
 
 class NixlReceiver:
@@ -43,8 +45,11 @@ class NixlReceiver:
         Raises:
             OSError: The address cannot be bound.
         """
-        self._agent = NixlAgent(arena)
+        self._driven = on_one_host(address)
+        self._agent = NixlAgent(arena, own_thread=not self._driven)
         self._num_blocks = num_blocks
+        self._closed = threading.Event()
+        self._driver: threading.Thread | None = None
         self._gate = Gate(address, self._welcome)
 
     def handle(self) -> RegionHandle:
@@ -61,12 +66,27 @@ class NixlReceiver:
     def close(self) -> None:
         """Refuses later peers."""
         self._gate.close()
+        self._closed.set()
+        if self._driver is not None:
+            self._driver.join()
 
     def _welcome(self, peer: socket.socket, token: bytes) -> None:
         arena = self._agent.arena
         device = _HOST if arena.device is None else arena.device
         place = _WELCOME.pack(arena.address, arena.size_bytes, device)
-        peer.sendall(seal(place + self._agent.get().get_agent_metadata(), token))
+        welcome = place + self._agent.get().get_agent_metadata()
+        if self._driven and self._driver is None:
+            self._driver = threading.Thread(target=self._drive, name="kv-receiver", daemon=True)
+            self._driver.start()
+        peer.sendall(seal(welcome, token))
+
+    def _drive(self) -> None:
+        """Greets new peers. On one host their writes do not need this process, unless the system forbids copying between
+        processes: they are carried out here then, and this is often enough to keep a socket's buffer from running full.
+        """
+        while not self._closed.wait(_DRIVE_PERIOD_S):
+            if self._gate.inside():
+                self._agent.drive()
 
 
 class NixlSender:

@@ -15,10 +15,17 @@ MODULES = ("nixl_cu12", "nixl_cu13")
 
 
 class NixlAgent:
-    """One agent of NIXL with one registered arena; made at first use, for that takes a while and a thread."""
+    """One agent of NIXL with one registered arena; made at first use, for that takes a while.
 
-    def __init__(self, arena: ArenaSpan) -> None:
+    Args:
+        arena: To register.
+        own_thread: Whether NIXL drives its transport by itself, with a thread that never sleeps and costs a core. Otherwise
+            something is done only while somebody polls a write, or calls `drive`.
+    """
+
+    def __init__(self, arena: ArenaSpan, *, own_thread: bool = False) -> None:
         self.arena = arena
+        self._own_thread = own_thread
         self._lock = threading.Lock()
         self._agent: Any = None
 
@@ -33,11 +40,16 @@ class NixlAgent:
                 self._agent = self._make()
             return self._agent
 
+    def drive(self) -> None:
+        """Does what peers wait for."""
+        self.get().get_new_notifs()
+
     def _make(self) -> Any:
         try:
             nixl = load()
             config = nixl.nixl_agent_config(
                 backends=["UCX"],
+                enable_prog_thread=self._own_thread,
                 # Each peer has a thread of its own here, and all of them share the agent.
                 sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
             )
