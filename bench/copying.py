@@ -1,8 +1,8 @@
 """Copying for `bench.handoff`: every way to move one region's pages into another, in random order, taking turns.
 
 Baselines: `memcpy` is libc's, one call for the whole region, one thread; `memcpy_pages` the same pages in the same order, one call for
-each. Both go between two regions of this process, of the kind that backends use (memfd), touched before. `ucx_perftool` and
-`nixl_perftool`: see `bench.perftools`.
+each. Both go between two regions of this process, of the kind that backends use (memfd), touched before. `ucx_perftool`,
+`ucx_loop` and `nixl_perftool`: see `bench.perftools`.
 """
 
 import ctypes
@@ -64,8 +64,9 @@ def measure(copying: Copying, backends: Sequence[str]) -> dict[str, float]:
         ways |= {name: _pushing(writer, push) for name, writer in writers.items()}
         region = Region(memory=local.memoryview, page_bytes=copying.page_bytes)
         for name in backends:
-            if name in TOOLS and (tool := stack.enter_context(TOOLS[name](region, push))):
-                ways[f"{name}_perftool"] = tool
+            for kind, tool in TOOLS.get(name, {}).items():
+                if way := stack.enter_context(tool(region, push)):
+                    ways[f"{name}_{kind}"] = way
         rates = _alternate(ways, len(local.memoryview), copying.rounds)
     local.close()
     return rates

@@ -101,6 +101,7 @@ def _baselines(backend: str) -> Mapping[str, str]:
         "memcpy": "memcpy",
         "memcpy_pages": "memcpy_pages",
         "perftool": f"{backend}_perftool",
+        "loop": f"{backend}_loop",
     }
 
 

@@ -1,11 +1,11 @@
 """How fast the libraries under the backends move the same pages by themselves: what `ucx` and `nixl` are measured against.
 
-`ucx`: `ucx_perftest` from UCX, `tag_bw` with scatter lists on both sides (`-D iov,iov -s PAGE:COUNT`): one message of all pages of a
-region, between two processes. Its usual way, one small buffer sent over and over, measures the processor's caches: no KV page is
-there when it is sent.
+`ucx_perftool` is `ucx_perftest` from UCX, `tag_bw` with scatter lists on both sides (`-D iov,iov -s PAGE:COUNT`): one message of all
+pages of a region, between two processes. Its usual way, one small buffer sent over and over, measures the processor's caches: no
+KV page is there when it is sent. It has no random order, which makes a difference where the processor copies.
 
-`nixl`: NIXL's own API in a bare loop between two processes: prepared lists, one write of all pages in the push's order, polled without
-pause; no checks, leases or threads.
+`ucx_loop` and `nixl_perftool` are bare loops over UCX's and NIXL's own calls, between two processes: all pages at once in the push's
+order, polled without pause; no checks, leases or threads.
 """
 
 import os
@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,7 +27,10 @@ import numpy as np
 from kv_transfer.nixl_agent import load
 from kv_transfer.ports import Push
 from kv_transfer.regions import SharedRegion
+from kv_transfer.ucp import Places
+from kv_transfer.ucx import UcxContext, UcxWorker
 
+_TAG = 1
 _TIMEOUT_S = 120.0
 _MIB = 1 << 20
 _BANDWIDTH_COLUMN = 4  # iterations, typical us, average us, overall us, MB/s, …
@@ -109,6 +112,62 @@ def _ask_until_served(command: list[str], environment: Mapping[str, str]) -> str
 
 
 @contextmanager
+def _ucx_loop(region: Region, push: Push) -> Iterator[Callable[[], float] | None]:
+    here, there = get_context("spawn").Pipe()
+    child = get_context("spawn").Process(
+        target=_receive, args=(there, len(region.memory), region.page_bytes, push), daemon=True
+    )
+    child.start()
+    there.close()
+    worker = UcxWorker(UcxContext())
+    worker.connect(here.recv(), same_host=True)
+    address = np.frombuffer(region.memory, dtype=np.uint8).ctypes.data
+    places = _places(address, region.page_bytes, push.source)
+
+    def run() -> float:
+        here.send("round")
+        here.recv()
+        began_s = time.perf_counter()
+        request = worker.send(_TAG, places)
+        while not request.done():
+            worker.progress()
+        here.recv()
+        return time.perf_counter() - began_s
+
+    try:
+        yield run
+    finally:
+        here.send("")
+        child.join(_TIMEOUT_S)
+        worker.close()
+
+
+def _receive(asked: Connection, size_bytes: int, page_bytes: int, push: Push) -> None:
+    """The other process of `_ucx_loop`."""
+    region = SharedRegion.create(size_bytes)
+    address = np.frombuffer(region.memoryview, dtype=np.uint8).ctypes.data
+    places = _places(address, page_bytes, push.target)
+    worker = UcxWorker(UcxContext())
+    asked.send(worker.address)
+    while asked.recv():
+        asked.send("ready")
+        while (found := worker.probe()) is None:
+            worker.progress()
+        request = worker.receive(found, places)
+        while not request.done():
+            worker.progress()
+        asked.send("landed")
+    worker.close()
+
+
+def _places(begin: int, page_bytes: int, pages: Sequence[int]) -> Places:
+    places = np.empty((len(pages), 2), np.uint64)
+    places[:, 0] = begin + np.array(pages, np.uint64) * np.uint64(page_bytes)
+    places[:, 1] = page_bytes
+    return places
+
+
+@contextmanager
 def _nixl_loop(region: Region, push: Push) -> Iterator[Callable[[], float] | None]:
     here, there = get_context("spawn").Pipe()
     child = get_context("spawn").Process(
@@ -169,5 +228,8 @@ def _pages(begin: int, region: Region) -> Any:
     return np.array([[begin, region.page_bytes, 0, region.page_bytes, count]], dtype=np.uint64)
 
 
-TOOLS: Mapping[str, Tool] = {"ucx": _ucx_perftest, "nixl": _nixl_loop}
-"""By the backend that stands upon it."""
+TOOLS: Mapping[str, Mapping[str, Tool]] = {
+    "ucx": {"perftool": _ucx_perftest, "loop": _ucx_loop},
+    "nixl": {"perftool": _nixl_loop},
+}
+"""By the backend that stands upon them."""
