@@ -22,10 +22,10 @@ from kv_transfer.plan import check_pages
 from kv_transfer.ports import Push
 from kv_transfer.ucp import Places
 
-MAX_PAYLOAD_BYTES = 16 << 20
+MAX_PAYLOAD_BYTES = 32 << 20
 """Of one body. Bodies on their way share the wire and end at about the same time, so each window has a gap at its end: it
 should carry much more than a round trip's worth."""
-MAX_PAGES = 1024
+MAX_PAGES = 2000
 """Of one frame. Its head is then smaller than the pieces in which any transport sends."""
 _MAGIC = b"BUCX"
 _VERSION = 2
