@@ -21,8 +21,9 @@ from collections.abc import Callable
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from kv_transfer.gate import Gate, Invitation, enter, on_one_host, read_sealed, seal
+from kv_transfer.gate import Gate
 from kv_transfer.heads import plan_link
+from kv_transfer.invitation import Invitation, enter, on_one_host, read_sealed, seal
 from kv_transfer.memory import ArenaSpan
 from kv_transfer.nixl_agent import NixlAgent
 from kv_transfer.nixl_pages import NixlPages, Side

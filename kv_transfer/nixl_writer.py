@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import TransferError
-from kv_transfer.gate import has_ended
+from kv_transfer.invitation import has_ended
 from kv_transfer.nixl_pages import NixlPages
 from kv_transfer.ports import Push
 

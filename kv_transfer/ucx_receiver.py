@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from kv_transfer.gate import Gate, Invitation, seal
+from kv_transfer.gate import Gate
+from kv_transfer.invitation import Invitation, seal
 from kv_transfer.memory import ArenaSpan
 from kv_transfer.ports import RegionHandle
 from kv_transfer.shm import layer_pages

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from kv_transfer.gate import Invitation, enter, on_one_host, read_sealed
 from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.invitation import Invitation, enter, on_one_host, read_sealed
 from kv_transfer.memory import ArenaSpan
 from kv_transfer.page_copy import Pages
 from kv_transfer.ports import Push, RegionHandle
