@@ -200,7 +200,7 @@ def _tcp_address(listener: socket.socket) -> str:
 
 def _bind_unix(path: str) -> socket.socket:
     """A socket bound to `path`, in place of one that a killed predecessor left there."""
-    listener = socket.socket(socket.AFUNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if _abandoned(path):
             Path(path).unlink(missing_ok=True)
@@ -214,7 +214,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 def _abandoned(path: str) -> bool:
     """Whether a socket file lies there that nobody serves."""
-    with socket.socket(socket.AFUNIX, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
         except ConnectionRefusedError:

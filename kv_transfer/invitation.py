@@ -114,7 +114,7 @@ def _connect(address: str) -> socket.socket:
         connection = socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S)
         keep_alive(connection)
         return connection
-    connection = socket.socket(socket.AFUNIX, socket.SOCK_STREAM)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_CONNECT_TIMEOUT_S)
     try:
         connection.connect(address.removeprefix(UNIX))
