@@ -46,7 +46,7 @@ TUNING: Mapping[str, str] = {
     "RNDV_THRESH": "8192",
 }
 """Our defaults for UCX's settings; its own variables (`UCX_TLS=...`) win."""
-_TURNS = 4
+_TURNS = 32
 _SPIN_S = 100e-6
 """Longer than the time between two pieces of a message; a nap costs two switches of context for each of them."""
 _CLOSE_ATTEMPTS, _CLOSE_PERIOD_NS = 5, 100_000_000

@@ -3,7 +3,7 @@ import os
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.ids import BlockId, LayerName
@@ -60,7 +60,6 @@ def test_pages_that_arrived_whole_are_right(memory: memoryview):
     assert corruption(memory, sums) is None
 
 
-@settings(deadline=None)
 @given(layer=st.integers(0, NUM_LAYERS - 1), page=st.integers(0, 2), at=st.integers(0))
 def test_any_flipped_bit_is_found_and_its_block_and_layers_named(layer: int, page: int, at: int):
     memory = memoryview(bytearray(LAYOUT.region_bytes(NUM_BLOCKS)))
