@@ -23,7 +23,6 @@ EXCUSED = {
 @contextmanager
 def served_url() -> Iterator[str]:
     """The application over a scripted generator, on a loopback port, in a thread with a loop of its own."""
-    started: "asyncio.Future[str]"
     loop = asyncio.new_event_loop()
     ready, stop = threading.Event(), asyncio.Event()
     urls: list[str] = []
