@@ -120,10 +120,15 @@ class FairLine:
         flow.cost -= applicant.cost
         self._length -= 1
 
-    def charge(self, tenant: Tenant, tokens: float) -> None:
-        """A tenant was given something elsewhere: that counts here, as long as anybody waits here."""
-        if self._length:
-            self._flow(tenant).credit -= tokens
+    def charge(self, tenant_id: TenantId, tokens: float) -> None:
+        """A tenant was given something elsewhere. It counts here, as long as anybody waits here, and the tenant was seen."""
+        flow = self._flows.get(tenant_id) if self._length else None
+        if flow is None:
+            return
+        flow.credit -= tokens
+        if not flow.listed:
+            flow.listed = True
+            self._queue_up(flow)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless every tenant is where it belongs and the counts are right."""

@@ -5,6 +5,7 @@ takes up is seen by the next. Nothing is let in while workers have no room, so t
 ordered, bounded, and leaves at once with its client.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -13,6 +14,7 @@ from baton.errors import InvariantError
 from baton.ids import RequestId
 from router.admission.applicant import Applicant
 from router.admission.drain import DrainMeter
+from router.admission.given import Given, Totals
 from router.admission.returns import Returns
 from router.admission.waiting_line import WaitingLine
 
@@ -86,6 +88,7 @@ class Gate:
         self._line = WaitingLine()
         self._drain = DrainMeter()
         self._returns = Returns()
+        self._given = Given()
 
     @property
     def waiting(self) -> int:
@@ -115,6 +118,7 @@ class Gate:
             self._drain.observe(0, waiting=True, now_s=now_s)
             return None
         self._line.pop()
+        self._given.add(head)
         self._drain.observe(head.cost, waiting=bool(self._line), now_s=now_s)
         return head
 
@@ -133,6 +137,16 @@ class Gate:
         """Predicted time in line of somebody who came now; 0 while nothing is known."""
         rate = self._drain.tokens_per_s
         return 0.0 if rate is None else self._line.ahead(applicant) / rate
+
+    @property
+    def given(self) -> Totals:
+        """What was let in since the start, by account."""
+        return self._given.totals
+
+    def hear(self, others: Mapping[str, Totals]) -> None:
+        """What other routers let in since their starts: it counts as if it had been let in here."""
+        for charge in self._given.hear(others):
+            self._line.charge(charge)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless what waits is counted right and within bounds."""

@@ -12,6 +12,7 @@ from baton.errors import InvariantError
 from baton.ids import RequestId
 from router.admission.applicant import Applicant
 from router.admission.fair_line import FairLine
+from router.admission.given import Charge
 from router.tenants.tenant import TenantId
 
 RESERVED_SHARE = 0.1
@@ -107,6 +108,12 @@ class WaitingLine:
             level.line.remove(applicant)
             self._gone(applicant, level)
         return applicant
+
+    def charge(self, charge: Charge) -> None:
+        """A tenant was given something by another router."""
+        for level in self._levels:
+            if level.priority == charge.priority:
+                level.line.charge(charge.tenant_id, charge.tokens)
 
     def ahead(self, applicant: Applicant, *, more: int = 0) -> float:
         """Cost of what will be let in before somebody who came now, if nobody else came; or before one who came after its

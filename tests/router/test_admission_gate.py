@@ -188,11 +188,11 @@ ACTS = st.lists(
         st.sampled_from(["a", "b", "c"]),
         st.floats(0.1, 20.0),
     ),
-    max_size=80,
+    max_size=50,
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(acts=ACTS, places=st.integers(0, 3))
 def test_whoever_is_accepted_ends_in_exactly_one_way(acts, places):
     shop = Shop(places=places, requests=12, tenant_requests=6)
