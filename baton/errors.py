@@ -40,6 +40,12 @@ class InvalidRequestError(BatonError):
     code = "invalid_request"
 
 
+class UnsupportedParameterError(InvalidRequestError):
+    """The client asked for something that is right but not served here; `param` names the field."""
+
+    code = "unsupported_parameter"
+
+
 class PromptTooLongError(InvalidRequestError):
     """The prompt with what it asks for can never fit this cluster."""
 
@@ -209,6 +215,7 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     BatonError: _row(500, "INTERNAL", "server_error"),
     InvariantError: _row(500, "INTERNAL", "server_error"),
     InvalidRequestError: _row(400, "INVALID_ARGUMENT", "invalid_request_error"),
+    UnsupportedParameterError: _row(400, "UNIMPLEMENTED", "invalid_request_error"),
     PromptTooLongError: _row(400, "INVALID_ARGUMENT", "invalid_request_error"),
     PayloadTooLargeError: _row(413, "INVALID_ARGUMENT", "invalid_request_error"),
     AuthenticationError: _row(401, "UNAUTHENTICATED", "authentication_error"),

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 
+from baton.tokens import Tokens
+
 
 class FinishReason(Enum):
     """Why a sample ended; the values are OpenAI's."""
@@ -34,6 +36,8 @@ class SamplingParams:
         logit_bias: Token id to a number added to its logit.
         logprobs: None for none; k for the drawn token's and the k likeliest tokens' log-probabilities of the model
             itself (before penalties and temperature).
+        prompt_logprobs: The same for the prompt's own tokens, from the second on; None for none. Such a prompt is computed
+            as a whole, past the prefix cache.
         stop_token_ids: Generation ends after one of these, besides the model's own end-of-sequence ids.
         max_tokens: Generated tokens at most.
         min_tokens: End-of-sequence and stop ids cannot be drawn before this many generated tokens.
@@ -50,6 +54,7 @@ class SamplingParams:
     seed: int = 0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int = 16
     min_tokens: int = 0
@@ -61,7 +66,7 @@ class TokenLogprobs:
     """Log-probabilities at one position, of the model itself.
 
     Attributes:
-        logprob: Of the drawn token.
+        logprob: Of the drawn token, or of the prompt's.
         rank: 1 for the likeliest token.
         top: (token id, logprob), likeliest first.
     """
@@ -99,7 +104,7 @@ class Prompt:
         cache_scope: Tenant scope of the prefix cache.
     """
 
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: Tokens
     output_tokens: tuple[int, ...] = ()
     samples: tuple[int, ...] = (0,)
     sampling: SamplingParams
@@ -108,7 +113,12 @@ class Prompt:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Everything whose KV must exist before the next token is drawn."""
-        return self.prompt_tokens + self.output_tokens
+        return tuple(self.prompt_tokens) + self.output_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """How many those are."""
+        return len(self.prompt_tokens) + len(self.output_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

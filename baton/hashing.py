@@ -5,13 +5,13 @@ everything before it. The root is keyed with the cluster secret over tenant scop
 tenants cannot probe each other's prefixes, and a client's salt only ever narrows the scope.
 """
 
-from array import array
 from collections.abc import Sequence
 
 from blake3 import blake3
 
 from baton.ids import BlockKey
 from baton.layout import KvLayout
+from baton.tokens import PackedTokens
 
 KEY_BYTES = 16
 _MAX_PLAIN_SALT = 64
@@ -49,13 +49,12 @@ def chain_keys(
         tokens: Token ids.
         block_tokens: Tokens per block.
     """
-    packed = memoryview(array("I", tokens).tobytes())
+    packed = PackedTokens.of(tokens).packed
     step = block_tokens * 4
     keys: list[BlockKey] = []
     for start in range(0, len(packed) - step + 1, step):
-        hasher = blake3(parent, key=secret)
-        hasher.update(packed[start : start + step])
-        parent = BlockKey(hasher.digest(length=KEY_BYTES))
+        message = parent + packed[start : start + step]
+        parent = BlockKey(blake3(message, key=secret).digest(length=KEY_BYTES))
         keys.append(parent)
     return keys
 

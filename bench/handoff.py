@@ -142,12 +142,15 @@ def _alternate(
 
 
 class _PlainCopies:
-    """libc's memcpy from the region into private memory."""
+    """libc's memcpy from the region into another of the same kind, touched before: what this process alone can do."""
 
     def __init__(self, source: memoryview, page_bytes: int) -> None:
-        self._kept = np.ones(len(source), dtype=np.uint8)
+        self._target_region = SharedRegion.create(len(source))
+        target = np.frombuffer(self._target_region.memoryview, dtype=np.uint8)
+        target[:] = 2
         self._source = np.frombuffer(source, dtype=np.uint8).ctypes.data
-        self._target = self._kept.ctypes.data
+        self._target = target.ctypes.data
+        self._num_bytes = len(source)
         self._page_bytes = page_bytes
         self._memcpy = ctypes.CDLL(None).memcpy
         self._memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -155,7 +158,7 @@ class _PlainCopies:
 
     def whole(self) -> None:
         """Everything at once."""
-        self._memcpy(self._target, self._source, len(self._kept))
+        self._memcpy(self._target, self._source, self._num_bytes)
 
     def pages(self, push: Push) -> None:
         """The same pages as the push."""
@@ -196,6 +199,7 @@ def _writers(
             target=_receive, args=(there, backends, layout, num_pages, folder)
         )
         child.start()
+        there.close()  # a child that dies is then an end of file, not a wait for ever
         try:
             senders = open_senders(backends, local, num_blocks=num_pages)
             opened: dict[str, KvWriter] = {}

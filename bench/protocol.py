@@ -17,6 +17,7 @@ import numpy as np
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from bench.report import Report
 from kv_transfer.checksum import ArenaHashes
@@ -52,6 +53,7 @@ from kv_transfer.messages import (
 )
 from kv_transfer.outbox import Outbox
 from kv_transfer.plan import Export, Grant
+from kv_transfer.seal import SessionSeal
 from kv_transfer.ticket import Permit, TicketOffice, region_digest
 
 _P = WorkerIdentity(worker_id=WorkerId("p"), incarnation=Incarnation(1))
@@ -101,6 +103,8 @@ class _Transfer:
         self.num_blocks = num_blocks
         self.spent = _Stopwatch()
         self.office = TicketOffice(bytes(32))
+        key = self.office.session_key(_P, _D, 1)
+        self.seal_p, self.seal_d = SessionSeal(key, prefills=True), SessionSeal(key, prefills=False)
         digest = self.layout.content_digest()
         self.terms = SessionTerms(
             office=self.office,
@@ -175,24 +179,26 @@ class _Transfer:
         spent("release_p", lambda: self._into_outbox(confirmed))
 
     def _out(self, event: Started | PushDone) -> bytes:
-        return _sent(self.outbox.handle(event, 0.0))
+        return self._sent(self.outbox.handle(event, 0.0))
 
     def _into_ledger(self, message: bytes) -> list[LedgerAction]:
-        request = request_from_proto(pb.TransferRequest.FromString(message), self.terms)
+        signed = common_pb2.Signed.FromString(message)
+        said = self.seal_d.open(signed, pb.TransferRequest())
+        request = request_from_proto(said, self.terms)
         return self.ledger.handle(FromPeer(session=_S, peer=_P, message=request), 0.0)
 
     def _into_outbox(self, message: bytes) -> list[OutboxAction]:
-        reply = reply_from_proto(pb.TransferReply.FromString(message), self.terms)
+        said = self.seal_p.open(common_pb2.Signed.FromString(message), pb.TransferReply())
+        reply = reply_from_proto(said, self.terms)
         return self.outbox.handle(FromDecode(peer=_D, message=reply), 0.0)
 
     def _replied(self, actions: list[LedgerAction]) -> bytes:
         (reply,) = [action.message for action in actions if isinstance(action, ToPeer)]
-        return reply_to_proto(reply, self.terms).SerializeToString()
+        return self.seal_d.seal(reply_to_proto(reply, self.terms)).SerializeToString()
 
-
-def _sent(actions: list[OutboxAction]) -> bytes:
-    (request,) = [action.message for action in actions if isinstance(action, Send)]
-    return request_to_proto(request).SerializeToString()
+    def _sent(self, actions: list[OutboxAction]) -> bytes:
+        (request,) = [action.message for action in actions if isinstance(action, Send)]
+        return self.seal_p.seal(request_to_proto(request)).SerializeToString()
 
 
 def measure(num_blocks: int = 1000, num_layers: int = 24, repeat: int = 50) -> dict[str, float]:

@@ -26,7 +26,7 @@ class Orders:
         model: Name to ask for.
         streams: Clients; each sends its next request when the last one ended.
         rounds: Requests per client.
-        output_tokens: Tokens per request.
+        output_tokens: Tokens per request, on average: each client asks for another number, so that they end one by one.
     """
 
     host: str
@@ -39,8 +39,9 @@ class Orders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What the clients saw: events of all streams, and the time from each request to its first byte."""
+    """What the clients asked for and saw: tokens, events, and the time from each request to its first byte."""
 
+    tokens: int
     events: int
     elapsed_s: float
     ttfts_s: list[float]
@@ -103,12 +104,17 @@ class _Client(asyncio.Protocol):
             self.done.set_exception(RuntimeError(why))
 
 
-def _request(orders: Orders) -> bytes:
+def _output_tokens(orders: Orders, client: int) -> int:
+    """Half of the average to one and a half of it."""
+    return orders.output_tokens // 2 + orders.output_tokens * client // orders.streams
+
+
+def _request(orders: Orders, output_tokens: int) -> bytes:
     body = json.dumps(
         {
             "model": orders.model,
             "messages": [{"role": "user", "content": "Who hands the baton over, and to whom?"}],
-            "max_tokens": orders.output_tokens,
+            "max_tokens": output_tokens,
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,
@@ -119,19 +125,21 @@ def _request(orders: Orders) -> bytes:
     return (head + body).encode()
 
 
+async def _connect(orders: Orders, output_tokens: int) -> _Client:
+    request = _request(orders, output_tokens)
+    _, client = await asyncio.get_running_loop().create_connection(
+        lambda: _Client(request, orders.rounds), orders.host, orders.port
+    )
+    return client
+
+
 async def _run(orders: Orders) -> Counts:
-    loop, request = asyncio.get_running_loop(), _request(orders)
+    wanted = [_output_tokens(orders, client) for client in range(orders.streams)]
     begun_s = time.perf_counter()
-    clients = [
-        (
-            await loop.create_connection(
-                lambda: _Client(request, orders.rounds), orders.host, orders.port
-            )
-        )[1]
-        for _ in range(orders.streams)
-    ]
+    clients = [await _connect(orders, output_tokens) for output_tokens in wanted]
     await asyncio.gather(*(client.done for client in clients))
     return Counts(
+        tokens=sum(wanted) * orders.rounds,
         events=sum(client.events for client in clients),
         elapsed_s=time.perf_counter() - begun_s,
         ttfts_s=[ttft_s for client in clients for ttft_s in client.ttfts_s],

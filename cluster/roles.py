@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, WorkerConfig
 from baton.ids import Role, WorkerId, WorkerIdentity
+from baton.layout import SPARE_BLOCKS
 from baton.rpc.convert import WorkerHello
 from baton.rpc.worker import WorkerServer, WorkerService
 from baton.telemetry.worker import WorkerMetrics
@@ -76,7 +77,9 @@ async def run_worker(child: Child) -> None:
         engine=built.host,
         region=memory.region,
         hashes=ArenaHashes(
-            memory.region.memoryview, built.layout, num_blocks=built.limits.num_blocks
+            memory.region.memoryview,
+            built.layout,
+            num_blocks=built.limits.num_blocks + SPARE_BLOCKS,
         ),
         office=TicketOffice(bytes.fromhex(config.cluster.secret)),
         sink=sink,
@@ -110,6 +113,11 @@ class _Parts:
     office: TicketOffice
     sink: "TransferSink"
     metrics: WorkerMetrics
+
+    @property
+    def region_blocks(self) -> int:
+        """Pages of the region: those that the engine hands out, and the spare ones."""
+        return self.hello.num_blocks + SPARE_BLOCKS
 
 
 def _hello(child: Child, built: "BuiltEngine") -> WorkerHello:
@@ -147,12 +155,10 @@ def _services(parts: _Parts) -> list[WorkerService]:
 
 
 def _prefill(parts: _Parts) -> WorkerService:
-    from prefill_worker.links import export_links
     from prefill_worker.service import PrefillWorker
 
     allowed = parts.config.transfer.backends
-    senders = open_senders(allowed, parts.region, num_blocks=parts.hello.num_blocks)
-    export_links(parts.metrics.registry, senders)
+    senders = open_senders(allowed, parts.region, num_blocks=parts.region_blocks)
     return PrefillWorker(
         engine=parts.engine,
         sink=parts.sink,
@@ -173,7 +179,7 @@ def _decode(parts: _Parts) -> WorkerService:
         parts.region,
         gate_address=partial(_gate_address, parts),
         layout=parts.hello.layout,
-        num_blocks=parts.hello.num_blocks,
+        num_blocks=parts.region_blocks,
     )
     return DecodeWorker(
         engine=parts.engine,

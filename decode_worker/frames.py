@@ -8,6 +8,7 @@ from baton.rpc.convert import (
     finish_to_proto,
     load_to_proto,
     logprobs_to_proto,
+    prompt_logprobs_to_proto,
 )
 from baton.rpc.v1 import common_pb2, decode_pb2
 from decode_worker.messages import TellFailed, TellPrefilled, TellTokens, TellWriterLost
@@ -60,6 +61,7 @@ class DecodeFrameBuilder:
                 cached_tokens=tell.cached_tokens,
                 queue_s=tell.queue_s,
                 prefill_s=tell.prefill_s,
+                prompt_logprobs=prompt_logprobs_to_proto(tell.prompt_logprobs),
             )
         )
 

@@ -306,12 +306,12 @@ class DecodeLifecycle:
         tell = TellTokens(stream=leg.stream, leg_id=leg.leg_id, tokens=event.tokens)
         actions: list[DecodeAction] = [tell]
         if leg.state is _L.PREFILLING:
-            actions.insert(0, self._prefilled(leg, now_s))
+            actions.insert(0, self._prefilled(leg, event, now_s))
         if leg.unfinished == 0:
             self._end(leg, _L.DONE)
         return actions
 
-    def _prefilled(self, leg: _Leg, now_s: float) -> TellPrefilled:
+    def _prefilled(self, leg: _Leg, event: Sampled, now_s: float) -> TellPrefilled:
         self._move(leg, _L.RUNNING)
         return TellPrefilled(
             stream=leg.stream,
@@ -320,6 +320,7 @@ class DecodeLifecycle:
             cached_tokens=leg.cached_tokens,
             queue_s=leg.started_s - leg.arrived_s,
             prefill_s=now_s - leg.started_s,
+            prompt_logprobs=event.prompt_logprobs,
         )
 
     def _gone(self, event: Released | Failed, now_s: float) -> list[DecodeAction]:

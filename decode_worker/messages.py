@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.generation import Prompt, TokenSample
+from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import LegId, RequestId
 from baton.rpc.frames import StreamId
 from engine.messages import Command, SeqEvent
@@ -99,6 +99,7 @@ class TellPrefilled:
     cached_tokens: int
     queue_s: float
     prefill_s: float
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,7 @@ from engine.ports import EnginePort
 from kv_transfer.checksum import PageHashes, find_corruption
 from kv_transfer.convert import check_permit
 from kv_transfer.deadlines import LedgerLimits
+from kv_transfer.handshake import Endpoint, SessionOffer
 from kv_transfer.heads import LinkPlan
 from kv_transfer.messages import (
     EndSession,
@@ -61,8 +62,7 @@ from kv_transfer.messages import (
     VerifyPages,
 )
 from kv_transfer.ports import KvReceiver
-from kv_transfer.session import Endpoint
-from kv_transfer.session_service import SessionOffer, TransferService
+from kv_transfer.session_service import TransferService
 from kv_transfer.ticket import Permit, TicketOffice
 
 _log = get_logger(__name__)
@@ -356,6 +356,10 @@ class DecodeWorker(pb_grpc.DecodeServicer):
     def on_session_open(self, session: SessionId, peer: WorkerIdentity, link: LinkPlan) -> None:
         """A prefill worker was let in."""
         self._apply(SessionOpened(session=session, peer=peer, link=link))
+
+    def on_handshake_refused(self, field: str) -> None:
+        """A prefill worker was not let in."""
+        self._shared.handshake_refused(field)
 
     def on_ticket_refused(self, error: TicketError) -> None:
         """Somebody showed a permit that is not good."""

@@ -8,7 +8,7 @@ import torch
 
 from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import ConfigError
-from baton.layout import KvLayout
+from baton.layout import SPARE_BLOCKS, KvLayout
 from engine.cache.arena import KvArena
 from engine.cache.budget import Demand, num_blocks
 from engine.host import ThreadEngineHost
@@ -71,9 +71,8 @@ def build_engine(
     dtype = choose_dtype(spec, model.dtype, device)
     layout = kv_layout(spec, dtype, config.block_size or CPU_BLOCK_TOKENS)
     limits = _limits(model, config, spec, layout)
-    arena = KvArena(
-        layout, limits.num_blocks, memory.allocate(layout.region_bytes(limits.num_blocks))
-    )
+    pages = limits.num_blocks + SPARE_BLOCKS
+    arena = KvArena(layout, pages, memory.allocate(layout.region_bytes(pages)))
     progress("preparing kernels", None)
     decoder = load_decoder(path, spec, dtype, device, progress)
     scheduler = Scheduler(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from baton.clock import Clock, ManualClock
 from baton.errors import EngineError
+from baton.generation import TokenLogprobs
 from baton.ids import BlockId, SeqId
 from engine.host import EventFan
 from engine.loop import EngineLoop
@@ -55,7 +56,13 @@ class FakeRunner:
         if self._sink is not None and plan.exports:
             for layer_index in range(self._num_layers):
                 self._sink.layer_ready(layer_index, plan.exports)
-        return StepResult(drawn=drawn)
+        scores = tuple(self._score(row) for row in plan.rows)
+        return StepResult(drawn=drawn, scores=scores)
+
+    def _score(self, row: Row) -> tuple[TokenLogprobs, ...]:
+        """What stands for the log-probability of a token here: its own id, negated."""
+        scored = row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored]
+        return tuple(TokenLogprobs(logprob=-float(token), rank=1, top=()) for token in scored)
 
     def _compute(self, row: Row) -> tuple[Drawn, ...]:
         seq = row.seq

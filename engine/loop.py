@@ -142,7 +142,8 @@ class EngineLoop:
             (place, error) for place, alone in enumerate(results) for _, error in alone.failed
         ]
         drawn = tuple(alone.drawn[0] for alone in results)
-        return StepResult(drawn=drawn, failed=tuple(failed))
+        scores = tuple(alone.scores[0] if alone.scores else () for alone in results)
+        return StepResult(drawn=drawn, scores=scores, failed=tuple(failed))
 
     def _execute_alone(self, plan: StepPlan) -> StepResult:
         try:

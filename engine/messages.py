@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baton.blocks import BlockChanges
 from baton.errors import BatonError
-from baton.generation import Prompt, TokenSample, WorkerLoad
+from baton.generation import Prompt, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import BlockId, SeqId
 
 
@@ -102,10 +102,16 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """Tokens drawn for one sequence in one step, at most one per sample."""
+    """Tokens drawn for one sequence in one step, at most one per sample.
+
+    Attributes:
+        prompt_logprobs: With the first tokens of a prompt that asked for them: one entry per prompt token from the second
+            on. None otherwise.
+    """
 
     seq_id: SeqId
     tokens: tuple[TokenSample, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ import psutil
 
 from baton.errors import ConfigError
 from baton.layout import KvLayout
-from kv_transfer.link import MeasuredSender
 from kv_transfer.memory import ArenaSpan
 from kv_transfer.ports import KvReceiver, KvSender
 from kv_transfer.regions import SharedRegion
@@ -74,14 +73,14 @@ def usable(allowed: Sequence[str]) -> tuple[str, ...]:
 
 def open_senders(
     names: Sequence[str], region: SharedRegion, *, num_blocks: int
-) -> dict[str, MeasuredSender]:
+) -> dict[str, KvSender]:
     """A sender per backend for one arena, in the order of `names`.
 
     Raises:
         ConfigError: As `usable`.
     """
     arena = ArenaSpan.of_host(region.memoryview)
-    return {name: MeasuredSender(name, _sender(name, arena, num_blocks)) for name in usable(names)}
+    return {name: _sender(name, arena, num_blocks) for name in usable(names)}
 
 
 def needed(allowed: Sequence[str], address: str) -> tuple[str, ...]:

@@ -24,7 +24,10 @@ class FakeFabric:
 class FakeReceiver:
     """Receives into plain memory."""
 
-    def __init__(self, fabric: FakeFabric, memory: memoryview, *, num_blocks: int) -> None:
+    def __init__(
+        self, fabric: FakeFabric, memory: memoryview, *, num_blocks: int, backend: str = "fake"
+    ) -> None:
+        self._backend = backend
         self._fabric = fabric
         self._memory = memory
         self._num_blocks = num_blocks
@@ -35,7 +38,7 @@ class FakeReceiver:
         token = secrets.token_bytes(8)
         self._fabric.regions[token] = (self._memory, self._num_blocks)
         self._handed.add(token)
-        return RegionHandle(backend="fake", opaque=token, num_blocks=self._num_blocks)
+        return RegionHandle(backend=self._backend, opaque=token, num_blocks=self._num_blocks)
 
     def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
         """Takes access back at once, as an RDMA key can be."""
@@ -56,15 +59,19 @@ class FakeSender:
         memory: The local arena.
         num_blocks: Its pages.
         held: Pushes wait for `FakeWriter.land` instead of landing at once.
+
+    Attributes:
+        broken: Whether every push fails, though peers can be connected.
     """
 
     def __init__(
         self, fabric: FakeFabric, memory: memoryview, *, num_blocks: int, held: bool = False
     ) -> None:
-        self._fabric = fabric
+        self.fabric = fabric
         self._memory = memory
         self._num_blocks = num_blocks
         self._held = held
+        self.broken = False
         self.writers: list[FakeWriter] = []
 
     def connect(
@@ -73,11 +80,11 @@ class FakeSender:
         """Opens the peer's memory."""
         there = layout if peer is None else peer
         plan = plan_link(layout, there)
-        if handle.opaque not in self._fabric.regions:
+        if handle.opaque not in self.fabric.regions:
             raise TransferError("the handle resolves to nothing")
         source = layer_pages(self._memory, layout, self._num_blocks)
-        writer = FakeWriter(self._fabric, handle, source, there, plan)
-        writer.held = self._held
+        writer = FakeWriter(self.fabric, handle, source, there, plan)
+        writer.held, writer.broken = self._held, self.broken
         self.writers.append(writer)
         return writer
 
@@ -99,7 +106,7 @@ class FakeWriter:
         self._target_layout = target_layout
         self._plan = plan
         self._waiting: list[tuple[Push, Done]] = []
-        self.held = False
+        self.held = self.broken = False
         self.closed = False
 
     def push(self, push: Push, done: Done) -> None:
@@ -126,6 +133,8 @@ class FakeWriter:
 
     def _copy(self, push: Push) -> None:
         found = self._fabric.regions.get(self._handle.opaque)
+        if self.broken:
+            raise TransferError("the way is broken")
         if found is None:
             raise TransferError("the region was taken back")
         memory, num_blocks = found

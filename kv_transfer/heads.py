@@ -100,11 +100,12 @@ def plan_link(source: KvLayout, target: KvLayout) -> LinkPlan:
     Raises:
         IncompatibleError: The pages cannot be matched, or this pair has nothing to hand over; names the field.
     """
-    _check(source, target)
+    refuse_difference(source, target)
     slices = tuple(_pair_slices(source, target))
     if not slices:
         raise IncompatibleError(
-            f"tp_rank: {source.tp_rank} of {source.tp_size} has no heads to send to {target.tp_rank} of {target.tp_size}"
+            f"tp_rank: {source.tp_rank} of {source.tp_size} has no heads to send to {target.tp_rank} of {target.tp_size}",
+            param="tp_rank",
         )
     places = {name: index for index, name in enumerate(target.layers)}
     target_layers = tuple(places.get(name) for name in source.layers)
@@ -130,15 +131,21 @@ def plan_sender(source: KvLayout, target: KvLayout) -> tuple[HeadSlice, ...]:
     Raises:
         IncompatibleError: The pages cannot be matched; names the field.
     """
-    _check(source, target)
+    refuse_difference(source, target)
     ranks = (replace(target, tp_rank=rank) for rank in range(target.tp_size))
     return tuple(part for rank in ranks for part in _pair_slices(source, rank))
 
 
-def _check(source: KvLayout, target: KvLayout) -> None:
+def refuse_difference(source: KvLayout, target: KvLayout) -> None:
+    """Refuses pages that cannot be matched.
+
+    Raises:
+        IncompatibleError: Names the field.
+    """
     difference = source.difference(target)
     if difference is not None:
-        raise IncompatibleError(f"KV layouts differ in {difference}")
+        field = difference.partition(":")[0]
+        raise IncompatibleError(f"KV layouts differ in {difference}", param=field)
 
 
 def _pair_slices(source: KvLayout, target: KvLayout) -> Iterator[HeadSlice]:

@@ -1,6 +1,7 @@
-"""How fast a backend moves pages here, measured on the pushes themselves.
+"""How fast the way to a peer is: tried at the handshake, and measured ever after on the pushes themselves.
 
-No probe is written at the handshake: there is no page yet that the sender may write to. The first pushes say it soon enough.
+The trial (`try_out`) writes into the peer's spare page, which belongs to no sequence (`baton.layout.SPARE_BLOCKS`). It shows
+that the way carries anything at all before a prompt depends on it, and gives the first figures.
 """
 
 import threading
@@ -9,24 +10,35 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import TransferError
-from baton.layout import KvLayout
-from kv_transfer.heads import LinkPlan, plan_link
-from kv_transfer.ports import KvSender, KvWriter, Push, RegionHandle
+from baton.ids import BlockId, XferId
+from kv_transfer.heads import LinkPlan
+from kv_transfer.ports import KvWriter, Lease, Push
 
 _KEEP = 0.9
 """What is left of a push's weight after the next one: the last ten or so make the figure."""
+_TRIALS = 3
+_TRIAL_BYTES = 1 << 20
+_MAX_TRIAL_PAGES = 64
+_TRIAL_TIMEOUT_S = 5.0
+_TRIAL = XferId("link")
 
 Done = Callable[[TransferError | None], None]
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """The rate of one way to a peer: bytes and the seconds in which they moved, both decaying alike.
+    """The speed of one way to a peer.
 
-    Bytes weigh: a small push takes longer per byte, and says little about the link.
+    The rate is bytes over the seconds in which they moved, both decaying alike. Bytes weigh: a small push takes longer per
+    byte, and says little about the link.
+
+    Attributes:
+        backend: By which the pages go.
+        latency_s: How long a single page took at the handshake; 0 where it was not tried.
     """
 
     backend: str
+    latency_s: float = 0.0
     _bytes: float = 0.0
     _seconds: float = 0.0
     _last_done_s: float = 0.0
@@ -47,38 +59,6 @@ class Link:
             return self._bytes / self._seconds if self._seconds > 0 else 0.0
 
 
-class MeasuredSender:
-    """A backend's sender whose links are measured."""
-
-    def __init__(self, backend: str, sender: KvSender) -> None:
-        self._backend = backend
-        self._sender = sender
-        self._lock = threading.Lock()
-        self._links: list[Link] = []
-
-    def connect(
-        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
-    ) -> "MeasuredWriter":
-        """As the backend's, and with the errors it raises."""
-        plan = plan_link(layout, layout if peer is None else peer)
-        writer = self._sender.connect(handle, layout, peer)
-        link = Link(backend=self._backend)
-        with self._lock:
-            self._links.append(link)
-        return MeasuredWriter(writer, link, plan, self._forget)
-
-    def bytes_per_second(self) -> float:
-        """The mean over the links that are open and have moved something; 0 without any."""
-        with self._lock:
-            rates = [rate for link in self._links if (rate := link.bytes_per_second) > 0]
-        return sum(rates) / len(rates) if rates else 0.0
-
-    def _forget(self, link: Link) -> None:
-        with self._lock:
-            if link in self._links:
-                self._links.remove(link)
-
-
 class MeasuredWriter:
     """A backend's writer, with a watch in its hand.
 
@@ -86,13 +66,10 @@ class MeasuredWriter:
         link: What was measured.
     """
 
-    def __init__(
-        self, writer: KvWriter, link: Link, plan: LinkPlan, forget: Callable[[Link], None]
-    ) -> None:
+    def __init__(self, writer: KvWriter, link: Link, plan: LinkPlan) -> None:
         self.link = link
         self._writer = writer
         self._page_layer_bytes = sum(part.length for part in plan.slices)
-        self._forget = forget
 
     def push(self, push: Push, done: Done) -> None:
         """As the backend's."""
@@ -108,4 +85,60 @@ class MeasuredWriter:
     def close(self) -> None:
         """As the backend's."""
         self._writer.close()
-        self._forget(self.link)
+
+
+def try_out(
+    writer: MeasuredWriter,
+    plan: LinkPlan,
+    *,
+    source: BlockId,
+    target: BlockId,
+    lease: Lease | None = None,
+    timeout_s: float = _TRIAL_TIMEOUT_S,
+) -> None:
+    """Writes a page of one layer a few times, then about a megabyte. Blocks; milliseconds where all is well.
+
+    Args:
+        writer: To the peer; its `link` knows the way's speed afterwards.
+        plan: What it writes of each page.
+        source: A page here, whatever it holds.
+        target: The peer's spare page.
+        lease: What lets it.
+        timeout_s: How long a link may take that is any good.
+
+    Raises:
+        TransferError: The way carries nothing, or not in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    layer = next(n for n, there in enumerate(plan.target_layers) if there is not None)
+
+    def write(pages: int) -> float:
+        begin_s = time.monotonic()
+        push = Push(
+            xfer_id=_TRIAL,
+            layer_index=layer,
+            source=(source,) * pages,
+            target=(target,) * pages,
+            lease=lease,
+        )
+        _carry(writer, push, deadline_s)
+        return time.monotonic() - begin_s
+
+    write(1)  # opens what is opened at first use
+    writer.link.latency_s = min(write(1) for _ in range(_TRIALS))
+    written = sum(part.length for part in plan.slices)
+    write(min(max(_TRIAL_BYTES // written, 1), _MAX_TRIAL_PAGES))
+
+
+def _carry(writer: KvWriter, push: Push, deadline_s: float) -> None:
+    came, errors = threading.Event(), list[TransferError | None]()
+
+    def done(error: TransferError | None) -> None:
+        errors.append(error)
+        came.set()
+
+    writer.push(push, done)
+    if not came.wait(max(deadline_s - time.monotonic(), 0.0)):
+        raise TransferError("the link carried nothing in time")
+    if errors[0] is not None:
+        raise errors[0]

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from baton.ids import BlockId
 from baton.native import CannotBuildError, Library, build
 from baton.telemetry.logs import get_logger
-from kv_transfer.plan import runs
+from kv_transfer.plan import Numbers, runs
 
 Pages = npt.NDArray[np.uint8]
-"""One layer's arena as rows: `[num_blocks, page_layer_bytes]`."""
+"""One layer's arena, or a part of each of its pages, as rows: `[num_blocks, page_layer_bytes]`."""
 
 _log = get_logger(__name__)
 
@@ -26,16 +25,13 @@ _LIBRARY = Library(
     sources=(Path(__file__).with_name("page_copy.c"),),
     flags=("-O3", "-march=native"),
 )
-_LONG_BYTES = 256 * 1024
 
 
-def copy_whole_pages(
-    source: Pages, target: Pages, from_pages: tuple[BlockId, ...], to_pages: tuple[BlockId, ...]
-) -> None:
-    """Copies page by page; the caller has checked that all of them are there.
+def copy_rows(source: Pages, target: Pages, from_pages: Numbers, to_pages: Numbers) -> None:
+    """Copies row by row; the caller has checked that all of them are there. Lets other threads run meanwhile.
 
     Args:
-        source: Rows of `page_bytes`, contiguous.
+        source: Rows of as many bytes as `target`'s; neighbouring rows may lie apart, the bytes of one do not.
         target: The same, elsewhere.
         from_pages: Rows of `source`.
         to_pages: Rows of `target`, as many.
@@ -44,30 +40,22 @@ def copy_whole_pages(
     if library is None:
         _copy_runs(source, target, from_pages, to_pages)
         return
-    sources = np.array(from_pages, dtype=np.int64)
-    targets = np.array(to_pages, dtype=np.int64)
-    library.baton_copy_pages(
+    library.baton_copy_rows(
         target.ctypes.data,
         source.ctypes.data,
-        targets.ctypes.data,
-        sources.ctypes.data,
-        len(sources),
+        to_pages.ctypes.data,
+        from_pages.ctypes.data,
+        len(from_pages),
+        target.strides[0],
+        source.strides[0],
         source.shape[1],
     )
 
 
-def _copy_runs(
-    source: Pages, target: Pages, from_pages: tuple[BlockId, ...], to_pages: tuple[BlockId, ...]
-) -> None:
-    size = source.shape[1]
-    here, there = source.reshape(-1).data, target.reshape(-1).data
+def _copy_runs(source: Pages, target: Pages, from_pages: Numbers, to_pages: Numbers) -> None:
     # Slices of runs: a fancy index would copy through a temporary, twice the traffic.
-    for begin, to, count in runs(from_pages, to_pages):
-        # A short copy takes less time than numpy's way to it. A long one lets other threads run meanwhile, as numpy does.
-        if count * size < _LONG_BYTES:
-            there[to * size : (to + count) * size] = here[begin * size : (begin + count) * size]
-        else:
-            target[to : to + count] = source[begin : begin + count]
+    for begin, to, count in runs(from_pages.tolist(), to_pages.tolist()):
+        target[to : to + count] = source[begin : begin + count]
 
 
 @cache
@@ -79,6 +67,6 @@ def load_library(cache_dir: Path | None = None) -> ctypes.CDLL | None:
         _log.warning("pages are copied without the C function", reason=str(error))
         return None
     pointer = ctypes.c_void_p
-    library.baton_copy_pages.argtypes = [*[pointer] * 4, ctypes.c_int64, ctypes.c_int64]
-    library.baton_copy_pages.restype = None
+    library.baton_copy_rows.argtypes = [*[pointer] * 4, *[ctypes.c_int64] * 4]
+    library.baton_copy_rows.restype = None
     return library

@@ -8,12 +8,17 @@ Pure. Which part of each page is written, where the two workers spread the heads
     pushed                  32→7  33→9
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from baton.errors import TransferError
 from baton.ids import BlockId
+
+Numbers = npt.NDArray[np.int64]
+"""Page numbers as code outside Python wants them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,19 +86,19 @@ def check_export(export: Export, *, num_blocks: int, num_layers: int) -> None:
         raise TransferError(f"blocks {export.first_block} to {end} of a prompt of {num_blocks}")
 
 
-def check_pages(pages: tuple[BlockId, ...], region_blocks: int) -> None:
-    """Refuses page ids outside a region.
+def check_pages(pages: tuple[BlockId, ...], region_blocks: int) -> Numbers:
+    """The page ids as an array, none of them outside a region.
 
     Raises:
         TransferError: Names the id.
     """
-    if not pages:
-        return
     numbers = np.fromiter(pages, dtype=np.int64, count=len(pages))
-    lowest, highest = int(numbers.min()), int(numbers.max())
-    if lowest < 0 or highest >= region_blocks:
-        wrong = lowest if lowest < 0 else highest
-        raise TransferError(f"page {wrong} of a region of {region_blocks}")
+    if len(numbers):
+        lowest, highest = int(numbers.min()), int(numbers.max())
+        if lowest < 0 or highest >= region_blocks:
+            wrong = lowest if lowest < 0 else highest
+            raise TransferError(f"page {wrong} of a region of {region_blocks}")
+    return numbers
 
 
 def plan_pages(export: Export, grant: Grant) -> PagePlan | None:
@@ -109,7 +114,7 @@ def plan_pages(export: Export, grant: Grant) -> PagePlan | None:
     )
 
 
-def runs(source: tuple[BlockId, ...], target: tuple[BlockId, ...]) -> list[tuple[int, int, int]]:
+def runs(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int, int]]:
     """Splits a copy into (source, target, count) runs that are contiguous on both sides."""
     found: list[tuple[int, int, int]] = []
     begin = 0

@@ -9,54 +9,35 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import grpc
 
 from baton.clock import Clock
-from baton.errors import (
-    BatonError,
-    IncompatibleError,
-    StaleIncarnationError,
-    TransferError,
-    WorkerLostError,
-)
-from baton.ids import WorkerIdentity
-from baton.layout import KvLayout
+from baton.errors import BatonError, IncompatibleError, TransferError, WorkerLostError
+from baton.ids import BlockId, WorkerIdentity
 from baton.rpc.channel import open_channel
-from baton.rpc.convert import (
-    PROTOCOL_VERSION,
-    failure_from_proto,
-    identity_from_proto,
-    identity_to_proto,
-    layout_from_proto,
-    layout_to_proto,
-)
+from baton.rpc.convert import failure_from_proto
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.telemetry.logs import get_logger
 from kv_transfer.checksum import PageHashes
 from kv_transfer.convert import SessionTerms, reply_from_proto, request_to_proto
-from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.handshake import Accepted, Endpoint, greet, no_way, read_accepted
+from kv_transfer.heads import LinkPlan
 from kv_transfer.lease import WriteLease
+from kv_transfer.link import Link, MeasuredWriter, try_out
 from kv_transfer.messages import Heartbeat, ToDecode, ToPrefill
-from kv_transfer.ports import KvSender, KvWriter, RegionHandle
+from kv_transfer.ports import KvSender, KvWriter
 from kv_transfer.pusher import Pusher
-from kv_transfer.ticket import TicketOffice, region_digest
+from kv_transfer.seal import SessionSeal
+from kv_transfer.ticket import region_digest
 
 _log = get_logger(__name__)
 
 _HANDSHAKE_TIMEOUT_S = 10.0
-_MIN_LEASE_S, _MAX_LEASE_S = 0.05, 3600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """Who a worker is at the handshake, and what it proves it with."""
-
-    identity: WorkerIdentity
-    layout: KvLayout
-    office: TicketOffice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +46,16 @@ class OpenedSession:
 
     Attributes:
         pusher: Writes into the peer's region.
-        region_blocks: Pages of that region.
+        region_blocks: Pages of that region that may be granted.
         link: What is written of each page.
+        speed: Of the way there, as it is measured.
         checksums: Whether commits have to carry them.
     """
 
     pusher: Pusher
     region_blocks: int
     link: LinkPlan
+    speed: Link
     checksums: bool
 
 
@@ -81,6 +64,9 @@ class SessionListener(Protocol):
 
     def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
         """The handshake succeeded and the peer's region is mapped."""
+
+    def on_unreachable(self, peer: WorkerIdentity, backend: str, error: TransferError) -> None:
+        """The peer's region cannot be written to by the backend that it chose; the next one is tried."""
 
     def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
         """The peer says something."""
@@ -103,6 +89,7 @@ class PeerSession:
         hashes: PageHashes,
         clock: Clock,
         number: int,
+        spare: BlockId | None = None,
     ) -> None:
         """Starts dialling; must be called on the event loop.
 
@@ -115,6 +102,7 @@ class PeerSession:
             hashes: Of the local arena.
             clock: Monotonic.
             number: Of this worker's sessions with this peer; each has a greater one.
+            spare: A page of the local arena to try the link with; without one it is measured on real pages only.
         """
         self._here = here
         self._peer = peer
@@ -124,9 +112,13 @@ class PeerSession:
         self._hashes = hashes
         self._clock = clock
         self._number = number
+        self._spare = spare
+        self._offers: asyncio.Queue[Accepted] = asyncio.Queue()
         self._lease: WriteLease | None = None
         self._terms: SessionTerms | None = None
         self._beats: dict[int, float] = {}
+        key = here.office.session_key(here.identity, peer, number, here.layout.digest())
+        self._seal = SessionSeal(key, prefills=True)
         self._outgoing: asyncio.Queue[pb.TransferRequest] = asyncio.Queue()
         self._connecting: asyncio.Task[KvWriter] | None = None
         self._pusher: Pusher | None = None
@@ -176,45 +168,41 @@ class PeerSession:
                 await asyncio.to_thread(way.close)
         await channel.close(None)
 
-    async def _requests(self) -> AsyncIterator[pb.TransferRequest]:
-        yield pb.TransferRequest(
-            open=pb.OpenSession(
-                protocol_version=PROTOCOL_VERSION,
-                identity=identity_to_proto(self._here.identity),
-                expected_peer=identity_to_proto(self._peer),
-                layout=layout_to_proto(self._here.layout),
-                backends=list(self._senders),
-                number=self._number,
-                mac=self._here.office.session_mac(self._here.identity, self._peer, self._number),
-            )
-        )
+    async def _requests(self) -> AsyncIterator[common_pb2.Signed]:
+        hello = greet(self._here, self._peer, list(self._senders), self._number)
+        yield self._here.office.seal_opening(pb.TransferRequest(open=hello))
         while True:
-            yield await self._outgoing.get()
+            yield self._seal.seal(await self._outgoing.get())
 
     async def _talk(
-        self, call: grpc.aio.StreamStreamCall[pb.TransferRequest, pb.TransferReply]
+        self, call: grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
     ) -> None:
         asked_s = self._clock.now_s()
-        replies = call.__aiter__()
+        replies = self._unsealed(call)
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
                 reply = await anext(replies, None)
             if reply is None:
                 raise WorkerLostError(f"{self._peer} hung up before it answered")
-            await self._keep_up(self._agreed(reply, asked_s), replies)
+            self._offers.put_nowait(self._agreed(reply, asked_s))
+            await self._keep_up(replies)
         finally:
             call.cancel()
 
-    async def _keep_up(
-        self, accepted: pb.SessionAccepted, replies: AsyncIterator[pb.TransferReply]
-    ) -> None:
+    async def _unsealed(
+        self, call: grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
+    ) -> AsyncIterator[pb.TransferReply]:
+        async for signed in call:
+            yield self._seal.open(signed, pb.TransferReply())
+
+    async def _keep_up(self, replies: AsyncIterator[pb.TransferReply]) -> None:
         """Maps the region, renews the lease and listens, all at once, until one of them fails.
 
-        Beats do not wait for the region: mapping it may take longer than a lease.
+        Beats do not wait for the region: mapping it, by one backend or another, may take longer than a lease.
         """
         tasks = [
             asyncio.create_task(part)
-            for part in (self._map_region(accepted), self._beat(), self._listen(replies))
+            for part in (self._find_way(), self._beat(), self._listen(replies))
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -249,60 +237,108 @@ class PeerSession:
     async def _listen(self, replies: AsyncIterator[pb.TransferReply]) -> None:
         assert self._terms is not None
         async for reply in replies:
-            if reply.WhichOneof("reply") == "heartbeat":
-                self._answered(reply.heartbeat.number)
-            else:
-                self._listener.on_message(self._peer, reply_from_proto(reply, self._terms))
+            match reply.WhichOneof("reply"):
+                case "heartbeat":
+                    self._answered(reply.heartbeat.number)
+                case "accepted" | "refused":
+                    self._offers.put_nowait(self._offered(reply))
+                case _:
+                    self._listener.on_message(self._peer, reply_from_proto(reply, self._terms))
         raise WorkerLostError(f"{self._peer} ended the session")
 
-    def _agreed(self, reply: pb.TransferReply, asked_s: float) -> pb.SessionAccepted:
+    def _agreed(self, reply: pb.TransferReply, asked_s: float) -> Accepted:
         """What the peer accepted; the lease counts from before it can have counted itself."""
+        accepted = self._offered(reply)
+        self._lease = WriteLease(self._clock, accepted.lease_s, asked_s)
+        return accepted
+
+    def _offered(self, reply: pb.TransferReply) -> Accepted:
+        """A region to write to. Whatever is granted from here on is bound to it."""
         if reply.WhichOneof("reply") == "refused":
             raise failure_from_proto(reply.refused)
-        accepted = reply.accepted
-        identity = identity_from_proto(accepted.identity)
-        if identity != self._peer:
-            raise StaleIncarnationError(f"{self._address} is {identity}, expected {self._peer}")
-        plan_link(self._here.layout, layout_from_proto(accepted.layout))  # refuses by name
-        lease_s = accepted.lease_ms / 1000
-        if not _MIN_LEASE_S <= lease_s <= _MAX_LEASE_S:
-            raise IncompatibleError(f"lease_ms: {accepted.lease_ms} of {self._peer}")
-        self._lease = WriteLease(self._clock, lease_s, asked_s)
+        accepted = read_accepted(reply.accepted, self._here, self._peer, self._senders)
         self._terms = SessionTerms(
             office=self._here.office,
             target=self._peer,
             layout_digest=self._here.layout.content_digest(),
-            region=region_digest(accepted.region),
-            lease_s=lease_s,
+            region=region_digest(accepted.handle.opaque),
+            lease_s=accepted.lease_s,
         )
         return accepted
 
-    async def _map_region(self, accepted: pb.SessionAccepted) -> None:
-        sender = self._senders.get(accepted.backend)
-        if sender is None:
-            raise IncompatibleError(
-                f"{self._peer} chose a backend not offered: {accepted.backend!r}"
-            )
-        layout = layout_from_proto(accepted.layout)
-        link = plan_link(self._here.layout, layout)
-        handle = RegionHandle(
-            backend=accepted.backend, opaque=accepted.region, num_blocks=accepted.num_blocks
-        )
-        # Shielded: a writer that is still being made when the session ends has to be closed all the same.
-        connect = asyncio.to_thread(sender.connect, handle, self._here.layout, layout)
-        self._connecting = asyncio.create_task(connect)
-        writer = await asyncio.shield(self._connecting)
+    async def _find_way(self) -> None:
+        """Tries one backend after the other, as the peer offers them.
+
+        Raises:
+            IncompatibleError: None works.
+        """
+        tried: list[str] = []
+        while True:
+            accepted = await self._offers.get()
+            backend = accepted.handle.backend
+            if backend in tried:
+                raise no_way(tried)
+            tried.append(backend)
+            try:
+                opened = await self._open_way(accepted)
+            except TransferError as error:
+                self._give_way(backend, error)
+            else:
+                self._listener.on_open(self._peer, opened)
+                return
+
+    def _give_way(self, backend: str, error: TransferError) -> None:
+        self._listener.on_unreachable(self._peer, backend, error)
+        unreachable = pb.RegionUnreachable(backend=backend, reason=error.message)
+        self._outgoing.put_nowait(pb.TransferRequest(unreachable=unreachable))
+
+    async def _open_way(self, accepted: Accepted) -> OpenedSession:
+        """Maps the region and tries the way out.
+
+        Raises:
+            TransferError: It cannot be mapped, or the way carries nothing.
+        """
         assert self._lease is not None
+        sender = self._senders[accepted.handle.backend]
+        # Shielded: a writer that is still being made when the session ends has to be closed all the same.
+        connect = asyncio.to_thread(
+            sender.connect, accepted.handle, self._here.layout, accepted.layout
+        )
+        self._connecting = asyncio.create_task(connect)
+        writer = MeasuredWriter(
+            await asyncio.shield(self._connecting),
+            Link(backend=accepted.handle.backend),
+            accepted.link,
+        )
+        await self._try_out(writer, accepted)
         self._pusher = Pusher(
             writer,
             lease=self._lease,
-            link=link,
+            link=accepted.link,
             hashes=self._hashes if accepted.checksums else None,
         )
-        opened = OpenedSession(
+        return OpenedSession(
             pusher=self._pusher,
             region_blocks=accepted.num_blocks,
-            link=link,
+            link=accepted.link,
+            speed=writer.link,
             checksums=accepted.checksums,
         )
-        self._listener.on_open(self._peer, opened)
+
+    async def _try_out(self, writer: MeasuredWriter, accepted: Accepted) -> None:
+        if self._spare is None or accepted.spare is None:
+            return
+        trial = partial(
+            try_out,
+            writer,
+            accepted.link,
+            source=self._spare,
+            target=accepted.spare,
+            lease=self._lease,
+        )
+        try:
+            await asyncio.to_thread(trial)
+        except TransferError:
+            await asyncio.shield(asyncio.to_thread(writer.close))
+            self._connecting = None
+            raise

@@ -4,43 +4,40 @@ Counterpart of `session.py`, where the handshake is begun.
 """
 
 import asyncio
-import hmac
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc
 
-from baton.errors import (
-    BatonError,
-    IncompatibleError,
-    StaleIncarnationError,
-    TicketError,
-    TransferError,
-)
+from baton.errors import BatonError, TicketError, TransferError
 from baton.ids import WorkerIdentity
-from baton.rpc.convert import (
-    PROTOCOL_VERSION,
-    failure_to_proto,
-    identity_from_proto,
-    identity_to_proto,
-    layout_from_proto,
-    layout_to_proto,
-)
+from baton.rpc.convert import failure_to_proto, identity_from_proto, layout_from_proto
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.telemetry.logs import get_logger
 from kv_transfer.convert import SessionTerms, reply_to_proto, request_from_proto
-from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.handshake import (
+    Agreed,
+    Doorkeeper,
+    Endpoint,
+    SessionOffer,
+    accept,
+    no_way,
+    refused_field,
+)
+from kv_transfer.heads import LinkPlan
 from kv_transfer.messages import Heartbeat, SessionId, ToDecode, ToPrefill
 from kv_transfer.ports import KvReceiver, RegionHandle
-from kv_transfer.session import Endpoint
+from kv_transfer.seal import SessionSeal
 from kv_transfer.ticket import region_digest
 
 _log = get_logger(__name__)
 
 _HANDSHAKE_TIMEOUT_S = 10.0
-_MAX_KNOWN_PEERS = 4096
+_MAX_REASON = 500
 
 
 class SessionHost(Protocol):
@@ -48,6 +45,9 @@ class SessionHost(Protocol):
 
     def on_session_open(self, session: SessionId, peer: WorkerIdentity, link: LinkPlan) -> None:
         """A prefill worker was let in; `link` is what it writes of each page."""
+
+    def on_handshake_refused(self, field: str) -> None:
+        """A prefill worker was not let in, or found no way to the arena: this field did not fit."""
 
     def on_ticket_refused(self, error: TicketError) -> None:
         """A prefill worker showed a permit that is not good; its request is dropped."""
@@ -62,38 +62,51 @@ class SessionHost(Protocol):
         """The peer of this session can never write here again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOffer:
-    """What a decode worker offers to all of its peers.
+class _Fence:
+    """Tells once that a session's peer can never write here again: when every way in that it was shown is shut."""
 
-    Attributes:
-        num_blocks: Pages of its region.
-        lease_s: How long what it grants holds without a heartbeat.
-        checksums: Whether commits have to carry them.
-    """
+    def __init__(self, fenced: Callable[[], None]) -> None:
+        self._fenced = fenced
+        self._lock = threading.Lock()
+        self._open = 1
 
-    num_blocks: int
-    lease_s: float
-    checksums: bool
+    def revoke(self, receiver: KvReceiver, handle: RegionHandle) -> None:
+        """Shuts one way."""
+        with self._lock:
+            self._open += 1
+        receiver.revoke(handle, self.shut)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Agreed:
-    """What a handshake came to."""
-
-    peer: WorkerIdentity
-    link: LinkPlan
-    backend: str
+    def shut(self) -> None:
+        """One way is shut; the last time, that no other will be shown. From any thread."""
+        with self._lock:
+            self._open -= 1
+            last = self._open == 0
+        if last:
+            self._fenced()
 
 
 @dataclass(slots=True, eq=False)
 class _Served:
-    """One session as the decode worker serves it."""
+    """One session as the decode worker serves it.
 
-    peer: WorkerIdentity
+    Attributes:
+        agreed: What the handshake came to.
+        fence: Of all the ways in that the peer was shown.
+        handle: The way in that counts.
+        terms: What binds tickets to it.
+        tried: Backends that did not work.
+        outgoing: What is to be said.
+        cut: Set when the peer is to be cut off.
+    """
+
+    agreed: Agreed
+    fence: _Fence
+    handle: RegionHandle
     terms: SessionTerms
-    outgoing: asyncio.Queue[pb.TransferReply]
+    seal: SessionSeal
     cut: asyncio.Future[BatonError]
+    tried: list[str] = field(default_factory=list)
+    outgoing: asyncio.Queue[pb.TransferReply] = field(default_factory=asyncio.Queue)
 
 
 class TransferService(pb_grpc.TransferServicer):
@@ -109,7 +122,7 @@ class TransferService(pb_grpc.TransferServicer):
     ) -> None:
         self._here = here
         self._offer = offer
-        self._newest: dict[WorkerIdentity, int] = {}
+        self._door = Doorkeeper(here, receivers)
         self._receivers = receivers
         self._host = host
         self._sessions: dict[SessionId, _Served] = {}
@@ -130,95 +143,71 @@ class TransferService(pb_grpc.TransferServicer):
         """Cuts a peer off, which fences it."""
         served = self._sessions.get(session)
         if served is not None and not served.cut.done():
-            _log.warning("cutting a prefill worker off", peer=str(served.peer), error=error.message)
+            _log.warning(
+                "cutting a prefill worker off", peer=str(served.agreed.peer), error=error.message
+            )
             served.cut.set_result(error)
 
     async def Session(  # type: ignore[override]  # noqa: N802  # the stub's name; a coroutine that writes, not an iterator
         self,
-        request_iterator: AsyncIterator[pb.TransferRequest],
-        context: grpc.aio.ServicerContext[pb.TransferRequest, pb.TransferReply],
+        request_iterator: AsyncIterator[common_pb2.Signed],
+        context: grpc.aio.ServicerContext[common_pb2.Signed, common_pb2.Signed],
     ) -> None:
         """One prefill worker's session, until either side ends it."""
         requests = aiter(request_iterator)
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
-                opening = await anext(requests, pb.TransferRequest())
-            agreed = self._agree(opening)
+                signed = await anext(requests, common_pb2.Signed())
+            opening = self._here.office.open_opening(signed)
         except TimeoutError:
             return
+        except TicketError as error:
+            self._host.on_ticket_refused(error)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
+        seal = self._seal(opening.open)
+        try:
+            agreed = self._door.agree(opening)
         except BatonError as error:
-            await context.write(pb.TransferReply(refused=failure_to_proto(error)))
+            self._count(error)
+            await context.write(seal.seal(pb.TransferReply(refused=failure_to_proto(error))))
             return
-        await self._serve(requests, context, agreed)
+        await self._serve(requests, context, agreed, seal)
 
-    def _agree(self, opening: pb.TransferRequest) -> _Agreed:
-        """Who the peer is, what it writes of each page, and by which backend.
+    def _seal(self, hello: pb.OpenSession) -> SessionSeal:
+        source, target = (
+            identity_from_proto(hello.identity),
+            identity_from_proto(hello.expected_peer),
+        )
+        rank = layout_from_proto(hello.layout).digest()
+        key = self._here.office.session_key(source, target, hello.number, rank)
+        return SessionSeal(key, prefills=False)
 
-        Raises:
-            IncompatibleError: Names what differs.
-            StaleIncarnationError: The peer means another start of this worker, or shows an old greeting.
-            TicketError: The peer cannot prove that it belongs to this cluster.
-        """
-        if opening.WhichOneof("request") != "open":
-            raise IncompatibleError("a session begins with OpenSession")
-        hello = opening.open
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise IncompatibleError(
-                f"protocol_version: {PROTOCOL_VERSION} here, {hello.protocol_version} there"
-            )
-        expected = identity_from_proto(hello.expected_peer)
-        if expected != self._here.identity:
-            raise StaleIncarnationError(f"this is {self._here.identity}, not {expected}")
-        theirs = layout_from_proto(hello.layout)
-        difference = self._here.layout.difference(theirs)
-        if difference is not None:
-            raise IncompatibleError(f"KV layouts differ in {difference}")
-        link = plan_link(theirs, self._here.layout)  # refuses a pair of ranks that share no heads
-        backend = next((name for name in hello.backends if name in self._receivers), None)
-        if backend is None:
-            raise IncompatibleError(
-                f"backends: {sorted(self._receivers)} here, {sorted(hello.backends)} there"
-            )
-        peer = self._identified(hello)
-        return _Agreed(peer=peer, link=link, backend=backend)
-
-    def _identified(self, hello: pb.OpenSession) -> WorkerIdentity:
-        peer, office = identity_from_proto(hello.identity), self._here.office
-        wanted = office.session_mac(peer, self._here.identity, hello.number)
-        if not hmac.compare_digest(hello.mac, wanted):
-            raise self._refused(TicketError("the session is not signed by this cluster"))
-        if hello.number <= self._newest.get(peer, 0):
-            raise StaleIncarnationError(f"session {hello.number} of {peer} has been opened before")
-        self._newest.pop(peer, None)  # so that the order is that of use
-        self._newest[peer] = hello.number
-        if len(self._newest) > _MAX_KNOWN_PEERS:
-            del self._newest[next(iter(self._newest))]
-        return peer
-
-    def _refused(self, error: TicketError) -> TicketError:
-        self._host.on_ticket_refused(error)
-        return error
+    def _count(self, error: BatonError) -> None:
+        refused = refused_field(error)
+        if refused is not None:
+            self._host.on_handshake_refused(refused)
 
     async def _serve(
         self,
-        requests: AsyncIterator[pb.TransferRequest],
-        context: grpc.aio.ServicerContext[pb.TransferRequest, pb.TransferReply],
-        agreed: _Agreed,
+        requests: AsyncIterator[common_pb2.Signed],
+        context: grpc.aio.ServicerContext[common_pb2.Signed, common_pb2.Signed],
+        agreed: Agreed,
+        seal: SessionSeal,
     ) -> None:
         self._next += 1
-        session, peer = SessionId(self._next), agreed.peer
-        receiver = self._receivers[agreed.backend]
-        handle = receiver.handle()
-        loop = asyncio.get_running_loop()
+        session, loop = SessionId(self._next), asyncio.get_running_loop()
+        handle = self._receivers[agreed.backends[0]].handle()
         served = _Served(
-            peer=peer,
+            agreed=agreed,
+            fence=_Fence(lambda: _tell(loop, self._host.on_peer_fenced, session)),
+            handle=handle,
             terms=self._terms(handle),
-            outgoing=asyncio.Queue(),
+            seal=seal,
             cut=loop.create_future(),
         )
         self._sessions[session] = served
-        served.outgoing.put_nowait(self._accepted(handle))
-        self._host.on_session_open(session, peer, agreed.link)
+        self._show(served)
+        self._host.on_session_open(session, agreed.peer, agreed.link)
         reading = asyncio.create_task(self._read(session, served, requests))
         writing = asyncio.create_task(_write(served, context))
         ends: list[asyncio.Future[Any]] = [reading, writing, served.cut]
@@ -229,8 +218,38 @@ class TransferService(pb_grpc.TransferServicer):
                 end.cancel()
             del self._sessions[session]
             self._host.on_session_lost(session)
-            receiver.revoke(handle, lambda: _tell(loop, self._host.on_peer_fenced, session))
+            self._revoke(served)
+            served.fence.shut()
             await asyncio.gather(reading, writing, return_exceptions=True)
+
+    def _show(self, served: _Served) -> None:
+        accepted = accept(self._here, self._offer, served.handle)
+        served.outgoing.put_nowait(pb.TransferReply(accepted=accepted))
+
+    def _revoke(self, served: _Served) -> None:
+        served.fence.revoke(self._receivers[served.handle.backend], served.handle)
+
+    def _show_another(self, served: _Served, unreachable: pb.RegionUnreachable) -> None:
+        """The peer finds no way in by the backend that was chosen: by the next one that both have."""
+        if unreachable.backend != served.handle.backend or unreachable.backend in served.tried:
+            raise TransferError(f"{unreachable.backend!r} is not the backend that was chosen")
+        _log.warning(
+            "a prefill worker cannot reach the arena",
+            peer=str(served.agreed.peer),
+            backend=unreachable.backend,
+            reason=unreachable.reason[:_MAX_REASON],
+        )
+        served.tried.append(unreachable.backend)
+        left = [name for name in served.agreed.backends if name not in served.tried]
+        if not left:
+            error = no_way(served.tried)
+            self._count(error)
+            served.outgoing.put_nowait(pb.TransferReply(refused=failure_to_proto(error)))
+            return
+        self._revoke(served)
+        served.handle = self._receivers[left[0]].handle()
+        served.terms = self._terms(served.handle)
+        self._show(served)
 
     def _terms(self, handle: RegionHandle) -> SessionTerms:
         return SessionTerms(
@@ -241,31 +260,26 @@ class TransferService(pb_grpc.TransferServicer):
             lease_s=self._offer.lease_s,
         )
 
-    def _accepted(self, handle: RegionHandle) -> pb.TransferReply:
-        return pb.TransferReply(
-            accepted=pb.SessionAccepted(
-                identity=identity_to_proto(self._here.identity),
-                backend=handle.backend,
-                region=handle.opaque,
-                num_blocks=self._offer.num_blocks,
-                layout=layout_to_proto(self._here.layout),
-                lease_ms=round(self._offer.lease_s * 1000),
-                checksums=self._offer.checksums,
-            )
-        )
-
     async def _read(
-        self, session: SessionId, served: _Served, requests: AsyncIterator[pb.TransferRequest]
+        self, session: SessionId, served: _Served, requests: AsyncIterator[common_pb2.Signed]
     ) -> None:
         try:
-            async for request in requests:
-                self._take(session, served, request)
+            async for signed in requests:
+                self._take(session, served, served.seal.open(signed, pb.TransferRequest()))
+        except TicketError as error:
+            self._host.on_ticket_refused(error)
+            _log.warning(
+                "a session's seal is broken", peer=str(served.agreed.peer), error=error.message
+            )
         except TransferError as error:
             _log.warning(
-                "a prefill worker sent nonsense", peer=str(served.peer), error=error.message
+                "a prefill worker sent nonsense", peer=str(served.agreed.peer), error=error.message
             )
 
     def _take(self, session: SessionId, served: _Served, request: pb.TransferRequest) -> None:
+        if request.WhichOneof("request") == "unreachable":
+            self._show_another(served, request.unreachable)
+            return
         try:
             message = request_from_proto(request, served.terms)
         except TicketError as error:
@@ -274,14 +288,14 @@ class TransferService(pb_grpc.TransferServicer):
         if isinstance(message, Heartbeat):
             beat = pb.Heartbeat(number=message.number)
             served.outgoing.put_nowait(pb.TransferReply(heartbeat=beat))
-        self._host.on_peer_message(session, served.peer, message)
+        self._host.on_peer_message(session, served.agreed.peer, message)
 
 
 async def _write(
-    served: _Served, context: grpc.aio.ServicerContext[pb.TransferRequest, pb.TransferReply]
+    served: _Served, context: grpc.aio.ServicerContext[common_pb2.Signed, common_pb2.Signed]
 ) -> None:
     while True:
-        await context.write(await served.outgoing.get())
+        await context.write(served.seal.seal(await served.outgoing.get()))
 
 
 def _tell(

@@ -14,8 +14,8 @@ from baton.errors import TransferError
 from baton.layout import KvLayout
 from kv_transfer.gate import TOKEN_BYTES
 from kv_transfer.heads import LinkPlan, plan_link
-from kv_transfer.page_copy import Pages, copy_whole_pages, load_library
-from kv_transfer.plan import check_pages, runs
+from kv_transfer.page_copy import Pages, copy_rows, load_library
+from kv_transfer.plan import check_pages
 from kv_transfer.ports import Push, RegionHandle
 from kv_transfer.region_server import Attachment, attach, serve_region
 from kv_transfer.regions import SharedRegion
@@ -137,14 +137,9 @@ def copy_pages(push: Push, source: list[Pages], target: list[Pages], plan: LinkP
         raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
     target_layer = plan.target_layer(push.layer_index)
     here, there = source[push.layer_index], target[target_layer]
-    check_pages(push.source, len(here))
-    check_pages(push.target, len(there))
-    if plan.whole_pages:
-        copy_whole_pages(here, there, push.source, push.target)
-        return
-    for begin, to, count in runs(push.source, push.target):
-        for part in plan.slices:
-            there[to : to + count, part.target] = here[begin : begin + count, part.source]
+    sources, targets = check_pages(push.source, len(here)), check_pages(push.target, len(there))
+    for part in plan.slices:
+        copy_rows(here[:, part.source], there[:, part.target], sources, targets)
 
 
 def layer_pages(memory: memoryview, layout: KvLayout, num_blocks: int) -> list[Pages]:

@@ -37,6 +37,7 @@ class TicketFault(Enum):
     MALFORMED = "malformed"
     VERSION = "version"
     HOLDER = "holder"
+    SEAL = "seal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,7 @@ class TicketOffice:
     def __init__(self, secret: bytes) -> None:
         self._permit_key = _derive(secret, "permit")
         self._ticket_key = _derive(secret, "ticket")
+        self._opening_key = _derive(secret, "opening")
         self._session_key = _derive(secret, "session")
 
     def sign_permit(self, permit: Permit) -> common_pb2.Signed:
@@ -167,9 +169,28 @@ class TicketOffice:
             lease_s=message.lease_ms / 1000,
         )
 
-    def session_mac(self, source: WorkerIdentity, target: WorkerIdentity, number: int) -> bytes:
-        """What a prefill worker shows to open its session `number` with `target`."""
-        return _mac(self._session_key, f"{source} {target} {number}".encode())
+    def seal_opening(self, opening: pb.TransferRequest) -> common_pb2.Signed:
+        """The first message of a session, which names it."""
+        return _sign(self._opening_key, opening.SerializeToString())
+
+    def open_opening(self, signed: common_pb2.Signed) -> pb.TransferRequest:
+        """What a prefill worker opens a session with.
+
+        Raises:
+            TicketError: Not signed with this cluster's key, or no message.
+        """
+        content = _checked(self._opening_key, signed)
+        try:
+            return pb.TransferRequest.FromString(content)
+        except DecodeError as error:
+            raise _refuse(TicketFault.MALFORMED) from error
+
+    def session_key(
+        self, source: WorkerIdentity, target: WorkerIdentity, number: int, rank: str
+    ) -> bytes:
+        """The key under which the rank of `source` with the layout digest `rank` talks to `target` in its session `number`."""
+        named = f"{source} {target} {number} {rank}"
+        return blake3(named.encode(), key=self._session_key).digest()
 
 
 def shown(permit: Permit) -> common_pb2.Signed:
@@ -231,13 +252,18 @@ def _sign(key: bytes, content: bytes) -> common_pb2.Signed:
     return common_pb2.Signed(content=content, mac=_mac(key, content))
 
 
-def _read(key: bytes, signed: common_pb2.Signed, message: _Content) -> _Content:
+def _checked(key: bytes, signed: common_pb2.Signed) -> bytes:
     if len(signed.content) > _MAX_CONTENT_BYTES:
         raise _refuse(TicketFault.MALFORMED)
     if not hmac.compare_digest(signed.mac, _mac(key, signed.content)):
         raise _refuse(TicketFault.FORGED)
+    return signed.content
+
+
+def _read(key: bytes, signed: common_pb2.Signed, message: _Content) -> _Content:
+    content = _checked(key, signed)
     try:
-        message.ParseFromString(signed.content)
+        message.ParseFromString(content)
     except DecodeError as error:
         raise _refuse(TicketFault.MALFORMED) from error
     if message.version != VERSION:

@@ -2,7 +2,13 @@
 
 from baton.generation import WorkerLoad
 from baton.rpc.block_feed import BlockFeed
-from baton.rpc.convert import blocks_to_proto, failure_to_proto, load_to_proto, sample_to_proto
+from baton.rpc.convert import (
+    blocks_to_proto,
+    failure_to_proto,
+    load_to_proto,
+    prompt_logprobs_to_proto,
+    sample_to_proto,
+)
 from baton.rpc.v1 import common_pb2, prefill_pb2
 from prefill_worker.messages import TellFailed, TellFirstTokens, TellHandedOff
 
@@ -29,10 +35,11 @@ class PrefillFrameBuilder:
                 cached_tokens=tell.cached_tokens,
                 queue_s=tell.queue_s,
                 prefill_s=tell.prefill_s,
+                prompt_logprobs=prompt_logprobs_to_proto(tell.prompt_logprobs),
             )
         )
 
-    def handed_off(self, tell: TellHandedOff) -> None:
+    def handed_off(self, tell: TellHandedOff, *, link_bytes_per_second: float) -> None:
         """Adds the end of a leg whose pages the decode worker holds."""
         self._pending += 1
         self._frame.handed_off.append(
@@ -42,6 +49,7 @@ class PrefillFrameBuilder:
                 bytes_sent=tell.done.bytes_sent,
                 reserve_wait_s=tell.done.reserve_wait_s,
                 unhidden_s=tell.done.unhidden_s,
+                link_bytes_per_second=link_bytes_per_second,
             )
         )
 

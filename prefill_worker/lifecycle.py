@@ -261,6 +261,7 @@ class PrefillLifecycle:
             cached_tokens=leg.cached_tokens,
             queue_s=leg.started_s - leg.arrived_s,
             prefill_s=now_s - leg.started_s,
+            prompt_logprobs=event.prompt_logprobs,
         )
         if all(sample.finish is not None for sample in event.tokens):
             # Nothing is left to decode: the router is told to its end here, and nobody needs the pages.

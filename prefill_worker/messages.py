@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.generation import Prompt, TokenSample
+from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import LegId, RequestId, WorkerIdentity
 from baton.rpc.frames import StreamId
 from engine.messages import Command, SeqEvent
@@ -80,6 +80,7 @@ class TellFirstTokens:
     cached_tokens: int
     queue_s: float
     prefill_s: float
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,17 @@ class PrefillMetrics:
             registry=registry,
         )
 
+        self._unreachable = Counter(
+            "baton_kv_backend_unreachable",
+            "Decode workers that could not be written to by the backend they chose; the next one was tried",
+            ["backend"],
+            registry=registry,
+        )
+
+    def unreachable(self, backend: str) -> None:
+        """A backend does not work to some decode worker; backends are a closed set."""
+        self._unreachable.labels(backend).inc()
+
     def fenced_write(self) -> None:
         """A write came too late and was not made."""
         self._fenced.inc()

@@ -21,7 +21,7 @@ from baton.errors import (
     TransferError,
 )
 from baton.generation import WorkerLoad
-from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.ids import BlockId, LegId, RequestId, WorkerIdentity
 from baton.rpc.block_feed import BlockFeed, HeldBlocks
 from baton.rpc.convert import WorkerHello, hello_to_proto, prompt_from_proto
 from baton.rpc.frames import FrameStream, StreamId, serve_stream
@@ -34,6 +34,7 @@ from engine.messages import StepEvents
 from engine.ports import EnginePort
 from kv_transfer.backends import offered
 from kv_transfer.checksum import Hashes, PageHashes
+from kv_transfer.handshake import Endpoint, refused_field
 from kv_transfer.messages import (
     FromDecode,
     GrantRefused,
@@ -46,10 +47,11 @@ from kv_transfer.messages import (
 )
 from kv_transfer.ports import KvSender
 from kv_transfer.pusher import Pusher
-from kv_transfer.session import Endpoint, OpenedSession, PeerSession
+from kv_transfer.session import OpenedSession, PeerSession
 from kv_transfer.ticket import Permit, TicketOffice, refuse_holder
 from prefill_worker.frames import PrefillFrameBuilder
 from prefill_worker.lifecycle import OWNER, PrefillLifecycle
+from prefill_worker.links import LinkMetrics
 from prefill_worker.messages import (
     Cancel,
     Connect,
@@ -116,6 +118,7 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         self._next_session = 0
         self._shared = metrics
         self._metrics = PrefillMetrics(metrics.registry)
+        self._links = LinkMetrics(metrics.registry, hello.identity)
         self._clock = clock
         self._lifecycle = PrefillLifecycle(hello.layout)
         # A hybrid worker's other service, over the same engine, tells routers of its blocks.
@@ -299,7 +302,8 @@ class PrefillWorker(pb_grpc.PrefillServicer):
             case TellFirstTokens():
                 stream.builder.first_tokens(tell)
             case TellHandedOff():
-                stream.builder.handed_off(tell)
+                rate = self._links.bytes_per_second(tell.done.peer)
+                stream.builder.handed_off(tell, link_bytes_per_second=rate)
             case TellFailed():
                 stream.builder.failed(tell)
         stream.frames.wake()
@@ -327,6 +331,7 @@ class PrefillWorker(pb_grpc.PrefillServicer):
             hashes=self._hashes,
             clock=self._clock,
             number=self._next_session,
+            spare=BlockId(self._hello.num_blocks),
         )
 
     def _push(self, action: StartPush) -> None:
@@ -341,6 +346,7 @@ class PrefillWorker(pb_grpc.PrefillServicer):
     def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
         """The session with `peer` is up."""
         self._pushers[peer] = opened.pusher
+        self._links.opened(peer, opened.speed)
         up = PeerUp(
             peer=peer,
             region_blocks=opened.region_blocks,
@@ -348,6 +354,16 @@ class PrefillWorker(pb_grpc.PrefillServicer):
             checksums=opened.checksums,
         )
         self._apply(up)
+
+    def on_unreachable(self, peer: WorkerIdentity, backend: str, error: TransferError) -> None:
+        """`peer` cannot be written to by this backend."""
+        _log.warning(
+            "a decode worker cannot be reached by a backend",
+            peer=str(peer),
+            backend=backend,
+            reason=error.message,
+        )
+        self._metrics.unreachable(backend)
 
     def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
         """`peer` says something."""
@@ -359,6 +375,10 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         """The session with `peer` is over; the next leg for it opens another."""
         _log.info("session with a decode worker ended", peer=str(peer), reason=error.message)
         self._pushers.pop(peer, None)
+        self._links.closed(peer)
+        field = refused_field(error)
+        if field is not None:
+            self._shared.handshake_refused(field)
         self._letting_go = {session for session in self._letting_go if not session.over}
         self._letting_go.add(self._sessions.pop(peer))
         self._apply(PeerDown(peer=peer, error=error))

@@ -228,7 +228,7 @@ class Attempts:
             flight.move(FlightState.PREFILLING, now_s)
             return list(self._legs.take_over(flight, pair, permit, now_s))
         # Between these two rungs there is room for a third: D fetches what a pool holds of the prompt.
-        short = len(flight.asked.tokens) <= self._patience.recompute_tokens
+        short = flight.asked.num_tokens <= self._patience.recompute_tokens
         broken = Broken(flight=flight, error=orphaned.error, blamed=orphaned.blamed)
         return self._retry(broken, now_s, decode.identity if short or other is None else None)
 

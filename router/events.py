@@ -10,7 +10,7 @@ from enum import Enum
 
 from baton.blocks import BlockReport
 from baton.errors import BatonError
-from baton.generation import FinishReason, Prompt, TokenSample, WorkerLoad
+from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import LegId, RequestId, WorkerIdentity
 from baton.rpc.convert import WorkerHello
 from kv_transfer.ticket import Permit
@@ -93,6 +93,7 @@ class FirstTokensArrived:
     cached_tokens: int
     queue_s: float
     prefill_s: float
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,7 @@ class LocallyPrefilled:
     cached_tokens: int
     queue_s: float
     prefill_s: float
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,7 @@ class HandedOff:
     bytes_sent: int
     reserve_wait_s: float
     unhidden_s: float
+    link_bytes_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,10 +258,11 @@ class AskForSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emit:
-    """Tokens for the client, in order."""
+    """Tokens for the client, in order; the first of them with the prompt's log-probabilities, where it wants those."""
 
     request_id: RequestId
     tokens: tuple[TokenSample, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

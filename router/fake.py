@@ -23,6 +23,7 @@ class FakeGenerator:
         pause_after: Tokens after which `gate` is waited for; None never waits.
         gate: Opened by the test.
         paused: Set when something waits at `gate`.
+        logprob_of: Log-probabilities of drawn tokens that have another one than all others.
         is_ready: What `ready` answers.
         is_healthy: What `healthy` answers.
         jobs: Every job that was started.
@@ -40,6 +41,7 @@ class FakeGenerator:
     pause_after: int | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     paused: asyncio.Event = field(default_factory=asyncio.Event)
+    logprob_of: dict[int, float] = field(default_factory=dict)
     is_ready: bool = True
     is_healthy: bool = True
     jobs: list[GenerationJob] = field(default_factory=list)
@@ -54,12 +56,14 @@ class FakeGenerator:
         ended = False
         try:
             output_tokens = 0
+            scores = self._prompt_logprobs(job)
             for step, samples in enumerate(self._steps(job)):
                 await self._before(step)
                 wanted = tuple(s for s in samples if (job.request_id, s.sample) not in self.stopped)
                 if wanted:
                     output_tokens += len(wanted)
-                    yield Tokens(samples=wanted)
+                    yield Tokens(samples=wanted, prompt_logprobs=scores)
+                    scores = None
             ended = True
             yield _timing(job, output_tokens)
         except BatonError:
@@ -102,6 +106,20 @@ class FakeGenerator:
             self.paused.set()
             await self.gate.wait()
 
+    def _logprobs(self, token: int, count: int | None) -> TokenLogprobs | None:
+        if count is None:
+            return None
+        own = self.logprob_of.get(token, -0.5)
+        top = tuple((token + rank, own - rank) for rank in range(count))
+        return TokenLogprobs(logprob=own, rank=1, top=top)
+
+    def _prompt_logprobs(self, job: GenerationJob) -> tuple[TokenLogprobs, ...] | None:
+        count = job.prompt.sampling.prompt_logprobs
+        if count is None:
+            return None
+        scores = (self._logprobs(token, count) for token in job.prompt.prompt_tokens[1:])
+        return tuple(score for score in scores if score is not None)
+
     def _steps(self, job: GenerationJob) -> list[list[TokenSample]]:
         lanes = [self._lane(job, sample) for sample in job.prompt.samples]
         longest = max(len(lane) for lane in lanes)
@@ -119,18 +137,11 @@ class FakeGenerator:
             TokenSample(
                 sample=sample,
                 token=token,
-                logprobs=_logprobs(token, job.prompt.sampling.logprobs),
+                logprobs=self._logprobs(token, job.prompt.sampling.logprobs),
                 finish=finish if i == last else None,
             )
             for i, token in enumerate(cut)
         ]
-
-
-def _logprobs(token: int, count: int | None) -> TokenLogprobs | None:
-    if count is None:
-        return None
-    top = tuple((token + rank, -0.5 - rank) for rank in range(count))
-    return TokenLogprobs(logprob=-0.5, rank=1, top=top)
 
 
 def _timing(job: GenerationJob, output_tokens: int) -> Timing:

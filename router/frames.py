@@ -6,7 +6,7 @@ Decode frames are the router's busiest input: one per step and worker, each with
 from collections.abc import Set
 from itertools import compress, repeat
 
-from baton.generation import TokenSample
+from baton.generation import TokenLogprobs, TokenSample
 from baton.ids import LegId, WorkerIdentity
 from baton.rpc import convert
 from baton.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
@@ -107,6 +107,7 @@ def _first_tokens(worker: WorkerIdentity, message: prefill_pb2.FirstTokens) -> E
         cached_tokens=message.cached_tokens,
         queue_s=message.queue_s,
         prefill_s=message.prefill_s,
+        prompt_logprobs=_prompt_logprobs(message),
     )
 
 
@@ -118,6 +119,7 @@ def _handed_off(worker: WorkerIdentity, message: prefill_pb2.HandedOff) -> Event
         bytes_sent=message.bytes_sent,
         reserve_wait_s=message.reserve_wait_s,
         unhidden_s=message.unhidden_s,
+        link_bytes_per_second=message.link_bytes_per_second,
     )
 
 
@@ -128,7 +130,16 @@ def _prefilled(worker: WorkerIdentity, message: decode_pb2.LocalPrefill) -> Even
         cached_tokens=message.cached_tokens,
         queue_s=message.queue_s,
         prefill_s=message.prefill_s,
+        prompt_logprobs=_prompt_logprobs(message),
     )
+
+
+def _prompt_logprobs(
+    message: prefill_pb2.FirstTokens | decode_pb2.LocalPrefill,
+) -> tuple[TokenLogprobs, ...] | None:
+    if not message.HasField("prompt_logprobs"):
+        return None
+    return convert.prompt_logprobs_from_proto(message.prompt_logprobs)
 
 
 def _writer_lost(worker: WorkerIdentity, message: decode_pb2.WriterLost) -> Event:

@@ -8,8 +8,7 @@ from random import Random
 
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
-from baton.errors import BatonError, DrainingError, InvariantError, OverloadedError
-from baton.generation import plain_token
+from baton.errors import DrainingError, InvariantError, OverloadedError
 from baton.ids import RequestId
 from baton.telemetry.logs import get_logger
 from router.admission.room import UnknownPace, WorkerRoom
@@ -37,7 +36,7 @@ from router.events import (
     WorkerLost,
     WorkerSuspected,
 )
-from router.inbox import Inbox
+from router.inboxes import Inboxes
 from router.intake import Doors, Intake, line_limits
 from router.links import LinkTiming
 from router.membership import Membership
@@ -91,7 +90,6 @@ class ClusterGenerator:
         link_timing: LinkTiming | None = None,
     ) -> None:
         self._clock = clock or MonotonicClock()
-        self._max_queued_bytes = config.max_queued_bytes_per_client
         index = PrefixIndex()
         self.view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
         room = WorkerRoom(
@@ -108,9 +106,9 @@ class ClusterGenerator:
         self._patience = patience or Patience(max_attempts=config.max_attempts)
         self._dispatcher = Dispatcher(view=self.view, placement=placement, patience=self._patience)
         self.membership = Membership(worker_addresses, self._hear, timing=link_timing)
-        doors = Doors(submit=self._submit, refuse=self._end)
+        self._inboxes = Inboxes(max_bytes=config.max_queued_bytes_per_client, clock=self._clock)
+        doors = Doors(submit=self._submit, refuse=self._inboxes.end)
         self._intake = Intake(room, line_limits(config), doors, self._clock)
-        self._inboxes: dict[RequestId, Inbox] = {}
         self._choosing_s: dict[RequestId, float] = {}
         self._model: ServedModel | None = None
         self._draining = False
@@ -127,8 +125,8 @@ class ClusterGenerator:
 
     def end_jobs(self) -> None:
         """Ends every job with an error."""
-        for request_id, inbox in list(self._inboxes.items()):
-            inbox.end(DrainingError("the router is stopping"))
+        for request_id in self._inboxes.open_ids():
+            self._inboxes.end(request_id, DrainingError("the router is stopping"))
             self._intake.leave(request_id)
             self._feed(ClientGone(request_id=request_id))
 
@@ -161,7 +159,7 @@ class ClusterGenerator:
             raise DrainingError("the router is stopping")
         if job.request_id in self._inboxes:
             raise InvariantError(f"{job.request_id} is in flight already")
-        inbox = self._inboxes[job.request_id] = Inbox(max_bytes=self._max_queued_bytes)
+        inbox = self._inboxes.open(job.request_id)
         self._idle.clear()
         try:
             self._intake.offer(job)
@@ -173,7 +171,7 @@ class ClusterGenerator:
                     return
                 yield event
         finally:
-            del self._inboxes[job.request_id]
+            self._inboxes.close(job.request_id)
             self._choosing_s.pop(job.request_id, None)
             self._intake.leave(job.request_id)
             self._feed(ClientGone(request_id=job.request_id))
@@ -242,12 +240,10 @@ class ClusterGenerator:
         if not isinstance(heard, StepTokens):
             self._feed(heard)
             return
-        moved = self._dispatcher.advance(heard, self._clock.now_s())
-        columns = zip(moved.request_ids, moved.samples, moved.tokens, strict=True)
-        for request_id, sample, token in columns:
-            inbox = self._inboxes.get(request_id)
-            if inbox is not None and not inbox.put_plain(plain_token(sample, token)):
-                self._overflow(request_id, inbox)
+        now_s = self._clock.now_s()
+        moved = self._dispatcher.advance(heard, now_s)
+        for request_id in self._inboxes.put_step(moved, now_s):
+            self._give_up_reader(request_id)
         for other in moved.others:
             self._feed(other)
 
@@ -268,9 +264,10 @@ class ClusterGenerator:
     def _perform(self, action: Action) -> None:
         match action:
             case Emit():
-                self._emit(action)
+                if not self._inboxes.put(action):
+                    self._give_up_reader(action.request_id)
             case Finish(request_id=request_id, timing=end) | Fail(request_id=request_id, error=end):
-                self._end(request_id, end)
+                self._inboxes.end(request_id, end)
             case RefuseWorker():
                 self.membership.refuse(action)
             case WorkerSuspected():
@@ -282,17 +279,9 @@ class ClusterGenerator:
             case _:
                 self.membership.send(action)
 
-    def _end(self, request_id: RequestId, end: Timing | BatonError) -> None:
-        if request_id in self._inboxes:
-            self._inboxes[request_id].end(end)
-
-    def _emit(self, action: Emit) -> None:
-        inbox = self._inboxes.get(action.request_id)
-        if inbox is not None and not inbox.put(action.tokens):
-            self._overflow(action.request_id, inbox)
-
-    def _overflow(self, request_id: RequestId, inbox: Inbox) -> None:
-        inbox.end(OverloadedError("the client reads too slowly", reason="slow_reader"))
+    def _give_up_reader(self, request_id: RequestId) -> None:
+        error = OverloadedError("the client reads too slowly", reason="slow_reader")
+        self._inboxes.end(request_id, error)
         self._feed(ClientGone(request_id=request_id))
 
     def _served(self, event: WorkerJoined) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 
 from baton.errors import BatonError
-from baton.generation import TokenSample
+from baton.generation import TokenLogprobs, TokenSample
 from router.ports import GenerationEvent, Timing, Tokens
 
 _TOKEN_BYTES = 128
@@ -17,14 +17,23 @@ class Inbox:
 
     Args:
         max_bytes: What may wait for a reader that does not come.
+
+    Attributes:
+        woken_s: When plain tokens last woke the reader.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
+        self.woken_s = float("-inf")
         self._max_bytes = max_bytes
         self._tokens: list[TokenSample] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self._waiting_bytes = 0
         self._end: Timing | BatonError | None = None
         self._reader: asyncio.Future[None] | None = None
+
+    def put_prompt_logprobs(self, scores: tuple[TokenLogprobs, ...]) -> None:
+        """What goes with the next tokens. Counts for nothing: the request was refused if there could be too many."""
+        self._prompt_logprobs = scores
 
     def put(self, tokens: tuple[TokenSample, ...]) -> bool:
         """Adds tokens; False when more wait than the bound allows, and the reader should be given up."""
@@ -36,12 +45,15 @@ class Inbox:
         return self._waiting_bytes <= self._max_bytes
 
     def put_plain(self, token: TokenSample) -> bool:
-        """`put` for one token without log-probabilities: nearly every token comes this way."""
+        """`put` for one token without log-probabilities, which waits until the reader comes or `wake` is called."""
         self._tokens.append(token)
         self._waiting_bytes += _TOKEN_BYTES
-        if self._reader is not None:
-            self._wake()
         return self._waiting_bytes <= self._max_bytes
+
+    def wake(self, now_s: float) -> None:
+        """Lets a waiting reader have what is there."""
+        self.woken_s = now_s
+        self._wake()
 
     def end(self, end: Timing | BatonError) -> None:
         """The last word; only the first one counts. An error takes the place of tokens that wait."""
@@ -63,7 +75,8 @@ class Inbox:
             await self._reader
         if self._tokens:
             tokens, self._tokens, self._waiting_bytes = self._tokens, [], 0
-            return Tokens(samples=tuple(tokens))
+            scores, self._prompt_logprobs = self._prompt_logprobs, None
+            return Tokens(samples=tuple(tokens), prompt_logprobs=scores)
         if isinstance(self._end, BatonError):
             raise self._end
         assert self._end is not None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.errors import InvariantError
-from baton.generation import Prompt, TokenSample
+from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import BlockKey, RequestId
 from router.events import HandedOff
 from router.ports import Timing
@@ -108,6 +108,8 @@ class Job:
         self.watch = Stopwatch(submitted_s=now_s)
         self.keys: dict[int, list[BlockKey]] = {}
         """Block keys of the prompt by layout group, hashed once."""
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        """What goes to the client with the next tokens; a prompt is scored once."""
         self._logs = {sample: SampleLog() for sample in prompt.samples}
 
     @property
@@ -154,7 +156,17 @@ class Job:
         if len(samples) != 1:
             raise InvariantError(f"{self.request_id}: samples {samples} cannot be resumed as one")
         output = self.prompt.output_tokens + tuple(self._logs[samples[0]].tokens)
-        return replace(self.prompt, samples=tuple(samples), output_tokens=output)
+        return replace(
+            self.prompt,
+            samples=tuple(samples),
+            output_tokens=output,
+            sampling=replace(self.prompt.sampling, prompt_logprobs=None),
+        )
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """`prompt_logprobs`, which the client now has."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        return taken
 
     def timing(self, now_s: float) -> Timing:
         """Where the time went, once nothing is left to do."""

@@ -109,7 +109,7 @@ class LegTable:
         """One leg that prefills and decodes."""
         prompt = flight.prompt()
         leg = self._open(Service.DECODE, flight, worker)
-        leg.prefill_tokens = leg.context_tokens = len(prompt.tokens)
+        leg.prefill_tokens = leg.context_tokens = prompt.num_tokens
         leg.sequences = len(prompt.samples)
         leg.tbt_s = flight.job.slo.tbt_s
         leg.open(now_s)
@@ -127,7 +127,7 @@ class LegTable:
         """A leg on each of two workers, tied by a transfer."""
         prompt = flight.prompt()
         decode = self._open(Service.DECODE, flight, pair.decode)
-        decode.context_tokens, decode.sequences = len(prompt.tokens), len(prompt.samples)
+        decode.context_tokens, decode.sequences = prompt.num_tokens, len(prompt.samples)
         decode.tbt_s = flight.job.slo.tbt_s
         decode.open(now_s)
         flight.decode, flight.asked = decode, prompt
@@ -155,7 +155,7 @@ class LegTable:
         self, flight: Flight, pair: Pair, prompt: Prompt, permit: Permit, now_s: float
     ) -> SendPrefill:
         prefill = self._open(Service.PREFILL, flight, pair.prefill)
-        prefill.prefill_tokens = len(prompt.tokens)
+        prefill.prefill_tokens = prompt.num_tokens
         prefill.open(now_s)
         flight.prefill, flight.permit = prefill, permit
         return SendPrefill(

@@ -90,7 +90,7 @@ class Placement:
             layout_digest=_digest(layout),
             source=pair.prefill.identity,
             target=pair.decode.identity,
-            num_blocks=layout.num_blocks_for(len(prompt.tokens)),
+            num_blocks=layout.num_blocks_for(prompt.num_tokens),
         )
         return self._office.issue(permit)
 
@@ -102,7 +102,7 @@ class Placement:
             return frozenset()
         decoders = [worker for worker in workers if worker.hello.role.decodes]
         samples = len(prompt.samples)
-        context = samples * (len(prompt.prompt_tokens) + len(prompt.output_tokens))
+        context = samples * prompt.num_tokens
         full = frozenset(
             worker.identity
             for worker in decoders
@@ -112,7 +112,7 @@ class Placement:
 
     def _demand(self, job: Job, prompt: Prompt, now_s: float) -> Demand:
         return Demand(
-            tokens=len(prompt.prompt_tokens) + len(prompt.output_tokens),
+            tokens=prompt.num_tokens,
             samples=len(prompt.samples),
             held=self._held_tokens(job, now_s) if self._policy.uses_prefix else {},
         )

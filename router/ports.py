@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.generation import Prompt, TokenSample
+from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import RequestId
 from router.slo import STANDARD, Slo
 from router.tenants.tenant import ANONYMOUS, Tenant
@@ -42,9 +42,15 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Some samples advanced."""
+    """Some samples advanced.
+
+    Attributes:
+        samples: Their new tokens, in order.
+        prompt_logprobs: With a job's first tokens, where it asks for them: one entry per prompt token from the second on.
+    """
 
     samples: tuple[TokenSample, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,6 +203,8 @@ class FlightProgress:
         flight.job.watch.prefilled(event.queue_s, event.prefill_s, event.cached_tokens)
         flight.decoding = {token.sample for token in event.tokens if token.finish is None}
         flight.move(FlightState.HANDING_OVER, now_s)
+        if not known:
+            flight.job.prompt_logprobs = event.prompt_logprobs
         actions = [] if known else _emit(flight, event.tokens, now_s)
         verdict = self.settle(flight, now_s)
         held_back, flight.early = flight.early, []
@@ -257,6 +259,7 @@ class FlightProgress:
     def _locally_prefilled(self, leg: Leg, event: LocallyPrefilled) -> Progress:
         leg.computed()
         leg.flight.job.watch.prefilled(event.queue_s, event.prefill_s, event.cached_tokens)
+        leg.flight.job.prompt_logprobs = event.prompt_logprobs
         return [], None
 
     def _handed_off(self, leg: Leg, event: HandedOff, now_s: float) -> Progress:
@@ -304,8 +307,12 @@ _SERVICE_OF: dict[type[LegEvent], Service] = {
 
 
 def _emit(flight: Flight, tokens: tuple[TokenSample, ...], now_s: float) -> list[Action]:
-    fresh = flight.job.accept(tokens, now_s)
-    return [Emit(request_id=flight.job.request_id, tokens=fresh)] if fresh else []
+    job = flight.job
+    fresh = job.accept(tokens, now_s)
+    if not fresh:
+        return []
+    scores = None if job.prompt_logprobs is None else job.take_prompt_logprobs()
+    return [Emit(request_id=job.request_id, tokens=fresh, prompt_logprobs=scores)]
 
 
 def _only_advances(leg: Leg, sample: int) -> bool:

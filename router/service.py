@@ -4,6 +4,7 @@ Never imports torch, so that a router starts fast and stays small.
 """
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -33,6 +34,7 @@ CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""
 
 _WAIT_S = 5.0
+_GARBAGE_THRESHOLD = 50_000
 _FULL_HOUSE_WAITS = 6
 
 _log = get_logger(__name__)
@@ -79,6 +81,9 @@ async def run(
         control_address = f"unix:{Path(config.cluster.runtime_dir) / CONTROL_SOCKET}"
     notify.progress("loading the tokenizer")
     tokenizer, defaults = await asyncio.to_thread(_load, config)
+    # All that has been loaded stays: going over it again and again for garbage would cost a few percent of every core.
+    gc.freeze()
+    gc.set_threshold(_GARBAGE_THRESHOLD)
     generator = ClusterGenerator(config.router, worker_addresses, secret)
     generator.start()
     try:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -33,13 +34,28 @@ _LOADING_FAULTS = (OSError, ValueError, KeyError, TypeError, ImportError, Attrib
 _TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """How a conversation becomes a prompt.
+
+    Attributes:
+        add_generation_prompt: End it with the beginning of the assistant's turn.
+        continue_last: End it within the last message instead, which the model goes on with.
+        arguments: What the template is told besides.
+    """
+
+    add_generation_prompt: bool = True
+    continue_last: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
 class ChatRenderer(Protocol):
     """The part of a `transformers` tokenizer that is used after loading."""
 
     chat_template: Any
 
     def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, **arguments: Any
     ) -> Any:
         """The conversation as the model was trained to read it."""
 
@@ -94,7 +110,7 @@ class Tokenizer:
         self,
         messages: Sequence[ChatMessage],
         *,
-        add_generation_prompt: bool = True,
+        rendering: Rendering | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template.
@@ -102,9 +118,14 @@ class Tokenizer:
         Raises:
             InvalidRequestError: There is no template, or it refuses these messages.
         """
+        how = rendering or Rendering()
         return await self._in_thread(
-            lambda: self._encode(self._render(messages, add_generation_prompt), add_special_tokens)
+            lambda: self._encode(self._render(messages, how), add_special_tokens)
         )
+
+    async def decode_steps(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each token adds to those before it; all together they are the text, without special tokens."""
+        return await self._in_thread(lambda: self._decode_steps(token_ids))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included."""
@@ -112,8 +133,10 @@ class Tokenizer:
             lambda: self.backend.decode(list(token_ids), skip_special_tokens=False)
         )
 
-    def decoder(self) -> TokenDecoder:
-        """Turns the tokens of one sample into text while they come; special tokens have none."""
+    def decoder(self, *, skip_special: bool = True) -> TokenDecoder:
+        """Turns the tokens of one sample into text while they come; special tokens have none unless they are wanted."""
+        if not skip_special:
+            return Detokenizer(self.backend, frozenset())
         if self._byte_table is not None:
             return ByteDecoder(self._byte_table)
         return Detokenizer(self.backend, self.special_ids)
@@ -132,7 +155,12 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def _render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
+    def _decode_steps(self, token_ids: Sequence[int]) -> list[str]:
+        detokenizer = self.decoder()
+        steps = [detokenizer.push(token) for token in token_ids]
+        return [*steps[:-1], steps[-1] + detokenizer.finish()] if steps else []
+
+    def _render(self, messages: Sequence[ChatMessage], how: Rendering) -> str:
         template = self._renderer.chat_template
         if not template:
             raise InvalidRequestError(
@@ -143,7 +171,9 @@ class Tokenizer:
             text = self._renderer.apply_chat_template(
                 _known_roles(messages, str(template)),
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=not how.continue_last and how.add_generation_prompt,
+                continue_final_message=how.continue_last,
+                **how.arguments,
             )
         except _TEMPLATE_FAULTS as error:
             raise InvalidRequestError(

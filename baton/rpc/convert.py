@@ -1,5 +1,6 @@
 """Between protobuf messages and Baton's own dataclasses: the only modules that know both are this one and services' edges."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.blocks import BlockReport
@@ -15,8 +16,9 @@ from baton.generation import (
 from baton.ids import Incarnation, LayerName, LegId, RequestId, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.v1 import common_pb2 as pb
+from baton.tokens import PackedTokens
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 _ROLES = {
     Role.PREFILL: pb.ROLE_PREFILL,
@@ -231,6 +233,7 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:
         seed=sampling.seed,
         logit_bias=sampling.logit_bias,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         stop_token_ids=sampling.stop_token_ids,
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
@@ -251,6 +254,7 @@ def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
         seed=message.seed,
         logit_bias=dict(message.logit_bias),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         stop_token_ids=tuple(message.stop_token_ids),
         max_tokens=message.max_tokens,
         min_tokens=message.min_tokens,
@@ -263,8 +267,8 @@ def prompt_to_proto(leg_id: LegId, request_id: RequestId, prompt: Prompt) -> pb.
     return pb.GenerationRequest(
         leg_id=leg_id,
         request_id=request_id,
-        prompt_tokens=prompt.prompt_tokens,
-        output_tokens=prompt.output_tokens,
+        prompt_tokens=PackedTokens.of(prompt.prompt_tokens).packed,
+        output_tokens=PackedTokens.of(prompt.output_tokens).packed,
         samples=prompt.samples,
         sampling=sampling_to_proto(prompt.sampling),
         cache_scope=prompt.cache_scope,
@@ -272,10 +276,14 @@ def prompt_to_proto(leg_id: LegId, request_id: RequestId, prompt: Prompt) -> pb.
 
 
 def prompt_from_proto(message: pb.GenerationRequest) -> Prompt:
-    """The prompt of a leg's request."""
+    """The prompt of a leg's request.
+
+    Raises:
+        ValueError: Its tokens are cut short.
+    """
     return Prompt(
-        prompt_tokens=tuple(message.prompt_tokens),
-        output_tokens=tuple(message.output_tokens),
+        prompt_tokens=tuple(PackedTokens(message.prompt_tokens)),
+        output_tokens=tuple(PackedTokens(message.output_tokens)),
         samples=tuple(message.samples),
         sampling=sampling_from_proto(message.sampling),
         cache_scope=message.cache_scope,
@@ -297,6 +305,37 @@ def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs | None:
         return None
     top = tuple((entry.token, entry.logprob) for entry in message.top)
     return TokenLogprobs(logprob=message.logprob, rank=message.rank, top=top)
+
+
+def prompt_logprobs_to_proto(scores: Sequence[TokenLogprobs] | None) -> pb.PromptLogprobs | None:
+    """Log-probabilities of a prompt's tokens as columns; every entry lists the same number of likeliest tokens."""
+    if scores is None:
+        return None
+    return pb.PromptLogprobs(
+        logprobs=[score.logprob for score in scores],
+        ranks=[score.rank for score in scores],
+        top=len(scores[0].top) if scores else 0,
+        top_tokens=[token for score in scores for token, _ in score.top],
+        top_logprobs=[value for score in scores for _, value in score.top],
+    )
+
+
+def prompt_logprobs_from_proto(message: pb.PromptLogprobs) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of a prompt's tokens out of their columns.
+
+    Raises:
+        ValueError: The columns' lengths do not fit each other.
+    """
+    size = len(message.logprobs) * message.top
+    if len(message.top_tokens) != size or len(message.top_logprobs) != size:
+        raise ValueError(f"{len(message.top_tokens)} likeliest tokens where {size} belong")
+    tops = list(zip(message.top_tokens, message.top_logprobs, strict=True))
+    drawn = enumerate(zip(message.logprobs, message.ranks, strict=True))
+    width = message.top
+    return tuple(
+        TokenLogprobs(logprob=logprob, rank=rank, top=tuple(tops[i * width : (i + 1) * width]))
+        for i, (logprob, rank) in drawn
+    )
 
 
 def sample_to_proto(sample: TokenSample) -> pb.SampledToken:

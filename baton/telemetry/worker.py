@@ -64,6 +64,12 @@ class WorkerMetrics:
             ["reason"],
             registry=registry,
         )
+        self._handshakes = Counter(
+            "baton_handshake_incompatible",
+            "Sessions between workers refused, by the field that did not fit",
+            ["field"],
+            registry=registry,
+        )
         self._observed = WorkerLoad()
         self._legs_told: dict[tuple[str, str], int] = {}
         cache = Gauge(
@@ -83,6 +89,10 @@ class WorkerMetrics:
     def ticket_refused(self, reason: str) -> None:
         """Somebody showed a permit or ticket that is not good; reasons are a closed set."""
         self._tickets.labels(reason).inc()
+
+    def handshake_refused(self, field: str) -> None:
+        """A session with another worker did not come about; fields are a closed set."""
+        self._handshakes.labels(field).inc()
 
     def observe(self, load: WorkerLoad, *, transfers_in_flight: int) -> None:
         """Takes over the worker's last report on itself."""

@@ -37,7 +37,8 @@ class DecoderInput:
         tokens: `[num_tokens]` int64.
         positions: `[num_tokens]` int64.
         batch: Rows and their pages.
-        logit_tokens: `[num_logits]` int64, indices into `tokens` of those whose logits are wanted.
+        logit_tokens: `[num_logits]` int64, indices into `tokens` of those whose logits are wanted: first those that
+            draw, then those that are scored.
     """
 
     tokens: torch.Tensor
@@ -73,6 +74,13 @@ class Decoder:
         Returns:
             Logits `[num_logits, vocab]` float32.
         """
+        return self.head(self.hidden(step, arena, layer_done))
+
+    @torch.inference_mode()
+    def hidden(
+        self, step: DecoderInput, arena: KvArena, layer_done: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """The same up to the output head: `[num_logits, hidden]`, normalised."""
         rotation = self.rotary(step.positions)
         residual = self.embedding(step.tokens)
         x: torch.Tensor | None = None
@@ -88,6 +96,4 @@ class Decoder:
                 x = x.index_select(0, step.logit_tokens)
                 residual = residual.index_select(0, step.logit_tokens)
             x = layer.mlp(layer.post_attention_norm.add(x, residual))
-        return self.head(
-            self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
-        )
+        return self.final_norm(residual) if x is None else self.final_norm.add(x, residual)

@@ -52,6 +52,9 @@ class InputBuilder:
         slots = self._slots(positions, np.repeat(np.arange(len(rows)), lengths), tables)
         contexts = np.array([row.start + row.num_tokens for row in rows], np.int32)
         last = [int(starts[i + 1]) - 1 for i, row in enumerate(rows) if row.samples]
+        scored = [
+            np.arange(row.num_scored) + starts[i] for i, row in enumerate(rows) if row.num_scored
+        ]
         return DecoderInput(
             tokens=self._tensor(tokens),
             positions=self._tensor(positions),
@@ -61,7 +64,7 @@ class InputBuilder:
                 context_lens=self._tensor(contexts),
                 block_tables=self._tensor(tables),
             ),
-            logit_tokens=self._tensor(np.array(last, np.int64)),
+            logit_tokens=self._tensor(np.concatenate((np.array(last, np.int64), *scored))),
         )
 
     def _check(self, row: Row) -> None:

@@ -44,7 +44,15 @@ class StepDraft:
         left = len(seq.tokens) - seq.num_computed
         size = min(self.budget, left)
         samples = branch.samples if size == left else ()
-        self._rows.append(Row(seq=seq, start=seq.num_computed, num_tokens=size, samples=samples))
+        self._rows.append(
+            Row(
+                seq=seq,
+                start=seq.num_computed,
+                num_tokens=size,
+                samples=samples,
+                num_scored=branch.request.num_scored(seq.num_computed, size),
+            )
+        )
         self.branches.append(branch)
         self.budget -= size
         if branch.request.mode is Mode.PREFILL:

@@ -35,11 +35,12 @@ class Pager:
     def hold(self, branch: Branch, *, headroom: int) -> bool:
         """Takes pages for everything `branch` has to compute, cached prefix first; False when there is no room.
 
-        At least the last token is left to compute, because the next one is drawn from its logits.
+        At least the last token is left to compute, because the next one is drawn from its logits; and every token where the
+        logits of all are wanted.
         """
         seq = branch.seq
         matched: list[BlockId] = []
-        if self._share_prefixes:
+        if self._share_prefixes and branch.request.scores is None:
             num_matchable = (len(seq.tokens) - 1) // self._block_tokens
             matched = self.blocks.match(self._keys(branch, num_matchable)[:num_matchable])
         num_fresh = -(-len(seq.tokens) // self._block_tokens) - len(matched)

@@ -19,12 +19,14 @@ class Row:
         start: Position of the first token to compute; the KV of everything before is in the pages.
         num_tokens: How many of `seq.tokens` from `start` on are computed: 1 in decode, a chunk in prefill.
         samples: Sample indices to draw from the last token's logits; empty for a chunk that does not end the prompt.
+        num_scored: After so many of the row's tokens the log-probability of the prompt token that follows is wanted.
     """
 
     seq: Sequence
     start: int
     num_tokens: int
     samples: tuple[int, ...]
+    num_scored: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +60,12 @@ class StepResult:
 
     Attributes:
         drawn: For each row of the plan, one `Drawn` per entry of `row.samples`; nothing for a row that failed.
+        scores: For each row of the plan, one entry per `row.num_scored`; empty when no row has any.
         failed: Rows, by their place in the plan, that could not be computed, and why. The others are not touched by it.
     """
 
     drawn: tuple[tuple[Drawn, ...], ...]
+    scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
     failed: tuple[tuple[int, BatonError], ...] = ()
 
 

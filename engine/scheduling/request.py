@@ -1,10 +1,11 @@
 """What the scheduler remembers of a request and of each sample's way through the engine."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.errors import InvariantError
-from baton.generation import FinishReason, Prompt
+from baton.generation import FinishReason, Prompt, TokenLogprobs
 from baton.ids import BlockId, BlockKey, SeqId
 from engine.scheduling.sequence import Sequence
 
@@ -54,6 +55,8 @@ class Request:
         stop_ids: Tokens that end a sample.
         final_len: Length of prompt and output at which a sample ends.
         branches: What of it is in the engine; empty once it is gone.
+        scores: Log-probabilities of the prompt's tokens from the second on, as far as they are computed; None when nobody
+            wants them, or no more.
         has_kv: For a reservation: whether the KV has come and decoding has started.
     """
 
@@ -64,7 +67,25 @@ class Request:
     stop_ids: frozenset[int]
     final_len: int
     branches: list["Branch"] = field(default_factory=list)
+    scores: list[TokenLogprobs] | None = None
     has_kv: bool = False
+
+    def num_scored(self, start: int, num_tokens: int) -> int:
+        """How many of `num_tokens` tokens from `start` on are followed by a prompt token that is to be scored."""
+        if self.scores is None:
+            return 0
+        return max(0, min(num_tokens, len(self.prompt.prompt_tokens) - 1 - start))
+
+    def keep_scores(self, start: int, scores: Iterable[TokenLogprobs]) -> None:
+        """Adds what a row that began at `start` found; a row computed again after a preemption replaces what it found before."""
+        assert self.scores is not None
+        self.scores[start:] = scores
+
+    def hand_out_scores(self) -> tuple[TokenLogprobs, ...]:
+        """All of them, once: the prompt is computed, and nobody asks again if it has to be computed anew."""
+        assert self.scores is not None
+        scores, self.scores = tuple(self.scores), None
+        return scores
 
     def undivided(self) -> "Branch":
         """The branch that stands for all samples while they are one prompt."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from baton.blocks import BlockChanges
 from baton.errors import BatonError, InvalidRequestError, InvariantError
-from baton.generation import FinishReason, Prompt, TokenSample, WorkerLoad
+from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import BlockId, SeqId
 from baton.layout import KvLayout
 from engine.cache.blocks import BlockManager
@@ -127,6 +127,7 @@ class Scheduler:
             arrival=self._arrivals,
             stop_ids=self._stop_ids(prompt),
             final_len=self._limits.final_len(prompt),
+            scores=_no_scores_yet(prompt, mode),
         )
         self._arrivals += 1
         self._requests[seq_id] = request
@@ -209,18 +210,27 @@ class Scheduler:
         if branches is None or plan.step != self._steps:
             raise InvariantError(f"step {plan.step} is not in flight")
         sampled: dict[SeqId, list[TokenSample]] = {}
+        scored: dict[SeqId, tuple[TokenLogprobs, ...]] = {}
         block_tokens = self._limits.block_tokens
-        for branch, row, drawn in zip(branches, plan.rows, result.drawn, strict=True):
+        for place, row in enumerate(plan.rows):
+            branch, drawn = branches[place], result.drawn[place]
             if branch.state is State.ENDED:
                 continue
             seq = branch.seq
+            if row.num_scored:
+                branch.request.keep_scores(row.start, result.scores[place])
             seq.num_computed += row.num_tokens
             if seq.num_computed >= (branch.num_published + 1) * block_tokens:
                 self._pager.publish(branch)
             if drawn:
                 tokens = self._receive(branch, drawn)
                 sampled.setdefault(seq.seq_id, []).extend(tokens)
-        return [Sampled(seq_id=seq_id, tokens=tuple(tokens)) for seq_id, tokens in sampled.items()]
+                if branch.request.scores is not None:
+                    scored[seq.seq_id] = branch.request.hand_out_scores()
+        return [
+            Sampled(seq_id=seq_id, tokens=tuple(tokens), prompt_logprobs=scored.get(seq_id))
+            for seq_id, tokens in sampled.items()
+        ]
 
     def _receive(self, branch: Branch, drawn: tuple[Drawn, ...]) -> tuple[TokenSample, ...]:
         request, seq = branch.request, branch.seq
@@ -320,6 +330,12 @@ class Scheduler:
             branch.check_integrity(self._limits.block_tokens)
             held += branch.seq.blocks + branch.parked
         self._blocks.check_integrity(held)
+
+
+def _no_scores_yet(prompt: Prompt, mode: Mode) -> list[TokenLogprobs] | None:
+    """Scores are wanted of whoever computes the prompt, not of who is handed its pages."""
+    wanted = prompt.sampling.prompt_logprobs is not None and mode is not Mode.RESERVE
+    return [] if wanted else None
 
 
 def _sample(sample: int, draw: Drawn, finish: FinishReason | None) -> TokenSample:

@@ -1,16 +1,17 @@
-"""From running jobs to the HTTP reply, streamed or whole: what chat and plain completions have in common."""
+"""From running jobs to the HTTP reply, streamed or whole: what all endpoints that generate have in common."""
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from baton.errors import BatonError
 from baton.ids import RequestId
 from router.openai.choices import Delta
 from router.openai.connection import ClientGoneError, EventStream, while_connected
@@ -42,13 +43,16 @@ class ReplyShape(Protocol):
     """How one endpoint writes what was generated."""
 
     def opening(self) -> bytes:
-        """What a stream begins with."""
+        """What a stream begins with; asked for when its first delta is there."""
 
     def piece(self, delta: Delta) -> bytes:
         """The event or events for one delta."""
 
-    def usage_piece(self, usage: Usage) -> bytes:
-        """The event that ends a stream whose client asked for usage."""
+    def closing(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:
+        """What a stream ends with; there are timings only for who asked for them."""
+
+    def fault(self, error: BatonError) -> bytes:
+        """What a stream ends with that has begun and cannot go on."""
 
     def whole(
         self, choices: Sequence[Sequence[Delta]], usage: Usage, timings: Sequence[TimingReply]
@@ -59,28 +63,50 @@ class ReplyShape(Protocol):
 async def answer(
     request: Request,
     serving: Serving,
-    body: GenerationBody,
     runs: Sequence[JobRun],
     shape: ReplyShape,
+    *,
+    stream: bool | None,
 ) -> Response:
     """Runs the jobs and replies in the way that the client asked for."""
     with_timing = request.headers.get(TIMING_HEADER) == "1"
-    if body.stream:
-        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        pieces = _pieces(runs, shape, with_usage=with_usage, with_timing=with_timing)
-        return EventStream(pieces, serving.metrics.client_gone)
+    if stream:
+        pieces = _pieces(runs, shape, with_timing=with_timing)
+        return EventStream(pieces, serving.metrics.client_gone, shape.fault)
     try:
         choices = await while_connected(
             request.receive, _collect(runs), serving.metrics.client_gone
         )
     except ClientGoneError:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    timings = _timings(runs) if with_timing else []
-    reply = shape.whole(choices, usage_of(runs), timings)
-    left_out: dict[str, Any] = {} if with_timing else {"baton": True}
-    if not body.return_token_ids:
-        left_out["choices"] = {"__all__": {"token_ids"}}
-    return Response(reply.model_dump_json(exclude=left_out), media_type="application/json")
+    reply = shape.whole(choices, usage_of(runs), _timings(runs) if with_timing else [])
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+class EventTail:
+    """How every chunk of a stream of OpenAI's older endpoints ends: with the token counts so far, with their place held
+    for the last chunk, or with neither.
+    """
+
+    def __init__(self, body: GenerationBody, runs: Sequence[JobRun]) -> None:
+        self._runs = runs
+        self._live = body.usage_in_chunks
+        self._usual = b',"usage":null}\n\n' if body.usage_in_stream else b"}\n\n"
+
+    def __call__(self) -> bytes:
+        """The tail of the next chunk."""
+        return usage_tail(usage_of(self._runs)) if self._live else self._usual
+
+
+def usage_tail(usage: Usage) -> bytes:
+    """The member with the token counts, and the end of its chunk."""
+    return b',"usage":' + usage.model_dump_json().encode() + b"}\n\n"
+
+
+def stream_end(timings: Sequence[TimingReply]) -> bytes:
+    """The comments and the word that end a stream of OpenAI's older endpoints."""
+    comments = [b": baton " + msgspec.json.encode(t.model_dump()) + b"\n\n" for t in timings]
+    return b"".join(comments) + b"data: [DONE]\n\n"
 
 
 def token_ids(deltas: Sequence[Delta]) -> list[int]:
@@ -93,6 +119,11 @@ def token_ids_field(delta: Delta) -> bytes:
     return b',"token_ids":' + msgspec.json.encode(delta.tokens)
 
 
+def prompt_ids_field(run: JobRun) -> bytes:
+    """The member with the prompt's ids, for the first chunk."""
+    return b',"prompt_token_ids":' + msgspec.json.encode(list(run.job.prompt.prompt_tokens))
+
+
 async def _collect(runs: Sequence[JobRun]) -> list[list[Delta]]:
     by_choice = defaultdict[int, list[Delta]](list)
     async with aclosing(_deltas(runs)) as batches:
@@ -103,17 +134,16 @@ async def _collect(runs: Sequence[JobRun]) -> list[list[Delta]]:
 
 
 async def _pieces(
-    runs: Sequence[JobRun], shape: ReplyShape, *, with_usage: bool, with_timing: bool
+    runs: Sequence[JobRun], shape: ReplyShape, *, with_timing: bool
 ) -> AsyncGenerator[bytes, None]:
-    head = shape.opening()
+    head: bytes | None = None
     async with aclosing(_deltas(runs)) as batches:
         async for batch in batches:
-            yield head + b"".join(map(shape.piece, batch))
+            if head is None:
+                head = shape.opening()
+            yield head + b"".join([shape.piece(delta) for delta in batch])
             head = b""
-    tail = shape.usage_piece(usage_of(runs)) if with_usage else b""
-    for timing in _timings(runs) if with_timing else ():
-        tail += b": baton " + msgspec.json.encode(timing.model_dump()) + b"\n\n"
-    yield tail + b"data: [DONE]\n\n"
+    yield shape.closing(usage_of(runs), _timings(runs) if with_timing else [])
 
 
 def _deltas(runs: Sequence[JobRun]) -> AsyncGenerator[list[Delta], None]:

@@ -22,7 +22,15 @@ async def read_body(request: Request, schema: type[_Body], max_bytes: int) -> _B
         PayloadTooLargeError: More than `max_bytes`; the rest is not read.
         InvalidRequestError: Not JSON, or not what `schema` allows.
     """
-    raw = await _read_bounded(request, max_bytes)
+    return parse_body(await read_bounded(request, max_bytes), schema)
+
+
+def parse_body(raw: bytes, schema: type[_Body]) -> _Body:
+    """The same for bytes that have been read.
+
+    Raises:
+        InvalidRequestError: As above.
+    """
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
@@ -32,7 +40,12 @@ async def read_body(request: Request, schema: type[_Body], max_bytes: int) -> _B
     return body
 
 
-async def _read_bounded(request: Request, max_bytes: int) -> bytes:
+async def read_bounded(request: Request, max_bytes: int) -> bytes:
+    """The body's bytes.
+
+    Raises:
+        PayloadTooLargeError: More than `max_bytes`; the rest is not read.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > _LENGTH_DIGITS or int(declared) > max_bytes):
         raise _too_large(max_bytes)

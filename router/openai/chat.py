@@ -7,13 +7,26 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from baton.errors import BatonError
 from baton.ids import new_request_id
-from router.openai.answer import ReplyHead, answer, token_ids, token_ids_field
+from router.openai.answer import (
+    EventTail,
+    ReplyHead,
+    answer,
+    prompt_ids_field,
+    stream_end,
+    token_ids,
+    token_ids_field,
+    usage_tail,
+)
 from router.openai.body import read_body
 from router.openai.choices import Delta
+from router.openai.connection import fault_event
+from router.openai.echo import PromptScores, prompt_scores
+from router.openai.jobs import JobRun
 from router.openai.length import check_messages
 from router.openai.logprobs import chat_logprobs
-from router.openai.plan import plan_runs
+from router.openai.plan import Wanted, plan_runs
 from router.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -25,8 +38,10 @@ from router.openai.replies import (
 from router.openai.requests import ChatCompletionRequest
 from router.openai.sampling import chat_limit
 from router.openai.serving import Serving
+from router.openai.text_events import CUT, TextEvents
 from router.openai.visit import visit_of
 from router.pieces import PieceTable
+from router.tokenizer import Rendering
 
 
 async def chat_completions(request: Request, serving: Serving) -> Response:
@@ -41,10 +56,8 @@ async def chat_completions(request: Request, serving: Serving) -> Response:
     model = await serving.require_model()
     messages = [message.for_template() for message in body.messages]
     check_messages(messages, model, serving.tokenizer)
-    prompt = await serving.tokenizer.encode_chat(
-        messages, add_generation_prompt=body.add_generation_prompt
-    )
-    shape = ChatShape(head, body, serving.tokenizer.pieces)
+    prompt = await serving.tokenizer.encode_chat(messages, rendering=_rendering(body))
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
     runs = plan_runs(
         serving,
         body,
@@ -52,38 +65,60 @@ async def chat_completions(request: Request, serving: Serving) -> Response:
         tenant=tenant,
         model=model,
         request_id=head.request_id,
-        limit=chat_limit(body),
-        logprobs=shape.logprobs,
+        wanted=Wanted(
+            limit=chat_limit(body),
+            samples=body.num_samples,
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+        ),
     )
-    return await answer(request, serving, body, runs, shape)
+    shape = ChatShape(head, body, runs[0], serving.tokenizer.pieces)
+    return await answer(request, serving, runs, shape, stream=body.stream)
+
+
+def _rendering(body: ChatCompletionRequest) -> Rendering:
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    return Rendering(
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_last=bool(body.continue_final_message),
+        arguments=effort | (body.chat_template_kwargs or {}),
+    )
 
 
 class ChatShape:
     """Writes deltas as OpenAI's chat completions.
 
     The per-token path joins bytes that were made once with the JSON of the text; no model object per token.
-
-    Attributes:
-        logprobs: How many top log-probabilities are wanted per token; None for none at all.
     """
 
-    def __init__(self, head: ReplyHead, body: ChatCompletionRequest, pieces: PieceTable) -> None:
-        self.logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    def __init__(
+        self, head: ReplyHead, body: ChatCompletionRequest, run: JobRun, pieces: PieceTable
+    ) -> None:
         self._head = head
+        self._body = body
+        self._run = run
         self._pieces = pieces
-        self._num_choices = body.n or 1
+        self._logprobs_count = (body.top_logprobs or 0) if body.logprobs else None
         self._with_tokens = bool(body.return_token_ids)
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
         self._event_head = head.as_json("chat.completion.chunk")
-        self._event_tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._tail = EventTail(body, [run])
+        more_than_text = body.logprobs or self._with_tokens or body.usage_in_chunks
+        self._text_event = None if more_than_text else TextEvents(self._event_around_text)
 
     def opening(self) -> bytes:
         """Each choice's first chunk names the role."""
         role = b'{"role":"assistant","content":""}'
-        return b"".join(self._event(i, role, b"null", b"null") for i in range(self._num_choices))
+        ids = prompt_ids_field(self._run) if self._with_tokens else b""
+        events = (
+            self._event(i, role, b"null", b"null", b"" if i else ids)
+            for i in range(self._body.num_samples)
+        )
+        return b"".join(events)
 
     def piece(self, delta: Delta) -> bytes:
         """A chunk with the text, if there is some, and a chunk with the end, if it is there."""
+        if self._text_event is not None and delta.finish is None:  # nearly always
+            return self._text_event(delta)
         written = b""
         with_tokens = self._with_tokens and bool(delta.tokens)
         if delta.text or delta.logged or with_tokens:
@@ -95,23 +130,40 @@ class ChatShape:
             written += self._event(delta.index, b"{}", b"null", reason)
         return written
 
-    def usage_piece(self, usage: Usage) -> bytes:
-        """A chunk without choices."""
-        tail = b',"choices":[],"usage":' + usage.model_dump_json().encode()
-        return self._event_head + tail + b"}\n\n"
+    def _event_around_text(self, index: int) -> bytes:
+        return self._event(index, b'{"content":%b}' % CUT, b"null", b"null")
+
+    def closing(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:
+        """A chunk without choices for who asked for usage, and the end."""
+        counted = self._event_head + b',"choices":[]' + usage_tail(usage)
+        return (counted if self._body.usage_in_stream else b"") + stream_end(timings)
+
+    def fault(self, error: BatonError) -> bytes:
+        """An event with the error."""
+        return fault_event(error)
 
     def whole(
         self, choices: Sequence[Sequence[Delta]], usage: Usage, timings: Sequence[TimingReply]
     ) -> ChatCompletion:
         """The reply with every choice's whole message."""
+        prompt = self._run.job.prompt
         return ChatCompletion(
             id=self._head.request_id,
             created=self._head.created,
             model=self._head.model,
             choices=[self._choice(i, deltas) for i, deltas in enumerate(choices)],
             usage=usage,
+            service_tier=self._body.served_tier,
+            prompt_token_ids=list(prompt.prompt_tokens) if self._with_tokens else None,
+            prompt_logprobs=self._prompt_scores(),
             baton=timings[0] if timings else None,
         )
+
+    def _prompt_scores(self) -> PromptScores | None:
+        count, scores = self._body.prompt_logprobs, self._run.prompt_logprobs
+        if count is None or scores is None:
+            return None
+        return prompt_scores(self._run.job.prompt.prompt_tokens, scores, count, self._pieces)
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
         finish = deltas[-1].finish
@@ -125,21 +177,24 @@ class ChatShape:
         )
 
     def _logprobs(self, deltas: Sequence[Delta]) -> ChatLogprobs | None:
-        if self.logprobs is None:
+        if self._logprobs_count is None:
             return None
         logged = [token for delta in deltas for token in delta.logged]
-        return chat_logprobs(logged, self.logprobs, self._pieces)
+        return chat_logprobs(logged, self._logprobs_count, self._pieces)
 
     def _logprobs_json(self, delta: Delta) -> bytes:
         logprobs = self._logprobs([delta])
         return b"null" if logprobs is None else logprobs.model_dump_json().encode()
 
-    def _event(self, index: int, delta: bytes, logprobs: bytes, finish: bytes) -> bytes:
-        return b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]%b' % (
+    def _event(
+        self, index: int, delta: bytes, logprobs: bytes, finish: bytes, more: bytes = b""
+    ) -> bytes:
+        return b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]%b%b' % (
             self._event_head,
             index,
             delta,
             logprobs,
             finish,
-            self._event_tail,
+            more,
+            self._tail(),
         )

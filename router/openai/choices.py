@@ -16,11 +16,15 @@ class TextOptions:
         stops: Stop strings.
         include_stop: Whether what ended the sample (stop string or stop token) is shown.
         min_tokens: Stop strings are not looked for in this many tokens.
+        skip_special: Whether special tokens are left out of the text.
+        silent: No token is wanted at all: the first one drawn ends the sample and is not told of.
     """
 
     stops: Sequence[str] = ()
     include_stop: bool = False
     min_tokens: int = 0
+    skip_special: bool = True
+    silent: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -33,13 +37,14 @@ class LoggedToken:
 
 @dataclass(slots=True, eq=False)
 class Delta:
-    """What one choice gained. `finish` is set on its last one."""
+    """What one choice gained. `finish` is set on its last one, and `stop` if that was for a stop string."""
 
     index: int
     text: str
     tokens: list[int] = field(default_factory=list)
     logged: list[LoggedToken] = field(default_factory=list)
     finish: FinishReason | None = None
+    stop: str | None = None
 
 
 class Choice:
@@ -55,7 +60,7 @@ class Choice:
         self.finish: FinishReason | None = None
         self._index = index
         self._options = options
-        self._decoder = tokenizer.decoder()
+        self._decoder = tokenizer.decoder(skip_special=options.skip_special)
         self._stops = StopStrings(options.stops, include=options.include_stop)
         self._decoded_length = 0
         self._text = ""
@@ -70,6 +75,9 @@ class Choice:
     def push(self, sample: TokenSample) -> None:
         """Takes the next token. One that was under way when a stop string matched is dropped."""
         if self.finish is not None:
+            return
+        if self._options.silent:
+            self.finish = FinishReason.LENGTH
             return
         self.num_tokens += 1
         self._tokens.append(sample.token)
@@ -89,11 +97,16 @@ class Choice:
         """
         if not self._text and self.finish is None:
             return None
-        delta = Delta(self._index, self._text, self._tokens, self._logged, self.finish)
+        delta = Delta(
+            self._index, self._text, self._tokens, self._logged, self.finish, self._stops.matched
+        )
         self._text, self._tokens, self._logged = "", [], []
         return delta
 
     def _show(self, text: str) -> None:
         self._decoded_length += len(text)
+        if not self._options.stops:
+            self._text += text
+            return
         watched = self.num_tokens > self._options.min_tokens
         self._text += self._stops.push(text) if watched else text

@@ -47,6 +47,11 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def fault_event(error: BatonError) -> bytes:
+    """The last event of a stream that cannot go on, in OpenAI's shape."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
 class EventStream(Response):
     """Server-sent events, each piece written as it comes.
 
@@ -56,11 +61,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, pieces: AsyncGenerator[bytes, None], on_gone: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pieces: AsyncGenerator[bytes, None],
+        on_gone: Callable[[], None],
+        fault: Callable[[BatonError], bytes] | None = None,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._pieces = pieces
         self._on_gone = on_gone
+        self._fault = fault or fault_event
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,5 +103,5 @@ class EventStream(Response):
         if not self._started:
             raise error
         _log.warning("a stream ended early", code=error.code, why=error.message)
-        event = b"data: " + error_body(error) + b"\n\n"
+        event = self._fault(error)
         await send({"type": "http.response.body", "body": event, "more_body": True})

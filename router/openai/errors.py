@@ -15,9 +15,11 @@ from baton.errors import (
     InvalidRequestError,
     OverloadedError,
     RouteNotFoundError,
+    UnsupportedParameterError,
     disposition,
 )
 from baton.telemetry.logs import get_logger
+from router.openai.fields import UNSUPPORTED
 
 RETRY_AFTER_S = 1
 """What a client is told to wait where nothing better is known; it backs off further by itself."""
@@ -58,7 +60,8 @@ def from_validation(error: ValidationError) -> InvalidRequestError:
         return InvalidRequestError(f"The body is not JSON: {first['ctx']['error']}")
     param = first.get("ctx", {}).get("param") or _param(first["loc"])
     message = _message([e for e in errors if _param(e["loc"]) == _param(first["loc"])])
-    return InvalidRequestError(f"{param}: {message}" if param else message, param=param)
+    known = UnsupportedParameterError if first["type"] == UNSUPPORTED else InvalidRequestError
+    return known(f"{param}: {message}" if param else message, param=param)
 
 
 def _message(errors: list[ErrorDetails]) -> str:

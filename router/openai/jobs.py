@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from baton.errors import EngineError, OverloadedError
-from baton.generation import TokenSample
+from baton.generation import TokenLogprobs, TokenSample
 from router.openai.choices import Choice, Delta, TextOptions
 from router.openai.replies import PromptTokensDetails, Usage
 from router.openai.serving import Serving
@@ -21,6 +21,7 @@ class JobRun:
     Attributes:
         job: What is generated.
         timing: Where its time went; None until it ended.
+        prompt_logprobs: Of the prompt's tokens from the second on, once the first token is there and if they are wanted.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class JobRun:
     ) -> None:
         self.job = job
         self.timing: Timing | None = None
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self._serving = serving
         self._choices = {
             sample: Choice(first_index + place, serving.tokenizer, options)
@@ -63,7 +65,16 @@ class JobRun:
             raise EngineError("The output ended before all of it was there.")
 
     def _take(self, event: Tokens) -> list[Delta]:
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         now_s = self._serving.clock.now_s()
+        if len(event.samples) == 1:  # nearly always
+            (sample,) = event.samples
+            choice = self._choices[sample.sample]
+            if choice.finish is None:
+                self._advance(choice, sample, now_s)
+            delta = choice.take()
+            return [] if delta is None else [delta]
         touched: dict[int, Choice] = {}
         for sample in event.samples:
             choice = touched[sample.sample] = self._choices[sample.sample]

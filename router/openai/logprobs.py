@@ -22,16 +22,23 @@ def chat_logprobs(logged: Sequence[LoggedToken], count: int, pieces: PieceTable)
 
 
 def completion_logprobs(
-    logged: Sequence[LoggedToken], count: int, pieces: PieceTable
+    logged: Sequence[LoggedToken], count: int, pieces: PieceTable, offset: int = 0
 ) -> CompletionLogprobs:
-    """Parallel lists. The drawn token is always among the tops, so that there may be `count + 1`."""
+    """Parallel lists. The drawn token is always among the tops, so that there may be `count + 1`.
+
+    Args:
+        logged: The tokens.
+        count: How many likeliest are listed.
+        pieces: What tokens spell.
+        offset: Characters that stand before the first of the choice's own.
+    """
     lists = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for token in logged:
         sample, known = token.sample, _known(token.sample)
-        drawn = {pieces.label_of(sample.token): _finite(known.logprob)}
-        top = {pieces.label_of(i): _finite(logprob) for i, logprob in known.top[:count]}
-        lists.text_offset.append(token.text_offset)
-        lists.token_logprobs.append(_finite(known.logprob))
+        drawn = {pieces.label_of(sample.token): finite(known.logprob)}
+        top = {pieces.label_of(i): finite(logprob) for i, logprob in known.top[:count]}
+        lists.text_offset.append(offset + token.text_offset)
+        lists.token_logprobs.append(finite(known.logprob))
         lists.tokens.append(pieces.label_of(sample.token))
         lists.top_logprobs.append(drawn | top)
     return lists
@@ -49,7 +56,7 @@ def _chat_entry(sample: TokenSample, count: int, pieces: PieceTable) -> ChatToke
 def _top_entry(token_id: int, logprob: float, pieces: PieceTable) -> TopLogprob:
     return TopLogprob(
         token=pieces.text_of(token_id),
-        logprob=_finite(logprob),
+        logprob=finite(logprob),
         bytes=list(pieces.bytes_of(token_id)),
     )
 
@@ -59,5 +66,6 @@ def _known(sample: TokenSample) -> TokenLogprobs:
     return sample.logprobs
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
+def finite(logprob: float) -> float:
+    """As JSON can write it."""
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # not a number is no more likely

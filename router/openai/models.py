@@ -10,6 +10,7 @@ from router.openai.serving import Serving
 from router.openai.visit import visit_of
 from router.openai.vocabulary import check_vocabulary
 from router.ports import ServedModel
+from router.tokenizer import Rendering
 
 
 async def model_list(request: Request, serving: Serving) -> ModelList:
@@ -57,9 +58,14 @@ async def _token_ids(body: TokenizeRequest, serving: Serving, model: ServedModel
         return await serving.tokenizer.encode(body.prompt, add_special_tokens=special)
     messages = [message.for_template() for message in body.messages or ()]
     check_messages(messages, model, serving.tokenizer)
+    rendering = Rendering(
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_last=bool(body.continue_final_message),
+        arguments=body.chat_template_kwargs or {},
+    )
     return await serving.tokenizer.encode_chat(
         messages,
-        add_generation_prompt=body.add_generation_prompt,
+        rendering=rendering,
         add_special_tokens=bool(body.add_special_tokens),
     )
 

@@ -1,14 +1,17 @@
 """From token ids and a checked body to the jobs that will be run: the last place where a request can be refused cheaply."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from baton.errors import InvalidRequestError
 from baton.generation import Prompt
 from baton.hashing import narrow_scope
 from baton.ids import RequestId
+from baton.tokens import PackedTokens
 from router.openai.choices import TextOptions
+from router.openai.fields import MAX_PROMPT_LOGPROBS
 from router.openai.jobs import JobRun
-from router.openai.requests import GenerationBody
+from router.openai.requests import DrawingBody
 from router.openai.sampling import TokenLimit, sampling_params
 from router.openai.serving import Serving
 from router.openai.vocabulary import check_vocabulary
@@ -17,16 +20,32 @@ from router.slo import Slo
 from router.tenants.tenant import Tenant
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be drawn of each prompt, in the terms of no endpoint in particular.
+
+    Attributes:
+        limit: Of the tokens.
+        samples: How many.
+        logprobs: How many likeliest tokens are listed beside each drawn one; None for no log-probabilities at all.
+        prompt_logprobs: The same for the prompt's own tokens.
+    """
+
+    limit: TokenLimit
+    samples: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
 def plan_runs(
     serving: Serving,
-    body: GenerationBody,
+    body: DrawingBody,
     prompts: Sequence[Sequence[int]],
     *,
     tenant: Tenant,
     model: ServedModel,
     request_id: RequestId,
-    limit: TokenLimit,
-    logprobs: int | None,
+    wanted: Wanted,
 ) -> list[JobRun]:
     """One job per prompt, with the choices numbered as OpenAI does: all of the first prompt, then the next.
 
@@ -38,8 +57,11 @@ def plan_runs(
         stops=body.stops,
         include_stop=bool(body.include_stop_str_in_output),
         min_tokens=body.min_tokens or 0,
+        skip_special=body.skip_special_tokens is not False,
+        silent=wanted.limit.asked == 0,
     )
-    planned = [_prompt(serving, body, tokens, tenant, model, limit, logprobs) for tokens in prompts]
+    planned = [_prompt(serving, body, tokens, tenant, model, wanted) for tokens in prompts]
+    _check_scores(planned, wanted)
     slo = serving.slo_book.chosen(
         tenant.slo_class, service_tier=body.service_tier, priority=body.priority or 0
     )
@@ -48,7 +70,7 @@ def plan_runs(
             _job(serving, prompt, tenant, slo, request_id, number),
             serving,
             options,
-            number * (body.n or 1),
+            number * wanted.samples,
         )
         for number, prompt in enumerate(planned)
     ]
@@ -56,25 +78,55 @@ def plan_runs(
 
 def _prompt(
     serving: Serving,
-    body: GenerationBody,
+    body: DrawingBody,
     tokens: Sequence[int],
     tenant: Tenant,
     model: ServedModel,
-    limit: TokenLimit,
-    logprobs: int | None,
+    wanted: Wanted,
 ) -> Prompt:
+    limit = wanted.limit
+    tokens = _truncated(tokens, body.truncate_prompt_tokens, limit, model)
     if not tokens:
         raise InvalidRequestError("The prompt has no tokens.", param=limit.prompt_param)
     max_tokens = limit.resolve(len(tokens), model)
-    check_vocabulary(tokens, model, limit.prompt_param)
+    packed = PackedTokens.of(tokens)
+    check_vocabulary(packed, model, limit.prompt_param)
     return Prompt(
-        prompt_tokens=tuple(tokens),
-        samples=tuple(range(body.n or 1)),
+        prompt_tokens=packed,
+        samples=tuple(range(wanted.samples)),
         sampling=sampling_params(
-            body, serving.defaults, model, max_tokens=max_tokens, logprobs=logprobs
+            body,
+            serving.defaults,
+            model,
+            max_tokens=max_tokens,
+            logprobs=wanted.logprobs,
+            prompt_logprobs=wanted.prompt_logprobs,
         ),
         cache_scope=narrow_scope(tenant.cache_scope, body.cache_salt),
     )
+
+
+def _truncated(
+    tokens: Sequence[int], keep: int | None, limit: TokenLimit, model: ServedModel
+) -> Sequence[int]:
+    """The last `keep` tokens; -1 keeps what the context holds beside the output that is asked for."""
+    if keep is None:
+        return tokens
+    if keep < 0:
+        keep = max(1, model.max_model_len - max(1, limit.asked or limit.default or 1))
+    return tokens[-keep:]
+
+
+def _check_scores(prompts: Sequence[Prompt], wanted: Wanted) -> None:
+    """All figures about a prompt wait for its last token: there may not be too many."""
+    if wanted.prompt_logprobs is None:
+        return
+    figures = sum(len(p.prompt_tokens) for p in prompts) * (1 + wanted.prompt_logprobs)
+    if figures > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs: at most {MAX_PROMPT_LOGPROBS} figures about prompt tokens, this asks for {figures}.",
+            param="prompt_logprobs",
+        )
 
 
 def _job(

@@ -4,11 +4,19 @@ Whole replies are built from these models. The chunks of a stream are written wi
 stand in the API's description, and tests hold every chunk against them.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 FinishWord = Literal["stop", "length", "abort"]
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+TokenIds = Annotated[list[int] | None, Field(exclude_if=_is_none)]
+"""There only if the client asked for it, as everything that is no part of OpenAI's replies."""
 
 
 class PromptTokensDetails(BaseModel):
@@ -49,6 +57,19 @@ class TimingReply(BaseModel):
     admission_s: float
 
 
+class PromptTokenScore(BaseModel):
+    """A token that stands in a prompt, or could have."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptScoresReply = Annotated[
+    list[dict[int, PromptTokenScore] | None] | None, Field(exclude_if=_is_none)
+]
+
+
 class TopLogprob(BaseModel):
     """A token that could have been drawn."""
 
@@ -85,7 +106,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishWord
-    token_ids: list[int] | None = None
+    token_ids: TokenIds = None
 
 
 class ChatCompletion(BaseModel):
@@ -97,7 +118,10 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    baton: TimingReply | None = None
+    service_tier: Annotated[str | None, Field(exclude_if=_is_none)] = None
+    prompt_token_ids: TokenIds = None
+    prompt_logprobs: PromptScoresReply = None
+    baton: Annotated[TimingReply | None, Field(exclude_if=_is_none)] = None
 
 
 class ChatDelta(BaseModel):
@@ -114,7 +138,7 @@ class ChatChunkChoice(BaseModel):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishWord | None
-    token_ids: list[int] | None = None
+    token_ids: TokenIds = None
 
 
 class ChatCompletionChunk(BaseModel):
@@ -125,16 +149,17 @@ class ChatCompletionChunk(BaseModel):
     created: int
     model: str
     choices: list[ChatChunkChoice]
+    prompt_token_ids: TokenIds = None
     usage: Usage | None = None
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of a completion choice: lists with one entry per token."""
+    """Log-probabilities of a completion choice: lists with one entry per token. An echoed prompt's first token has none."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(BaseModel):
@@ -144,7 +169,9 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishWord
-    token_ids: list[int] | None = None
+    token_ids: TokenIds = None
+    prompt_token_ids: TokenIds = None
+    prompt_logprobs: PromptScoresReply = None
 
 
 class Completion(BaseModel):
@@ -156,7 +183,7 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
-    baton: TimingReply | list[TimingReply] | None = None
+    baton: Annotated[TimingReply | list[TimingReply] | None, Field(exclude_if=_is_none)] = None
 
 
 class CompletionChunkChoice(BaseModel):
@@ -166,7 +193,8 @@ class CompletionChunkChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishWord | None
-    token_ids: list[int] | None = None
+    token_ids: TokenIds = None
+    prompt_token_ids: TokenIds = None
 
 
 class CompletionChunk(BaseModel):

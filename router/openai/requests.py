@@ -1,95 +1,71 @@
-"""What clients may send: OpenAI's fields, and those that vLLM added to them. Ranges are checked here, by name.
+"""What clients may send to be answered: OpenAI's fields for chat and plain completions, and those that vLLM added to them.
 
-Parsing is strict (a bool is no number, a number no string, NaN is nothing). Unknown fields are ignored, as servers of
-this protocol do; fields that are known and would change the answer, but are not served, are refused by name.
+Fields that do not change what is answered (`store`, `metadata`, `prediction`, …) are checked for their types and ignored.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, JsonValue, model_validator
 
-MAX_CHOICES = 128
-MAX_MESSAGES = 4096
-MAX_PARTS = 1024
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 512
-MAX_LOGIT_BIAS = 1024
-MAX_LOGPROBS = 20
-MAX_STOP_TOKEN_IDS = 1024
-MAX_PROMPT_TOKENS = 2**21
-"""Ends the parsing of absurd prompts early; the model's own limit is checked after it."""
+from router.openai.conversation import Messages
+from router.openai.fields import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPLATE_KWARGS,
+    Body,
+    JsonObject,
+    Metadata,
+    Name,
+    Part,
+    StopString,
+    StopStrings,
+    TokenCount,
+    Tokens,
+    only,
+    refusal,
+    unsupported,
+)
+from router.openai.tools import (
+    FunctionChoice,
+    Functions,
+    ResponseFormat,
+    ToolChoice,
+    Tools,
+    check_format,
+    check_functions,
+    check_tools,
+)
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+TemplateArguments = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_KWARGS)]
 
-UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "prompt_logprobs": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "prompt_embeds": (),
-}
-"""Fields that are not served, each with the values (besides null) that ask for nothing."""
-
-
-class Body(BaseModel):
-    """Any request body."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
-
-    @model_validator(mode="after")
-    def _refuse_unsupported(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name in UNSUPPORTED and value not in UNSUPPORTED[name]:
-                raise refusal(name, "This server does not support it.")
-        return self
+_TEMPLATES_OWN = frozenset(
+    {
+        *("conversation", "messages", "tools", "documents", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
+        *(
+            "max_length",
+            "return_tensors",
+            "sanitize_control_tokens",
+            "return_dict",
+            "return_assistant_tokens_mask",
+        ),
+        *("tokenizer_kwargs", "bos_token", "eos_token", "raise_exception", "strftime_now"),
+    }
+)
+"""Names that whoever renders a template gives to it; not a client's to choose."""
 
 
-def refusal(param: str, message: str) -> PydanticCustomError:
-    """A complaint about field `param` from a check that looks at more than one field."""
-    return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
-
-
-class StreamOptions(BaseModel):
-    """What a stream holds besides its deltas."""
-
-    model_config = ConfigDict(strict=True)
-
-    include_usage: bool | None = None
-
-
-class GenerationBody(Body):
-    """What chat and plain completions have in common."""
+class DrawingBody(Body):
+    """Whatever is answered with tokens of the model: how they are drawn, and when that ends."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: (
-        StopString
-        | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
-        | None
-    ) = None
+    stop: StopString | StopStrings | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -98,71 +74,84 @@ class GenerationBody(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=MAX_LOGIT_BIAS
     )
-    max_tokens: TokenCount | None = None
-    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    min_tokens: TokenCount | None = None
     stop_token_ids: Tokens | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
     cache_salt: str | None = Field(None, min_length=1)
-    user: str | None = Field(None, max_length=1024)
-    service_tier: str | None = Field(None, min_length=1, max_length=64)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    user: Name | None = None
+    metadata: Metadata | None = None
+    service_tier: str | None = Field(None, min_length=1, max_length=64)
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    @property
+    def served_tier(self) -> str | None:
+        """The tier that the reply names; whoever left the choice to the server got the default."""
+        return "default" if self.service_tier == "auto" else self.service_tier
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` by token id. A bias of 0 asks for nothing, of whatever token."""
+        return {int(token): bias for token, bias in (self.logit_bias or {}).items() if bias}
+
     @model_validator(mode="after")
-    def _check_stream_options(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise refusal("stream_options", "Only allowed together with stream.")
+    def _check_drawing(self) -> Self:
+        for token, bias in (self.logit_bias or {}).items():
+            if bias and not (token.isascii() and token.isdecimal() and len(token) < 11):
+                raise refusal("logit_bias", f"{token[:20]!r} is not a token id.")
+        if self.truncate_prompt_tokens == 0:
+            raise refusal("truncate_prompt_tokens", "Leaves nothing of the prompt.")
         return self
 
 
-class TextPart(BaseModel):
-    """A piece of a message's content. Other kinds than text are not served."""
+class StreamOptions(Part):
+    """What a stream holds besides its deltas."""
 
-    model_config = ConfigDict(strict=True)
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
-    type: Literal["text"]
-    text: str
 
+class GenerationBody(DrawingBody):
+    """What chat and plain completions have in common."""
 
-class Message(BaseModel):
-    """One message of a conversation."""
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: TokenCount | None = None
+    prompt_logprobs: Logprobs | None = None
+    return_token_ids: bool | None = None
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    @property
+    def num_samples(self) -> int:
+        """How many are drawn of each prompt."""
+        return self.n or 1
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = (
-        None
-    )
-    name: str | None = None
-    tool_call_id: str | None = None
+    @property
+    def usage_in_stream(self) -> bool:
+        """Whether a stream ends with its token counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        """Whether every chunk of a stream tells the token counts so far."""
+        options = self.stream_options
+        return self.usage_in_stream and options is not None and bool(options.continuous_usage_stats)
 
     @model_validator(mode="after")
-    def _check_content(self) -> Self:
-        if self.content is None and self.role != "assistant":
-            raise PydanticCustomError("refused", "A message of this role needs content.")
-        if (self.model_extra or {}).get("tool_calls"):
-            raise PydanticCustomError("refused", "This server does not support tool_calls.")
+    def _check_generation(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise refusal("prompt_logprobs", "Not in a stream.")
         return self
-
-    def for_template(self) -> dict[str, str]:
-        """What the chat template sees; parts of the content are joined."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
-        given = {key: value for key, value in optional.items() if value is not None}
-        return {"role": self.role, "content": text} | given
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -171,14 +160,66 @@ class ChatCompletionRequest(GenerationBody):
     messages: Messages
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    add_generation_prompt: bool = True
+    top_logprobs: Logprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Functions | None = None
+    function_call: FunctionChoice | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text", "audio"]] | None = Field(None, max_length=2)
+    moderation: JsonObject | None = None
+    # What follows does not change the answer of this server, and is ignored.
+    audio: JsonObject | None = None
+    prediction: JsonObject | None = None
+    web_search_options: JsonObject | None = None
+    reasoning_effort: Name | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    store: bool | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_options: JsonObject | None = None
+    prompt_cache_retention: Name | None = None
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> Self:
+    def _check_chat(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise refusal("top_logprobs", "Only allowed together with logprobs.")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refusal("continue_final_message", "Not together with add_generation_prompt.")
+        check_template_arguments(self.chat_template_kwargs)
+        check_tools(self.tools, self.tool_choice)
+        check_functions(self.functions, self.function_call)
+        check_format(self.response_format, "response_format")
+        check_moderation(self.moderation)
+        only("modalities", self.modalities, ["text"])
         return self
+
+
+def check_template_arguments(arguments: TemplateArguments | None) -> None:
+    """Refuses arguments that are not a client's to give.
+
+    Raises:
+        PydanticCustomError: There is one.
+    """
+    for name in arguments or ():
+        if name in _TEMPLATES_OWN or not name.isidentifier():
+            raise refusal("chat_template_kwargs", f"{name[:40]!r} cannot be given to a template.")
+
+
+def check_moderation(moderation: JsonObject | None) -> None:
+    """Refuses what asks for texts to be held back: nobody here reads them. Scores are advice, which may be missing.
+
+    Raises:
+        PydanticCustomError: Unsupported.
+    """
+    policy = (moderation or {}).get("policy")
+    for side in policy.values() if isinstance(policy, dict) else ():
+        if isinstance(side, dict):
+            only("moderation", side.get("mode"), "score")
 
 
 TokenPrompt = Annotated[Tokens, Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
@@ -193,19 +234,42 @@ class CompletionRequest(GenerationBody):
         | TokenPrompt
         | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     )
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    suffix: str | None = None
+    logprobs: Logprobs | None = None
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=0, le=MAX_CHOICES)
     add_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[str] | list[Sequence[int]]:
         """One entry per prompt: all texts, or all token ids."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
+    @property
+    def num_samples(self) -> int:
+        """How many are drawn of each prompt: as many as there are to choose from."""
+        return max(self.best_of or 1, self.n or 1)
+
+    @property
+    def num_scored(self) -> int | None:
+        """How many likeliest tokens are wanted in the place of each prompt token; None where prompts are not scored."""
+        echoed = self.logprobs if self.echo else None
+        wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
+        return max(wanted, default=None)
+
     @model_validator(mode="after")
     def _check_choices(self) -> Self:
-        if len(self.prompts) * (self.n or 1) > MAX_CHOICES:
+        if len(self.prompts) * self.num_samples > MAX_CHOICES:
             raise refusal("n", f"More than {MAX_CHOICES} choices over all prompts.")
+        if self.best_of and self.best_of < (self.n or 1):
+            raise refusal("best_of", "Less than n.")
+        if self.stream and self.num_samples > (self.n or 1):
+            raise refusal("best_of", "The best is not known before the end: not in a stream.")
+        if self.suffix and not isinstance(self.prompt, str):
+            raise unsupported("suffix", "Only with a single text as prompt.")
+        check_format(self.response_format, "response_format")
         return self
 
 
@@ -216,13 +280,18 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise refusal("prompt", "Exactly one of prompt and messages is needed.")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refusal("continue_final_message", "Not together with add_generation_prompt.")
+        check_template_arguments(self.chat_template_kwargs)
         return self
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from baton.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
 from baton.generation import SamplingParams
-from router.openai.requests import ChatCompletionRequest, CompletionRequest, GenerationBody
+from router.openai.requests import ChatCompletionRequest, CompletionRequest, DrawingBody
 from router.openai.vocabulary import check_vocabulary
 from router.ports import ServedModel
 
@@ -105,19 +105,22 @@ def completion_limit(request: CompletionRequest) -> TokenLimit:
 
 
 def sampling_params(
-    request: GenerationBody,
+    request: DrawingBody,
     defaults: SamplingDefaults,
     model: ServedModel,
     *,
     max_tokens: int,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """What the engine is told. A request without a seed gets one here, so that every retry draws the same tokens.
+
+    At least one token is drawn, also for whoever wants none: it is what a prompt's scores come with.
 
     Raises:
         InvalidRequestError: A token id outside the vocabulary, or more tokens at least than at most.
     """
-    logit_bias = request.logit_bias or {}
+    logit_bias = request.biases
     stop_token_ids = tuple(request.stop_token_ids or ())
     check_vocabulary(logit_bias, model, "logit_bias")
     check_vocabulary(stop_token_ids, model, "stop_token_ids")
@@ -137,10 +140,11 @@ def sampling_params(
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
         seed=seed,
-        logit_bias=dict(logit_bias),
+        logit_bias=logit_bias,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         stop_token_ids=stop_token_ids,
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),
         min_tokens=min_tokens,
         ignore_eos=bool(request.ignore_eos),
     )

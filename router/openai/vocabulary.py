@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from baton.errors import InvalidRequestError
+from baton.tokens import PackedTokens
 from router.ports import ServedModel
 
 
@@ -12,7 +13,9 @@ def check_vocabulary(token_ids: Iterable[int], model: ServedModel, param: str) -
     Raises:
         InvalidRequestError: There is one.
     """
-    highest = max(token_ids, default=0)
+    highest = (
+        token_ids.highest() if isinstance(token_ids, PackedTokens) else max(token_ids, default=0)
+    )
     if highest >= model.vocab_size:
         raise InvalidRequestError(
             f"{param}: token {highest} is outside the vocabulary of {model.vocab_size}.",

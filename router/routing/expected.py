@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from router.routing.table import Prints
+from router.routing.table import Prints, bits_of
 
 _EVERY = 32
 _LIFE_S = 30.0
@@ -71,16 +71,6 @@ class ExpectedBlocks:
             spans.append((low, middle, at_low, at_middle))
             spans.append((middle, high, at_middle, at_high))
         return depths
-
-
-def bits_of(columns: int) -> list[int]:
-    """The members of a set of columns."""
-    found: list[int] = []
-    while columns:
-        lowest = columns & -columns
-        found.append(lowest.bit_length() - 1)
-        columns ^= lowest
-    return found
 
 
 def _noted(num_blocks: int) -> list[int]:

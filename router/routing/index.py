@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from baton.blocks import BlockReport, joined
 from baton.errors import InvariantError
 from baton.ids import BlockKey, WorkerId, WorkerIdentity
-from router.routing.expected import ExpectedBlocks, bits_of
-from router.routing.table import BlockTable, Prints, prints_of
+from router.routing.expected import ExpectedBlocks
+from router.routing.table import BlockTable, HotPart, Words, prints_of
+from router.routing.table_library import hot_part
 
 _SPARE_SHARE = 4
 """Columns of holders that are gone are cleared together, once they are a quarter of all."""
@@ -48,6 +48,7 @@ class _Holder:
     identity: WorkerIdentity
     slot: int
     column: int
+    ragged: bool
     seq: int | None = None
     is_blank: bool = True
 
@@ -55,23 +56,24 @@ class _Holder:
 class PrefixIndex:
     """Block key to the set of its holders.
 
-    Pure and single-threaded; time comes in as `now_s`. Depths by reports are exact: of the leading blocks of the chain
-    that the holder reported and has not reported gone, whatever holes follow. Depths by expectation end with
-    `ExpectedBlocks`' memory. A holder has a *slot*, stable while it is admitted, and a column of the table, which it
+    Pure and single-threaded; time comes in as `now_s`. Depths by reports are exact: so many leading blocks the holder
+    has reported and not reported gone. More than that is promised only by expectation, of a worker that was just sent the
+    prompt (`ExpectedBlocks`), and for no longer than a minute. A holder has a *slot*, stable while it is admitted, and a column of the table, which it
     changes with every snapshot: leaving and starting over cost nothing at the time, the table is cleared of
     many columns at once.
 
     Args:
         max_blocks: Blocks remembered at most. With more, new ones are not taken up, and counted as lost.
+        hot: Who does the table's hot part; the fastest there is if None.
     """
 
-    def __init__(self, *, max_blocks: int = 4_000_000) -> None:
-        self._table = BlockTable(max_blocks=max_blocks)
+    def __init__(self, *, max_blocks: int = 4_000_000, hot: HotPart | None = None) -> None:
+        self._table = BlockTable(max_blocks=max_blocks, hot=hot or hot_part())
         self._expected = ExpectedBlocks()
         self._holders: dict[WorkerId, _Holder] = {}
         self._free_slots: list[int] = []
         self._free_columns = list(range(self._table.num_columns))
-        self._live = 0
+        self._live = self._ragged = 0
         self._slot_of: dict[int, int] = {}
         self.counts = IndexCounts()
 
@@ -83,15 +85,21 @@ class PrefixIndex:
         """Memory of the table."""
         return self._table.size_bytes
 
-    def admit(self, identity: WorkerIdentity) -> int:
-        """The slot of a worker, or of the pool under a name of its own. An older incarnation of it is forgotten."""
+    def admit(self, identity: WorkerIdentity, *, ragged: bool = False) -> int:
+        """The slot of a worker, or of the pool under a name of its own. An older incarnation of it is forgotten.
+
+        Args:
+            identity: Who reports.
+            ragged: It may give a block up and hold on to those after it, as a pool does and a worker's cache does not.
+                Its depths take a look at every block of a chain.
+        """
         known = self._holders.get(identity.worker_id)
         if known is not None and known.identity == identity:
             return known.slot
         if known is not None:
             self.retire(known.identity)
         slot = self._free_slots.pop() if self._free_slots else len(self._holders)
-        holder = _Holder(identity=identity, slot=slot, column=-1)
+        holder = _Holder(identity=identity, slot=slot, column=-1, ragged=ragged)
         self._holders[identity.worker_id] = holder
         self._occupy(holder)
         return slot
@@ -134,11 +142,13 @@ class PrefixIndex:
         if not keys:
             return {}
         prints = prints_of(joined(keys))
-        depths = self._reported(prints)
+        whole, ragged = self._live & ~self._ragged, self._live & self._ragged
+        depths = self._table.depths(prints, self._words(whole), self._words(ragged))
         for column, depth in self._expected.depths(prints, self._live, now_s).items():
-            if depth > depths.get(column, 0):
-                depths[column] = depth
-        return {self._slot_of[column]: depth for column, depth in depths.items()}
+            depths[column] = max(depth, depths[column])
+        columns = np.flatnonzero(depths)
+        held = zip(columns.tolist(), depths[columns].tolist(), strict=True)
+        return {self._slot_of[column]: depth for column, depth in held}
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when the bookkeeping of holders, columns or the table is broken."""
@@ -153,20 +163,6 @@ class PrefixIndex:
             raise InvariantError("live columns do not match the holders")
         if self._live & sum(1 << column for column in self._free_columns):
             raise InvariantError("a column is free and in use")
-
-    def _reported(self, prints: Prints) -> dict[int, int]:
-        rows = self._table.rows(prints) & self._words(self._live)
-        common = np.bitwise_and.accumulate(rows, axis=0)
-        # Sets only shrink along the chain: whoever is missing after a change is as deep as the change.
-        (changes,) = (common[1:] != common[:-1]).any(axis=1).nonzero()
-        depths: dict[int, int] = {}
-        before = int.from_bytes(common[0].tobytes(), "little")
-        for at in (changes + 1).tolist():
-            here = int.from_bytes(common[at].tobytes(), "little")
-            depths.update(dict.fromkeys(bits_of(before & ~here), at))
-            before = here
-        depths.update(dict.fromkeys(bits_of(before), len(prints)))
-        return depths
 
     def _change(self, holder: _Holder, report: BlockReport) -> None:
         if report.removed:
@@ -192,11 +188,13 @@ class PrefixIndex:
         holder.column, holder.is_blank = self._free_columns.pop(), True
         self._slot_of[holder.column] = holder.slot
         self._live |= 1 << holder.column
+        self._ragged |= holder.ragged << holder.column
 
     def _vacate(self, holder: _Holder) -> None:
         """Its column is cleared later, together with others."""
         del self._slot_of[holder.column]
         self._live &= ~(1 << holder.column)
+        self._ragged &= self._live
 
     def _find_columns(self) -> None:
         total = self._table.num_columns
@@ -208,5 +206,5 @@ class PrefixIndex:
             self._table.widen()
             self._free_columns = list(range(total, self._table.num_columns))
 
-    def _words(self, columns: int) -> NDArray[np.uint64]:
+    def _words(self, columns: int) -> Words:
         return np.frombuffer(columns.to_bytes(self._table.num_columns // 8, "little"), np.uint64)

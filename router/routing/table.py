@@ -1,11 +1,14 @@
-"""The prefix index's memory: who holds each block, one bit per holder, in about 50 bytes per block for 128 holders.
+"""The prefix index's memory: who holds each block, one bit per holder, in 40 to 80 bytes per block for 128 holders.
 
 A hash table in two numpy arrays. A block is known by its *print*, the first 8 bytes of its key, which are already
-uniformly random: two equal prints among a million blocks have odds of one in thirty million, and a wrong answer costs a
-wrong guess. A print lies in one of two buckets of 8 (half of its bits name one, half the other), so that a lookup is at
-most two cache lines and a removal leaves no trace. Whole chains are looked up by numpy, single blocks changed without
-it: each is several times faster its own way.
+uniformly random: that any two among a million blocks have the same has odds of one in thirty million, and a wrong
+answer costs a wrong guess. A print lies in one of two buckets of 8 (half of its bits name one, half the other), so that
+a lookup is two cache lines at most, and a removal leaves no trace.
+
+Three methods are hot: they are written in C (`table.c`), and here for machines without a compiler.
 """
+
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +19,16 @@ from baton.hashing import KEY_BYTES
 Prints = NDArray[np.uint64]
 """Prints of a chain's blocks, in order."""
 
-_WIDTH = 8
-_WORD_BITS = 64
+Words = NDArray[np.uint64]
+"""A set of columns, 64 per word, lowest first."""
+
+Depths = NDArray[np.int32]
+"""How many leading blocks each column holds, by column."""
+
+WIDTH = 8
+WORD_BITS = 64
 _CROWDED = 5
-"""So many entries in a print's first bucket, and its second one is considered."""
+"""With so many entries in a print's first bucket its second one is considered."""
 
 _MAX_FILL = 0.6
 _MIN_FILL = 0.3
@@ -35,159 +44,258 @@ def prints_of(keys: bytes) -> Prints:
     return prints
 
 
+class Memory:
+    """A bucket's prints, 0 where empty, stand before its sets: close together, for looking one up is waiting for memory.
+
+    Attributes:
+        cells: `[buckets + 1, WIDTH * (1 + words)]`; the last bucket stays empty, for blocks that nobody holds.
+        prints: `[buckets + 1, WIDTH]`, a view.
+        sets: `[buckets + 1, WIDTH, words]`, a view.
+        used: Places that hold a print.
+        limit: So many may be used before the table has to grow.
+    """
+
+    def __init__(self, prints: Prints, sets: NDArray[np.uint64], *, used: int, limit: int) -> None:
+        buckets, self.num_words = len(prints), sets.shape[2]
+        self.cells = np.zeros((buckets + 1, WIDTH * (1 + self.num_words)), np.uint64)
+        self.prints = self.cells[:, :WIDTH]
+        self.sets = self.cells[:, WIDTH:].reshape(buckets + 1, WIDTH, self.num_words)
+        self.prints[:-1], self.sets[:-1] = prints, sets
+        self.used, self.limit = used, limit
+
+    @property
+    def num_buckets(self) -> int:
+        """A power of two."""
+        return len(self.cells) - 1
+
+    @property
+    def mask(self) -> np.uint64:
+        """What of a number names a bucket."""
+        return np.uint64(self.num_buckets - 1)
+
+
+class HotPart(Protocol):
+    """What is done to a `Memory` for every report and every decision."""
+
+    def whole(self, memory: Memory, prints: Prints, live: Words, depths: Depths) -> None:
+        """Writes how many leading prints each column of `live` holds, where holding one means to hold those before it.
+
+        Takes time with the logarithm of the chain, for each different depth.
+        """
+
+    def ragged(self, memory: Memory, prints: Prints, live: Words, depths: Depths) -> None:
+        """The same where that does not follow. Takes time with the chain."""
+
+    def add(self, memory: Memory, prints: Prints, begin: int, column: int) -> int:
+        """Adds `column` to the sets of the prints from `begin` on; returns the first one for which there is no place."""
+
+    def discard(self, memory: Memory, prints: Prints, column: int) -> None:
+        """Takes `column` out of the sets of all prints; empty sets are forgotten."""
+
+
+class PlainHotPart:
+    """In Python: chains by numpy, single blocks without it, as each is several times faster its own way."""
+
+    def whole(self, memory: Memory, prints: Prints, live: Words, depths: Depths) -> None:
+        """See HotPart."""
+        blocks = prints.tolist()
+        # Spans (low, high] of positions with the sets at both ends; -1 stands for the empty chain. The left one of two is
+        # looked at first: of a column that ends in both the deeper end counts.
+        spans = [(-1, len(blocks), _number(live), 0)]
+        while spans:
+            low, high, at_low, at_high = spans.pop()
+            if not at_low & ~at_high:
+                continue
+            if high - low == 1:
+                depths[bits_of(at_low & ~at_high)] = high
+                continue
+            middle = low + (high - low) // 2
+            place = _find(memory, blocks[middle])
+            here = 0 if place is None else at_low & _number(memory.sets[place])
+            spans.append((middle, high, here, at_high))
+            spans.append((low, middle, at_low, here))
+
+    def ragged(self, memory: Memory, prints: Prints, live: Words, depths: Depths) -> None:
+        """See HotPart."""
+        common = np.bitwise_and.accumulate(_rows(memory, prints) & live, axis=0)
+        # Sets only shrink along the chain: count each distinct one for as many blocks as it lasts.
+        (ends,) = np.any(common[1:] != common[:-1], axis=1).nonzero()
+        ends = np.append(ends, len(common) - 1)
+        lasted = np.diff(ends, prepend=-1).astype(np.int32)
+        members = np.unpackbits(common[ends].view(np.uint8), axis=1, bitorder="little")
+        depths += lasted @ members.astype(np.int32)
+
+    def add(self, memory: Memory, prints: Prints, begin: int, column: int) -> int:
+        """See HotPart."""
+        word, bit = divmod(column, WORD_BITS)
+        for at, block in enumerate(prints[begin:].tolist(), begin):
+            place = _find(memory, block)
+            if place is None:
+                place = _empty_place(memory, block) if memory.used < memory.limit else None
+                if place is None:
+                    return at
+                memory.prints[place] = block
+                memory.used += 1
+            memory.sets[(*place, word)] |= np.uint64(1 << bit)
+        return len(prints)
+
+    def discard(self, memory: Memory, prints: Prints, column: int) -> None:
+        """See HotPart."""
+        word, bit = divmod(column, WORD_BITS)
+        for block in prints.tolist():
+            place = _find(memory, block)
+            if place is None:
+                continue
+            memory.sets[(*place, word)] &= ~np.uint64(1 << bit)
+            if not memory.sets[place].any():
+                memory.prints[place] = 0
+                memory.used -= 1
+
+
+def bits_of(columns: int) -> list[int]:
+    """The members of a set of columns."""
+    found: list[int] = []
+    while columns:
+        lowest = columns & -columns
+        found.append(lowest.bit_length() - 1)
+        columns ^= lowest
+    return found
+
+
+def _number(columns: Words) -> int:
+    return int.from_bytes(columns.tobytes(), "little")
+
+
+def _rows(memory: Memory, prints: Prints) -> NDArray[np.uint64]:
+    """The sets of `prints`; all zero where nobody holds it."""
+    buckets, places = np.full(len(prints), memory.num_buckets), np.zeros(len(prints), np.intp)
+    for half in (np.uint64(0), np.uint64(32)):
+        (rest,) = (buckets == memory.num_buckets).nonzero()
+        bucket = (prints[rest] >> half) & memory.mask
+        row, at = (memory.prints[bucket] == prints[rest, None]).nonzero()
+        buckets[rest[row]], places[rest[row]] = bucket[row], at
+    sets: NDArray[np.uint64] = memory.sets[buckets, places]
+    return sets
+
+
+def _buckets(memory: Memory, block: int) -> tuple[int, int]:
+    mask = memory.num_buckets - 1
+    return block & mask, block >> 32 & mask
+
+
+def _find(memory: Memory, block: int) -> tuple[int, int] | None:
+    for bucket in _buckets(memory, block):
+        prints = memory.prints[bucket].tolist()
+        if block in prints:
+            return bucket, prints.index(block)
+    return None
+
+
+def _empty_place(memory: Memory, block: int) -> tuple[int, int] | None:
+    """In the first of its buckets, or in the second if the first is crowded and the second is emptier."""
+    bucket, other = _buckets(memory, block)
+    prints, others = memory.prints[bucket].tolist(), memory.prints[other].tolist()
+    if prints.count(0) <= WIDTH - _CROWDED and others.count(0) > prints.count(0):
+        bucket, prints = other, others
+    return (bucket, prints.index(0)) if 0 in prints else None
+
+
 class BlockTable:
     """Sets of columns (holders) by print.
 
     Args:
-        max_blocks: Prints held at most, about.
+        max_blocks: Prints held at most.
+        hot: Who does the hot part.
     """
 
-    def __init__(self, *, max_blocks: int) -> None:
-        self._max_buckets = max(
-            _FIRST_BUCKETS, 1 << (int(max_blocks / _WIDTH / _MAX_FILL)).bit_length()
-        )
+    def __init__(self, *, max_blocks: int, hot: HotPart) -> None:
         self._max_blocks = max_blocks
-        self._num_words = 1
-        self._len = 0
-        self._keep(
-            np.zeros(_FIRST_BUCKETS * _WIDTH, np.uint64),
-            np.zeros(((_FIRST_BUCKETS + 1) * _WIDTH, 1), np.uint64),
-        )
+        self._hot = hot
+        prints = np.zeros((_FIRST_BUCKETS, WIDTH), np.uint64)
+        self._memory = self._made_of(prints, prints[:, :, None], 0)
 
     def __len__(self) -> int:
-        return self._len
+        return self._memory.used
 
     @property
     def num_columns(self) -> int:
         """Columns there is room for."""
-        return self._num_words * _WORD_BITS
+        return int(self._memory.num_words * WORD_BITS)
 
     @property
     def size_bytes(self) -> int:
         """Memory taken."""
-        return int(self._prints.nbytes + self._bits.nbytes)
+        return self._memory.cells.nbytes
 
     def widen(self) -> None:
         """Makes room for 64 more columns."""
-        self._num_words += 1
-        self._keep(self._prints, np.pad(self._bits, ((0, 0), (0, 1))))
+        memory = self._memory
+        sets = np.pad(memory.sets[:-1], ((0, 0), (0, 0), (0, 1)))
+        self._memory = self._made_of(memory.prints[:-1], sets, memory.used)
 
     def add(self, prints: Prints, column: int) -> int:
         """Adds `column` to the sets of all `prints`; returns how many found no room."""
-        word, bit = divmod(column, _WORD_BITS)
-        lost = 0
-        for block in prints.tolist():
-            place = self._find(block)
-            if place < 0:
-                place = self._insert(block)
-            if place < 0:
-                lost += 1
-            else:
-                self._bits_view[place, word] |= 1 << bit
+        done, lost = 0, 0
+        while (done := self._hot.add(self._memory, prints, done, column)) < len(prints):
+            if not self._grow():
+                done, lost = done + 1, lost + 1
         return lost
 
     def discard(self, prints: Prints, column: int) -> None:
         """Takes `column` out of the sets of all `prints`; empty sets are forgotten."""
-        word, bit = divmod(column, _WORD_BITS)
-        keep = ~(1 << bit)
-        view, words = self._bits_view, range(self._num_words)
-        for block in prints.tolist():
-            place = self._find(block)
-            if place < 0:
-                continue
-            view[place, word] &= keep
-            if not any(view[place, each] for each in words):
-                self._prints_view[place] = 0
-                self._len -= 1
+        self._hot.discard(self._memory, prints, column)
 
-    def rows(self, prints: Prints) -> NDArray[np.uint64]:
-        """The sets of `prints` as rows of 64-bit words; all zero where nobody holds it."""
-        buckets = self._prints.reshape(-1, _WIDTH)
-        places = np.full(
-            len(prints), len(self._prints)
-        )  # behind the last bucket all sets are empty
-        first = prints & self._mask
-        row, at = (buckets.take(first, axis=0, mode="clip") == prints[:, None]).nonzero()
-        places[row] = first[row] * _WIDTH + at
-        (rest,) = (places == len(self._prints)).nonzero()
-        if len(rest):
-            second = (prints[rest] >> np.uint64(32)) & self._mask
-            row, at = (buckets.take(second, axis=0, mode="clip") == prints[rest, None]).nonzero()
-            places[rest[row]] = second[row] * _WIDTH + at
-        return self._bits.take(places, axis=0, mode="clip")
+    def depths(self, prints: Prints, whole: Words, ragged: Words) -> Depths:
+        """How many leading blocks of a chain, not empty, the columns hold.
 
-    def keep_columns(self, live: NDArray[np.uint64]) -> None:
+        Args:
+            prints: Of the chain.
+            whole: Columns of which it is known that to hold a block is to hold those before it.
+            ragged: Other columns.
+        """
+        depths = np.zeros(self.num_columns, np.int32)
+        self._hot.whole(self._memory, prints, whole, depths)
+        if ragged.any():
+            self._hot.ragged(self._memory, prints, ragged, depths)
+        return depths
+
+    def keep_columns(self, live: Words) -> None:
         """Takes every column that is not in `live` out of all sets, and forgets empty ones. Looks at the whole table."""
-        self._bits &= live
-        gone = ~self._bits[: len(self._prints)].any(axis=1)
-        self._prints[gone] = 0
-        self._len = len(self._prints) - int(np.count_nonzero(gone))
+        memory = self._memory
+        memory.sets &= live
+        memory.prints[~memory.sets.any(axis=2)] = 0
+        memory.used = int(np.count_nonzero(memory.prints))
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a print is not where it belongs or an empty place holds bits."""
-        (places,) = self._prints.nonzero()
-        prints = self._prints[places]
-        buckets = (places // _WIDTH).astype(np.uint64)
-        first, second = prints & self._mask, (prints >> np.uint64(32)) & self._mask
+        memory = self._memory
+        buckets, places = memory.prints.nonzero()
+        prints = memory.prints[buckets, places]
+        first, second = prints & memory.mask, (prints >> np.uint64(32)) & memory.mask
         if not ((buckets == first) | (buckets == second)).all():
             raise InvariantError("a block lies in a bucket that is not its own")
-        if len(places) != self._len or len(np.unique(prints)) != self._len:
-            raise InvariantError(f"{len(places)} blocks, counted {self._len}")
-        if not np.array_equal(np.flatnonzero(self._bits.any(axis=1)), places):
+        if len(prints) != memory.used or len(np.unique(prints)) != memory.used:
+            raise InvariantError(f"{len(prints)} blocks, counted {memory.used}")
+        if not np.array_equal(memory.sets.any(axis=2), memory.prints != 0):
             raise InvariantError("a block without holder, or a holder without block")
 
-    def _keep(self, prints: NDArray[np.uint64], bits: NDArray[np.uint64]) -> None:
-        self._prints, self._bits = prints, bits
-        self._prints_view, self._bits_view = memoryview(prints), memoryview(bits)  # type: ignore[arg-type]
-        self._num_buckets = len(prints) // _WIDTH
-        self._mask = np.uint64(self._num_buckets - 1)
-
-    def _find(self, block: int) -> int:
-        mask = self._num_buckets - 1
-        for start in ((block & mask) * _WIDTH, (block >> 32 & mask) * _WIDTH):
-            bucket = self._prints_view[start : start + _WIDTH].tolist()
-            if block in bucket:
-                return start + bucket.index(block)
-        return -1
-
-    def _insert(self, block: int) -> int:
-        """A place for a print that is not here: in the emptier of its buckets; -1 when there is none."""
-        if self._len >= self._num_buckets * _WIDTH * _MAX_FILL:
-            self._grow()
-        if self._len >= self._max_blocks:
-            return -1
-        place = self._empty_place(block)
-        if place < 0 and self._len >= self._num_buckets * _WIDTH * _MIN_FILL and self._grow():
-            place = self._empty_place(block)
-        if place >= 0:
-            self._prints_view[place] = block
-            self._len += 1
-        return place
-
-    def _empty_place(self, block: int) -> int:
-        mask = self._num_buckets - 1
-        start = (block & mask) * _WIDTH
-        bucket = self._prints_view[start : start + _WIDTH].tolist()
-        if _WIDTH - bucket.count(0) >= _CROWDED:
-            other = (block >> 32 & mask) * _WIDTH
-            others = self._prints_view[other : other + _WIDTH].tolist()
-            if others.count(0) > bucket.count(0):
-                start, bucket = other, others
-        return start + bucket.index(0) if 0 in bucket else -1
+    def _made_of(self, prints: Prints, sets: NDArray[np.uint64], used: int) -> Memory:
+        limit = min(int(prints.size * _MAX_FILL), self._max_blocks)
+        return Memory(prints, sets, used=used, limit=limit)
 
     def _grow(self) -> bool:
-        """Doubles the table, unless it is as large as it may get. Every bucket is split by the next bit of what named it,
-        so that each entry keeps its place within the bucket.
+        """Doubles the table if that is of use. Every bucket is split by the next bit of what named it, so that each entry
+        keeps its place within the bucket.
         """
-        if self._num_buckets >= self._max_buckets:
+        memory, old = self._memory, self._memory.prints[:-1]
+        if not old.size * _MIN_FILL <= memory.used < self._max_blocks:
             return False
-        old, bits, size = self._prints, self._bits[:-_WIDTH], len(self._prints)
-        buckets = (np.arange(size) // _WIDTH).astype(np.uint64)
-        namer = np.where(old & self._mask == buckets, old, old >> np.uint64(32))
-        upper = (namer & np.uint64(self._num_buckets)) != 0
-        halves = (~upper & (old != 0), upper & (old != 0))
-        prints = np.concatenate([np.where(half, old, np.uint64(0)) for half in halves])
-        end = np.zeros((_WIDTH, self._num_words), np.uint64)
-        parts = [np.where(half[:, None], bits, np.uint64(0)) for half in halves]
-        self._keep(prints, np.concatenate([*parts, end]))
+        is_first = old & memory.mask == np.arange(len(old), dtype=np.uint64)[:, None]
+        namer = np.where(is_first, old, old >> np.uint64(32))
+        moves = (namer & np.uint64(memory.num_buckets)) != 0
+        leaves = np.concatenate([moves, ~moves])
+        prints, sets = np.tile(old, (2, 1)), np.tile(memory.sets[:-1], (2, 1, 1))
+        prints[leaves] = 0
+        sets[leaves] = 0
+        self._memory = self._made_of(prints, sets, memory.used)
         return True

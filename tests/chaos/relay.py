@@ -12,6 +12,7 @@ import grpc
 
 from baton.rpc.channel import bind, new_server, open_channel
 from baton.rpc.v1 import transfer_pb2 as pb
+from baton.rpc.v1.common_pb2 import Signed
 
 _SESSION = "/baton.rpc.v1.Transfer/Session"
 
@@ -65,12 +66,16 @@ class SessionRelay(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not sub
 
     async def _forward(self, requests: AsyncIterator[bytes], call: Any) -> None:
         async for data in requests:
-            await self._pass(pb.TransferRequest.FromString(data).WhichOneof("request"))
+            await self._pass(
+                pb.TransferRequest.FromString(Signed.FromString(data).content).WhichOneof("request")
+            )
             await call.write(data)
 
     async def _backward(self, call: Any, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         async for data in call:
-            await self._pass(pb.TransferReply.FromString(data).WhichOneof("reply"))
+            await self._pass(
+                pb.TransferReply.FromString(Signed.FromString(data).content).WhichOneof("reply")
+            )
             await context.write(data)
 
     async def _pass(self, kind: str | None) -> None:

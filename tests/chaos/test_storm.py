@@ -1,14 +1,15 @@
 """A cluster of two prefill and two decode workers lives through a storm of faults: no hang, no wrong token, no lost page.
 
-The oracle is one undisturbed forward pass of transformers over each prompt and what came back for it: every token must be
-the likeliest at its place, in replies that broke off as well (`tests.e2e.reference` says what counts as a tie).
+Two oracles: the same requests again, undisturbed, once the storm is over; and one forward pass of transformers over each prompt
+and what came back for it: every token must be the likeliest at its place, in replies that broke off as well
+(`tests.e2e.reference` says what counts as a tie).
 """
 
 import asyncio
 import random
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,10 @@ CODE = re.compile(r'"code": ?"?(\w+)')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """What a storm did, and what became of the requests."""
+    """What a storm did, what became of the requests, and what becomes of them in calm weather."""
 
     replies: list[Reply]
+    undisturbed: list[Reply]
     ends: Counter[End]
     faults: Counter[str]
     counted: dict[str, float]
@@ -76,6 +78,7 @@ def live_through(checkpoint: Path, *, requests: int, seed: int, weather: Weather
         traffic, storm = asyncio.run(_blow(served, requests, seed, weather))
         account = Account(
             replies=traffic.replies,
+            undisturbed=[],
             ends=traffic.ends(),
             faults=storm.counts(),
             counted=_counted(served),
@@ -83,7 +86,17 @@ def live_through(checkpoint: Path, *, requests: int, seed: int, weather: Weather
         print(f"\n{account}")
         eventually(lambda: len(served.workers()) == NUM_WORKERS, "every worker is back", 60.0)
         assert_at_rest(served)
+        account.undisturbed.extend(asyncio.run(_in_calm(served, account)))
+        assert_at_rest(served)
     return account
+
+
+async def _in_calm(served: Served, account: Account) -> list[Reply]:
+    """The same requests to the same cluster, and nobody leaves."""
+    requests = [replace(reply.request, leaves_after=None) for reply in account.replies]
+    traffic = Traffic(served.url, requests, clients=24, deadline_s=DEADLINE_S)
+    await traffic.run()
+    return traffic.replies
 
 
 async def _blow(
@@ -120,13 +133,17 @@ def check(checkpoint: Path, account: Account) -> None:
     assert ends.total() == len(account.replies)
     assert ends[End.HUNG] == ends[End.BROKEN] == 0, account
     assert ends[End.COMPLETED] >= 0.9 * (ends.total() - ends[End.LEFT]), account
+    assert {reply.end for reply in account.undisturbed} == {End.COMPLETED}
     reference = Reference(checkpoint)
-    for reply in account.replies:
+    for reply, undisturbed in zip(account.replies, account.undisturbed, strict=True):
         for tokens in filter(None, reply.tokens.values()):
             reference.assert_greedy(list(reply.request.prompt), tokens)
         if reply.end is End.COMPLETED:
             lengths = [len(reply.tokens[index]) for index in range(reply.request.samples)]
             assert lengths == [reply.request.max_tokens] * reply.request.samples
+            if reply.tokens != undisturbed.tokens:  # only where two tokens are equally likely
+                for tokens in undisturbed.tokens.values():
+                    reference.assert_greedy(list(reply.request.prompt), tokens)
 
 
 @pytest.mark.usefixtures("_patient")

@@ -25,6 +25,19 @@ STATES = {
     "committed": "committed",  # D decodes, P does not know
 }
 
+PROCESS = ("kill_p", "kill_d", "stop_p", "stop_d")
+WIRE = {  # to what the proxy counts
+    "cut": "cut",
+    "cut_in_a_message": "cut",
+    "black_hole": "dropped_bytes",
+    "half_open": "dropped_bytes",  # D hears nothing more of P
+    "deaf": "dropped_bytes",  # P hears nothing more of D
+    "flip_there": "flipped",
+    "flip_back": "flipped",
+    "delay": "delayed",
+    "throttle": "throttled",
+}
+
 
 async def reach(world: World, state: str) -> tuple[str, str]:
     """Waits until the request's hand-off is in `state`; returns the names of its two workers."""
@@ -54,6 +67,25 @@ async def strike(world: World, fault: str, prefill: str, decode: str) -> None:
             assert proxy.cut() == 1
         case "black_hole":
             proxy.black_hole()
+        case "half_open":
+            proxy.forward.dropping = True
+        case "deaf":
+            proxy.backward.dropping = True
+        case "cut_in_a_message":
+            proxy.forward.cut_after(20)
+        case "flip_there":
+            proxy.forward.flip_bit(20)  # in what names the transfer, in most messages
+        case "flip_back":
+            proxy.backward.flip_bit(30)
+        case "delay":
+            proxy.forward.delay_s = proxy.backward.delay_s = 0.3
+        case "throttle":
+            proxy.forward.bytes_per_s = proxy.backward.bytes_per_s = 2_000.0
+
+
+def happened(world: World, fault: str, decode: str) -> bool:
+    """Whether the proxy did what it was told: a fault of the wire shows only in the bytes that come after."""
+    return world.proxies[decode].happened[WIRE[fault]] > 0
 
 
 async def heal(world: World, prefill: str, decode: str) -> None:
@@ -65,10 +97,13 @@ async def heal(world: World, prefill: str, decode: str) -> None:
         await worker.resume()
         if worker.child.returncode is None and name.startswith("p"):
             await worker.tell("release")
-    world.proxies[decode].black_hole(False)
+    proxy = world.proxies[decode]
+    proxy.black_hole(False)
+    proxy.forward.delay_s = proxy.backward.delay_s = 0.0
+    proxy.forward.bytes_per_s = proxy.backward.bytes_per_s = None
 
 
-@pytest.mark.parametrize("fault", ["kill_p", "kill_d", "stop_p", "stop_d", "cut", "black_hole"])
+@pytest.mark.parametrize("fault", [*PROCESS, *WIRE])
 @pytest.mark.parametrize("state", STATES)
 async def test_a_fault_costs_neither_a_token_nor_a_page(tmp_path: Path, state: str, fault: str):
     async with world(tmp_path) as here:
@@ -80,11 +115,13 @@ async def test_a_fault_costs_neither_a_token_nor_a_page(tmp_path: Path, state: s
         asking = asyncio.create_task(here.generate(ASKED))
         prefill, decode = await reach(here, state)
         await strike(here, fault, prefill, decode)
-        if fault in ("cut", "black_hole"):
+        if fault in WIRE:
             here.relays[decode].release()  # the fault is the wire's, not the relay's
         for name in {"p0", "p1"} - ({prefill} if fault in ("kill_p", "stop_p") else set()):
             await here.workers[name].tell("release")
         assert await asyncio.wait_for(asking, TIMEOUT_S) == right(ASKED)
+        if fault in WIRE:
+            await until(lambda: happened(here, fault, decode))  # heartbeats pass at the latest
         await heal(here, prefill, decode)
         await here.at_rest()
         again = prompt(90, max_tokens=5, first=300)

@@ -31,7 +31,7 @@ from baton.ids import (
     new_incarnation,
     new_xfer_id,
 )
-from baton.layout import KvLayout
+from baton.layout import SPARE_BLOCKS, KvLayout
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import WorkerHello, prompt_to_proto
 from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -60,6 +60,7 @@ LIMITS = Limits(
     num_blocks=48,
     vocab_size=1000,
 )
+REGION_BLOCKS = LIMITS.num_blocks + SPARE_BLOCKS
 # One float32 key and value per token: eight bytes, in which the fake engine keeps its hash.
 LAYOUT = KvLayout(
     model_fingerprint="fake",
@@ -167,7 +168,7 @@ async def start_node(
     name = name or role.value
     address = f"unix:{folder}/{name}.sock"
     arena, sink = SharedMemoryArena(), TransferSink()
-    memory = arena.allocate(LAYOUT.region_bytes(LIMITS.num_blocks))
+    memory = arena.allocate(LAYOUT.region_bytes(REGION_BLOCKS))
     runner = GatedRunner(memory, sink if role.prefills_for_others else None)
     scheduler = Scheduler(LIMITS, layout=LAYOUT, secret=SECRET)
     engine = ThreadEngineHost(scheduler, runner)
@@ -188,11 +189,11 @@ async def start_node(
     metrics = WorkerMetrics(
         CollectorRegistry(), block_tokens=LAYOUT.block_tokens, num_blocks=LIMITS.num_blocks
     )
-    hashes, office = ArenaHashes(memory, LAYOUT, num_blocks=LIMITS.num_blocks), TicketOffice(SECRET)
+    hashes, office = ArenaHashes(memory, LAYOUT, num_blocks=REGION_BLOCKS), TicketOffice(SECRET)
     services: list[PrefillWorker | DecodeWorker] = []
     receiver = None
     if role.prefills_for_others:
-        sender = ShmSender(memory, num_blocks=LIMITS.num_blocks)
+        sender = ShmSender(memory, num_blocks=REGION_BLOCKS)
         services.append(
             PrefillWorker(
                 engine=engine,
@@ -206,9 +207,7 @@ async def start_node(
             )
         )
     if role.decodes:
-        receiver = ShmReceiver(
-            arena.region, path=f"{folder}/{name}.kv", num_blocks=LIMITS.num_blocks
-        )
+        receiver = ShmReceiver(arena.region, path=f"{folder}/{name}.kv", num_blocks=REGION_BLOCKS)
         services.append(
             DecodeWorker(
                 engine=engine,

@@ -20,7 +20,17 @@ from baton.rpc.v1 import (
     transfer_pb2,
 )
 from kv_transfer.shm import layer_pages
-from tests.decode_worker.cluster import LAYOUT, LIMITS, Pair, Router, node, oracle, pair, prompt
+from tests.decode_worker.cluster import (
+    LAYOUT,
+    LIMITS,
+    REGION_BLOCKS,
+    Pair,
+    Router,
+    node,
+    oracle,
+    pair,
+    prompt,
+)
 
 FULL = LIMITS.num_blocks * LIMITS.block_tokens
 
@@ -400,10 +410,10 @@ async def test_pages_that_were_corrupted_on_the_way_are_never_decoded(tmp_path: 
 
 async def written_page(both: Pair):
     """Some page of the decode worker into which the prefill worker has written."""
-    pages = layer_pages(both.d.arena.region.memoryview, LAYOUT, LIMITS.num_blocks)[0]
+    pages = layer_pages(both.d.arena.region.memoryview, LAYOUT, REGION_BLOCKS)[0]
     async with asyncio.timeout(20):
         while True:
-            for row in pages:
+            for row in pages[: LIMITS.num_blocks]:
                 if (row != 255).any():
                     return row
             await asyncio.sleep(0)

@@ -12,6 +12,7 @@ from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import TransferError
 from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId, new_xfer_id
+from baton.layout import SPARE_BLOCKS
 from engine.build import BuiltEngine, build_engine
 from engine.messages import Prefill, Reserve, Reserved, Sampled, SeqEvent, Start, StepEvents
 from engine.ports import LayerSink, PageExport
@@ -32,12 +33,16 @@ class Engine:
     arena: SharedMemoryArena
     told: queue.Queue[StepEvents] = field(default_factory=queue.Queue)
 
+    @property
+    def region_blocks(self) -> int:
+        return self.built.limits.num_blocks + SPARE_BLOCKS
+
     def events(self) -> Iterator[SeqEvent]:
         while True:
             yield from self.told.get(timeout=20).events
 
     def page(self, layer: int, block: BlockId) -> bytes:
-        layout, num_blocks = self.built.layout, self.built.limits.num_blocks
+        layout, num_blocks = self.built.layout, self.region_blocks
         size = layout.page_layer_bytes
         start = layout.layer_offset(layer, num_blocks) + block * size
         return bytes(self.arena.region.memoryview[start : start + size])
@@ -109,9 +114,9 @@ def test_kv_arrives_bit_equal_and_decodes_to_the_models_own_text(
     sink = PushingSink()
     p, d = start_engine(checkpoint, sink), start_engine(checkpoint)
     receiver = ShmReceiver(
-        d.arena.region, path=str(tmp_path / "kv.sock"), num_blocks=d.built.limits.num_blocks
+        d.arena.region, path=str(tmp_path / "kv.sock"), num_blocks=d.region_blocks
     )
-    sender = ShmSender(p.arena.region.memoryview, num_blocks=p.built.limits.num_blocks)
+    sender = ShmSender(p.arena.region.memoryview, num_blocks=p.region_blocks)
 
     d.built.host.submit(Reserve(seq_id=SEQ, prompt=prompt))
     reserved = next(event for event in d.events() if isinstance(event, Reserved))

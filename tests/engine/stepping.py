@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from baton.generation import SamplingParams
+from baton.generation import SamplingParams, TokenLogprobs
 from baton.ids import BlockId, SeqId
 from engine.cache.arena import KvArena
 from engine.models.config import kv_layout
@@ -23,6 +23,7 @@ class Text:
     seq: Sequence
     chunk: int
     drawn: list[Drawn] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -33,8 +34,15 @@ class Text:
         """Its share of the next step."""
         left = len(self.seq.tokens) - self.seq.num_computed
         count = min(left, self.chunk)
-        samples = (self.seq.sample,) if count == left else ()
-        return Row(seq=self.seq, start=self.seq.num_computed, num_tokens=count, samples=samples)
+        start = self.seq.num_computed
+        scores = self.seq.params.prompt_logprobs is not None
+        return Row(
+            seq=self.seq,
+            start=start,
+            num_tokens=count,
+            samples=(self.seq.sample,) if count == left else (),
+            num_scored=max(0, min(count, self.seq.prompt_len - 1 - start)) if scores else 0,
+        )
 
 
 def make_runner(
@@ -81,3 +89,5 @@ def run_all(runner: ModelRunner, texts: list[Text], most_rows: int = 5) -> None:
             text.seq.num_computed = row.start + row.num_tokens
             text.drawn.extend(drawn)
             text.seq.tokens.extend(one.token for one in drawn)
+        for text, scores in zip(unfinished, result.scores, strict=False):
+            text.scores.extend(scores)

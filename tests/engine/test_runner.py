@@ -286,3 +286,40 @@ def test_a_row_that_cannot_be_computed_is_an_engine_error(models, tokens, blocks
     row = Row(seq=seq, start=0, num_tokens=len(tokens), samples=(0,))
     with pytest.raises(EngineError, match=complaint):
         runner.execute(StepPlan(step=0, rows=(row,)))
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 64 * 1024 * 1024], ids=["token by token", "at once"])
+def test_prompt_logprobs_are_within_1e_4_of_transformers(models, slice_bytes, monkeypatch):
+    monkeypatch.setattr("engine.sampling.prompt_scores.MAX_LOGITS_BYTES", slice_bytes)
+    path = models("qwen3")
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=3)
+    prompts = random_prompts(4, 90, seed=5)
+    plain = continue_prompts(load(path), prompts)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    scored = continue_prompts(load(path), prompts, params)
+    for prompt, text, other in zip(prompts, scored, plain, strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        assert len(text.scores) == len(prompt) - 1
+        for row, token, score in zip(expected[:-1], prompt[1:], text.scores, strict=True):
+            assert score.logprob == pytest.approx(row[token].item(), abs=1e-4)
+            best = row.topk(3).values.tolist()
+            assert [p for _, p in score.top] == pytest.approx(best, abs=1e-4)
+            assert score.rank - 1 <= int((row > row[token] - 2e-4).sum())
+        assert [d.token for d in text.drawn] == [d.token for d in other.drawn[:2]]
+
+
+def test_scoring_one_text_changes_no_token_of_another(models):
+    decoder = load(models("qwen2"))
+    prompts = random_prompts(3, 40, seed=8)
+    asked = [
+        SamplingParams(temperature=1, seed=4, max_tokens=6, prompt_logprobs=k) for k in (None, 2)
+    ]
+    alone, beside = [], []
+    for params, drawn in zip(asked, (alone, beside), strict=True):
+        texts, num_blocks = make_texts(prompts, params, block_tokens=16, chunks=(64,))
+        texts[0].seq.params = asked[0]
+        runner, _ = make_runner(decoder, block_tokens=16, num_blocks=num_blocks)
+        run_all(runner, texts)
+        drawn += [draw.token for draw in texts[0].drawn]
+    assert alone == beside

@@ -600,3 +600,64 @@ def test_pending_prefill_tokens_count_what_is_not_computed_yet():
 def test_limits_and_layout_must_agree_on_the_page():
     with pytest.raises(ValueError, match="disagree"):
         Scheduler(limits(block_tokens=4), layout=layout(8), secret=SECRET)
+
+
+def scores_of(world: World, seq_id: SeqId):
+    told = [event.prompt_logprobs for event in world.told(Sampled, seq_id)]
+    return [[score.logprob for score in scores] for scores in told if scores is not None]
+
+
+def test_a_scored_prompt_tells_of_all_its_tokens_but_the_first_with_its_first_token():
+    world = World(limits(max_num_batched_tokens=4))
+    world.tell(generate(A, 10, samples=2, prompt_logprobs=0))
+    world.run()
+    assert scores_of(world, A) == [[-float(token) for token in range(1, 10)]]
+    assert world.told(Sampled, A)[0].prompt_logprobs is not None
+
+
+def test_a_scored_prompt_is_computed_past_the_prefix_cache_and_still_fills_it():
+    world = World(limits())
+    world.tell(generate(A, 10))
+    world.run()
+    world.tell(generate(B, 10, prompt_logprobs=0))
+    world.run()
+    assert world.cached_tokens(B) == 0
+    assert len(scores_of(world, B)[0]) == 9
+    assert world.tokens(B) == world.tokens(A)
+
+
+def test_a_preempted_prompt_is_scored_once_and_in_full():
+    world = World(limits(num_blocks=8, max_num_batched_tokens=16))
+    later = tuple(range(50, 58))
+    world.tell(generate(A, 8, max_tokens=16), generate(B, later, max_tokens=16, prompt_logprobs=0))
+    world.run()
+    assert len(world.told(PrefillStarted, B)) >= 2
+    assert scores_of(world, B) == [[-float(token) for token in later[1:]]]
+    world.assert_empty()
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score():
+    world = World(limits())
+    world.tell(generate(A, 1, prompt_logprobs=3))
+    world.run()
+    assert scores_of(world, A) == [[]]
+
+
+def test_what_a_resumed_prompt_generated_before_is_not_scored():
+    world = World(limits())
+    world.tell(generate(A, 4, output=(7, 8), prompt_logprobs=0))
+    world.run()
+    assert scores_of(world, A) == [[-1.0, -2.0, -3.0]]
+
+
+def test_the_prefilling_side_of_a_hand_over_scores_and_the_other_does_not():
+    source, target = World(limits()), World(limits())
+    source.tell(prefill(A, 10, prompt_logprobs=0))
+    source.run()
+    target.tell(reserve(A, 10, prompt_logprobs=0))
+    target.step()
+    hand_over(source, target, A)
+    target.run()
+    assert len(scores_of(source, A)[0]) == 9
+    assert scores_of(target, A) == []
+    assert target.tokens(A) == target.undisturbed(prompt(10))

@@ -265,8 +265,9 @@ class HandOffMachine(RuleBasedStateMachine):
         failed, xfer_id, attempt = self.siblings.popleft()
         for worker in self.workers:
             compute = worker.work.get(xfer_id)
-            ours = worker.identity == failed.identity and compute is not None
-            if ours and not compute.over and compute.permit.attempt == attempt:
+            if compute is None or compute.over or compute.permit.attempt != attempt:
+                continue
+            if worker.identity == failed.identity:
                 compute.over = True
                 self.tell_p(worker, GivenUp(xfer_id=xfer_id))
 
@@ -359,7 +360,7 @@ class HandOffMachine(RuleBasedStateMachine):
 
     def send_to_peer(self, action: ToPeer) -> None:
         message = action.message
-        if hasattr(message, "grant"):
+        if isinstance(message, Granted):
             self.granted_to(action.session, message)
         for worker in self.workers:
             link = worker.links[-1]

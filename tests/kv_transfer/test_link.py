@@ -1,8 +1,10 @@
 import pytest
 
 from baton.errors import TransferError
+from baton.ids import BlockId
 from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
-from kv_transfer.link import Link, MeasuredSender
+from kv_transfer.heads import plan_link
+from kv_transfer.link import Link, MeasuredWriter, try_out
 from tests.kv_transfer.conformance import (
     LAYOUT,
     RECEIVER_BLOCKS,
@@ -15,6 +17,17 @@ from tests.kv_transfer.conformance import (
 from tests.kv_transfer.conformance import Link as Both
 
 
+class MeasuredSender:
+    """Measures as a session does."""
+
+    def __init__(self, sender: FakeSender) -> None:
+        self._sender = sender
+
+    def connect(self, handle, layout, peer=None) -> MeasuredWriter:
+        plan = plan_link(layout, layout if peer is None else peer)
+        return MeasuredWriter(self._sender.connect(handle, layout, peer), Link(backend="f"), plan)
+
+
 class TestMeasuredFake(BackendConformance, ShardedConformance):
     @pytest.fixture
     def link(self) -> Both:
@@ -23,25 +36,45 @@ class TestMeasuredFake(BackendConformance, ShardedConformance):
         target = memoryview(bytearray(LAYOUT.region_bytes(RECEIVER_BLOCKS)))
         fake = FakeSender(fabric, source, num_blocks=SENDER_BLOCKS)
         return Both(
-            sender=MeasuredSender("fake", fake),
+            sender=MeasuredSender(fake),
             receiver=FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS),
             source=source,
             target=target,
         )
 
-    def test_the_rate_is_known_while_the_link_is_open(self, link: Both):
-        sender = link.sender
-        assert isinstance(sender, MeasuredSender)
-        assert sender.bytes_per_second() == 0
-        writer = sender.connect(link.receiver.handle(), LAYOUT)
+    @pytest.fixture
+    def measured(self, link: Both) -> MeasuredWriter:
+        writer = link.sender.connect(link.receiver.handle(), LAYOUT)
+        assert isinstance(writer, MeasuredWriter)
+        return writer
+
+    def test_the_rate_is_known_once_something_has_landed(self, measured: MeasuredWriter):
         outcome = Outcome()
-        writer.push(push(0, [SENDER_BLOCKS], [0]), outcome.done)
+        measured.push(push(0, [SENDER_BLOCKS], [0]), outcome.done)
         assert isinstance(outcome.wait()[0], TransferError)
-        assert sender.bytes_per_second() == 0
-        writer.push(push(0, [1], [1]), outcome.done)
-        assert sender.bytes_per_second() > 0
-        writer.close()
-        assert sender.bytes_per_second() == 0
+        assert measured.link.bytes_per_second == 0
+        measured.push(push(0, [1], [1]), outcome.done)
+        assert measured.link.bytes_per_second > 0
+
+    def test_a_trial_writes_the_spare_page_and_no_other(self, link: Both, measured: MeasuredWriter):
+        link.source[:] = b"s" * len(link.source)
+        plan = plan_link(LAYOUT, LAYOUT)
+        try_out(measured, plan, source=BlockId(3), target=BlockId(RECEIVER_BLOCKS - 1))
+        begin = (RECEIVER_BLOCKS - 1) * LAYOUT.page_layer_bytes
+        end = begin + LAYOUT.page_layer_bytes
+        assert bytes(link.target[begin:end]) == b"s" * LAYOUT.page_layer_bytes
+        assert not any(link.target[:begin])
+        assert not any(link.target[end:])
+        assert measured.link.latency_s > 0
+        assert measured.link.bytes_per_second > 0
+
+    def test_a_way_that_carries_nothing_fails_its_trial(self, link: Both):
+        held = FakeSender(FakeFabric(), link.source, num_blocks=SENDER_BLOCKS, held=True)
+        link.receiver = FakeReceiver(held.fabric, link.target, num_blocks=RECEIVER_BLOCKS)
+        writer = MeasuredSender(held).connect(link.receiver.handle(), LAYOUT)
+        plan = plan_link(LAYOUT, LAYOUT)
+        with pytest.raises(TransferError, match="in time"):
+            try_out(writer, plan, source=BlockId(0), target=BlockId(0), timeout_s=0.01)
 
 
 def test_time_spent_behind_other_pushes_does_not_count():

@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.ids import BlockId
 from kv_transfer import page_copy
-from kv_transfer.page_copy import copy_whole_pages, load_library
+from kv_transfer.page_copy import copy_rows, load_library
 
 BLOCKS = 12
-# Whole cache lines, an odd number of them, and sizes that no streaming store fits.
-SIZES = (8, 64, 100, 192, 4096, 4 * 65536)
+# Less than the loop's step, multiples of it, and what leaves a rest; less and more than it looks ahead.
+SIZES = (8, 100, 192, 256, 1000, 4096, 4 * 65536)
 
 
 @pytest.fixture(params=["c", "numpy"])
@@ -31,6 +30,10 @@ def aligned(size: int, fill: int) -> np.ndarray:
     return raw[skip : skip + BLOCKS * size].reshape(BLOCKS, size)
 
 
+def numbers(pages: list[int]) -> np.ndarray:
+    return np.array(pages, dtype=np.int64)
+
+
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("size", SIZES)
 @settings(max_examples=20, deadline=None)
@@ -44,8 +47,18 @@ def test_each_page_lands_where_it_should_and_nothing_else_changes(size, pages, t
     source[:] = np.random.default_rng(count).integers(0, 256, source.shape, dtype=np.uint8)
     expected = target.copy()
     expected[to[:count]] = source[pages[:count]]
-    sources, targets = ([BlockId(p) for p in group[:count]] for group in (pages, to))
-    copy_whole_pages(source, target, tuple(sources), tuple(targets))
+    copy_rows(source, target, numbers(pages[:count]), numbers(to[:count]))
+    assert (target == expected).all()
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("size", [24, 512, 3000])
+def test_a_part_of_each_page_is_copied_and_its_neighbours_stay(size):
+    source, target = aligned(size + 40, 0), aligned(size + 8, 7)
+    source[:] = np.random.default_rng(size).integers(0, 256, source.shape, dtype=np.uint8)
+    expected = target.copy()
+    expected[[5, 0, 11], 8:] = source[[2, 3, 1], 32:-8]
+    copy_rows(source[:, 32:-8], target[:, 8:], numbers([2, 3, 1]), numbers([5, 0, 11]))
     assert (target == expected).all()
 
 
@@ -53,7 +66,7 @@ def test_each_page_lands_where_it_should_and_nothing_else_changes(size, pages, t
 def test_regions_that_begin_anywhere_are_copied_too():
     raw = np.arange(1000, dtype=np.uint16).view(np.uint8)
     source, target = raw[3:131].reshape(2, 64), np.zeros(200, dtype=np.uint8)[5:133].reshape(2, 64)
-    copy_whole_pages(source, target, (BlockId(1),), (BlockId(0),))
+    copy_rows(source, target, numbers([1]), numbers([0]))
     assert (target[0] == source[1]).all()
     assert not target[1].any()
 

@@ -2,29 +2,42 @@
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from baton.clock import MonotonicClock
-from baton.errors import BatonError, TicketError
-from baton.ids import BlockId, Incarnation, LayerName, WorkerIdentity, XferId
+from baton.errors import BatonError, TicketError, TransferError
+from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from baton.rpc.channel import bind, new_server, open_channel
-from baton.rpc.convert import PROTOCOL_VERSION, identity_to_proto, layout_to_proto
+from baton.rpc.convert import (
+    PROTOCOL_VERSION,
+    identity_to_proto,
+    layout_from_proto,
+    layout_to_proto,
+)
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
+from baton.rpc.v1.common_pb2 import Failure, Signed
 from kv_transfer.checksum import ArenaHashes
 from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
+from kv_transfer.handshake import Endpoint, SessionOffer, refused_field
 from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.link import Link
 from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Grant
-from kv_transfer.session import Endpoint, OpenedSession, PeerSession
-from kv_transfer.session_service import SessionOffer, TransferService
-from kv_transfer.ticket import shown
+from kv_transfer.ports import KvWriter, RegionHandle
+from kv_transfer.seal import SessionSeal
+from kv_transfer.session import OpenedSession, PeerSession
+from kv_transfer.session_service import TransferService
+from kv_transfer.ticket import TicketOffice, shown
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, push
 from tests.kv_transfer.permits import OFFICE, D, P, permit
 
@@ -32,6 +45,8 @@ TIMEOUT_S = 20
 LEASE_S = 20.0
 NUMBERS = itertools.count(1)
 X = XferId("x")
+NO_LAYOUT = layout_from_proto(common_pb2.KvLayout()).digest()
+NOBODY = WorkerIdentity(worker_id=WorkerId(""), incarnation=Incarnation(0))
 
 
 @dataclass
@@ -40,11 +55,19 @@ class Heard:
 
     events: asyncio.Queue[tuple[str, object]] = field(default_factory=asyncio.Queue)
     link: LinkPlan | None = None
+    speed: Link | None = None
+    fields: list[str] = field(default_factory=list)
     beats: int = 0
 
     def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
-        self.link = opened.link
+        self.link, self.speed = opened.link, opened.speed
         self.events.put_nowait(("open", opened.region_blocks))
+
+    def on_unreachable(self, peer: WorkerIdentity, backend: str, error: TransferError) -> None:
+        self.events.put_nowait(("unreachable", backend))
+
+    def on_handshake_refused(self, field: str) -> None:
+        self.fields.append(field)
 
     def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
         self.events.put_nowait(("message", message))
@@ -85,12 +108,15 @@ class Serving:
     source: memoryview
     target: memoryview
 
-    def dial(self, *, peer=D, layout=LAYOUT, backend="fake") -> PeerSession:
+    def dial(
+        self, *, peer=D, layout=LAYOUT, backend="fake", senders=None, spare=None
+    ) -> PeerSession:
         return PeerSession(
             here=Endpoint(identity=P, layout=layout, office=OFFICE),
             peer=peer,
             address=self.address,
-            senders={backend: self.sender},
+            senders=senders or {backend: self.sender},
+            spare=spare,
             listener=self.at_p,
             hashes=ArenaHashes(self.source, LAYOUT, num_blocks=SENDER_BLOCKS),
             clock=MonotonicClock(),
@@ -99,7 +125,7 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(folder: Path, layout: KvLayout = LAYOUT):
+async def serving(folder: Path, layout: KvLayout = LAYOUT, backends=("fake",), spare: int = 0):
     fabric = FakeFabric()
     target = memoryview(bytearray(LAYOUT.region_bytes(RECEIVER_BLOCKS)))
     source = memoryview(bytearray(LAYOUT.region_bytes(SENDER_BLOCKS)))
@@ -107,8 +133,11 @@ async def serving(folder: Path, layout: KvLayout = LAYOUT):
     receiver = FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS)
     service = TransferService(
         here=Endpoint(identity=D, layout=layout, office=OFFICE),
-        offer=SessionOffer(num_blocks=RECEIVER_BLOCKS, lease_s=LEASE_S, checksums=True),
-        receivers={"fake": receiver},
+        offer=SessionOffer(num_blocks=RECEIVER_BLOCKS - spare, lease_s=LEASE_S, checksums=True),
+        receivers={
+            name: FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS, backend=name)
+            for name in backends
+        },
         host=at_d,
     )
     server = new_server()
@@ -177,6 +206,9 @@ async def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, options, cod
         assert error.code == code
         assert names in error.message
         assert both.service.sessions == 0
+        assert both.at_d.fields == [
+            names.partition(":")[0] if code == "incompatible" else "incarnation"
+        ]
 
 
 async def test_a_rank_of_another_tensor_parallelism_writes_its_heads(tmp_path: Path):
@@ -196,6 +228,89 @@ async def test_a_rank_of_another_tensor_parallelism_writes_its_heads(tmp_path: P
         await session.close()
 
 
+class Unreachable:
+    """A backend that is installed on both sides and does not work between them."""
+
+    def connect(
+        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+    ) -> KvWriter:
+        raise TransferError("no such device")
+
+
+async def test_a_backend_that_does_not_work_gives_way_to_the_next_that_both_have(tmp_path: Path):
+    async with serving(tmp_path, backends=("best", "fake")) as both:
+        senders = {"best": Unreachable(), "only here": both.sender, "fake": both.sender}
+        session = both.dial(senders=senders)
+        assert await both.at_p.next() == ("unreachable", "best")
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
+        session.send(Reserve(permit=permit(layout_digest=LAYOUT.content_digest())))
+        assert (await both.at_d.next())[0] == "asked"
+        grant = Granted(
+            xfer_id=X,
+            attempt=1,
+            cache_scope="",
+            grant=Grant(held_blocks=0, blocks=(BlockId(1),)),
+        )
+        both.service.send(SessionId(1), grant)
+        assert await both.at_p.next() == (
+            "message",
+            grant,
+        )  # its ticket is bound to the second region
+        await session.close()
+        assert (await both.at_p.next())[0] == "lost"
+        assert await both.at_d.next() == ("session lost", SessionId(1))
+        assert await both.at_d.next() == ("fenced", SessionId(1))
+
+
+async def test_a_pair_without_any_way_between_them_is_refused_by_name(tmp_path: Path):
+    async with serving(tmp_path, backends=("best", "fake")) as both:
+        both.dial(senders={"best": Unreachable(), "fake": Unreachable()})
+        assert await both.at_p.next() == ("unreachable", "best")
+        assert await both.at_p.next() == ("unreachable", "fake")
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert isinstance(error, BatonError)
+        assert refused_field(error) == "backends"
+        assert both.at_d.fields == ["backends"]
+
+
+async def test_a_link_is_tried_on_the_spare_page_before_it_is_used(tmp_path: Path):
+    async with serving(tmp_path, spare=1) as both:
+        both.source[:] = b"s" * len(both.source)
+        session = both.dial(spare=BlockId(SENDER_BLOCKS - 1))
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS - 1)
+        begin = (RECEIVER_BLOCKS - 1) * LAYOUT.page_layer_bytes
+        assert bytes(both.target[begin : begin + 4]) == b"ssss"
+        assert not any(both.target[:begin])
+        assert both.at_p.speed is not None
+        assert both.at_p.speed.bytes_per_second > 0
+        assert both.at_p.speed.latency_s > 0
+        await session.close()
+
+
+async def test_a_backend_whose_link_carries_nothing_gives_way(tmp_path: Path):
+    async with serving(tmp_path, backends=("best", "fake"), spare=1) as both:
+        mute = FakeSender(FakeFabric(), both.source, num_blocks=SENDER_BLOCKS)
+        mute.fabric = both.sender.fabric
+        mute.broken = True
+        session = both.dial(
+            senders={"best": mute, "fake": both.sender}, spare=BlockId(SENDER_BLOCKS - 1)
+        )
+        assert await both.at_p.next() == ("unreachable", "best")
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS - 1)
+        assert mute.writers[0].closed
+        await session.close()
+
+
+async def test_ranks_of_one_worker_open_sessions_of_their_own(tmp_path: Path):
+    """Each counts its own greetings."""
+    ranks = [replace(LAYOUT, num_kv_heads=1, tp_size=2, tp_rank=rank) for rank in (0, 1)]
+    async with serving(tmp_path) as both, open_channel(both.address) as channel:
+        for rank in ranks:
+            raw = RawSession(channel, number=1, layout=rank)
+            assert (await raw.begin()).HasField("accepted")
+
+
 async def test_a_pair_of_ranks_that_share_no_heads_is_refused_by_name(tmp_path: Path):
     first = replace(LAYOUT, num_kv_heads=1, tp_size=2)
     async with serving(tmp_path, layout=first) as both:
@@ -212,7 +327,8 @@ async def test_a_peer_that_tells_no_layout_of_its_region_is_refused_by_name(tmp_
         async def Session(self, request_iterator, context):  # noqa: N802  # the stub's name
             identity = identity_to_proto(D)
             accepted = pb.SessionAccepted(identity=identity, backend="fake", num_blocks=1)
-            yield pb.TransferReply(accepted=accepted)
+            seal = await opened(request_iterator)
+            yield seal.seal(pb.TransferReply(accepted=accepted))
             await asyncio.Event().wait()
 
     async with serving(tmp_path) as both:
@@ -245,80 +361,137 @@ async def test_nobody_at_the_address_is_told_as_a_loss(tmp_path: Path):
 
 async def test_a_session_that_does_not_begin_with_open_is_refused(tmp_path: Path):
     async with serving(tmp_path) as both, open_channel(both.address) as channel:
-        stub: Any = pb_grpc.TransferStub(channel)
-        call = stub.Session()
-        await call.write(pb.TransferRequest(reserve=pb.ReservePages()))
-        reply = await call.read()
-        assert isinstance(reply, pb.TransferReply)
+        raw = RawSession(channel, number=0)
+        raw.seal = SessionSeal(OFFICE.session_key(NOBODY, NOBODY, 0, NO_LAYOUT), prefills=True)
+        reply = await raw.begin(pb.TransferRequest(reserve=pb.ReservePages()))
         assert reply.refused.code == "incompatible"
+
+
+async def opened(requests: AsyncIterator[Signed]) -> SessionSeal:
+    """D's seal of the session that a prefill worker opens."""
+    hello = OFFICE.open_opening(await anext(aiter(requests))).open
+    rank = layout_from_proto(hello.layout).digest()
+    return SessionSeal(OFFICE.session_key(P, D, hello.number, rank), prefills=False)
+
+
+class RawSession:
+    """A prefill worker's end of a session, message by message."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, *, number: int, layout: KvLayout = LAYOUT
+    ) -> None:
+        stub: Any = pb_grpc.TransferStub(channel)
+        self.call = stub.Session()
+        self.seal = SessionSeal(OFFICE.session_key(P, D, number, layout.digest()), prefills=True)
+        self.hello = pb.OpenSession(
+            protocol_version=PROTOCOL_VERSION,
+            identity=identity_to_proto(P),
+            expected_peer=identity_to_proto(D),
+            layout=layout_to_proto(layout),
+            backends=["fake"],
+            number=number,
+        )
+
+    async def begin(
+        self, opening: pb.TransferRequest | None = None, office: TicketOffice = OFFICE
+    ) -> pb.TransferReply:
+        """Opens the session."""
+        await self.call.write(office.seal_opening(opening or pb.TransferRequest(open=self.hello)))
+        return await self.read()
+
+    async def write(self, **request: Any) -> None:
+        """Says the next thing."""
+        await self.call.write(self.seal.seal(pb.TransferRequest(**request)))
+
+    async def read(self) -> pb.TransferReply:
+        """What D says next."""
+        return self.seal.open(await self.call.read(), pb.TransferReply())
 
 
 async def test_nonsense_in_a_session_ends_it(tmp_path: Path):
     async with serving(tmp_path) as both, open_channel(both.address) as channel:
-        stub: Any = pb_grpc.TransferStub(channel)
-        call = stub.Session()
-        hello = pb.OpenSession(
-            protocol_version=PROTOCOL_VERSION,
-            identity=identity_to_proto(P),
-            expected_peer=identity_to_proto(D),
-            layout=layout_to_proto(LAYOUT),
-            backends=["fake"],
-            number=7,
-            mac=OFFICE.session_mac(P, D, 7),
-        )
-        await call.write(pb.TransferRequest(open=hello))
-        assert (await call.read()).HasField("accepted")
-        await call.write(pb.TransferRequest())
+        raw = RawSession(channel, number=7)
+        assert (await raw.begin()).HasField("accepted")
+        await raw.write()
         assert await both.at_d.next() == ("session lost", SessionId(1))
         assert await both.at_d.next() == ("fenced", SessionId(1))
 
 
-async def greeted(call: Any, *, number: int, mac: bytes) -> pb.TransferReply:
-    hello = pb.OpenSession(
-        protocol_version=PROTOCOL_VERSION,
-        identity=identity_to_proto(P),
-        expected_peer=identity_to_proto(D),
-        layout=layout_to_proto(LAYOUT),
-        backends=["fake"],
-        number=number,
-        mac=mac,
-    )
-    await call.write(pb.TransferRequest(open=hello))
-    reply = await call.read()
-    assert isinstance(reply, pb.TransferReply)
-    return reply
+@pytest.mark.parametrize("harm", ["altered", "left out", "said twice", "of another session"])
+async def test_a_message_that_is_not_what_was_said_next_is_counted_and_ends_the_session(
+    tmp_path: Path, harm: str
+):
+    async with serving(tmp_path) as both, open_channel(both.address) as channel:
+        raw = RawSession(channel, number=7)
+        await raw.begin()
+        await raw.write(heartbeat=pb.Heartbeat(number=1))
+        assert (await raw.read()).heartbeat.number == 1
+        beat = pb.TransferRequest(heartbeat=pb.Heartbeat(number=2))
+        signed = raw.seal.seal(beat)
+        match harm:
+            case "altered":
+                signed.content = signed.content[:-1] + bytes([signed.content[-1] ^ 1])
+            case "left out":
+                signed = raw.seal.seal(beat)
+            case "said twice":
+                await raw.call.write(signed)
+            case "of another session":
+                other = SessionSeal(OFFICE.session_key(P, D, 8, LAYOUT.digest()), prefills=True)
+                signed = [other.seal(beat), other.seal(beat)][-1]
+        await raw.call.write(signed)
+        assert await both.at_d.next() == ("ticket refused", "seal")
+        assert await both.at_d.next() == ("session lost", SessionId(1))
+
+
+async def test_a_reply_that_was_altered_ends_the_session(tmp_path: Path):
+    class Garbled(pb_grpc.TransferServicer):
+        async def Session(self, request_iterator, context):  # noqa: N802  # the stub's name
+            seal = await opened(request_iterator)
+            signed = seal.seal(pb.TransferReply(refused=Failure(code="overloaded")))
+            signed.content += b"?"
+            yield signed
+            await asyncio.Event().wait()
+
+    async with serving(tmp_path) as both:
+        server = new_server()
+        pb_grpc.add_TransferServicer_to_server(Garbled(), server)
+        both.address = bind(server, f"unix:{tmp_path}/garbled.sock")
+        await server.start()
+        session = both.dial()
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert isinstance(error, BatonError)
+        assert error.code == "ticket_refused"
+        await session.close()
+        await server.stop(0)
 
 
 async def test_a_greeting_opens_one_session_and_cannot_be_replayed(tmp_path: Path):
     async with serving(tmp_path) as both, open_channel(both.address) as channel:
-        stub: Any = pb_grpc.TransferStub(channel)
-        mac = OFFICE.session_mac(P, D, 7)
-        assert (await greeted(stub.Session(), number=7, mac=mac)).HasField("accepted")
-        again = await greeted(stub.Session(), number=7, mac=mac)
+        assert (await RawSession(channel, number=7).begin()).HasField("accepted")
+        again = await RawSession(channel, number=7).begin()
         assert again.refused.code == "stale_incarnation"
 
 
 async def test_who_is_not_of_this_cluster_gets_no_region(tmp_path: Path):
     async with serving(tmp_path) as both, open_channel(both.address) as channel:
-        stub: Any = pb_grpc.TransferStub(channel)
-        reply = await greeted(stub.Session(), number=7, mac=bytes(32))
-        assert reply.refused.code == "ticket_refused"
-        assert both.at_d.events.get_nowait()[0] == "ticket refused"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await RawSession(channel, number=7).begin(office=TicketOffice(b"x" * 32))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert both.at_d.events.get_nowait() == ("ticket refused", "forged")
         assert both.service.sessions == 0
 
 
 async def test_a_permit_that_is_not_good_is_dropped_and_the_session_goes_on(tmp_path: Path):
     async with serving(tmp_path) as both, open_channel(both.address) as channel:
-        stub: Any = pb_grpc.TransferStub(channel)
-        call = stub.Session()
-        await greeted(call, number=7, mac=OFFICE.session_mac(P, D, 7))
+        raw = RawSession(channel, number=7)
+        await raw.begin()
         digest = LAYOUT.content_digest()
         elsewhere = permit(target=P, layout_digest=digest)
         for signed in (pb.ReservePages().permit, shown(elsewhere), shown(permit())):
-            reserve = pb.ReservePages(permit=signed)
-            await call.write(pb.TransferRequest(reserve=reserve))
-        await call.write(pb.TransferRequest(heartbeat=pb.Heartbeat(number=3)))
-        assert (await call.read()).heartbeat.number == 3
+            await raw.write(reserve=pb.ReservePages(permit=signed))
+        await raw.write(heartbeat=pb.Heartbeat(number=3))
+        assert (await raw.read()).heartbeat.number == 3
         refused = [await both.at_d.next() for _ in range(3)]
         assert refused == [("ticket refused", reason) for reason in ("forged", "holder", "holder")]
 
@@ -334,7 +507,8 @@ async def test_a_peer_that_answers_no_heartbeat_is_lost_after_its_lease(tmp_path
                 layout=layout_to_proto(LAYOUT),
                 lease_ms=200,
             )
-            yield pb.TransferReply(accepted=accepted)
+            seal = await opened(request_iterator)
+            yield seal.seal(pb.TransferReply(accepted=accepted))
             await asyncio.Event().wait()
 
     async with serving(tmp_path) as both:

@@ -74,12 +74,12 @@ def test_another_version_is_refused_though_its_signature_is_right(monkeypatch):
     assert refusal(OFFICE.read_ticket, newer) == "version"
 
 
-def test_a_session_greeting_is_good_for_one_pair_and_one_number():
-    first = OFFICE.session_mac(permit().source, D, 1)
-    assert first != OFFICE.session_mac(permit().source, D, 2)
-    assert first != OFFICE.session_mac(D, permit().source, 1)
+def test_a_sessions_key_is_good_for_one_pair_and_one_number():
+    first = OFFICE.session_key(permit().source, D, 1, "r")
+    assert first != OFFICE.session_key(permit().source, D, 2, "r")
+    assert first != OFFICE.session_key(D, permit().source, 1, "r")
     other = replace(D, incarnation=permit().source.incarnation)
-    assert first != OFFICE.session_mac(permit().source, other, 1)
+    assert first != OFFICE.session_key(permit().source, other, 1, "r")
 
 
 def test_a_ticket_carries_no_address():

@@ -14,6 +14,7 @@ from baton.errors import (
 )
 from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import RequestId, Role
+from baton.rpc.convert import prompt_from_proto
 from router.attempts import Patience
 from router.generator import ClusterGenerator
 from router.links import LinkTiming
@@ -169,7 +170,7 @@ async def test_the_only_worker_killed_and_restarted_goes_on_where_it_was(tmp_pat
                 await workers["h0"].restart()
         assert seen == model_output(0, 6)
         (again,) = [s for s in workers["h0"].started if s.request.output_tokens]
-        assert list(again.request.output_tokens) == [0, 1, 2]
+        assert prompt_from_proto(again.request).output_tokens == (0, 1, 2)
 
 
 async def test_a_refusal_of_the_request_itself_reaches_the_client_as_it_is(tmp_path):

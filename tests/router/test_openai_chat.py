@@ -287,3 +287,44 @@ async def test_counts_and_latencies_are_measured():
         assert served.metric("baton_requests_in_flight") == 0
         route = {"route": "/v1/chat/completions", "status": "200"}
         assert served.metric("baton_http_requests_total", **route) == 1
+
+
+async def test_the_models_template_is_told_what_the_client_says_for_it():
+    async with serve() as served:
+        served.says("x")
+        renderer = served.tokenizer._renderer
+        renderer.chat_template = "{{ mood }} {{ reasoning_effort }} {{ messages[0]['content'] }}"
+        await served.chat(chat_template_kwargs={"mood": "sad"}, reasoning_effort="low")
+        prompt = served.generator.jobs[0].prompt.prompt_tokens
+        assert await served.tokenizer.decode(prompt) == "sad low hi"
+
+
+async def test_the_last_message_can_be_gone_on_with():
+    async with serve() as served:
+        served.says("x")
+        begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+        await served.chat(messages=begun, continue_final_message=True)
+        text = await served.tokenizer.decode(served.generator.jobs[0].prompt.prompt_tokens)
+        assert text.endswith("<|assistant|>Well")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompts_ids_come_once_with_those_of_the_answer(stream: bool):
+    async with serve() as served:
+        served.says("x", "y")
+        reply = await served.chat(return_token_ids=True, n=2, stream=stream)
+        parts = events(reply.text)[:-1] if stream else [reply.json()]
+        told = [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part]
+        assert told == [list(served.generator.jobs[0].prompt.prompt_tokens)]
+
+
+async def test_a_conversations_tokens_can_be_scored():
+    async with serve() as served:
+        served.says("x")
+        answer = (await served.chat(prompt_logprobs=0)).json()
+        prompt = served.generator.jobs[0].prompt.prompt_tokens
+        assert [set(entry or ()) for entry in answer["prompt_logprobs"]] == [
+            set(),
+            *({str(token)} for token in prompt[1:]),
+        ]
+        assert "prompt_logprobs" not in (await served.chat()).json()

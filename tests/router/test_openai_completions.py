@@ -124,3 +124,142 @@ async def test_nobody_gets_token_ids_unasked():
         served.says("hello")
         assert "token_ids" not in (await served.complete()).json()["choices"][0]
         assert "token_ids" not in (await served.complete(stream=True)).text
+
+
+async def test_no_tokens_at_all_may_be_asked_for():
+    async with serve() as served:
+        served.says("x")
+        answer = (await served.complete(max_tokens=0)).json()
+        assert answer["choices"][0]["text"] == ""
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("prompt", ["hello world", [72, 105, 99]])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echoed_prompt_stands_before_each_of_its_continuations(
+    prompt: object, stream: bool
+):
+    async with serve() as served:
+        served.says(" one", " two")
+        ids = prompt if isinstance(prompt, list) else None
+        shown = await served.tokenizer.decode(ids) if ids else prompt
+        reply = await served.complete(prompt=prompt, n=2, echo=True, stream=stream)
+        texts = ["", ""]
+        for part in events(reply.text)[:-1] if stream else [reply.json()]:
+            for choice in part["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == [f"{shown} one", f"{shown} two"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echoed_prompts_tokens_are_scored_but_for_the_first(stream: bool):
+    async with serve() as served:
+        served.says(" on")
+        reply = await served.complete(prompt="hello world", echo=True, logprobs=1, stream=stream)
+        parts = events(reply.text)[:-1] if stream else [reply.json()]
+        CompletionChunk.model_validate(parts[0]) if stream else Completion.model_validate(parts[0])
+        lists = [part["choices"][0]["logprobs"] for part in parts]
+        logprobs = {name: [v for part in lists for v in part[name]] for name in lists[0]}
+        text = "".join(part["choices"][0]["text"] for part in parts)
+        prompt = served.generator.jobs[0].prompt
+        assert prompt.sampling.prompt_logprobs == 1
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        assert None not in logprobs["token_logprobs"][1:]
+        drawn = len(served.generator.script[0]) + 1
+        assert len(logprobs["tokens"]) == len(prompt.prompt_tokens) + drawn
+        for offset, token in list(zip(logprobs["text_offset"], logprobs["tokens"], strict=True))[
+            :-1
+        ]:
+            assert text.startswith(token, offset)
+
+
+async def test_a_prompt_can_be_scored_and_nothing_else():
+    async with serve() as served:
+        served.says("x")
+        reply = await served.complete(prompt="hello", echo=True, logprobs=0, max_tokens=0)
+        choice = reply.json()["choices"][0]
+        assert choice["text"] == "hello"
+        assert len(choice["logprobs"]["tokens"]) == len(
+            served.generator.jobs[0].prompt.prompt_tokens
+        )
+
+
+async def test_prompt_logprobs_are_named_by_token_id():
+    async with serve() as served:
+        served.says("x")
+        choice = (await served.complete(prompt=[5, 6, 7], prompt_logprobs=2)).json()["choices"][0]
+        first, second, third = choice["prompt_logprobs"]
+        assert first is None
+        assert set(second) == {"6", "7"}
+        assert third["7"] == {
+            "logprob": -0.5,
+            "rank": 1,
+            "decoded_token": served.tokenizer.pieces.text_of(7),
+        }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompts_ids_come_back_with_those_of_its_continuation(stream: bool):
+    async with serve() as served:
+        served.says("x")
+        reply = await served.complete(prompt=[[5, 6], [7]], return_token_ids=True, stream=stream)
+        found: dict[int, list[int]] = {}
+        for part in events(reply.text)[:-1] if stream else [reply.json()]:
+            for choice in part["choices"]:
+                if "prompt_token_ids" in choice:
+                    found[choice["index"]] = choice["prompt_token_ids"]
+        assert found == {0: [5, 6], 1: [7]}
+
+
+async def test_of_the_best_only_as_many_as_wanted_are_shown_and_all_are_counted():
+    async with serve() as served:
+        served.says("hello", "hello world", "again")
+        worst = served.generator.script[1][-1]
+        served.generator.logprob_of = {worst: -50.0}
+        answer = (await served.complete(prompt=["a", "b"], n=2, best_of=3)).json()
+        shown = [(c["index"], c["text"]) for c in answer["choices"]]
+        assert shown == [(0, "hello"), (1, "again"), (2, "hello"), (3, "again")]
+        assert answer["choices"][0]["logprobs"] is None
+        drawn = sum(len(tokens) + 1 for tokens in served.generator.script)
+        assert answer["usage"]["completion_tokens"] == 2 * drawn
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(2, [6, 7]), (9, [5, 6, 7]), (-1, [5, 6, 7])])
+async def test_a_prompt_can_be_cut_to_its_last_tokens(keep: int, kept: list[int]):
+    async with serve() as served:
+        await served.complete(prompt=[5, 6, 7], truncate_prompt_tokens=keep)
+        assert list(served.generator.jobs[0].prompt.prompt_tokens) == kept
+
+
+async def test_a_prompt_can_be_cut_to_what_the_context_leaves():
+    async with serve() as served:
+        await served.complete(prompt=[5] * 600, truncate_prompt_tokens=-1, max_tokens=12)
+        assert len(served.generator.jobs[0].prompt.prompt_tokens) == 500
+
+
+async def test_counts_so_far_come_with_every_chunk_when_asked_for():
+    async with serve() as served:
+        served.says("hello world and")
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        reply = await served.complete(prompt=[5, 6], stream=True, stream_options=options)
+        counts = [c["usage"]["completion_tokens"] for c in events(reply.text)[:-1]]
+        assert counts == sorted(counts)
+        assert counts[0] < counts[-1] == len(served.generator.script[0]) + 1
+
+
+async def test_special_tokens_are_shown_when_asked_for():
+    async with serve() as served:
+        served.says("x<|user|>y")
+        assert (await served.complete()).json()["choices"][0]["text"] == "xy"
+        shown = (await served.complete(skip_special_tokens=False)).json()["choices"][0]["text"]
+        assert shown == "x<|user|>y"
+
+
+async def test_a_middle_is_asked_for_in_the_models_own_way():
+    async with serve() as served:
+        marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+        served.tokenizer.backend.add_special_tokens(marks)
+        await served.complete(prompt="hello", suffix="world")
+        text = await served.tokenizer.decode(served.generator.jobs[0].prompt.prompt_tokens)
+        assert text == "<|fim_prefix|>hello<|fim_suffix|>world<|fim_middle|>"

@@ -59,15 +59,36 @@ def _assert_refused(reply: Any, status: int, code: str, param: str | None) -> No
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"stop_token_ids": [600]}, "stop_token_ids"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options"),
         ({"cache_salt": {"a": 1}}, "cache_salt"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": "some"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"priority": "high"}, "priority"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        ({"store": "yes"}, "store"),
+        ({"prediction": "x"}, "prediction"),
+        ({"modalities": ["smell"]}, "modalities"),
     ],
 )
 async def test_a_bad_field_is_refused_by_its_name(fields: dict[str, Any], param: str):
@@ -89,9 +110,10 @@ async def test_a_bad_field_is_refused_by_its_name(fields: dict[str, Any], param:
         ({"prompt": [True]}, "prompt"),
         ({"prompt": ["x"] * 129}, "prompt"),
         ({"prompt": ["x"] * 65, "n": 2}, "n"),
-        ({"echo": True}, "echo"),
-        ({"best_of": 3}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
+        ({"echo": 1}, "echo"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": ["x"] * 65, "best_of": 2}, "n"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
     ],
@@ -102,6 +124,83 @@ async def test_a_bad_field_of_a_completion_is_refused_by_its_name(
     async with serve() as served:
         _assert_refused(await served.complete(**fields), 400, "invalid_request", param)
         assert served.generator.jobs == []
+
+
+_FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": _FUNCTION}]}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": _FUNCTION}], "tool_choice": "required"},
+            "tools",
+        ),
+        ({"functions": [_FUNCTION]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            "response_format",
+        ),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"moderation": {"model": "m", "policy": {"input": {"mode": "block"}}}}, "moderation"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"echo": True}, "echo"),
+    ],
+)
+async def test_what_is_right_but_not_served_is_refused_as_such(fields: dict[str, Any], param: str):
+    async with serve() as served:
+        _assert_refused(await served.chat(**fields), 400, "unsupported_parameter", param)
+        assert served.generator.jobs == []
+
+
+async def test_a_suffix_needs_a_model_that_fills_in_middles():
+    async with serve() as served:
+        reply = await served.complete(suffix="x")
+        _assert_refused(reply, 400, "unsupported_parameter", "suffix")
+
+
+async def test_more_figures_about_prompts_than_may_wait_are_refused():
+    async with serve() as served:
+        served.generator.served = ServedModel(max_model_len=2**20, vocab_size=512)
+        prompt = [5] * (2**17 // 3 + 1)
+        reply = await served.complete(prompt=prompt, prompt_logprobs=2)
+        _assert_refused(reply, 400, "invalid_request", "prompt_logprobs")
+        assert (await served.complete(prompt=prompt, prompt_logprobs=1)).status_code == 200
+
+
+async def test_fields_that_change_no_answer_are_taken():
+    async with serve() as served:
+        served.says("x")
+        reply = await served.chat(
+            tools=[{"type": "function", "function": _FUNCTION}],
+            tool_choice="none",
+            functions=[_FUNCTION],
+            function_call="none",
+            parallel_tool_calls=True,
+            modalities=["text"],
+            audio={"format": "wav", "voice": "alloy"},
+            prediction={"type": "content", "content": "x"},
+            web_search_options={"search_context_size": "low"},
+            moderation={"model": "m", "policy": {"input": {"mode": "score"}}},
+            logit_bias={"foo": 0},
+            metadata={"foo": "bar"},
+            service_tier="auto",
+            store=True,
+            user="me",
+            priority=-3,
+            reasoning_effort="none",
+            verbosity="low",
+            safety_identifier="s",
+            prompt_cache_key="k",
+            prompt_cache_retention="24h",
+            stream_options={"include_usage": True, "include_obfuscation": True},
+        )
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["service_tier"] == "default"
 
 
 async def test_fields_nobody_knows_and_neutral_values_are_ignored():

@@ -1,4 +1,6 @@
+from collections.abc import Iterator
 from hashlib import blake2b
+from itertools import product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -6,6 +8,8 @@ from hypothesis import strategies as st
 from baton.blocks import BlockReport, joined
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from router.routing.index import Heard, PrefixIndex
+from router.routing.table import PlainHotPart
+from router.routing.table_library import hot_part
 
 
 def worker(name: str, incarnation: int = 1) -> WorkerIdentity:
@@ -25,9 +29,10 @@ class Holder:
     """A worker that reports as workers do."""
 
     def __init__(self, index: PrefixIndex, name: str = "a", incarnation: int = 1) -> None:
+        ragged = name == "pool"
         self.index = index
         self.identity = worker(name, incarnation)
-        self.slot = index.admit(self.identity)
+        self.slot = index.admit(self.identity, ragged=ragged)
         self.seq = 0
         self.holds: list[BlockKey] = []
 
@@ -183,19 +188,23 @@ def test_more_holders_than_a_word_has_bits():
 
 
 NAMES = ("a", "b", "pool")
-CHAIN = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(lambda blocks: chain(*blocks))
+BLOCKS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 OPERATION = st.one_of(
-    st.tuples(st.sampled_from(["store", "remove", "snapshot"]), st.sampled_from(NAMES), CHAIN),
-    st.tuples(st.sampled_from(["restart", "miss", "leave"]), st.sampled_from(NAMES), st.none()),
+    st.tuples(st.sampled_from(["store", "remove", "snapshot"]), st.sampled_from(NAMES), BLOCKS),
+    st.tuples(st.sampled_from(["restart", "miss", "leave"]), st.sampled_from(NAMES), st.just([0])),
 )
 
 
-def _operate(kind: str, holder: Holder, keys: list[BlockKey]) -> Holder:
+def _operate(kind: str, holder: Holder, blocks: list[int]) -> Holder:
+    keys = chain(*blocks)
     match kind:
         case "store":
             holder.change(stored=[k for k in keys if k not in holder.holds])
         case "remove":
-            holder.change(removed=[k for k in keys[-1:] if k in holder.holds])
+            gone = [k for k in keys[-1:] if k in holder.holds]
+            if holder.identity.worker_id != "pool":
+                gone += [k for k in _beyond(blocks) if k in holder.holds]
+            holder.change(removed=gone if keys[-1] in holder.holds else [])
         case "snapshot":
             holder.snapshot(*keys)
         case "miss":
@@ -209,16 +218,23 @@ def _operate(kind: str, holder: Holder, keys: list[BlockKey]) -> Holder:
     return holder
 
 
+def _beyond(blocks: list[int]) -> Iterator[BlockKey]:
+    """Every block that may come after these in a text."""
+    for length in range(1, 6 - len(blocks)):
+        for more in product(range(3), repeat=length):
+            yield key(*blocks, *more)
+
+
 @settings(max_examples=150, deadline=None)
-@given(st.lists(OPERATION, max_size=30), CHAIN)
-def test_the_index_knows_exactly_what_was_reported(operations, asked):
+@given(st.lists(OPERATION, max_size=30), BLOCKS, st.booleans())
+def test_the_index_knows_exactly_what_was_reported(operations, blocks, in_c):
     """Against a dictionary of sets; who has missed a report is compared again after a snapshot."""
-    index = PrefixIndex()
+    index, asked = PrefixIndex(hot=hot_part() if in_c else PlainHotPart()), chain(*blocks)
     holders = {name: Holder(index, name) for name in NAMES}
     for holder in holders.values():
         holder.snapshot()
-    for kind, name, keys in operations:
-        holders[name] = _operate(kind, holders[name], keys or [])
+    for kind, name, subject in operations:
+        holders[name] = _operate(kind, holders[name], subject)
         index.check_integrity()
     for holder in holders.values():
         if holder.change() is not Heard.APPLIED:

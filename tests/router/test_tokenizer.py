@@ -8,7 +8,7 @@ import pytest
 from tokenizers import processors
 
 from baton.errors import InvalidRequestError, ModelLoadError
-from router.tokenizer import Tokenizer
+from router.tokenizer import Rendering, Tokenizer
 from tests.router.tiny_tokenizers import byte_fallback, byte_level, save, token_id
 
 _USER = {"role": "user", "content": "hello"}
@@ -31,7 +31,10 @@ async def test_a_conversation_becomes_the_tokens_of_the_rendered_template(direct
 async def test_the_generation_prompt_can_be_left_out(directory: Path):
     tokenizer = Tokenizer.load(directory)
     with_prompt = await tokenizer.encode_chat([_USER])
-    assert await tokenizer.encode_chat([_USER], add_generation_prompt=False) == with_prompt[:-1]
+    assert (
+        await tokenizer.encode_chat([_USER], rendering=Rendering(add_generation_prompt=False))
+        == with_prompt[:-1]
+    )
     tokenizer.close()
 
 
@@ -133,7 +136,7 @@ def test_code_in_a_models_directory_is_not_run(directory: Path):
 def test_a_router_process_reads_a_tokenizer_without_torch(directory: Path):
     script = (
         "import sys; from pathlib import Path\n"
-        "from router.tokenizer import Tokenizer, keep_torch_out\n"
+        "from router.tokenizer import Rendering, Tokenizer, keep_torch_out\n"
         "keep_torch_out()\n"
         "Tokenizer.load(Path(sys.argv[1])).close()\n"
         "print('torch' in sys.modules)\n"

@@ -90,6 +90,7 @@ class FirstTokens(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     leg_id: _builtins.int
     cached_tokens: _builtins.int
     """of the prompt, found in this worker's prefix cache"""
@@ -99,6 +100,10 @@ class FirstTokens(_message.Message):
     """from the first chunk to the first token"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SampledToken]: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """where the request asks for them"""
+
     def __init__(
         self,
         *,
@@ -107,10 +112,11 @@ class FirstTokens(_message.Message):
         cached_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "leg_id", b"leg_id", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "leg_id", b"leg_id", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,6 +133,7 @@ class HandedOff(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _builtins.int
     RESERVE_WAIT_S_FIELD_NUMBER: _builtins.int
     UNHIDDEN_S_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     leg_id: _builtins.int
     blocks_sent: _builtins.int
     bytes_sent: _builtins.int
@@ -134,6 +141,8 @@ class HandedOff(_message.Message):
     """from the first chunk until pages on D were granted"""
     unhidden_s: _builtins.float
     """from the first token to the verified commit"""
+    link_bytes_per_second: _builtins.float
+    """of the way to D, by its latest pushes; 0 while unknown"""
     def __init__(
         self,
         *,
@@ -142,10 +151,11 @@ class HandedOff(_message.Message):
         bytes_sent: _builtins.int = ...,
         reserve_wait_s: _builtins.float = ...,
         unhidden_s: _builtins.float = ...,
+        link_bytes_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "leg_id", b"leg_id", "reserve_wait_s", b"reserve_wait_s", "unhidden_s", b"unhidden_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "leg_id", b"leg_id", "link_bytes_per_second", b"link_bytes_per_second", "reserve_wait_s", b"reserve_wait_s", "unhidden_s", b"unhidden_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -136,12 +136,9 @@ class OpenSession(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
-    MAC_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     number: _builtins.int
     """of this prefill worker's sessions with this peer; grows"""
-    mac: _builtins.bytes
-    """over identity, expected peer and number"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity:
         """of the prefill worker"""
@@ -165,11 +162,10 @@ class OpenSession(_message.Message):
         layout: _common_pb2.KvLayout | None = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
         number: _builtins.int = ...,
-        mac: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected_peer", b"expected_peer", "identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "expected_peer", b"expected_peer", "identity", b"identity", "layout", b"layout", "mac", b"mac", "number", b"number", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "expected_peer", b"expected_peer", "identity", b"identity", "layout", b"layout", "number", b"number", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,6 +278,32 @@ class Heartbeat(_message.Message):
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
+class RegionUnreachable(_message.Message):
+    """The region cannot be reached by the backend that was chosen, or the link carries nothing. Answered with the next backend
+    that both have, or with the end of the session.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKEND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    backend: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        backend: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegionUnreachable: _TypeAlias = RegionUnreachable  # noqa: Y015
+
+@_typing.final
 class TransferRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -290,6 +312,7 @@ class TransferRequest(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     QUIESCED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenSession: ...
     @_builtins.property
@@ -300,6 +323,8 @@ class TransferRequest(_message.Message):
     def quiesced(self) -> Global___Quiesced: ...
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat: ...
+    @_builtins.property
+    def unreachable(self) -> Global___RegionUnreachable: ...
     def __init__(
         self,
         *,
@@ -308,12 +333,13 @@ class TransferRequest(_message.Message):
         commit: Global___CommitPages | None = ...,
         quiesced: Global___Quiesced | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        unreachable: Global___RegionUnreachable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "open", b"open", "quiesced", b"quiesced", "request", b"request", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "open", b"open", "quiesced", b"quiesced", "request", b"request", "reserve", b"reserve", "unreachable", b"unreachable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "open", b"open", "quiesced", b"quiesced", "request", b"request", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "open", b"open", "quiesced", b"quiesced", "request", b"request", "reserve", b"reserve", "unreachable", b"unreachable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["open", "reserve", "commit", "quiesced", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["open", "reserve", "commit", "quiesced", "heartbeat", "unreachable"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -330,6 +356,7 @@ class SessionAccepted(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    SPARE_BLOCKS_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     region: _builtins.bytes
     """opaque handle of the backend; resolves to a registered range or fails"""
@@ -337,6 +364,8 @@ class SessionAccepted(_message.Message):
     lease_ms: _builtins.int
     checksums: _builtins.bool
     """whether commits have to carry them"""
+    spare_blocks: _builtins.int
+    """the last pages of the region: of no sequence, for measuring the link"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -353,10 +382,11 @@ class SessionAccepted(_message.Message):
         layout: _common_pb2.KvLayout | None = ...,
         lease_ms: _builtins.int = ...,
         checksums: _builtins.bool = ...,
+        spare_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "checksums", b"checksums", "identity", b"identity", "layout", b"layout", "lease_ms", b"lease_ms", "num_blocks", b"num_blocks", "region", b"region"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "checksums", b"checksums", "identity", b"identity", "layout", b"layout", "lease_ms", b"lease_ms", "num_blocks", b"num_blocks", "region", b"region", "spare_blocks", b"spare_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -443,7 +473,9 @@ class TransferReply(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def accepted(self) -> Global___SessionAccepted: ...
+    def accepted(self) -> Global___SessionAccepted:
+        """again after RegionUnreachable"""
+
     @_builtins.property
     def refused(self) -> _common_pb2.Failure:
         """of the session; the stream ends after it"""

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from baton.rpc.v1 import transfer_pb2 as baton_dot_rpc_dot_v1_dot_transfer__pb2
+from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -36,8 +36,8 @@ class TransferStub:
         """
         self.Session = channel.stream_stream(
                 '/baton.rpc.v1.Transfer/Session',
-                request_serializer=baton_dot_rpc_dot_v1_dot_transfer__pb2.TransferRequest.SerializeToString,
-                response_deserializer=baton_dot_rpc_dot_v1_dot_transfer__pb2.TransferReply.FromString,
+                request_serializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.FromString,
                 _registered_method=True)
 
 
@@ -45,7 +45,8 @@ class TransferServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """Sealed `TransferRequest`s there, sealed `TransferReply`s back (kv_transfer/seal.py).
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -55,8 +56,8 @@ def add_TransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
-                    request_deserializer=baton_dot_rpc_dot_v1_dot_transfer__pb2.TransferRequest.FromString,
-                    response_serializer=baton_dot_rpc_dot_v1_dot_transfer__pb2.TransferReply.SerializeToString,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -84,8 +85,8 @@ class Transfer:
             request_iterator,
             target,
             '/baton.rpc.v1.Transfer/Session',
-            baton_dot_rpc_dot_v1_dot_transfer__pb2.TransferRequest.SerializeToString,
-            baton_dot_rpc_dot_v1_dot_transfer__pb2.TransferReply.FromString,
+            baton_dot_rpc_dot_v1_dot_common__pb2.Signed.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_common__pb2.Signed.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,7 @@ Prefill worker to decode worker: the control messages of the hand-off (docs/arch
 The KV bytes themselves never pass through gRPC. One bidirectional stream per pair of workers.
 """
 
-from baton.rpc.v1 import transfer_pb2 as _transfer_pb2
+from baton.rpc.v1 import common_pb2 as _common_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
 import abc as _abc_1
@@ -33,19 +33,22 @@ class TransferStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TransferAsyncStub: ...
-    Session: _grpc.StreamStreamMultiCallable[_transfer_pb2.TransferRequest, _transfer_pb2.TransferReply]
+    Session: _grpc.StreamStreamMultiCallable[_common_pb2.Signed, _common_pb2.Signed]
+    """Sealed `TransferRequest`s there, sealed `TransferReply`s back (kv_transfer/seal.py)."""
 
 @_typing.type_check_only
 class TransferAsyncStub(TransferStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Session: _aio.StreamStreamMultiCallable[_transfer_pb2.TransferRequest, _transfer_pb2.TransferReply]  # type: ignore[assignment]
+    Session: _aio.StreamStreamMultiCallable[_common_pb2.Signed, _common_pb2.Signed]  # type: ignore[assignment]
+    """Sealed `TransferRequest`s there, sealed `TransferReply`s back (kv_transfer/seal.py)."""
 
 class TransferServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Session(
         self,
-        request_iterator: _MaybeAsyncIterator[_transfer_pb2.TransferRequest],
+        request_iterator: _MaybeAsyncIterator[_common_pb2.Signed],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_transfer_pb2.TransferReply], _abc.AsyncIterator[_transfer_pb2.TransferReply]]: ...
+    ) -> _typing.Union[_abc.Iterator[_common_pb2.Signed], _abc.AsyncIterator[_common_pb2.Signed]]:
+        """Sealed `TransferRequest`s there, sealed `TransferReply`s back (kv_transfer/seal.py)."""
 
 def add_TransferServicer_to_server(servicer: TransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,51 @@
+"""The messages of a chat completion, and what the model's template sees of them."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from router.openai.fields import MAX_MESSAGES, MAX_PARTS, REFUSED, UNSUPPORTED, Part
+
+
+class TextPart(Part):
+    """A piece of a message's content. Other kinds than text are not served."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError(REFUSED, "A message of this role needs content.")
+        for name in ("tool_calls", "function_call", "audio"):
+            if (self.model_extra or {}).get(name):
+                raise PydanticCustomError(
+                    UNSUPPORTED, "This server does not support {name}.", {"name": name}
+                )
+        return self
+
+    def for_template(self) -> dict[str, str]:
+        """What the chat template sees; parts of the content are joined."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        given = {key: value for key, value in optional.items() if value is not None}
+        return {"role": self.role, "content": text} | given
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

@@ -1,0 +1,136 @@
+/* The hot part of router/routing/table.py, over the same two arrays; there stands what they mean and the same in Python. */
+#include <stdint.h>
+
+#define WIDTH 8
+#define CROWDED 5
+#define AHEAD 12
+#define LINE 8 /* numbers in a cache line */
+
+typedef struct {
+    uint64_t *cells;     /* [buckets + 1, WIDTH * (1 + words)]: a bucket's prints, then its sets */
+    uint64_t mask;       /* buckets - 1 */
+    int64_t words;
+    int64_t used;        /* places that hold a print */
+    int64_t limit;       /* so many may be used before the caller has to grow the table */
+} Table;
+
+/* Where a print stands, and the set that belongs to it. */
+typedef struct {
+    uint64_t *print;
+    uint64_t *set;
+} Place;
+
+static inline uint64_t *bucket(const Table *t, uint64_t number) {
+    return t->cells + (number & t->mask) * WIDTH * (uint64_t)(1 + t->words);
+}
+
+static inline Place place_in(const Table *t, uint64_t *bucket, uint64_t print) {
+    for (int at = 0; at < WIDTH; at++)
+        if (bucket[at] == print) return (Place){bucket + at, bucket + WIDTH + at * t->words};
+    return (Place){0, 0};
+}
+
+static inline Place place_of(const Table *t, uint64_t print) {
+    Place place = place_in(t, bucket(t, print), print);
+    return place.print ? place : place_in(t, bucket(t, print >> 32), print);
+}
+
+static inline int filled(const uint64_t *bucket) {
+    int count = 0;
+    for (int at = 0; at < WIDTH; at++) count += bucket[at] != 0;
+    return count;
+}
+
+static Place empty_place(const Table *t, uint64_t print) {
+    uint64_t *chosen = bucket(t, print), *other = bucket(t, print >> 32);
+    int count = filled(chosen);
+    if (count >= CROWDED && filled(other) < count) chosen = other;
+    return place_in(t, chosen, 0);
+}
+
+static inline void prefetch(const Table *t, const uint64_t *prints, int64_t at, int64_t count) {
+    if (at >= count) return;
+    const uint64_t *first = bucket(t, prints[at]);
+    for (int64_t line = 0; line <= t->words; line++) __builtin_prefetch(first + line * LINE);
+}
+
+static inline void note(uint64_t columns, int64_t word, int64_t depth, int32_t *depths) {
+    for (; columns; columns &= columns - 1) depths[word * 64 + __builtin_ctzll(columns)] = (int32_t)depth;
+}
+
+/* Between positions `low` and `high`, whose sets are known, some columns end: finds where, by halves. */
+static void split(const Table *t, const uint64_t *prints, int64_t low, int64_t high, const uint64_t *at_low,
+                  const uint64_t *at_high, int32_t *depths) {
+    uint64_t ends = 0;
+    for (int64_t word = 0; word < t->words; word++) ends |= at_low[word] & ~at_high[word];
+    if (!ends) return;
+    if (high - low == 1) {
+        for (int64_t word = 0; word < t->words; word++) note(at_low[word] & ~at_high[word], word, high, depths);
+        return;
+    }
+    int64_t middle = low + (high - low) / 2;
+    Place place = place_of(t, prints[middle]);
+    uint64_t here[t->words];
+    for (int64_t word = 0; word < t->words; word++) here[word] = place.set ? at_low[word] & place.set[word] : 0;
+    split(t, prints, low, middle, at_low, here, depths);
+    split(t, prints, middle, high, here, at_high, depths);
+}
+
+/* Leading prints that each column of `live` holds, into `depths` (zeroed by the caller), where holding one means to hold
+ * those before it. Looks at a number of prints that grows with the logarithm of theirs, for each depth that there is. */
+void baton_table_whole(const Table *t, const uint64_t *prints, int64_t count, const uint64_t *live, int32_t *depths) {
+    uint64_t none[t->words];
+    for (int64_t word = 0; word < t->words; word++) none[word] = 0;
+    split(t, prints, -1, count, live, none, depths);
+}
+
+/* The same where that does not follow: looks at all prints, until nobody holds more. */
+void baton_table_ragged(const Table *t, const uint64_t *prints, int64_t count, const uint64_t *live, int32_t *depths) {
+    uint64_t common[t->words];
+    for (int64_t word = 0; word < t->words; word++) common[word] = live[word];
+    for (int64_t at = 0; at < AHEAD; at++) prefetch(t, prints, at, count);
+    for (int64_t depth = 0; depth < count; depth++) {
+        prefetch(t, prints, depth + AHEAD, count);
+        Place place = place_of(t, prints[depth]);
+        uint64_t left = 0;
+        for (int64_t word = 0; word < t->words; word++) {
+            uint64_t here = place.set ? common[word] & place.set[word] : 0;
+            note(common[word] & ~here, word, depth, depths);
+            left |= common[word] = here;
+        }
+        if (!left) return;
+    }
+    for (int64_t word = 0; word < t->words; word++) note(common[word], word, count, depths);
+}
+
+/* Adds a column to the sets of the prints from `begin` on. Returns `count`, or the first print for which there is no place. */
+int64_t baton_table_add(Table *t, const uint64_t *prints, int64_t begin, int64_t count, int64_t column) {
+    for (int64_t at = begin; at < count; at++) {
+        prefetch(t, prints, at + AHEAD, count);
+        Place place = place_of(t, prints[at]);
+        if (!place.print) {
+            if (t->used >= t->limit) return at;
+            place = empty_place(t, prints[at]);
+            if (!place.print) return at;
+            *place.print = prints[at];
+            t->used++;
+        }
+        place.set[column / 64] |= 1ull << column % 64;
+    }
+    return count;
+}
+
+/* Takes a column out of the sets of all prints; empty sets are forgotten. */
+void baton_table_discard(Table *t, const uint64_t *prints, int64_t count, int64_t column) {
+    for (int64_t at = 0; at < count; at++) {
+        prefetch(t, prints, at + AHEAD, count);
+        Place place = place_of(t, prints[at]);
+        if (!place.print) continue;
+        place.set[column / 64] &= ~(1ull << column % 64);
+        uint64_t left = 0;
+        for (int64_t word = 0; word < t->words; word++) left |= place.set[word];
+        if (left) continue;
+        *place.print = 0;
+        t->used--;
+    }
+}

@@ -1,0 +1,86 @@
+import asyncio
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.errors import OverloadedError
+from baton.generation import FinishReason, TokenSample, plain_token
+from baton.ids import RequestId
+from router.events import Emit
+from router.inboxes import Inboxes
+from router.ports import Tokens
+from router.progress import Advance
+
+A, B = RequestId("a"), RequestId("b")
+
+
+def _step(*rows: tuple[RequestId, int]) -> Advance:
+    return Advance(
+        request_ids=[row[0] for row in rows],
+        samples=[0] * len(rows),
+        tokens=[row[1] for row in rows],
+        others=[],
+    )
+
+
+def _tokens(*tokens: int) -> Tokens:
+    return Tokens(samples=tuple(plain_token(0, token) for token in tokens))
+
+
+async def _waiting(reading: asyncio.Task[object]) -> bool:
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return not reading.done()
+
+
+async def test_a_step_reaches_every_reader_that_was_not_woken_a_moment_ago():
+    inboxes = Inboxes(max_bytes=1 << 20, clock=ManualClock(), gap_s=60.0)
+    readers = [asyncio.create_task(inboxes.open(name).next()) for name in (A, B)]
+    await asyncio.sleep(0)
+    assert inboxes.put_step(_step((A, 1), (B, 2)), 0.0) == []
+    assert await asyncio.gather(*readers) == [_tokens(1), _tokens(2)]
+
+
+async def test_what_follows_at_once_waits_for_the_gap_and_comes_together():
+    clock = ManualClock()
+    inboxes = Inboxes(max_bytes=1 << 20, clock=clock, gap_s=0.001)
+    inbox = inboxes.open(A)
+    inboxes.put_step(_step((A, 1)), clock.now_s())
+    assert await inbox.next() == _tokens(1)
+    reading = asyncio.create_task(inbox.next())
+    await asyncio.sleep(0)
+    inboxes.put_step(_step((A, 2)), clock.now_s())
+    inboxes.put_step(_step((A, 3)), clock.now_s())
+    assert await _waiting(reading)
+    clock.advance(0.001)
+    assert await reading == _tokens(2, 3)
+
+
+async def test_an_end_never_waits_for_the_gap():
+    inboxes = Inboxes(max_bytes=1 << 20, clock=ManualClock(), gap_s=60.0)
+    inbox = inboxes.open(A)
+    inboxes.put_step(_step((A, 1)), 0.0)
+    await inbox.next()
+    inboxes.put_step(_step((A, 2)), 0.0)
+    last = TokenSample(sample=0, token=3, finish=FinishReason.STOP)
+    inboxes.put(Emit(request_id=A, tokens=(last,)))
+    assert await inbox.next() == Tokens(samples=(plain_token(0, 2), last))
+    inboxes.end(A, OverloadedError("enough"))
+    with pytest.raises(OverloadedError):
+        await inbox.next()
+
+
+async def test_readers_that_leave_too_much_unread_are_named():
+    inboxes = Inboxes(max_bytes=300, clock=ManualClock())
+    inboxes.open(A)
+    inboxes.open(B)
+    assert inboxes.put_step(_step((A, 1), (A, 2), (B, 3)), 0.0) == []
+    assert inboxes.put_step(_step((A, 3)), 0.0) == [A]
+
+
+async def test_tokens_of_a_job_whose_client_has_left_go_nowhere():
+    inboxes = Inboxes(max_bytes=300, clock=ManualClock())
+    inboxes.open(A)
+    inboxes.close(A)
+    assert inboxes.put_step(_step((A, 1)), 0.0) == []
+    assert inboxes.put(Emit(request_id=A, tokens=(plain_token(0, 1),)))

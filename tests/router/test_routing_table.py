@@ -1,0 +1,87 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.routing.table import BlockTable, PlainHotPart, Prints, Words, prints_of
+from router.routing.table_library import NativeHotPart, hot_part
+
+NOBODY: Words = np.zeros(1, np.uint64)
+EVERYBODY: Words = ~NOBODY
+
+
+@pytest.fixture(params=["c", "python"])
+def hot(request):
+    if request.param == "python":
+        return PlainHotPart()
+    if not isinstance(hot_part(), NativeHotPart):
+        pytest.skip("no C compiler here")
+    return hot_part()
+
+
+def prints(seed: int, count: int) -> Prints:
+    return prints_of(np.random.default_rng(seed).bytes(16 * count))
+
+
+def test_a_table_grows_and_loses_nothing(hot):
+    table, blocks = BlockTable(max_blocks=20_000, hot=hot), prints(0, 6000)
+    assert table.add(blocks, 3) == 0
+    table.check_integrity()
+    assert len(table) == 6000
+    assert table.depths(blocks, NOBODY, EVERYBODY)[3] == 6000
+    assert table.depths(blocks, EVERYBODY, NOBODY)[3] == 6000
+
+
+def test_a_full_table_takes_nothing_new_and_still_knows_what_it_has(hot):
+    table, blocks = BlockTable(max_blocks=100, hot=hot), prints(0, 250)
+    assert table.add(blocks, 0) == 150
+    assert table.add(blocks[:100], 1) == 0
+    assert len(table) == 100
+    table.discard(blocks[:10], 0)
+    table.discard(blocks[:10], 1)
+    assert table.add(blocks[200:], 0) == 40
+    table.check_integrity()
+
+
+def test_columns_are_cleared_together_and_blocks_that_nobody_holds_with_them(hot):
+    table, blocks = BlockTable(max_blocks=1000, hot=hot), prints(0, 100)
+    table.widen()
+    table.add(blocks, 0)
+    table.add(blocks[:50], 70)
+    table.keep_columns(np.array([0, 1 << 6], np.uint64))
+    table.check_integrity()
+    assert len(table) == 50
+    none = np.zeros(2, np.uint64)
+    assert table.depths(blocks, ~none, none).tolist() == [0] * 70 + [50] + [0] * 57
+
+
+def test_a_hole_ends_the_depth_of_a_ragged_column(hot):
+    table, blocks = BlockTable(max_blocks=1000, hot=hot), prints(0, 100)
+    table.add(blocks, 0)
+    table.discard(blocks[37:38], 0)
+    assert table.depths(blocks, NOBODY, EVERYBODY)[0] == 37
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_c_and_python_do_the_same(data):
+    """The same changes leave the same bytes, and the same depths."""
+    if not isinstance(hot_part(), NativeHotPart):
+        pytest.skip("no C compiler here")
+    blocks = prints(1, 5000)
+    tables = [BlockTable(max_blocks=4000, hot=hot) for hot in (hot_part(), PlainHotPart())]
+    for _ in range(data.draw(st.integers(1, 8))):
+        start = data.draw(st.integers(0, 4900))
+        some = blocks[start : start + data.draw(st.integers(1, 1500))]
+        column, adds = data.draw(st.integers(0, 63)), data.draw(st.booleans())
+        changed = [
+            table.add(some, column) if adds else table.discard(some, column) for table in tables
+        ]
+        assert changed[0] == changed[1]
+        assert len(tables[0]) == len(tables[1])
+    asked = blocks[data.draw(st.integers(0, 4900)) :]
+    for whole in (NOBODY, EVERYBODY):
+        depths = [table.depths(asked, whole, ~whole) for table in tables]
+        assert depths[0].tolist() == depths[1].tolist()
+    for table in tables:
+        table.check_integrity()
