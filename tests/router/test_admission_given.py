@@ -21,7 +21,10 @@ def gate_with(*backlogs: tuple[str, int]) -> Gate:
     )
     for tenant, count in backlogs:
         for n in range(count):
-            assert gate.offer(applicant(f"{tenant}{n}", tenant=tenant), 0.0) is None
+            assert (
+                gate.offer(applicant(f"{tenant}{n}", tenant=tenant, prompt_tokens=1990), 0.0)
+                is None
+            )
     return gate
 
 
