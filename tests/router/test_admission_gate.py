@@ -220,3 +220,34 @@ def test_whoever_is_accepted_ends_in_exactly_one_way(acts, places):
         settle()
         shop.gate.check_integrity()
         assert len(accepted) == len(ended) + shop.gate.waiting
+
+
+@pytest.mark.parametrize("slo", [QUICK, Slo()])
+def test_at_five_times_the_capacity_as_much_is_served_as_at_the_capacity_itself(slo):
+    """Of a class with a target, in time; of one without, at all."""
+
+    def served(times: int) -> int:
+        shop = Shop(places=8, tenant_requests=64)
+        arrived: dict[str, float] = {}
+        for n in range(times * 8 * 60):
+            shop.run(n / (times * 8))
+            arrived[f"r{n}"] = shop.now_s
+            shop.offer(f"r{n}", slo=slo)
+        # Before the line has moved for a while nothing is known of its speed.
+        settled = {name: began_s for name, began_s in shop.begun.items() if began_s > 15.0}
+        waits = [began_s - arrived[name] for name, began_s in settled.items()]
+        return sum(slo.ttft_s is None or wait_s <= 1.1 * slo.ttft_s for wait_s in waits)
+
+    assert served(5) >= 0.95 * served(1)
+
+
+def test_under_a_flood_those_who_are_let_in_begin_in_the_time_promised():
+    shop = Shop(places=8)
+    arrived: dict[str, float] = {}
+    for n in range(2000):
+        shop.run(n / 40)
+        arrived[f"r{n}"] = shop.now_s
+        shop.offer(f"r{n}", slo=QUICK)
+    late = [n for n, began_s in shop.begun.items() if began_s - arrived[n] > 1.2 * 2.0]
+    # Before the line has moved for a while nothing is known of its speed.
+    assert len([name for name in late if arrived[name] > 2.0]) <= 0.02 * len(shop.begun)
