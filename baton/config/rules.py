@@ -54,6 +54,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+TENANT_SOURCES = ("file", "redis")
 BACKENDS = ("shm", "nixl", "ucx")
 
 RULES: tuple[Rule, ...] = (
@@ -82,6 +83,14 @@ RULES: tuple[Rule, ...] = (
     Rule(path="router.host", holds=bool, demand="must not be empty"),
     Rule(path="router.port", holds=lambda v: 0 <= v <= 65535, demand="must be from 0 to 65535"),
     Rule(path="router.api_keys", holds=all, demand="must not hold an empty key"),
+    Rule(path="router.guardrails", holds=all, demand="must not hold an empty name"),
+    _one_of("tenants.source", TENANT_SOURCES),
+    *_at_least(1, "tenants.routers"),
+    *_above_zero("tenants.reload_s", "tenants.redis_timeout_s", "tenants.lease_s"),
+    Rule(path="tenants.redis_prefix", holds=bool, demand="must not be empty"),
+    Rule(path="admin.host", holds=bool, demand="must not be empty"),
+    Rule(path="admin.port", holds=lambda v: 0 <= v <= 65535, demand="must be from 0 to 65535"),
+    Rule(path="admin.api_keys", holds=all, demand="must not hold an empty key"),
     _one_of("router.policy", POLICIES),
     *_at_least(
         1,
@@ -137,6 +146,10 @@ RULES: tuple[Rule, ...] = (
 def contradiction(config: BatonConfig) -> str | None:
     """What does not fit together between settings that are each in order, or None."""
     cluster = config.cluster
+    if config.admin.port is not None and not config.admin.api_keys:
+        return "admin.port needs admin.api_keys: nobody is an operator without a key"
+    if config.tenants.source == "redis" and not config.tenants.redis_url:
+        return "tenants.source is redis, which needs tenants.redis_url"
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
     can_prefill = cluster.prefill_workers + cluster.hybrid_workers > 0
