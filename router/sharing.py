@@ -5,17 +5,19 @@ for a lease is taken out by whoever notices. While Redis is away every router is
 """
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from baton.clock import Clock
+from baton.clock import Clock, MonotonicClock
+from baton.config.schema import TenantsConfig
 from baton.errors import UnavailableError
 from baton.telemetry.logs import get_logger
 from router.admission.given import Totals
-from router.redis_link import asked
+from router.redis_link import asked, open_redis
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -85,9 +87,9 @@ class ShareExchange:
             UnavailableError: Redis gave no answer; nothing was heard.
         """
         self._beat += 1
-        word = msgspec.json.encode(Word(beat=self._beat, given=dict(self._sharer.given)))
+        mine = msgspec.json.encode(Word(beat=self._beat, given=dict(self._sharer.given)))
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.hset(self._key, self._router_id, word.decode())
+        pipeline.hset(self._key, self._router_id, mine.decode())
         pipeline.pexpire(self._key, round(10 * _LEASE_S * 1e3))
         pipeline.hgetall(self._key)
         _, _, fields = await asked(pipeline.execute())
@@ -121,8 +123,23 @@ class ShareExchange:
 
 
 @asynccontextmanager
-async def exchanging(exchange: ShareExchange) -> AsyncIterator[None]:
-    """Exchanges in the background while inside."""
+async def sharing(config: TenantsConfig, sharer: Sharer) -> AsyncIterator[None]:
+    """Exchanges in the background while inside, where a Redis is configured.
+
+    Raises:
+        ConfigError: Its URL is wrong, or the extra is not installed.
+    """
+    if not config.redis_url:
+        yield
+        return
+    redis = open_redis(config.redis_url, config.redis_timeout_s)
+    exchange = ShareExchange(
+        redis,
+        key=f"{config.redis_prefix}:given",
+        router_id=secrets.token_hex(8),
+        sharer=sharer,
+        clock=MonotonicClock(),
+    )
     task = asyncio.create_task(exchange.run(), name="shares")
     try:
         yield
@@ -133,6 +150,7 @@ async def exchanging(exchange: ShareExchange) -> AsyncIterator[None]:
             await exchange.leave()
         except UnavailableError as error:
             _log.info("this router's word stays until its lease is over", why=error.message)
+        await redis.aclose()
 
 
 def _word(text: str) -> Word | None:
