@@ -34,6 +34,7 @@ from router.openai.sampling import SamplingDefaults, read_defaults
 from router.sharing import sharing
 from router.tenancy import Tenancy, open_tenancy
 from router.tokenizer import Tokenizer
+from router.worker_metrics import WorkerLoads
 
 CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""
@@ -128,6 +129,7 @@ def _app(
     settings = AppSettings(
         model_names=_names(config), version=version(), router=config.router, defaults=defaults
     )
+    registry.register(WorkerLoads(generator.view, settings.model_names[0]))
     return create_app(settings, generator, tokenizer, registry, tenancy=tenancy)
 
 

@@ -49,7 +49,14 @@ def _positive(time_s: float | None) -> bool:
     return time_s is None or 0 < time_s < float("inf")
 
 
-POLICIES = ("prefix_affinity", "least_loaded", "round_robin")
+POLICIES = (
+    "predictive",
+    "prefix_affinity",
+    "least_loaded",
+    "round_robin",
+    "random",
+    "session",
+)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -119,6 +126,11 @@ RULES: tuple[Rule, ...] = (
         demand=f"must name at least one of: {', '.join(BACKENDS)}",
     ),
     *_at_least(0, "cluster.prefill_workers", "cluster.decode_workers", "cluster.hybrid_workers"),
+    Rule(
+        path="cluster.metrics_port",
+        holds=lambda v: 1 <= v <= 65535,
+        demand="must be from 1 to 65535",
+    ),
     Rule(path="cluster.workers", holds=all, demand="must not hold an empty address"),
     Rule(
         path="cluster.secret",
@@ -137,7 +149,12 @@ RULES: tuple[Rule, ...] = (
         "cluster.restart_backoff_max_s",
         "cluster.startup_timeout_s",
     ),
-    *_at_least(0, "cluster.drain_timeout_s"),
+    *_at_least(
+        0,
+        "cluster.drain_timeout_s",
+        "router.local_prefill_tokens",
+        "router.local_prefill_stall_s",
+    ),
     _one_of("log.level", LOG_LEVELS),
     _one_of("log.format", LOG_FORMATS),
 )
@@ -152,6 +169,11 @@ def contradiction(config: BatonConfig) -> str | None:
         return "tenants.source is redis, which needs tenants.redis_url"
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
+    started_here = cluster.prefill_workers + cluster.decode_workers + cluster.hybrid_workers
+    if cluster.metrics_port is not None and cluster.metrics_port + started_here > 65536:
+        return (
+            f"cluster.metrics_port: from {cluster.metrics_port} there are not {started_here} ports"
+        )
     can_prefill = cluster.prefill_workers + cluster.hybrid_workers > 0
     can_decode = cluster.decode_workers + cluster.hybrid_workers > 0
     if not cluster.workers and not (can_prefill and can_decode):

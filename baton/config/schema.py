@@ -85,7 +85,10 @@ class RouterConfig:
         host: Interface that HTTP binds to.
         port: HTTP port.
         api_keys: Accepted bearer keys; empty accepts everyone.
-        policy: `prefix_affinity`, `least_loaded` or `round_robin`.
+        policy: Who runs a request: `predictive`, `prefix_affinity`, `least_loaded`, `round_robin`, `random` or `session`.
+        local_prefill_tokens: With `predictive`, a decode worker may compute up to so many tokens of a prompt itself, where
+            that is predicted to be better; 0 forbids it.
+        local_prefill_stall_s: The longest time for which that may hold up those who decode there.
         max_body_bytes: Larger bodies get 413. Parsing one keeps the router from all else: 8 MiB of the worst JSON, a second.
         request_timeout_s: Deadline of one request, queueing included.
         max_attempts: How often the legs of a request may be started before it fails.
@@ -107,7 +110,9 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
-    policy: str = "prefix_affinity"
+    policy: str = "predictive"
+    local_prefill_tokens: int = 512
+    local_prefill_stall_s: float = 0.05
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float = 600.0
     max_attempts: int = 3
@@ -239,6 +244,8 @@ class ClusterConfig:
         restart_backoff_max_s: Longest such wait.
         startup_timeout_s: How long a process may take to become ready without showing progress.
         drain_timeout_s: How long a stop waits for requests in flight.
+        metrics_port: First of as many ports on the loopback interface as there are workers started here: each answers
+            Prometheus on one, in the order prefill, decode, hybrid. None for no such ports.
     """
 
     prefill_workers: int = 1
@@ -251,6 +258,7 @@ class ClusterConfig:
     restart_backoff_max_s: float = 30.0
     startup_timeout_s: float = 300.0
     drain_timeout_s: float = 10.0
+    metrics_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

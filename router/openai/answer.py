@@ -81,6 +81,8 @@ async def answer(
     if serving.guards.active or visit.keeps_content:
         deltas = watched(deltas, serving.guards, visit)
     with_timing = request.headers.get(TIMING_HEADER) == "1"
+    for run in runs:
+        run.arrived_s = visit_of(request).arrived_s
     if stream:
         pieces = _pieces(runs, deltas, shape, with_timing=with_timing)
         return EventStream(pieces, serving.metrics.client_gone, shape.fault)
