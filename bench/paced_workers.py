@@ -170,7 +170,13 @@ class _Prefiller:
             first = common_pb2.SampledToken(token=TOKEN)
             prompt.frames.put_nowait(
                 prefill_pb2.PrefillFrame(
-                    first_tokens=[prefill_pb2.FirstTokens(leg_id=prompt.leg_id, tokens=[first])],
+                    first_tokens=[
+                        prefill_pb2.FirstTokens(
+                            leg_id=prompt.leg_id,
+                            tokens=[first],
+                            prefill_s=prompt.tokens / self.pace.prefill_tokens_per_s,
+                        )
+                    ],
                     handed_off=[
                         prefill_pb2.HandedOff(leg_id=prompt.leg_id, blocks_sent=1, bytes_sent=1)
                     ],
@@ -217,7 +223,7 @@ class _Prefill(prefill_pb2_grpc.PrefillServicer):
             elif command.WhichOneof("command") == "submit":
                 request = command.submit.request
                 permit = transfer_pb2.Permit.FromString(command.submit.permit.content)
-                tokens = len(request.prompt_tokens)
+                tokens = len(request.prompt_tokens) // 4  # 32-bit numbers
                 self._prefiller.pending_tokens += tokens
                 self._prefiller.prompts.put_nowait(
                     _Prompt(request.leg_id, tokens, permit.xfer_id, frames)
