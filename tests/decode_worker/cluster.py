@@ -353,7 +353,7 @@ def prompt(tokens: int, *, samples: int = 1, max_tokens: int = 6, first: int = 1
 def oracle(runner: FakeRunner, asked: Prompt) -> list[list[int]]:
     texts = []
     for sample in asked.samples:
-        draws = runner.draw_all(asked.prompt_tokens, sample)
+        draws = runner.draw_all(tuple(asked.prompt_tokens), sample)
         texts.append([next(draws) for _ in range(asked.sampling.max_tokens)])
     return texts
 
