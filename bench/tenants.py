@@ -203,7 +203,6 @@ class Bench:
             requests=requests,
             prompt_tokens=self._arguments.prompt_tokens,
             output_tokens=self._arguments.output_tokens,
-            vocab=_VOCAB,
             seed=self._arguments.seed + seed,
         )
 

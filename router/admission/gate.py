@@ -8,6 +8,7 @@ ordered, bounded, and leaves at once with its client.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from heapq import heappop, heappush
 from typing import Protocol
 
 from baton.errors import InvariantError
@@ -90,6 +91,8 @@ class Gate:
         self._drain = DrainMeter()
         self._returns = Returns()
         self._given = Given()
+        self._deadlines: list[tuple[float, RequestId]] = []
+        """Of those in line, and of some who have left it."""
 
     @property
     def waiting(self) -> int:
@@ -105,6 +108,7 @@ class Gate:
         refusal = self._refusal(applicant, now_s)
         if refusal is None:
             self._line.push(applicant)
+            heappush(self._deadlines, (applicant.deadline_s, applicant.request_id))
         return refusal
 
     def next(self, now_s: float) -> Applicant | None:
@@ -124,10 +128,19 @@ class Gate:
         return head
 
     def expire(self, now_s: float) -> list[Applicant]:
-        """Gives up those whose first token could not come before their deadline even if they were let in now."""
-        late = [one for one in self._line.applicants if self._too_late(one, now_s)]
-        for applicant in late:
-            self._line.remove(applicant.request_id)
+        """Gives up those whose first token could not come before their deadline even if they were let in now. Looks at the
+        earliest deadlines only.
+        """
+        late: list[Applicant] = []
+        while self._deadlines:
+            _, request_id = self._deadlines[0]
+            applicant = self._line.find(request_id)
+            if applicant is not None and not self._too_late(applicant, now_s):
+                break
+            heappop(self._deadlines)
+            if applicant is not None:
+                self._line.remove(request_id)
+                late.append(applicant)
         return late
 
     def leave(self, request_id: RequestId) -> bool:

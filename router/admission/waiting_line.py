@@ -5,7 +5,6 @@ however much the ones above it ask for.
 """
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.errors import InvariantError
@@ -61,10 +60,9 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._applicants)
 
-    @property
-    def applicants(self) -> Collection[Applicant]:
-        """All of them, in the order in which they came."""
-        return self._applicants.values()
+    def find(self, request_id: RequestId) -> Applicant | None:
+        """The one of that name, while it waits."""
+        return self._applicants.get(request_id)
 
     def held(self, tenant: TenantId) -> Held:
         """What waits of one tenant."""
@@ -143,7 +141,7 @@ class WaitingLine:
                 raise InvariantError("a priority in which nobody waits has earned something")
         if sum(len(level.line) for level in self._levels) != len(self._applicants):
             raise InvariantError("somebody is in line and not known, or the other way round")
-        tokens = sum(one.prompt_tokens for one in self.applicants)
+        tokens = sum(one.prompt_tokens for one in self._applicants.values())
         if (self.total.requests, self.total.prompt_tokens) != (len(self), tokens):
             raise InvariantError("what waits is miscounted")
         if sum(held.requests for held in self._held.values()) != len(self):
