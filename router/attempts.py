@@ -261,6 +261,7 @@ class Attempts:
         actions: list[Action] = []
         for leg in flight.legs:
             self._legs.close(leg)
+            leg.worker.breaker.abandoned(now_s)
             actions.append(leg.cancel())
         flight.move(FlightState.ENDED, now_s)
         self._waiting.pop(flight, None)

@@ -52,6 +52,7 @@ class Leg:
     def open(self, now_s: float) -> None:
         """Counts it on its worker."""
         worker = self.worker
+        worker.breaker.started(now_s)
         if worker.legs == 0:
             worker.progress_s = now_s
         worker.legs += 1
