@@ -56,6 +56,14 @@ class Seen:
     retry_afters_s: list[int] = field(default_factory=list)
     failed: int = 0
 
+    def add(self, other: "Seen") -> None:
+        """Puts another load's with these."""
+        self.ttfts_s += other.ttfts_s
+        self.ends_s += other.ends_s
+        self.refused += other.refused
+        self.retry_afters_s += other.retry_afters_s
+        self.failed += other.failed
+
 
 async def send(orders: Orders) -> Seen:
     """Sends everything and waits for all answers."""

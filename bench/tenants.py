@@ -13,6 +13,7 @@ half of it as its share.
 """
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -28,7 +29,6 @@ from bench.paced_workers import Pace, addresses
 from bench.redis_server import redis_server
 from bench.report import Report
 from bench.server import serving
-from router.tenants.keys import hash_key
 
 KEYS = {name: f"baton-bench-{name}-0123456789abcdef" for name in ("quiet", "flood", "limited")}
 PROMISED_TTFT_S = 2.0
@@ -80,11 +80,15 @@ class Bench:
         """One tenant alone, then beside a flood."""
         share = self._capacity_per_s / 2
         requests = self._arguments.requests
-        quiet = self._orders(urls, "quiet", share / 2, requests)
         self._drive([self._orders(urls, "quiet", share / 2, 20, seed=99)])
-        (alone,) = self._drive([quiet])
-        flood = self._orders(urls, "flood", 10 * share, round(requests / (share / 2) * 10 * share))
-        beside, flooding = self._drive([quiet, flood])
+        alone, beside, flooding = Seen(), Seen(), Seen()
+        for seed in range(_TURNS):  # by turns, so that both see the same machine
+            quiet = self._orders(urls, "quiet", share / 2, requests // _TURNS, seed=seed)
+            flood = self._orders(urls, "flood", 10 * share, 20 * quiet.requests, seed=seed + 50)
+            alone.add(*self._drive([quiet]))
+            one, other = self._drive([quiet, flood])
+            beside.add(one)
+            flooding.add(other)
         self._note("p50_ttft_alone_s", _quantile(alone.ttfts_s, 0.5))
         self._note("p50_ttft_flooded_s", _quantile(beside.ttfts_s, 0.5))
         self._note("p99_ttft_alone_s", _quantile(alone.ttfts_s, 0.99))
@@ -92,8 +96,8 @@ class Bench:
         figures = self._report.figures
         self._note("p99_ttft_ratio", figures["p99_ttft_flooded_s"] / figures["p99_ttft_alone_s"])
         self._note("quiet_refused", beside.refused + alone.refused)
-        self._note("flood_refused_share", flooding.refused / flood.requests)
-        self._note("flood_served_per_s", len(flooding.ttfts_s) / max(flooding.ends_s))
+        answered = flooding.refused + len(flooding.ttfts_s)
+        self._note("flood_refused_share", flooding.refused / answered)
 
     def overload(self, urls: Sequence[str]) -> None:
         """One tenant at the capacity, then at five times as much."""
@@ -113,11 +117,12 @@ class Bench:
         self._note("goodput_ratio_5x", goodput[5] / goodput[1])
 
     def limits(self, urls: Sequence[str]) -> None:
-        """A tenant sends twice its limit for half a minute, to two routers in turns."""
+        """A tenant sends three times its limit to two routers in turns."""
         per_s = self._arguments.limit_per_minute / 60
-        orders = self._orders(urls, "limited", 2 * per_s, round(2 * per_s * 30))
+        rate = 3 * per_s
+        orders = self._orders(urls, "limited", rate, round(rate * self._arguments.overload_s))
         (seen,) = self._drive([orders])
-        allowed = 1 + per_s * seen.ends_s[-1]  # a burst of one, and what the minute allows
+        allowed = _BURST + per_s * seen.ends_s[-1]
         self._note("replica_sum_over_limit", len(seen.ttfts_s) / allowed)
 
     def shares(self, urls: Sequence[str]) -> None:
@@ -155,11 +160,11 @@ class Bench:
 
     def _tenants(self) -> dict[str, list[dict[str, object]]]:
         tenants: list[dict[str, object]] = [
-            {"id": name, "keys": [hash_key(key)], "slo_class": "interactive"}
+            {"id": name, "keys": [_hashed(key)], "slo_class": "interactive"}
             for name, key in KEYS.items()
         ]
         limit = self._arguments.limit_per_minute
-        tenants[-1] |= {"requests_per_minute": limit, "request_burst": 1}
+        tenants[-1] |= {"requests_per_minute": limit, "request_burst": _BURST}
         return {"tenants": tenants}
 
     def _config(
@@ -228,6 +233,13 @@ class Bench:
 
 
 _VOCAB = 256
+_TURNS = 4
+_BURST = 10
+"""Requests that the limited tenant may send at once."""
+
+
+def _hashed(key: str) -> str:
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
