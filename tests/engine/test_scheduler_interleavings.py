@@ -72,7 +72,9 @@ class Interleavings(RuleBasedStateMachine):
         had = tuple(self.target.undisturbed(alone)[:count])
         if had[-1] in EOS or len(had) == alone.sampling.max_tokens:
             return
-        self.generate(prompt(tuple(alone.prompt_tokens), output=had, max_tokens=alone.sampling.max_tokens))
+        self.generate(
+            prompt(tuple(alone.prompt_tokens), output=had, max_tokens=alone.sampling.max_tokens)
+        )
 
     @rule(asked=ASKED)
     def prefill_for_target(self, asked: Prompt):
