@@ -93,6 +93,7 @@ class Attempts:
             deadline_s=now_s + asked.remaining_s,
             slo=asked.slo,
             waited_s=asked.waited_s,
+            trace_parent=asked.trace_parent,
         )
         self._jobs[job.request_id] = job
         self._flights[job.request_id] = []

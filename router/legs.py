@@ -148,6 +148,7 @@ class LegTable:
             worker=worker.identity,
             leg_id=leg.leg_id,
             request_id=flight.job.request_id,
+            trace_parent=flight.job.trace_parent,
             prompt=prompt,
         )
 
@@ -165,6 +166,7 @@ class LegTable:
             worker=pair.decode.identity,
             leg_id=decode.leg_id,
             request_id=flight.job.request_id,
+            trace_parent=flight.job.trace_parent,
             prompt=prompt,
             permit=permit,
         )
@@ -193,6 +195,7 @@ class LegTable:
             worker=pair.prefill.identity,
             leg_id=prefill.leg_id,
             request_id=flight.job.request_id,
+            trace_parent=flight.job.trace_parent,
             prompt=prompt,
             permit=permit,
             transfer_address=pair.decode.hello.transfer_address,
