@@ -42,7 +42,7 @@ async def test_all_that_is_configured_is_at_work(tmp_path):
         assert tenancy.directory.identify("calm").tenant.tenant_id == "calm"
         (tmp_path / "t.yaml").write_text(DOCUMENT.replace("id: calm", "id: renamed"))
         async with asyncio.timeout(30):
-            while tenancy.directory.identify("calm").tenant.tenant_id != "renamed":
+            while tenancy.directory.identify("calm").tenant.tenant_id != "renamed":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
