@@ -292,6 +292,22 @@ class RevocableConformance(RemoteConformance):
         assert bytes(link.target) == before
         writer.close()
 
+    def test_nothing_lands_any_more_once_a_peer_that_was_writing_is_gone(self, link: Link):
+        for _ in range(5):
+            fill(link.source)
+            handle = link.receiver.handle()
+            writer = link.sender.connect(handle, LAYOUT)
+            outcome, gone = Outcome(), threading.Event()
+            for _ in range(200):
+                writer.push(push(1, list(range(12)), list(range(19, 7, -1))), outcome.done)
+            link.receiver.revoke(handle, gone.set)
+            assert gone.wait(TIMEOUT_S)
+            fill(link.target)
+            before = bytes(link.target)
+            writer.close()
+            assert len(outcome.wait(200)) == 200
+            assert bytes(link.target) == before
+
     def test_a_handle_admits_one_peer_only(self, link: Link):
         handle = link.receiver.handle()
         writer = link.sender.connect(handle, LAYOUT)
