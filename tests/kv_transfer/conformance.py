@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from baton.errors import IncompatibleError, TransferError
+from baton.errors import IncompatibleError, LeaseExpiredError, TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
 from kv_transfer.ports import KvReceiver, KvSender, KvWriter, Push, RegionHandle
@@ -70,6 +70,13 @@ def push(layer: int, source: list[int], target: list[int]) -> Push:
         source=tuple(map(BlockId, source)),
         target=tuple(map(BlockId, target)),
     )
+
+
+class OverLease:
+    """Was held once; the writer was stopped for too long between the promise and the copy."""
+
+    def holds(self) -> bool:
+        return False
 
 
 class BackendConformance:
@@ -136,6 +143,15 @@ class BackendConformance:
         assert bytes(link.target) == before
         writer.push(push(0, [1], [1]), outcome.done)
         assert outcome.wait()[1] is None
+
+    def test_a_push_whose_lease_is_over_is_given_up_and_writes_nothing(
+        self, link: Link, writer: KvWriter
+    ):
+        before = bytes(link.target)
+        outcome = Outcome()
+        writer.push(replace(push(0, [0], [0]), lease=OverLease()), outcome.done)
+        assert isinstance(outcome.wait()[0], LeaseExpiredError)
+        assert bytes(link.target) == before
 
     def test_closing_a_writer_waits_for_what_was_pushed(self, link: Link, writer: KvWriter):
         outcome = Outcome()
