@@ -100,6 +100,18 @@ class OverloadedError(BatonError):
         self.reason = reason
 
 
+class RateLimitedError(OverloadedError):
+    """The tenant has used up what it was given for now."""
+
+    code = "rate_limit_exceeded"
+
+
+class ContentRefusedError(BatonError):
+    """A guardrail of the operator's refused what was asked or answered."""
+
+    code = "content_refused"
+
+
 class UnavailableError(BatonError):
     """No worker can serve this now."""
 
@@ -222,6 +234,8 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     ModelNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),
     RouteNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),
     OverloadedError: _row(429, "RESOURCE_EXHAUSTED", "rate_limit_error", retryable=True),
+    RateLimitedError: _row(429, "RESOURCE_EXHAUSTED", "rate_limit_error", retryable=True),
+    ContentRefusedError: _row(400, "INVALID_ARGUMENT", "invalid_request_error"),
     UnavailableError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     WorkerLostError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     DrainingError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),

@@ -137,3 +137,6 @@ class WorkerLoad:
     prefix_query_tokens: int = 0
     draining: bool = False
     prefill_tokens_pending: int = 0
+    step_s: float = 0.0
+    step_sequences: int = 0
+    step_context_tokens: int = 0

@@ -38,6 +38,12 @@ FLAGS: tuple[Flag, ...] = (
         path="cluster.hybrid_workers",
         help="workers that do both; alone, they replace the other two kinds",
     ),
+    _flag(
+        "--worker-metrics-port",
+        path="cluster.metrics_port",
+        help="first of one port per worker where it answers Prometheus, on the loopback interface",
+        metavar="PORT",
+    ),
     _flag("--host", path="router.host", help="interface of HTTP", metavar="ADDRESS"),
     _flag("--port", path="router.port", help="port of HTTP; 0 takes a free one", metavar="PORT"),
     _flag(

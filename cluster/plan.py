@@ -94,10 +94,9 @@ def plan_children(config: BatonConfig, runtime: RuntimeDir) -> list[ChildPlan]:
         Role.DECODE: cluster.decode_workers,
         Role.HYBRID: cluster.hybrid_workers,
     }
+    places = [(role, index) for role, count in counts.items() for index in range(count)]
     workers = [
-        _worker(role, index, config, runtime)
-        for role, count in counts.items()
-        for index in range(count)
+        _worker(role, index, number, config, runtime) for number, (role, index) in enumerate(places)
     ]
     return [*workers, ChildPlan(name=ROUTER, role=ROUTER, worker=None, num_threads=1)]
 
@@ -131,13 +130,18 @@ def assignment_of(
     return Assignment(config=config, part=part)
 
 
-def _worker(role: Role, index: int, config: BatonConfig, runtime: RuntimeDir) -> ChildPlan:
+def _worker(
+    role: Role, index: int, number: int, config: BatonConfig, runtime: RuntimeDir
+) -> ChildPlan:
+    """The `index`-th worker of its role and the `number`-th of all."""
     name = f"{role.value}-{index}"
+    first_port = config.cluster.metrics_port
     worker = WorkerConfig(
         worker_id=name,
         role=role,
         address=runtime.socket_address(name),
         drain_timeout_s=config.cluster.drain_timeout_s,
+        metrics_address="" if first_port is None else f"127.0.0.1:{first_port + number}",
     )
     num_threads = config.engine.num_threads or 1
     return ChildPlan(name=name, role=role.value, worker=worker, num_threads=num_threads)

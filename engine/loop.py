@@ -7,6 +7,7 @@ from queue import Empty, SimpleQueue
 
 from baton.clock import Clock
 from baton.errors import BatonError, EngineError
+from baton.generation import WorkerLoad
 from engine.messages import Command, SeqEvent, StepEvents
 from engine.scheduling.plan import Row, StepPlan, StepResult, StepRunner
 from engine.scheduling.scheduler import Scheduler
@@ -46,6 +47,9 @@ class EngineLoop:
         self._busy_since_s: float | None = None
         self._failure: BaseException | None = None
         self._is_closing = False
+        self._decode_s = 0.0
+        self._decode_sequences = 0
+        self._decode_context_tokens = 0
 
     def submit(self, command: Command) -> None:
         """Queues a command from any thread."""
@@ -98,9 +102,10 @@ class EngineLoop:
         self._tell(events + started)
         if plan is None:
             return False
-        self._busy_since_s = self._clock.now_s()
+        self._busy_since_s = begun_s = self._clock.now_s()
         result = self._execute(plan)
         self._busy_since_s = self._clock.now_s()
+        self._took(plan, self._busy_since_s - begun_s)
         self._tell(self._fail_rows(plan, result) + self._scheduler.apply(plan, result))
         return True
 
@@ -124,10 +129,25 @@ class EngineLoop:
         scheduler = self._scheduler
         blocks = scheduler.take_block_changes()
         if events or blocks is not None:
-            load = scheduler.load()
+            load = self._load()
             self._emit(
                 StepEvents(step=scheduler.step, events=tuple(events), load=load, blocks=blocks)
             )
+
+    def _took(self, plan: StepPlan, seconds: float) -> None:
+        """Remembers how long a step took that did nothing but decode: routers predict from it."""
+        if all(row.num_tokens == 1 for row in plan.rows):
+            self._decode_s = seconds
+            self._decode_sequences = len(plan.rows)
+            self._decode_context_tokens = sum(row.start + 1 for row in plan.rows)
+
+    def _load(self) -> WorkerLoad:
+        return replace(
+            self._scheduler.load(),
+            step_s=self._decode_s,
+            step_sequences=self._decode_sequences,
+            step_context_tokens=self._decode_context_tokens,
+        )
 
     def _execute(self, plan: StepPlan) -> StepResult:
         try:

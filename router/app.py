@@ -23,9 +23,10 @@ from router.openai.models import detokenize, model_card, model_list, tokenize
 from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
 from router.openai.sampling import SamplingDefaults
 from router.openai.serving import Serving
+from router.openai.turnstile import Turnstile
 from router.ports import Generator
 from router.slo import SloBook
-from router.tenants.directory import TenantDirectory
+from router.tenancy import Tenancy, simple
 from router.tokenizer import Tokenizer
 
 
@@ -52,7 +53,7 @@ def create_app(
     tokenizer: Tokenizer,
     registry: CollectorRegistry,
     clock: Clock | None = None,
-    directory: TenantDirectory | None = None,
+    tenancy: Tenancy | None = None,
 ) -> FastAPI:
     """The application. It owns nothing: generator and tokenizer outlive it.
 
@@ -62,9 +63,9 @@ def create_app(
         tokenizer: The served model's.
         registry: Where the router's metrics go, and what /metrics shows.
         clock: Measures what clients wait for.
-        directory: Knows the tenants; the one that the configured keys make if None.
+        tenancy: Tenants, limits, guardrails and audit; what the configured keys make if None.
     """
-    directory = directory or TenantDirectory(settings.router.api_keys)
+    tenancy = tenancy or simple(settings.router.api_keys, clock or MonotonicClock())
     metrics = RouterMetrics(registry, settings.model_names[0])
     slo_book = SloBook(settings.router.slo_classes)
     metrics.watch(generator, slo_book.names)
@@ -79,6 +80,7 @@ def create_app(
         max_body_bytes=settings.router.max_body_bytes,
         request_timeout_s=settings.router.request_timeout_s,
         slo_book=slo_book,
+        guards=tenancy.guards,
     )
     app = FastAPI(
         title="Baton",
@@ -87,13 +89,31 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(AccessGate, directory=directory, metrics=metrics)
+    _add_gate(app, tenancy, metrics)
     errors.install(app)
     description.install(app)
     _add_generation(app, serving)
     _add_models(app, serving)
     _add_operations(app, serving, settings.version)
     return app
+
+
+def _add_gate(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
+    turnstile = Turnstile(
+        tenancy.limiter,
+        tenancy.suspects,
+        tenancy.clock,
+        metrics,
+        keep_content=tenancy.keep_content,
+    )
+    app.add_middleware(
+        AccessGate,
+        directory=tenancy.directory,
+        turnstile=turnstile,
+        metrics=metrics,
+        audit=tenancy.audit,
+        clock=tenancy.clock,
+    )
 
 
 def _add_generation(app: FastAPI, serving: Serving) -> None:

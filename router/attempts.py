@@ -89,6 +89,7 @@ class Attempts:
             request_id=asked.request_id,
             prompt=asked.prompt,
             now_s=now_s,
+            session=f"{asked.tenant.tenant_id}/{asked.session}" if asked.session else "",
             deadline_s=now_s + asked.remaining_s,
             slo=asked.slo,
             waited_s=asked.waited_s,
@@ -178,7 +179,7 @@ class Attempts:
         if chosen.local:
             flight.decoding = set(flight.samples)
             flight.move(FlightState.LOCAL, now_s)
-            return [self._legs.start_local(flight, chosen.decode, now_s)]
+            return [self._legs.start_local(flight, chosen, now_s)]
         flight.move(FlightState.PREFILLING, now_s)
         permit = self._placement.permit(prompt, chosen, new_xfer_id(), flight.attempt)
         return list(self._legs.start_pair(flight, chosen, permit, now_s))
@@ -198,7 +199,9 @@ class Attempts:
         job = flight.job
         if not job.unfinished and not self._flights[job.request_id]:
             self._forget(job)
-            actions.append(Finish(request_id=job.request_id, timing=job.timing(now_s)))
+            timing = job.timing(now_s)
+            self._placement.ended(job, timing)
+            actions.append(Finish(request_id=job.request_id, timing=timing))
         return actions
 
     def _take_over(self, orphaned: Orphaned, now_s: float) -> list[Action]:
@@ -211,13 +214,9 @@ class Attempts:
         assert flight.permit is not None
         decode = flight.decode.worker
         flight.avoid |= orphaned.blamed
-        other = self._placement.another_prefiller(job, flight.asked, decode, flight.avoid, now_s)
-        if (
-            other is not None
-            and not flight.took_over
-            and flight.attempt < self._patience.max_attempts
-        ):
-            pair = Pair(prefill=other, decode=decode)
+        worth_it = not flight.took_over and flight.attempt < self._patience.max_attempts
+        pair = self._placement.another_pair(job, flight.asked, decode, flight.avoid, now_s)
+        if pair is not None and worth_it:
             flight.attempt += 1
             flight.took_over = True
             job.watch.placed(pair, now_s)
@@ -230,7 +229,7 @@ class Attempts:
         # Between these two rungs there is room for a third: D fetches what a pool holds of the prompt.
         short = flight.asked.num_tokens <= self._patience.recompute_tokens
         broken = Broken(flight=flight, error=orphaned.error, blamed=orphaned.blamed)
-        return self._retry(broken, now_s, decode.identity if short or other is None else None)
+        return self._retry(broken, now_s, decode.identity if short or pair is None else None)
 
     def _retry(
         self, broken: Broken, now_s: float, pinned: WorkerIdentity | None = None

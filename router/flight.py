@@ -103,6 +103,11 @@ class Flight:
         """The job's prompt as this attempt asks for it."""
         return self.job.prompt_for(self.samples)
 
+    def begin_decoding(self, now_s: float) -> None:
+        """D has sent its first token."""
+        self.decoded = True
+        self.job.watch.decode_began(now_s)
+
     def move(self, state: FlightState, now_s: float) -> None:
         """Enters `state`.
 

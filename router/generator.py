@@ -11,7 +11,8 @@ from baton.config.schema import RouterConfig
 from baton.errors import DrainingError, InvariantError, OverloadedError
 from baton.ids import RequestId
 from baton.telemetry.logs import get_logger
-from router.admission.room import UnknownPace, WorkerRoom
+from router.admission.pace import LearnedPace
+from router.admission.room import WorkerRoom
 from router.attempts import Patience
 from router.dispatch import Dispatcher
 from router.events import (
@@ -42,8 +43,10 @@ from router.links import LinkTiming
 from router.membership import Membership
 from router.placement import Placement
 from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing
+from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
+from router.routing.predictive import LocalPrefill
 from router.routing.view import ClusterView
 
 _TICK_S = 0.05
@@ -92,15 +95,20 @@ class ClusterGenerator:
         self._clock = clock or MonotonicClock()
         index = PrefixIndex()
         self.view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
+        local_prefill = LocalPrefill(
+            max_tokens=config.local_prefill_tokens, max_stall_s=config.local_prefill_stall_s
+        )
+        self.decisions = DecisionLog(config.policy)
         room = WorkerRoom(
-            self.view, UnknownPace(), prefill_window_tokens=config.prefill_window_tokens
+            self.view, LearnedPace(), prefill_window_tokens=config.prefill_window_tokens
         )
         placement = Placement(
             view=self.view,
             index=index,
-            policy=policy_named(config.policy),
+            policy=policy_named(config.policy, local_prefill),
             secret=secret,
             rng=Random(),
+            log=self.decisions,
             room=room,
         )
         self._patience = patience or Patience(max_attempts=config.max_attempts)

@@ -35,6 +35,7 @@ class Stopwatch:
     submitted_s: float
     placed_s: float | None = None
     first_token_s: float | None = None
+    decoding_s: float | None = None
     last_token_s: float | None = None
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -69,6 +70,11 @@ class Stopwatch:
             self.queue_s, self.prefill_s = queue_s, prefill_s
             self.cached_tokens = cached_tokens
 
+    def decode_began(self, now_s: float) -> None:
+        """D drew its first token."""
+        if self.decoding_s is None:
+            self.decoding_s = now_s
+
     def handed_off(self, event: HandedOff) -> None:
         """P accounts for the hand-off."""
         # The first page can go once D granted: from then to the first token, and from there to the commit.
@@ -86,6 +92,7 @@ class Job:
         prompt: As the client sent it, with all samples.
         now_s: When it was let in.
         deadline_s: When it is given up, on the same clock.
+        session: What the client calls its session, made unique to the tenant; empty if it names none.
         slo: What it was promised.
         waited_s: Its time in line before that.
     """
@@ -97,12 +104,14 @@ class Job:
         prompt: Prompt,
         now_s: float,
         deadline_s: float,
+        session: str = "",
         slo: Slo = STANDARD,
         waited_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.deadline_s = deadline_s
+        self.session = session
         self.slo = slo
         self.waited_s = waited_s
         self.watch = Stopwatch(submitted_s=now_s)
@@ -184,6 +193,7 @@ class Job:
             first_token_s=first_s - watch.submitted_s + self.waited_s,
             handoff_s=watch.handoff_s,
             unhidden_s=watch.unhidden_s,
+            decode_queue_s=self._decode_queue_s(first_s),
             decode_s=last_s - first_s,
             total_s=last_s - watch.submitted_s + self.waited_s,
             prompt_tokens=len(self.prompt.prompt_tokens),
@@ -194,6 +204,13 @@ class Job:
             retries=watch.retries,
             resumptions=watch.resumptions,
         )
+
+    def _decode_queue_s(self, first_s: float) -> float:
+        """D's first token comes after P's, the rest of the hand-off, and what is asked for here."""
+        watch = self.watch
+        if watch.decoding_s is None:
+            return 0.0
+        return max(0.0, watch.decoding_s - first_s - watch.unhidden_s)
 
     def _log(self, token: TokenSample) -> bool:
         log = self._logs[token.sample]

@@ -13,6 +13,7 @@ from baton.generation import Prompt
 from baton.ids import LegId, WorkerIdentity
 from kv_transfer.ticket import Permit
 from router.events import (
+    HandedOff,
     LegEvent,
     SendCancel,
     SendExpect,
@@ -28,7 +29,13 @@ from router.routing.view import WorkerView
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One leg on one worker, and what it adds to the worker's counts while it is open."""
+    """One leg on one worker, and what it adds to the worker's counts while it is open.
+
+    Attributes:
+        prompt_tokens: Of the prompt that is computed there; 0 where none is.
+        compute_s: How long that should take.
+        computed_s: How long it took, by the worker's own clock.
+    """
 
     leg_id: LegId
     service: Service
@@ -37,6 +44,9 @@ class Leg:
     prefill_tokens: int = 0
     sequences: int = 0
     context_tokens: int = 0
+    prompt_tokens: int = 0
+    compute_s: float = 0.0
+    computed_s: float = 0.0
     tbt_s: float | None = None
 
     def open(self, now_s: float) -> None:
@@ -49,32 +59,50 @@ class Leg:
         worker.prefill_tokens += self.prefill_tokens
         worker.decode_sequences += self.sequences
         worker.decode_tokens += self.context_tokens
+        if self.prompt_tokens:
+            worker.forecast.queued(self.leg_id, self.compute_s, now_s)
+
         if self.tbt_s is not None:
             targets = worker.tbt_targets
             targets[self.tbt_s] = targets.get(self.tbt_s, 0) + 1
 
-    def computed(self) -> None:
-        """The prompt's KV is computed."""
-        self.worker.prefills -= self.prefill_tokens > 0
-        self.worker.prefill_tokens -= self.prefill_tokens
-        self.prefill_tokens = 0
+    def computed(self, cached_tokens: int, seconds: float, now_s: float) -> None:
+        """The prompt's KV is computed, in so many seconds after its first chunk began."""
+        self._count_prompt_out()
+        self.computed_s = seconds
+        forecast = self.worker.forecast
+        forecast.left(self.leg_id, now_s)
+        cached_tokens = min(cached_tokens, self.prompt_tokens)
+        forecast.prefilled(self.prompt_tokens - cached_tokens, cached_tokens, seconds)
 
     def grew(self, num_tokens: int) -> None:
         """The context got longer."""
         self.context_tokens += num_tokens
         self.worker.decode_tokens += num_tokens
 
+    def handed_to(self, decode: WorkerView, event: HandedOff) -> None:
+        """The KV is with `decode`: a measurement of the link."""
+        # Pages can go once they are granted; what is sent before the first token costs nobody anything.
+        window_s = max(0.0, self.computed_s - event.reserve_wait_s)
+        self.worker.forecast.handed_off(decode.slot, event.bytes_sent, window_s, event.unhidden_s)
+
     def close(self) -> None:
         """Takes all it counted off its worker."""
-        self.computed()
+        self._count_prompt_out()
         worker = self.worker
         worker.legs -= 1
         worker.decode_sequences -= self.sequences
         worker.decode_tokens -= self.context_tokens
+        worker.forecast.left(self.leg_id)
         if self.tbt_s is not None:
             worker.tbt_targets[self.tbt_s] -= 1
             if not worker.tbt_targets[self.tbt_s]:
                 del worker.tbt_targets[self.tbt_s]
+
+    def _count_prompt_out(self) -> None:
+        self.worker.prefills -= self.prefill_tokens > 0
+        self.worker.prefill_tokens -= self.prefill_tokens
+        self.prefill_tokens = 0
 
     def cancel(self) -> SendCancel:
         """The command that makes its worker forget it."""
@@ -105,11 +133,12 @@ class LegTable:
         """Those that `worker` runs."""
         return [leg for leg in self._legs.values() if leg.worker is worker]
 
-    def start_local(self, flight: Flight, worker: WorkerView, now_s: float) -> SendGenerate:
+    def start_local(self, flight: Flight, pair: Pair, now_s: float) -> SendGenerate:
         """One leg that prefills and decodes."""
-        prompt = flight.prompt()
+        prompt, worker = flight.prompt(), pair.decode
         leg = self._open(Service.DECODE, flight, worker)
-        leg.prefill_tokens = leg.context_tokens = prompt.num_tokens
+        leg.prefill_tokens = leg.context_tokens = leg.prompt_tokens = prompt.num_tokens
+        leg.compute_s = pair.compute_s
         leg.sequences = len(prompt.samples)
         leg.tbt_s = flight.job.slo.tbt_s
         leg.open(now_s)
@@ -155,7 +184,8 @@ class LegTable:
         self, flight: Flight, pair: Pair, prompt: Prompt, permit: Permit, now_s: float
     ) -> SendPrefill:
         prefill = self._open(Service.PREFILL, flight, pair.prefill)
-        prefill.prefill_tokens = prompt.num_tokens
+        prefill.prefill_tokens = prefill.prompt_tokens = prompt.num_tokens
+        prefill.compute_s = pair.compute_s
         prefill.open(now_s)
         flight.prefill, flight.permit = prefill, permit
         return SendPrefill(

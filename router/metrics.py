@@ -89,6 +89,7 @@ class RouterMetrics:
         if timing.blocks_sent:
             self._handoff.observe(timing.handoff_s)
             self._unhidden.observe(timing.unhidden_s)
+            self._decode_queue.observe(timing.decode_queue_s)
             self._handoff_bytes.inc(timing.bytes_sent)
 
     def _define_queue(self) -> None:
@@ -163,6 +164,9 @@ class RouterMetrics:
         self._handoff = self._histogram("baton_handoff_seconds", "First page sent to commit.")
         self._unhidden = self._histogram(
             "baton_handoff_unhidden_seconds", "The part of a hand-off that decoding waited for."
+        )
+        self._decode_queue = self._histogram(
+            "baton_decode_queue_seconds", "From the hand-off to the decode worker's first token."
         )
 
     def _counter(self, name: str, text: str) -> Counter:

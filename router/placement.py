@@ -1,7 +1,9 @@
 """Places an attempt on workers: hashes the prompt, asks the index, lets the policy choose, remembers the choice."""
 
+from array import array
 from collections.abc import Sequence, Set
 from functools import lru_cache
+from hashlib import blake2b
 from random import Random
 
 from baton.generation import Prompt
@@ -11,9 +13,19 @@ from baton.layout import KvLayout
 from kv_transfer.ticket import Permit, TicketOffice
 from router.admission.room import WorkerRoom
 from router.job import Job
+from router.ports import Timing
+from router.routing.explanation import DecisionLog, Measured
 from router.routing.index import PrefixIndex
-from router.routing.policy import Demand, Pair, Policy, Unavailable, choose, choose_prefiller
+from router.routing.policy import Demand, Pair, Policy, Unavailable
 from router.routing.view import ClusterView, WorkerView
+
+_SESSION_TOKENS = 64
+"""Prompts whose first tokens are these are taken for one session where the client names none."""
+
+_FIRST_GUESS = 128.0
+"""Tokens of an output, until some have been seen."""
+
+_GAIN = 0.02
 
 
 class Placement:
@@ -25,6 +37,7 @@ class Placement:
         policy: How workers are priced.
         secret: The cluster secret that keys block hashes and signs permits.
         rng: Breaks ties.
+        log: Remembers why; one of its own if None.
         room: Who can take more; everybody unless given.
     """
 
@@ -36,6 +49,7 @@ class Placement:
         policy: Policy,
         secret: bytes,
         rng: Random,
+        log: DecisionLog | None = None,
         room: WorkerRoom | None = None,
     ) -> None:
         self._view = view
@@ -46,6 +60,8 @@ class Placement:
         self._rng = rng
         self._room = room
         self._decisions = 0
+        self._typical_output = _FIRST_GUESS
+        self.log = log or DecisionLog("")
 
     def choose(
         self, job: Job, prompt: Prompt, avoid: Set[WorkerIdentity], now_s: float
@@ -53,32 +69,48 @@ class Placement:
         """The pair for `prompt`, one of the job's; the choice is expected to hold its blocks soon."""
         usable = [w for w in self._view.usable(now_s) if w.identity not in avoid]
         if not usable:
+            self.log.refused()
             return Unavailable(reason="no worker is available")
-        full = self._full(job, prompt, usable)
-        chosen = choose(
-            self._policy, usable, self._demand(job, prompt, now_s), self._rng, full=full
-        )
+        demand = self._demand(job, prompt, now_s, self._full(job, prompt, usable))
+        chosen = self._policy.pair(usable, demand, self._rng)
         if isinstance(chosen, Pair):
-            self._remember(job, chosen, now_s)
+            self._remember(job, chosen, demand)
+        else:
+            self.log.refused()
         return chosen
 
-    def another_prefiller(
+    def another_pair(
         self, job: Job, prompt: Prompt, decode: WorkerView, avoid: Set[WorkerIdentity], now_s: float
-    ) -> WorkerView | None:
-        """Who else could prefill `prompt` for `decode`, if anybody."""
+    ) -> Pair | None:
+        """`decode` with somebody else who could prefill `prompt` for it, if there is anybody."""
         usable = [
             worker
             for worker in self._view.usable(now_s)
             if worker.identity not in avoid
             and worker is not decode
             and worker.layout_group == decode.layout_group
-            and worker.hello.role.prefills_for_others
+            and worker.can_prefill
         ]
         if not usable:
             return None
-        worker = choose_prefiller(self._policy, usable, self._demand(job, prompt, now_s), self._rng)
-        self._remember(job, Pair(prefill=worker, decode=decode), now_s)
-        return worker
+        demand = self._demand(job, prompt, now_s)
+        chosen = self._policy.prefiller(usable, decode, demand, self._rng)
+        self._remember(job, chosen, demand)
+        return chosen
+
+    def ended(self, job: Job, timing: Timing) -> None:
+        """A job is complete: how long outputs are is learned from it."""
+        drawn = timing.output_tokens / len(job.prompt.samples)
+        self._typical_output += _GAIN * (drawn - self._typical_output)
+        measured = Measured(
+            queue_s=timing.queue_s,
+            prefill_s=timing.prefill_s,
+            unhidden_s=timing.unhidden_s,
+            first_token_s=timing.first_token_s,
+            cached_tokens=timing.cached_tokens,
+            output_tokens=timing.output_tokens,
+        )
+        self.log.ended(job.request_id, measured)
 
     def permit(self, prompt: Prompt, pair: Pair, xfer_id: XferId, attempt: int) -> Permit:
         """The word of this router that `pair` may hand the KV of `prompt` over."""
@@ -110,12 +142,29 @@ class Placement:
         )
         return full if len(full) < len(decoders) else frozenset()
 
-    def _demand(self, job: Job, prompt: Prompt, now_s: float) -> Demand:
+    def _demand(
+        self, job: Job, prompt: Prompt, now_s: float, full: Set[WorkerIdentity] = frozenset()
+    ) -> Demand:
+        policy = self._policy
+        left = max(1, prompt.sampling.max_tokens - len(prompt.output_tokens))
         return Demand(
             tokens=prompt.num_tokens,
             samples=len(prompt.samples),
-            held=self._held_tokens(job, now_s) if self._policy.uses_prefix else {},
+            held=self._held_tokens(job, now_s) if policy.uses_prefix else {},
+            output_tokens=max(1, min(left, round(self._typical_output))),
+            session=self._session(job) if policy.uses_session else 0,
+            full=full,
+            now_s=now_s,
         )
+
+    def _session(self, job: Job) -> int:
+        """A number for the job's session: the one that its client names, or that of its first tokens in its scope."""
+        if job.session:
+            named = job.session.encode()
+        else:
+            first = array("I", job.prompt.prompt_tokens[:_SESSION_TOKENS])
+            named = job.prompt.cache_scope.encode() + b"/" + first.tobytes()
+        return int.from_bytes(blake2b(named, digest_size=7).digest())
 
     def _held_tokens(self, job: Job, now_s: float) -> dict[int, int]:
         held: dict[int, int] = {}
@@ -124,13 +173,14 @@ class Placement:
             held.update({slot: depth * layout.block_tokens for slot, depth in blocks.items()})
         return held
 
-    def _remember(self, job: Job, pair: Pair, now_s: float) -> None:
+    def _remember(self, job: Job, pair: Pair, demand: Demand) -> None:
+        self.log.decided(job.request_id, pair, demand)
         self._decisions += 1
         pair.prefill.last_pick = pair.decode.last_pick = self._decisions
         if self._policy.uses_prefix:
             worker = pair.prefill
             keys = self._keys(job, worker.layout_group, worker.hello.layout)
-            self._index.expect(keys, (worker.slot, pair.decode.slot), now_s)
+            self._index.expect(keys, (worker.slot, pair.decode.slot), demand.now_s)
 
     def _keys(self, job: Job, group: int, layout: KvLayout) -> list[BlockKey]:
         if group not in job.keys:

@@ -23,6 +23,7 @@ class GenerationJob:
         prompt: What to generate; `samples` holds the indices of all samples wanted.
         deadline_s: Seconds from its arrival until the job is given up.
         tenant: On whose account it is.
+        session: What the client calls the session that it belongs to; empty if it names none.
         slo: What it was promised.
         waited_s: How long it has been waiting in line since it arrived; set when it is let in.
     """
@@ -31,6 +32,7 @@ class GenerationJob:
     prompt: Prompt
     deadline_s: float
     tenant: Tenant = ANONYMOUS
+    session: str = ""
     slo: Slo = STANDARD
     waited_s: float = 0.0
 
@@ -67,6 +69,7 @@ class Timing:
         first_token_s: From the job's arrival at the router to its first token.
         handoff_s: From the first pushed page to the commit that the decode worker answered.
         unhidden_s: The part of the hand-off that the decode worker waited for after the first token.
+        decode_queue_s: From the end of the hand-off to the decode worker's own first token: waiting for its turn, and a step.
         decode_s: From the first token to the last.
         total_s: From the job's arrival to its last token.
         prompt_tokens: Tokens of the prompt.
@@ -95,6 +98,7 @@ class Timing:
     bytes_sent: int
     retries: int = 0
     resumptions: int = 0
+    decode_queue_s: float = 0.0
     admission_s: float = 0.0
 
 

@@ -136,7 +136,7 @@ class FlightProgress:
             case WriterLost():
                 return self._writer_lost(leg, event)
             case LocallyPrefilled():
-                return self._locally_prefilled(leg, event)
+                return self._locally_prefilled(leg, event, now_s)
             case SampleFinished():
                 return self._sample_finished(leg, event, now_s)
 
@@ -153,7 +153,8 @@ class FlightProgress:
                 moved.others.append(_single(leg, sample, token))
                 continue
             leg.worker.progress_s = leg.worker.heard_s = now_s
-            leg.flight.decoded = True
+            if not leg.flight.decoded:
+                leg.flight.begin_decoding(now_s)
             leg.grew(1)
             if leg.flight.job.log(sample, token, now_s):
                 moved.request_ids.append(leg.flight.job.request_id)
@@ -193,7 +194,7 @@ class FlightProgress:
             return self._breach(leg, "sent first tokens that were not asked for", now_s)
         if _aborted(event.tokens):
             return self._breach(leg, "aborted a sample", now_s)
-        leg.computed()
+        leg.computed(event.cached_tokens, event.prefill_s, now_s)
         known = flight.first is not None
         if flight.first is not None and not _same(flight.first, event.tokens):
             # Two logits were all but equal. The client has the other token: go on from what it has.
@@ -219,7 +220,8 @@ class FlightProgress:
         if flight.state is FlightState.PREFILLING:
             flight.early.append(event)
             return [], None
-        flight.decoded = True
+        if not flight.decoded:
+            flight.begin_decoding(now_s)
         leg.grew(len(event.tokens))
         ended = False
         for token in event.tokens:
@@ -256,8 +258,8 @@ class FlightProgress:
             self._legs.close(flight.prefill)
         return actions, Orphaned(flight=flight, error=event.error, blamed=blamed)
 
-    def _locally_prefilled(self, leg: Leg, event: LocallyPrefilled) -> Progress:
-        leg.computed()
+    def _locally_prefilled(self, leg: Leg, event: LocallyPrefilled, now_s: float) -> Progress:
+        leg.computed(event.cached_tokens, event.prefill_s, now_s)
         leg.flight.job.watch.prefilled(event.queue_s, event.prefill_s, event.cached_tokens)
         leg.flight.job.prompt_logprobs = event.prompt_logprobs
         return [], None
@@ -267,6 +269,8 @@ class FlightProgress:
         if flight.state is FlightState.PREFILLING:
             return self._breach(leg, "handed over before its first tokens", now_s)
         flight.job.watch.handed_off(event)
+        if flight.decode is not None:
+            leg.handed_to(flight.decode.worker, event)
         self._legs.close(leg)
         return [], self._prefill_done(flight, now_s)
 

@@ -13,14 +13,17 @@ from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 
 from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig
+from baton.errors import ConfigError
 from baton.rpc.channel import bind, new_server
 from baton.rpc.v1 import control_pb2_grpc
 from baton.telemetry.logs import get_logger
 from baton.telemetry.metrics import new_registry
 from baton.version import version
+from router.admin.app import create_admin_app
 from router.app import AppSettings, create_app
 from router.control import RouterControl
 from router.generator import ClusterGenerator
@@ -28,7 +31,9 @@ from router.http_head import BoundedHeadProtocol
 from router.links import LinkState
 from router.model_files import model_files
 from router.openai.sampling import SamplingDefaults, read_defaults
+from router.tenancy import Tenancy, open_tenancy
 from router.tokenizer import Tokenizer
+from router.worker_metrics import WorkerLoads
 
 CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""
@@ -73,7 +78,7 @@ async def run(
 
     Raises:
         ModelLoadError: The tokenizer cannot be loaded.
-        ConfigError: The policy is unknown.
+        ConfigError: The policy is unknown, or the tenants document, a guardrail or Redis' URL is wrong.
     """
     if secret is None:
         secret = bytes.fromhex(config.cluster.secret)
@@ -86,11 +91,15 @@ async def run(
     gc.set_threshold(_GARBAGE_THRESHOLD)
     generator = ClusterGenerator(config.router, worker_addresses, secret)
     generator.start()
+    registry = new_registry()
     try:
-        app = _app(config, generator, tokenizer, defaults)
         async with (
+            open_tenancy(config, registry) as tenancy,
             _control(config, generator, control_address),
-            _http(app, config, sockets) as server,
+            _admin(config, tenancy),
+            _http(
+                _app(config, generator, tokenizer, defaults, registry, tenancy), config, sockets
+            ) as server,
             _announcing(generator, notify),
         ):
             await server.stopped_by(stop)
@@ -112,11 +121,14 @@ def _app(
     generator: ClusterGenerator,
     tokenizer: Tokenizer,
     defaults: SamplingDefaults,
+    registry: CollectorRegistry,
+    tenancy: Tenancy,
 ) -> FastAPI:
     settings = AppSettings(
         model_names=_names(config), version=version(), router=config.router, defaults=defaults
     )
-    return create_app(settings, generator, tokenizer, new_registry())
+    registry.register(WorkerLoads(generator.view, settings.model_names[0]))
+    return create_app(settings, generator, tokenizer, registry, tenancy=tenancy)
 
 
 def _names(config: BatonConfig) -> tuple[str, ...]:
@@ -165,6 +177,24 @@ async def _http(
     finally:
         server.should_exit = True
         await server.serving
+
+
+@asynccontextmanager
+async def _admin(config: BatonConfig, tenancy: Tenancy) -> AsyncIterator[None]:
+    """Serves operators inside, where there is a port for them."""
+    admin = config.admin
+    if admin.port is None:
+        yield
+        return
+    family = socket.AF_INET6 if ":" in admin.host else socket.AF_INET
+    try:
+        listener = socket.create_server((admin.host, admin.port), family=family)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError(f"admin: {admin.host}:{admin.port}: {why}", param="admin.port") from error
+    _log.info("operators are served", host=admin.host, port=listener.getsockname()[1])
+    async with _http(create_admin_app(tenancy, admin.api_keys), config, [listener]):
+        yield
 
 
 @asynccontextmanager

@@ -49,11 +49,19 @@ def _positive(time_s: float | None) -> bool:
     return time_s is None or 0 < time_s < float("inf")
 
 
-POLICIES = ("prefix_affinity", "least_loaded", "round_robin")
+POLICIES = (
+    "predictive",
+    "prefix_affinity",
+    "least_loaded",
+    "round_robin",
+    "random",
+    "session",
+)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+TENANT_SOURCES = ("file", "redis")
 BACKENDS = ("shm", "nixl", "ucx")
 
 RULES: tuple[Rule, ...] = (
@@ -82,6 +90,14 @@ RULES: tuple[Rule, ...] = (
     Rule(path="router.host", holds=bool, demand="must not be empty"),
     Rule(path="router.port", holds=lambda v: 0 <= v <= 65535, demand="must be from 0 to 65535"),
     Rule(path="router.api_keys", holds=all, demand="must not hold an empty key"),
+    Rule(path="router.guardrails", holds=all, demand="must not hold an empty name"),
+    _one_of("tenants.source", TENANT_SOURCES),
+    *_at_least(1, "tenants.routers"),
+    *_above_zero("tenants.reload_s", "tenants.redis_timeout_s", "tenants.lease_s"),
+    Rule(path="tenants.redis_prefix", holds=bool, demand="must not be empty"),
+    Rule(path="admin.host", holds=bool, demand="must not be empty"),
+    Rule(path="admin.port", holds=lambda v: 0 <= v <= 65535, demand="must be from 0 to 65535"),
+    Rule(path="admin.api_keys", holds=all, demand="must not hold an empty key"),
     _one_of("router.policy", POLICIES),
     *_at_least(
         1,
@@ -110,6 +126,11 @@ RULES: tuple[Rule, ...] = (
         demand=f"must name at least one of: {', '.join(BACKENDS)}",
     ),
     *_at_least(0, "cluster.prefill_workers", "cluster.decode_workers", "cluster.hybrid_workers"),
+    Rule(
+        path="cluster.metrics_port",
+        holds=lambda v: 1 <= v <= 65535,
+        demand="must be from 1 to 65535",
+    ),
     Rule(path="cluster.workers", holds=all, demand="must not hold an empty address"),
     Rule(
         path="cluster.secret",
@@ -128,7 +149,12 @@ RULES: tuple[Rule, ...] = (
         "cluster.restart_backoff_max_s",
         "cluster.startup_timeout_s",
     ),
-    *_at_least(0, "cluster.drain_timeout_s"),
+    *_at_least(
+        0,
+        "cluster.drain_timeout_s",
+        "router.local_prefill_tokens",
+        "router.local_prefill_stall_s",
+    ),
     _one_of("log.level", LOG_LEVELS),
     _one_of("log.format", LOG_FORMATS),
 )
@@ -137,8 +163,17 @@ RULES: tuple[Rule, ...] = (
 def contradiction(config: BatonConfig) -> str | None:
     """What does not fit together between settings that are each in order, or None."""
     cluster = config.cluster
+    if config.admin.port is not None and not config.admin.api_keys:
+        return "admin.port needs admin.api_keys: nobody is an operator without a key"
+    if config.tenants.source == "redis" and not config.tenants.redis_url:
+        return "tenants.source is redis, which needs tenants.redis_url"
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
+    started_here = cluster.prefill_workers + cluster.decode_workers + cluster.hybrid_workers
+    if cluster.metrics_port is not None and cluster.metrics_port + started_here > 65536:
+        return (
+            f"cluster.metrics_port: from {cluster.metrics_port} there are not {started_here} ports"
+        )
     can_prefill = cluster.prefill_workers + cluster.hybrid_workers > 0
     can_decode = cluster.decode_workers + cluster.hybrid_workers > 0
     if not cluster.workers and not (can_prefill and can_decode):

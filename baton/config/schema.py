@@ -85,13 +85,18 @@ class RouterConfig:
         host: Interface that HTTP binds to.
         port: HTTP port.
         api_keys: Accepted bearer keys; empty accepts everyone.
-        policy: `prefix_affinity`, `least_loaded` or `round_robin`.
+        policy: Who runs a request: `predictive`, `prefix_affinity`, `least_loaded`, `round_robin`, `random` or `session`.
+        local_prefill_tokens: With `predictive`, a decode worker may compute up to so many tokens of a prompt itself, where
+            that is predicted to be better; 0 forbids it.
+        local_prefill_stall_s: The longest time for which that may hold up those who decode there.
         max_body_bytes: Larger bodies get 413. Parsing one keeps the router from all else: 8 MiB of the worst JSON, a second.
         request_timeout_s: Deadline of one request, queueing included.
         max_attempts: How often the legs of a request may be started before it fails.
         silence_timeout_s: A worker that says nothing for this long, though it should twice per second, is suspected:
             its requests go on elsewhere, and it gets nothing new until it is heard from.
         max_queued_bytes_per_client: Output a slow client may leave unread before its request is cancelled.
+        guardrails: Checks of what is asked and answered, in order: entry points of the group `baton.guardrails`, or
+            `package.module:attribute`. Their code runs in the router.
         slo_classes: Classes of service by name; `interactive`, `standard` and `batch` unless given. Requests of tenants that
             name no class are `standard`, so there must be one.
         prefill_window_tokens: Prompt tokens that a prefill worker is sent ahead; what comes after waits in the router, where
@@ -105,18 +110,75 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
-    policy: str = "prefix_affinity"
+    policy: str = "predictive"
+    local_prefill_tokens: int = 512
+    local_prefill_stall_s: float = 0.05
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float = 600.0
     max_attempts: int = 3
     silence_timeout_s: float = 5.0
     max_queued_bytes_per_client: int = 4 * 1024 * 1024
+    guardrails: tuple[str, ...] = ()
     slo_classes: dict[str, SloClass] = field(default_factory=_slo_classes)
     prefill_window_tokens: int = 4096
     max_waiting_requests: int = 8192
     max_waiting_requests_per_tenant: int = 4096
     max_waiting_prompt_tokens: int = 16 * 1024 * 1024
     max_waiting_prompt_tokens_per_tenant: int = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantsConfig:
+    """Who may use the cluster, where that is described, and how routers share what they count.
+
+    Attributes:
+        source: Where the tenants document is: `file`, or `redis`, where `baton tenants publish` puts it.
+        file: Path of the tenants document (YAML); empty for none, so that `router.api_keys` alone decide.
+        reload_s: How often is looked whether the document changed.
+        redis_url: Redis that routers share limits through, `redis://`, `rediss://` or `unix://`; empty if there is one
+            router, which then keeps the counts itself.
+        redis_prefix: Begins all keys there; clusters that share a Redis need different ones.
+        redis_timeout_s: How long a request waits for Redis before its router decides alone.
+        routers: How many routers there are at least. While Redis is away each gives out this part of every limit.
+        lease_s: How long a request of a router that died stays counted.
+    """
+
+    source: str = "file"
+    file: str = ""
+    reload_s: float = 2.0
+    redis_url: str = ""
+    redis_prefix: str = "baton"
+    redis_timeout_s: float = 0.25
+    routers: int = 1
+    lease_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditConfig:
+    """The audit log.
+
+    Attributes:
+        file: Where one line of JSON per request goes; empty for none.
+        content: Whether prompts and outputs of all tenants stand in it, not only of those whose entry says so.
+    """
+
+    file: str = ""
+    content: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminConfig:
+    """The operators' HTTP surface, apart from the clients'.
+
+    Attributes:
+        host: Interface that it binds to.
+        port: Its port; None for no such surface.
+        api_keys: Keys that operators must send one of; there must be one.
+    """
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+    api_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +244,8 @@ class ClusterConfig:
         restart_backoff_max_s: Longest such wait.
         startup_timeout_s: How long a process may take to become ready without showing progress.
         drain_timeout_s: How long a stop waits for requests in flight.
+        metrics_port: First of as many ports on the loopback interface as there are workers started here: each answers
+            Prometheus on one, in the order prefill, decode, hybrid. None for no such ports.
     """
 
     prefill_workers: int = 1
@@ -194,6 +258,7 @@ class ClusterConfig:
     restart_backoff_max_s: float = 30.0
     startup_timeout_s: float = 300.0
     drain_timeout_s: float = 10.0
+    metrics_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +281,9 @@ class BatonConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    tenants: TenantsConfig = field(default_factory=TenantsConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    admin: AdminConfig = field(default_factory=AdminConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)

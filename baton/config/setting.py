@@ -14,7 +14,7 @@ TYPES: dict[str, object] = {
 }
 """Type of every setting by its path, such as `router.port`."""
 
-SECRETS = frozenset({"router.api_keys", "cluster.secret"})
+SECRETS = frozenset({"admin.api_keys", "cluster.secret", "router.api_keys", "tenants.redis_url"})
 """Never shown: not in an error, not in a log, not in the environment or arguments of a child process."""
 
 

@@ -167,6 +167,9 @@ def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:
         prefix_query_tokens=load.prefix_query_tokens,
         draining=load.draining,
         prefill_tokens_pending=load.prefill_tokens_pending,
+        step_s=load.step_s,
+        step_sequences=load.step_sequences,
+        step_context_tokens=load.step_context_tokens,
     )
 
 
@@ -185,6 +188,9 @@ def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
         prefix_query_tokens=message.prefix_query_tokens,
         draining=message.draining,
         prefill_tokens_pending=message.prefill_tokens_pending,
+        step_s=message.step_s,
+        step_sequences=message.step_sequences,
+        step_context_tokens=message.step_context_tokens,
     )
 
 

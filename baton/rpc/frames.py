@@ -52,10 +52,10 @@ class FrameStream(Generic[Frame]):
         self._ready = asyncio.Event()
 
     def report(self, load: WorkerLoad, now_s: float) -> None:
-        """Reports the load if it changed in more than its step count, or if the last report is old."""
+        """Reports the load if it changed in more than its steps, or if the last report is old."""
         if load == self._reported:
             wait_s = HEARTBEAT_S
-        elif replace(load, steps=self._reported.steps) == self._reported:
+        elif _but_for_steps(load, self._reported) == self._reported:
             wait_s = LOAD_INTERVAL_S
         else:
             wait_s = 0.0
@@ -83,6 +83,17 @@ class FrameStream(Generic[Frame]):
         if self._builder.pending():
             self._ready.set()
         return frame
+
+
+def _but_for_steps(load: WorkerLoad, other: WorkerLoad) -> WorkerLoad:
+    """`load` with what `other` says of steps, which differs with each of them."""
+    return replace(
+        load,
+        steps=other.steps,
+        step_s=other.step_s,
+        step_sequences=other.step_sequences,
+        step_context_tokens=other.step_context_tokens,
+    )
 
 
 async def serve_stream(

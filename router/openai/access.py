@@ -1,4 +1,4 @@
-"""The first thing a request meets: who may come in, what its reply is called, and that it is counted.
+"""The first thing a request meets: who may come in and how often, what its reply is called, and that it is recorded.
 
 Plain ASGI, because a middleware that wraps the request's channel would hide a client's disconnect. Decisions read
 `scope["path"]`, which is what routing reads.
@@ -9,10 +9,16 @@ import re
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import AuthenticationError
+from baton.clock import Clock
+from baton.errors import AuthenticationError, RateLimitedError
 from baton.ids import new_request_id
+from router.audit import AuditLog
 from router.metrics import RouterMetrics
+from router.openai.audit_record import audit_record
+from router.openai.credential import credential_of
 from router.openai.errors import error_response
+from router.openai.limit_headers import limit_headers
+from router.openai.turnstile import Turnstile, counts
 from router.openai.visit import Visit
 from router.tenants.directory import TenantDirectory
 
@@ -23,59 +29,100 @@ _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
 
 class AccessGate:
-    """Authorises, names and counts every HTTP request.
+    """Authorises, limits, names, counts and records every HTTP request.
 
     Args:
         app: What stands behind it.
         directory: Knows the tenants.
+        turnstile: Holds them to their limits.
         metrics: Counts the replies.
+        audit: Where requests are recorded, if they are.
+        clock: The turnstile's.
     """
 
-    def __init__(self, app: ASGIApp, directory: TenantDirectory, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        directory: TenantDirectory,
+        turnstile: Turnstile,
+        metrics: RouterMetrics,
+        audit: AuditLog | None,
+        clock: Clock,
+    ) -> None:
         self._app = app
         self._directory = directory
+        self._turnstile = turnstile
         self._metrics = metrics
+        self._audit = audit
+        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes on what may come in."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        name = _request_name(headers.get(REQUEST_ID_HEADER))
-        status = 500
-
-        async def send_named(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = name
-            await send(message)
-
+        reply = _Reply(_request_name(Headers(scope=scope).get(REQUEST_ID_HEADER)), send)
         try:
-            await self._let_in(name, headers, scope, receive, send_named)
+            if scope["path"] in OPEN_PATHS:
+                await self._app(scope, receive, reply.send)
+            else:
+                await self._visit(scope, receive, reply)
         finally:
-            self._metrics.http_answered(_route_of(scope), status)
+            self._metrics.http_answered(_route_of(scope), reply.status)
 
-    async def _let_in(
-        self, name: str, headers: Headers, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _visit(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
         try:
-            if scope["path"] not in OPEN_PATHS:
-                caller = self._directory.identify(_credential(headers))
-                Visit(caller=caller, name=name).enter(scope)
+            caller = self._directory.identify(credential_of(Headers(scope=scope)))
         except AuthenticationError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error)(scope, receive, reply.send)
+            self._record(None, scope, reply)
+            return
+        visit = reply.visit = self._turnstile.open(caller, reply.name)
+        visit.enter(scope)
+        try:
+            if counts(scope["method"]):
+                await self._turnstile.enter(visit)
+        except RateLimitedError as error:
+            visit.error = error
+            await error_response(error)(scope, receive, reply.send)
         else:
-            await self._app(scope, receive, send)
+            await self._work(scope, receive, reply, visit)
+        finally:
+            self._record(visit, scope, reply)
+
+    async def _work(self, scope: Scope, receive: Receive, reply: "_Reply", visit: Visit) -> None:
+        try:
+            await self._app(scope, receive, reply.send)
+        finally:
+            await self._turnstile.leave(visit)
+
+    def _record(self, visit: Visit | None, scope: Scope, reply: "_Reply") -> None:
+        if self._audit is None:
+            return
+        where = f"{scope['method']} {_route_of(scope)}"
+        now_s = self._clock.now_s()
+        self._audit.write(audit_record(visit, reply.name, where, reply.status, now_s))
 
 
-def _credential(headers: Headers) -> str | None:
-    """The key or token of `Authorization: Bearer`, or of `x-api-key`, which Anthropic's clients send."""
-    scheme, _, credential = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and credential.strip():
-        return credential.strip()
-    return headers.get("x-api-key", "").strip() or None
+class _Reply:
+    """The reply on its way out: named, with the tenant's limits in its head, its status remembered."""
+
+    def __init__(self, name: str, send: Send) -> None:
+        self.name = name
+        self.status = 500
+        self.visit: Visit | None = None
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        """Sends one message."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers[REQUEST_ID_HEADER] = self.name
+            if self.visit is not None:
+                headers.update(dict(limit_headers(self.visit.levels)))
+        await self._send(message)
 
 
 def _request_name(given: str | None) -> str:

@@ -15,10 +15,12 @@ from baton.errors import BatonError
 from baton.ids import RequestId
 from router.openai.choices import Delta
 from router.openai.connection import ClientGoneError, EventStream, while_connected
+from router.openai.guarding import watched
 from router.openai.jobs import JobRun, merged, usage_of
 from router.openai.replies import TimingReply, Usage
 from router.openai.requests import GenerationBody
 from router.openai.serving import Serving
+from router.openai.visit import visit_of
 
 TIMING_HEADER = "x-baton-timing"
 CLIENT_CLOSED_REQUEST = 499
@@ -68,14 +70,25 @@ async def answer(
     *,
     stream: bool | None,
 ) -> Response:
-    """Runs the jobs and replies in the way that the client asked for."""
+    """Runs the jobs and replies in the way that the client asked for.
+
+    Raises:
+        RateLimitedError: The tenant has not enough tokens left.
+    """
+    visit = visit_of(request)
+    await visit.generate(runs)
+    deltas = _deltas(runs)
+    if serving.guards.active or visit.keeps_content:
+        deltas = watched(deltas, serving.guards, visit)
     with_timing = request.headers.get(TIMING_HEADER) == "1"
+    for run in runs:
+        run.arrived_s = visit_of(request).arrived_s
     if stream:
-        pieces = _pieces(runs, shape, with_timing=with_timing)
+        pieces = _pieces(runs, deltas, shape, with_timing=with_timing)
         return EventStream(pieces, serving.metrics.client_gone, shape.fault)
     try:
         choices = await while_connected(
-            request.receive, _collect(runs), serving.metrics.client_gone
+            request.receive, _collect(deltas), serving.metrics.client_gone
         )
     except ClientGoneError:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -124,9 +137,9 @@ def prompt_ids_field(run: JobRun) -> bytes:
     return b',"prompt_token_ids":' + msgspec.json.encode(list(run.job.prompt.prompt_tokens))
 
 
-async def _collect(runs: Sequence[JobRun]) -> list[list[Delta]]:
+async def _collect(deltas: AsyncGenerator[list[Delta], None]) -> list[list[Delta]]:
     by_choice = defaultdict[int, list[Delta]](list)
-    async with aclosing(_deltas(runs)) as batches:
+    async with aclosing(deltas) as batches:
         async for batch in batches:
             for delta in batch:
                 by_choice[delta.index].append(delta)
@@ -134,10 +147,14 @@ async def _collect(runs: Sequence[JobRun]) -> list[list[Delta]]:
 
 
 async def _pieces(
-    runs: Sequence[JobRun], shape: ReplyShape, *, with_timing: bool
+    runs: Sequence[JobRun],
+    deltas: AsyncGenerator[list[Delta], None],
+    shape: ReplyShape,
+    *,
+    with_timing: bool,
 ) -> AsyncGenerator[bytes, None]:
     head: bytes | None = None
-    async with aclosing(_deltas(runs)) as batches:
+    async with aclosing(deltas) as batches:
         async for batch in batches:
             if head is None:
                 head = shape.opening()

@@ -8,6 +8,8 @@ from starlette.requests import ClientDisconnect, Request
 from baton.errors import CancelledByPeerError, PayloadTooLargeError
 from baton.telemetry.logs import get_logger
 from router.openai.errors import from_validation
+from router.openai.json_parts import check_parts
+from router.openai.visit import visit_of
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _LENGTH_DIGITS = 15
@@ -29,8 +31,9 @@ def parse_body(raw: bytes, schema: type[_Body]) -> _Body:
     """The same for bytes that have been read.
 
     Raises:
-        InvalidRequestError: As above.
+        InvalidRequestError: As above, or it is made of too many parts.
     """
+    check_parts(raw)
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
@@ -41,7 +44,7 @@ def parse_body(raw: bytes, schema: type[_Body]) -> _Body:
 
 
 async def read_bounded(request: Request, max_bytes: int) -> bytes:
-    """The body's bytes.
+    """The body's bytes; kept in the visit where the tenant's audit holds content.
 
     Raises:
         PayloadTooLargeError: More than `max_bytes`; the rest is not read.
@@ -59,7 +62,11 @@ async def read_bounded(request: Request, max_bytes: int) -> bytes:
             chunks.append(chunk)
     except ClientDisconnect as error:
         raise CancelledByPeerError("The client left while it sent its request.") from error
-    return b"".join(chunks)
+    raw = b"".join(chunks)
+    visit = visit_of(request)
+    if visit.keeps_content:
+        visit.asked = raw.decode("utf-8", "replace")
+    return raw
 
 
 def _too_large(max_bytes: int) -> PayloadTooLargeError:

@@ -23,6 +23,7 @@ from router.openai.body import read_body
 from router.openai.choices import Delta
 from router.openai.connection import fault_event
 from router.openai.echo import PromptScores, prompt_scores
+from router.openai.guarding import checked_messages
 from router.openai.jobs import JobRun
 from router.openai.length import check_messages
 from router.openai.logprobs import chat_logprobs
@@ -47,14 +48,16 @@ from router.tokenizer import Rendering
 async def chat_completions(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, ChatCompletionRequest, serving.max_body_bytes)
-    tenant = visit_of(request).tenant
+    visit = visit_of(request)
     head = ReplyHead(
         request_id=new_request_id("chatcmpl"),
         created=int(time.time()),
-        model=serving.require_name(body.model, tenant),
+        model=serving.require_name(body.model, visit),
     )
     model = await serving.require_model()
-    messages = [message.for_template() for message in body.messages]
+    messages = await checked_messages(
+        [message.for_template() for message in body.messages], serving.guards, visit
+    )
     check_messages(messages, model, serving.tokenizer)
     prompt = await serving.tokenizer.encode_chat(messages, rendering=_rendering(body))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -62,7 +65,7 @@ async def chat_completions(request: Request, serving: Serving) -> Response:
         serving,
         body,
         [prompt],
-        tenant=tenant,
+        tenant=visit.tenant,
         model=model,
         request_id=head.request_id,
         wanted=Wanted(

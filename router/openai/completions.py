@@ -23,6 +23,7 @@ from router.openai.body import parse_body, read_bounded
 from router.openai.choices import Delta
 from router.openai.connection import fault_event
 from router.openai.echo import Echo, PromptScores, echo_logprobs, echo_of, prompt_scores
+from router.openai.guarding import checked_prompts
 from router.openai.infill import infill
 from router.openai.jobs import JobRun
 from router.openai.length import check_text
@@ -40,7 +41,8 @@ from router.openai.sampling import completion_limit
 from router.openai.serving import Serving
 from router.openai.text_events import CUT, TextEvents
 from router.openai.token_prompt import take_token_prompt
-from router.openai.visit import visit_of
+from router.openai.visit import Visit, visit_of
+from router.openai.vocabulary import check_vocabulary
 from router.pieces import PieceTable
 from router.ports import ServedModel
 from router.tokenizer import Tokenizer
@@ -49,19 +51,19 @@ from router.tokenizer import Tokenizer
 async def completions(request: Request, serving: Serving) -> Response:
     """Continues one or several prompts."""
     body = read_completion(await read_bounded(request, serving.max_body_bytes))
-    tenant = visit_of(request).tenant
+    visit = visit_of(request)
     head = ReplyHead(
         request_id=new_request_id("cmpl"),
         created=int(time.time()),
-        model=serving.require_name(body.model, tenant),
+        model=serving.require_name(body.model, visit),
     )
     model = await serving.require_model()
     chooses = body.num_samples > (body.n or 1)
     runs = plan_runs(
         serving,
         body,
-        await _token_prompts(body, serving, model),
-        tenant=tenant,
+        await _token_prompts(body, serving, model, visit),
+        tenant=visit.tenant,
         model=model,
         request_id=head.request_id,
         wanted=Wanted(
@@ -92,19 +94,37 @@ def read_completion(raw: bytes) -> CompletionRequest:
 
 
 async def _token_prompts(
-    body: CompletionRequest, serving: Serving, model: ServedModel
+    body: CompletionRequest, serving: Serving, model: ServedModel, visit: Visit
 ) -> list[Sequence[int]]:
     tokenizer, special = serving.tokenizer, body.add_special_tokens
     for prompt in (*body.prompts, body.suffix):
         if isinstance(prompt, str):
             check_text(prompt, model, tokenizer, "prompt")
     if body.suffix and isinstance(body.prompt, str):
-        return [await infill(body.prompt, body.suffix, tokenizer, special=special)]
+        before, after = await checked_prompts([body.prompt, body.suffix], serving.guards, visit)
+        return [await infill(before, after, tokenizer, special=special)]
     return [
         await tokenizer.encode(prompt, add_special_tokens=special)
         if isinstance(prompt, str)
         else prompt
-        for prompt in body.prompts
+        for prompt in await _guarded(body.prompts, serving, model, visit)
+    ]
+
+
+async def _guarded(
+    prompts: Sequence[str | Sequence[int]], serving: Serving, model: ServedModel, visit: Visit
+) -> Sequence[str | Sequence[int]]:
+    """The prompts as the guardrails let them pass; token ids stay what they are unless their text was replaced."""
+    if not serving.guards.active:
+        return prompts
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            check_vocabulary(prompt, model, "prompt")
+    texts = [p if isinstance(p, str) else await serving.tokenizer.decode(p) for p in prompts]
+    passed = await checked_prompts(texts, serving.guards, visit)
+    return [
+        prompt if text == new else new
+        for prompt, text, new in zip(prompts, texts, passed, strict=True)
     ]
 
 

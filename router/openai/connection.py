@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import BatonError
 from baton.telemetry.logs import get_logger
 from router.openai.errors import error_body
+from router.openai.visit import note_error
 
 _Result = TypeVar("_Result")
 _log = get_logger(__name__)
@@ -77,11 +78,11 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream; returns when it is sent or the client has gone."""
         try:
-            await while_connected(receive, self._send_pieces(send), self._on_gone)
+            await while_connected(receive, self._send_pieces(scope, send), self._on_gone)
         except ClientGoneError:
             _log.debug("a client left", path=scope["path"])
 
-    async def _send_pieces(self, send: Send) -> None:
+    async def _send_pieces(self, scope: Scope, send: Send) -> None:
         try:
             async with aclosing(self._pieces) as pieces:
                 async for piece in pieces:
@@ -89,10 +90,13 @@ class EventStream(Response):
                         await self._start(send)
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         except BatonError as error:
+            note_error(scope, error)
             await self._send_fault(send, error)
         except Exception as error:  # noqa: BLE001  # logged; the client is owed an end to its stream
             _log.error("a stream failed", cause=error)
-            await self._send_fault(send, BatonError("unexpected"))
+            unexpected = BatonError("unexpected")
+            note_error(scope, unexpected)
+            await self._send_fault(send, unexpected)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _start(self, send: Send) -> None:

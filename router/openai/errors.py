@@ -20,6 +20,7 @@ from baton.errors import (
 )
 from baton.telemetry.logs import get_logger
 from router.openai.fields import UNSUPPORTED
+from router.openai.visit import note_error
 
 RETRY_AFTER_S = 1
 """What a client is told to wait where nothing better is known; it backs off further by itself."""
@@ -93,6 +94,7 @@ def install(app: FastAPI) -> None:
 
 async def _on_baton_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BatonError)
+    note_error(request.scope, error)
     if disposition(error).http >= 500:
         _log.warning(
             "a request failed", path=request.scope["path"], code=error.code, why=error.message
@@ -114,6 +116,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return response
 
 
-async def _on_exception(_request: Request, _error: Exception) -> Response:
+async def _on_exception(request: Request, _error: Exception) -> Response:
     """A bug of ours. Starlette raises it on to the server, which logs it with its traceback."""
-    return error_response(BatonError("unexpected"))
+    error = BatonError("unexpected")
+    note_error(request.scope, error)
+    return error_response(error)

@@ -21,6 +21,7 @@ class JobRun:
     Attributes:
         job: What is generated.
         timing: Where its time went; None until it ended.
+        arrived_s: When its request came, on the serving clock: what its client waits for is counted from here.
         prompt_logprobs: Of the prompt's tokens from the second on, once the first token is there and if they are wanted.
     """
 
@@ -35,7 +36,7 @@ class JobRun:
             sample: Choice(first_index + place, serving.tokenizer, options)
             for place, sample in enumerate(job.prompt.samples)
         }
-        self._started_s = serving.clock.now_s()
+        self.arrived_s = serving.clock.now_s()
         self._last_token_s: dict[int, float] = {}
 
     @property
@@ -96,7 +97,7 @@ class JobRun:
         if last_s is not None:
             self._serving.metrics.next_token(now_s - last_s)
         elif not self._last_token_s:
-            self._serving.metrics.first_token(now_s - self._started_s)
+            self._serving.metrics.first_token(now_s - self.arrived_s)
         self._last_token_s[sample] = now_s
 
 

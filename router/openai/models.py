@@ -25,7 +25,7 @@ async def model_card(name: str, request: Request, serving: Serving) -> ModelCard
     Raises:
         ModelNotFoundError: It is not served, or not to this tenant.
     """
-    return await _card(serving.require_name(name, visit_of(request).tenant), serving)
+    return await _card(serving.require_name(name, visit_of(request)), serving)
 
 
 async def _card(name: str, serving: Serving) -> ModelCard:
@@ -42,7 +42,7 @@ async def tokenize(request: Request, serving: Serving) -> Tokenized:
     """The token ids of a prompt or a conversation."""
     body = await read_body(request, TokenizeRequest, serving.max_body_bytes)
     if body.model is not None:
-        serving.require_name(body.model, visit_of(request).tenant)
+        serving.require_name(body.model, visit_of(request))
     model = await serving.require_model()
     tokens = await _token_ids(body, serving, model)
     texts = serving.tokenizer.token_texts(tokens) if body.return_token_strs else None
@@ -74,6 +74,6 @@ async def detokenize(request: Request, serving: Serving) -> Detokenized:
     """The text of token ids."""
     body = await read_body(request, DetokenizeRequest, serving.max_body_bytes)
     if body.model is not None:
-        serving.require_name(body.model, visit_of(request).tenant)
+        serving.require_name(body.model, visit_of(request))
     check_vocabulary(body.tokens, await serving.require_model(), "tokens")
     return Detokenized(prompt=await serving.tokenizer.decode(body.tokens))

@@ -45,6 +45,7 @@ class TimingReply(BaseModel):
     first_token_s: float
     handoff_s: float
     unhidden_s: float
+    decode_queue_s: float = 0.0
     decode_s: float
     total_s: float
     prompt_tokens: int

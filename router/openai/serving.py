@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 
 from baton.clock import Clock, MonotonicClock
 from baton.errors import ModelNotFoundError, UnavailableError
+from router.guardrails.chain import GuardChain
 from router.metrics import RouterMetrics
 from router.openai.sampling import SamplingDefaults
+from router.openai.visit import Visit
 from router.ports import Generator, ServedModel
 from router.slo import SloBook
 from router.tenants.tenant import Tenant
@@ -27,6 +29,7 @@ class Serving:
         max_body_bytes: Larger bodies get 413.
         request_timeout_s: Deadline of a request.
         slo_book: The classes of service.
+        guards: The operator's checks of what is asked and answered.
     """
 
     model_names: tuple[str, ...]
@@ -39,12 +42,13 @@ class Serving:
     max_body_bytes: int
     request_timeout_s: float
     slo_book: SloBook
+    guards: GuardChain = field(default_factory=GuardChain)
 
     def names_for(self, tenant: Tenant) -> tuple[str, ...]:
         """The names that `tenant` may use."""
         return tuple(name for name in self.model_names if tenant.may_use(name))
 
-    def require_name(self, model: str | None, tenant: Tenant) -> str:
+    def require_name(self, model: str | None, visit: Visit) -> str:
         """The name, if it is served, and to this tenant. One that is not on its list does not exist for it.
 
         Raises:
@@ -52,8 +56,9 @@ class Serving:
         """
         if model is None:
             raise ModelNotFoundError("The request names no model.", param="model")
-        if model not in self.names_for(tenant):
+        if model not in self.names_for(visit.tenant):
             raise ModelNotFoundError(f"The model `{model[:200]}` does not exist.", param="model")
+        visit.model = model
         return model
 
     async def require_model(self) -> ServedModel:

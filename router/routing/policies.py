@@ -1,7 +1,18 @@
-"""The policies an operator can choose by name (`router.policy`)."""
+"""The policies an operator can choose by name (`router.policy`), and the prices of those that look at one worker at a time.
+
+`predictive` has a module of its own (`router.routing.predictive`).
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from hashlib import blake2b
+from random import Random
 
 from baton.errors import ConfigError
+from baton.ids import WorkerId
 from router.routing.policy import Demand, Policy
+from router.routing.predictive import LocalPrefill, Predictive
+from router.routing.separable import Separable
 from router.routing.view import WorkerView
 
 _SEQUENCE_TOKENS = 64
@@ -18,6 +29,7 @@ class PrefixAffinity:
     """Least load, less what the held prefix saves: P by tokens left to compute, D by what its steps already read."""
 
     uses_prefix = True
+    uses_session = False
 
     def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
         """Tokens queued before the prompt and tokens of the prompt to compute."""
@@ -38,6 +50,7 @@ class LeastLoaded:
     """Least load, whoever holds which prefix."""
 
     uses_prefix = False
+    uses_session = False
 
     def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
         """Tokens queued before the prompt, and the prompt."""
@@ -57,6 +70,7 @@ class RoundRobin:
     """Whoever was chosen longest ago."""
 
     uses_prefix = False
+    uses_session = False
 
     def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
         """Number of the last decision that chose it."""
@@ -71,24 +85,88 @@ class RoundRobin:
         return 0.0
 
 
-_POLICIES: dict[str, type[Policy]] = {
+class AtRandom:
+    """Anybody."""
+
+    uses_prefix = False
+    uses_session = False
+
+    def __init__(self) -> None:
+        self._rng = Random()
+
+    def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
+        """Drawn anew each time."""
+        return self._rng.random()
+
+    def decode_cost(self, worker: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
+        """Drawn anew each time."""
+        return self._rng.random()
+
+    def handover_cost(self, decoder: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
+        """Nothing."""
+        return 0.0
+
+
+class Session:
+    """The same workers for every request of a session, whatever their load, as long as they are there.
+
+    A session is what the request's `X-Baton-Session` header names, else its `user` field, both within the tenant's scope;
+    a request with neither is of the session of its first tokens (`router.placement`), so that prompts that begin alike
+    stay together. Rendezvous hashing: all routers choose alike without talking to each other, and a worker that comes
+    or goes moves only its own share.
+    """
+
+    uses_prefix = False
+    uses_session = True
+
+    def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
+        """A number that depends on session and worker only."""
+        return _rendezvous(demand.session, worker.identity.worker_id)
+
+    def decode_cost(self, worker: WorkerView, demand: Demand) -> float:
+        """The same number."""
+        return _rendezvous(demand.session, worker.identity.worker_id)
+
+    def handover_cost(self, decoder: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
+        """Nothing."""
+        return 0.0
+
+
+_PRICES: dict[str, Callable[[], PrefixAffinity | LeastLoaded | RoundRobin | AtRandom | Session]] = {
     "prefix_affinity": PrefixAffinity,
     "least_loaded": LeastLoaded,
     "round_robin": RoundRobin,
+    "random": AtRandom,
+    "session": Session,
 }
 
 
-def policy_named(name: str) -> Policy:
+def policy_named(name: str, local_prefill: LocalPrefill | None = None) -> Policy:
     """The policy of that name.
+
+    Args:
+        name: As in the configuration.
+        local_prefill: When `predictive` may have a decode worker compute a prompt.
 
     Raises:
         ConfigError: There is none.
     """
-    if name not in _POLICIES:
-        raise ConfigError(
-            f"unknown policy {name!r}; there are {', '.join(_POLICIES)}", param="router.policy"
-        )
-    return _POLICIES[name]()
+    if name == "predictive":
+        return Predictive(local_prefill or LocalPrefill())
+    if name not in _PRICES:
+        names = ", ".join(("predictive", *_PRICES))
+        raise ConfigError(f"unknown policy {name!r}; there are {names}", param="router.policy")
+    return Separable(_PRICES[name]())
+
+
+def _rendezvous(session: int, worker_id: WorkerId) -> float:
+    # The hash of a tuple of numbers is the same in every process; only texts are hashed with a seed.
+    return hash((session, _number(worker_id))) / 2**63
+
+
+@lru_cache(maxsize=4096)
+def _number(worker_id: WorkerId) -> int:
+    return int.from_bytes(blake2b(worker_id.encode(), digest_size=7).digest())
 
 
 def _lacking_tokens(worker: WorkerView, demand: Demand) -> int:

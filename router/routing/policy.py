@@ -1,12 +1,12 @@
-"""Chooses who runs which leg of a request: the pair (P, D) with the lowest cost, or one worker for both.
+"""What a policy is: given the workers that may be used and what a request asks, it says who runs which leg.
 
-A `Policy` only prices single workers; which pairs are possible is decided here, once for all policies. Costs of P and D
-add up, so the best pair is the best P with the best D among workers of one layout, and choosing takes one look at each
-worker. Costs are in tokens of prefill.
+Policies are small pure classes, chosen by name (`router.routing.policies`). They see workers through
+`router.routing.view` and prompts through a `Demand`, and answer with a `Pair`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
+from enum import Enum
 from random import Random
 from typing import Protocol
 
@@ -22,28 +22,122 @@ class Demand:
         tokens: Tokens whose KV must exist before the next one is drawn.
         samples: Sequences to decode.
         held: Leading tokens whose KV a worker holds already, by its slot.
+        pool_tokens: Leading tokens whose KV a pool holds; 0 without a pool.
+        output_tokens: Tokens that each sample will draw, as far as that can be guessed.
+        full: Workers that should decode nothing more.
+        session: Equal for requests of one session; 0 unless the policy asks for it.
+        now_s: When it is asked.
     """
 
     tokens: int
     samples: int
     held: Mapping[int, int]
+    pool_tokens: int = 0
+    output_tokens: int = 128
+    full: Set[WorkerIdentity] = frozenset()
+    session: int = 0
+    now_s: float = 0.0
+
+    def decoders(self, workers: Iterable[WorkerView]) -> list[WorkerView]:
+        """Those of `workers` that may decode it."""
+        if self.full:
+            return [w for w in workers if w.can_decode and w.identity not in self.full]
+        return [worker for worker in workers if worker.can_decode]
+
+    def held_by(self, worker: WorkerView) -> int:
+        """Tokens that `worker` need not compute nor be sent; the last one is always computed."""
+        return min(self.held.get(worker.slot, 0), self.tokens - 1)
 
     def uncached(self, worker: WorkerView) -> int:
-        """Tokens that `worker` would have to compute, or be sent; the last one is always computed."""
-        return self.tokens - min(self.held.get(worker.slot, 0), self.tokens - 1)
+        """Tokens that `worker` would have to compute, or be sent."""
+        return self.tokens - self.held_by(worker)
+
+
+class RouteKind(Enum):
+    """How a request's legs lie; the values are those of `baton_route_decisions_total`."""
+
+    PAIR = "pair"
+    HYBRID = "hybrid"
+    ON_DECODE = "on_decode"
+    NO_PREFILLER = "no_prefiller"
+    TAKE_OVER = "take_over"
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What a policy expected of its choice, in seconds.
+
+    Attributes:
+        queue_s: Waiting on P before the first chunk.
+        fetch_s: Fetching from the pool.
+        prefill_s: Computing the rest of the prompt.
+        unhidden_s: The part of the hand-off that computing does not hide.
+        room_s: Waiting on D for pages or for a place in its batch.
+        tbt_s: D's step once the request has joined.
+        harm_s: How long others on the computing worker are held up, added up over them.
+    """
+
+    queue_s: float
+    fetch_s: float
+    prefill_s: float
+    unhidden_s: float
+    room_s: float
+    tbt_s: float
+    harm_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.queue_s + self.fetch_s + self.prefill_s + self.unhidden_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Considered:
+    """One option that a policy weighed; workers by name, the cost in the policy's own unit."""
+
+    prefill: str
+    decode: str
+    cost: float
+
+
+class Grounds(Protocol):
+    """Why a policy chose as it did, kept as it fell out of the choice and put into words only when somebody asks."""
+
+    def considered(self) -> list[Considered]:
+        """The best options, best first."""
+
+    def why(self) -> str:
+        """One sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Who prefills and who decodes; one and the same when no KV is handed over."""
+    """Who prefills and who decodes; one and the same when no KV is handed over.
+
+    Attributes:
+        prefill: Computes the prompt.
+        decode: Draws the tokens.
+        kind: How the legs lie.
+        predicted: What the policy expects, if it predicts anything.
+        grounds: Why these two.
+    """
 
     prefill: WorkerView
     decode: WorkerView
+    kind: RouteKind = RouteKind.PAIR
+    predicted: Predicted | None = None
+    grounds: Grounds | None = None
 
     @property
     def local(self) -> bool:
         """Whether one worker does both."""
         return self.prefill is self.decode
+
+    @property
+    def compute_s(self) -> float:
+        """Predicted seconds of work for P; 0 where nothing is predicted."""
+        return 0.0 if self.predicted is None else self.predicted.prefill_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,101 +148,20 @@ class Unavailable:
 
 
 class Policy(Protocol):
-    """Prices workers for a demand; less is better."""
+    """Chooses workers. May keep what it needs for spreading load, nothing about single requests."""
 
     uses_prefix: bool
     """Whether `Demand.held` matters; without it the prompt need not be hashed."""
 
-    def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
-        """Of prefilling on `worker`."""
+    uses_session: bool
+    """Whether `Demand.session` matters."""
 
-    def decode_cost(self, worker: WorkerView, demand: Demand) -> float:
-        """Of decoding on `worker`."""
+    def pair(
+        self, workers: Collection[WorkerView], demand: Demand, rng: Random
+    ) -> Pair | Unavailable:
+        """Who runs `demand`, among `workers`, which may all be used."""
 
-    def handover_cost(self, decoder: WorkerView, demand: Demand) -> float:
-        """Of moving the KV that `decoder` lacks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Priced:
-    """A possible pair; `rank` orders by cost, then lighter, then at random."""
-
-    rank: tuple[float, int, float]
-    pair: Pair
-
-
-def choose(
-    policy: Policy,
-    workers: Collection[WorkerView],
-    demand: Demand,
-    rng: Random,
-    *,
-    full: Set[WorkerIdentity] = frozenset(),
-) -> Pair | Unavailable:
-    """The cheapest way to run `demand` on `workers`, where those that are `full` decode nothing more.
-
-    A decode worker prefills for itself only when nobody else can; a hybrid one whenever that is cheaper.
-    """
-    decoders = [w for w in workers if w.hello.role.decodes and w.identity not in full]
-    if not decoders:
-        return Unavailable(reason="no decode worker is available")
-    options = list(_options(policy, workers, decoders, demand, rng))
-    if not options:
-        options = [_local(policy, decoders, demand, rng)]
-    return min(options, key=lambda option: option.rank).pair
-
-
-def choose_prefiller(
-    policy: Policy, workers: Collection[WorkerView], demand: Demand, rng: Random
-) -> WorkerView:
-    """The cheapest P of `workers`, at least one, where D is settled already."""
-    return _cheapest(workers, lambda worker: policy.prefill_cost(worker, demand), rng)[1]
-
-
-def _options(
-    policy: Policy,
-    workers: Collection[WorkerView],
-    decoders: Collection[WorkerView],
-    demand: Demand,
-    rng: Random,
-) -> Iterator[_Priced]:
-    for group in {worker.layout_group for worker in workers}:
-        members = [worker for worker in workers if worker.layout_group == group]
-        prefillers = [worker for worker in members if worker.hello.role.prefills_for_others]
-        # Without a transfer address nobody can send it KV.
-        here = [worker for worker in decoders if worker.layout_group == group]
-        takers = [worker for worker in here if worker.hello.transfer_address]
-        both = [worker for worker in here if worker.hello.role.prefills_for_others]
-        if prefillers and takers:
-            yield _handed_over(policy, prefillers, takers, demand, rng)
-        if both:
-            yield _local(policy, both, demand, rng)
-
-
-def _handed_over(
-    policy: Policy,
-    prefillers: Collection[WorkerView],
-    takers: Collection[WorkerView],
-    demand: Demand,
-    rng: Random,
-) -> _Priced:
-    p_rank, p = _cheapest(prefillers, lambda w: policy.prefill_cost(w, demand), rng)
-    d_rank, d = _cheapest(
-        takers, lambda w: policy.decode_cost(w, demand) + policy.handover_cost(w, demand), rng
-    )
-    rank = (p_rank[0] + d_rank[0], p_rank[1] + d_rank[1], d_rank[2])
-    return _Priced(rank=rank, pair=Pair(prefill=p, decode=d))
-
-
-def _local(policy: Policy, workers: Collection[WorkerView], demand: Demand, rng: Random) -> _Priced:
-    rank, worker = _cheapest(
-        workers, lambda w: policy.prefill_cost(w, demand) + policy.decode_cost(w, demand), rng
-    )
-    return _Priced(rank=rank, pair=Pair(prefill=worker, decode=worker))
-
-
-def _cheapest(
-    workers: Collection[WorkerView], cost: Callable[[WorkerView], float], rng: Random
-) -> tuple[tuple[float, int, float], WorkerView]:
-    ranked = ((cost(worker), worker.legs, rng.random()) for worker in workers)
-    return min(zip(ranked, workers, strict=True), key=lambda entry: entry[0])
+    def prefiller(
+        self, workers: Collection[WorkerView], decode: WorkerView, demand: Demand, rng: Random
+    ) -> Pair:
+        """Who of `workers`, at least one, prefills for `decode`, which is settled already."""

@@ -13,6 +13,7 @@ from baton.generation import WorkerLoad
 from baton.ids import WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.convert import WorkerHello
+from router.routing.forecast import Fleet, Forecast
 from router.routing.index import Heard, PrefixIndex
 
 _READY = "ready"
@@ -40,6 +41,15 @@ class WorkerView:
         progress_s: When it last showed progress, or when it last became busy.
         heard_s: When it last said anything; a worker that is well reports twice per second.
         last_pick: Number of the last decision that chose it.
+        forecast: What it will take for its work.
+        used_tokens: Room taken by KV that is in use there, by the last report.
+        reported_context_tokens: Tokens of context that its last decode step read.
+        can_prefill: Whether it computes prompts for others. This and what follows comes from its greeting.
+        can_decode: Whether it draws tokens.
+        takes_kv: Whether others can hand KV over to it.
+        capacity_tokens: Tokens whose KV it has room for.
+        max_sequences: Sequences that it runs at once.
+        kv_token_bytes: Bytes of KV per token.
     """
 
     hello: WorkerHello
@@ -59,6 +69,24 @@ class WorkerView:
     foreign_prefill_tokens: int = 0
     foreign_sequences: int = 0
     last_pick: int = 0
+    forecast: Forecast = field(default_factory=Forecast)
+    used_tokens: int = 0
+    reported_context_tokens: int = 0
+    can_prefill: bool = field(init=False)
+    can_decode: bool = field(init=False)
+    takes_kv: bool = field(init=False)
+    capacity_tokens: int = field(init=False)
+    max_sequences: int = field(init=False)
+    kv_token_bytes: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        hello, layout = self.hello, self.hello.layout
+        self.can_prefill = hello.role.prefills_for_others
+        self.can_decode = hello.role.decodes
+        self.takes_kv = self.can_decode and bool(hello.transfer_address)
+        self.capacity_tokens = hello.num_blocks * layout.block_tokens
+        self.max_sequences = hello.max_num_seqs
+        self.kv_token_bytes = layout.page_bytes / layout.block_tokens
 
     @property
     def identity(self) -> WorkerIdentity:
@@ -85,6 +113,11 @@ class WorkerView:
         self.heard_s = now_s
         if load.steps != self.load.steps:
             self.progress_s = now_s
+            if load.step_s > 0.0:
+                sequences, context = load.step_sequences, load.step_context_tokens
+                self.forecast.stepped(sequences, context, load.step_s, now_s)
+        self.used_tokens = load.blocks_used * self.hello.layout.block_tokens
+        self.reported_context_tokens = load.step_context_tokens if load.running else 0
         self.load = load
         self.draining = load.draining
         # A leg is one sequence to the worker until its samples fork.
@@ -122,6 +155,7 @@ class ClusterView:
         self._silence_timeout_s = silence_timeout_s
         self._workers: dict[WorkerId, WorkerView] = {}
         self._groups: dict[KvLayout, int] = {}
+        self._fleet = Fleet()
 
     @property
     def workers(self) -> Collection[WorkerView]:
@@ -155,6 +189,7 @@ class ClusterView:
             layout_group=self._groups.setdefault(hello.layout, len(self._groups)),
             progress_s=now_s,
             heard_s=now_s,
+            forecast=self._fleet.newcomer(),
         )
         self._workers[identity.worker_id] = worker
         return worker
@@ -164,6 +199,7 @@ class ClusterView:
         worker = self._workers.get(identity.worker_id)
         if worker is None or worker.identity != identity:
             return None
+        worker.forecast.retire()
         self._index.retire(identity)
         return self._workers.pop(identity.worker_id)
 
@@ -205,6 +241,7 @@ class ClusterView:
                 raise InvariantError(f"{worker.identity}: {worker.legs} legs, counts {counts}")
             if worker.legs == 0 and (any(counts) or worker.tbt_targets):
                 raise InvariantError(f"{worker.identity}: no leg, but counts {counts}")
+            worker.forecast.check_integrity()
 
     def _check_model(self, hello: WorkerHello) -> None:
         for other in self.workers:

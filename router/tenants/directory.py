@@ -4,7 +4,7 @@ A document becomes a `Register` as a whole, and the directory changes from one r
 request ever sees half of a document.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from baton.errors import AuthenticationError
 from router.tenants.document import TenantsDocument, tenant_of
@@ -60,11 +60,6 @@ class Register:
             keys += [(key, Caller(tenant=tenant, key_id=key_id(key))) for key in entry.keys]
         return cls(tenants=tenants, keys=keys, tokens=open_issuers(document.jwt, read_file))
 
-    @property
-    def is_open(self) -> bool:
-        """Whether nobody needs a key."""
-        return not self.tenants and not len(self._keys) and not len(self._tokens)
-
     def identify(self, credential: str) -> Caller:
         """Whose credential this is.
 
@@ -88,10 +83,18 @@ class TenantDirectory:
 
     Args:
         api_keys: Keys of the simple way: whoever has one is the one anonymous tenant.
-        anonymous: That tenant; everybody is, while there are neither keys nor tenants.
+        anonymous: That tenant; everybody is, where there are neither keys nor a document.
+        described: There is a tenants document. Until it has been read nobody comes in by it.
     """
 
-    def __init__(self, api_keys: Sequence[str] = (), anonymous: Tenant = ANONYMOUS) -> None:
+    def __init__(
+        self,
+        api_keys: Sequence[str] = (),
+        anonymous: Tenant = ANONYMOUS,
+        *,
+        described: bool = False,
+    ) -> None:
+        self._is_open = not api_keys and not described
         self._anonymous = Caller(tenant=anonymous)
         hashes = [hash_key(key) for key in api_keys]
         self._simple = [
@@ -100,9 +103,9 @@ class TenantDirectory:
         self._register = self.register_of(TenantsDocument(), _no_files)
 
     @property
-    def register(self) -> Register:
-        """What holds now."""
-        return self._register
+    def tenants(self) -> Collection[Tenant]:
+        """All that are known; the anonymous one if nobody is described."""
+        return self._register.tenants.values() or (self._anonymous.tenant,)
 
     def register_of(self, document: TenantsDocument, read_file: Callable[[str], str]) -> Register:
         """The register of `document` with the simple keys besides. Blocks while it reads key files.
@@ -125,7 +128,7 @@ class TenantDirectory:
         Raises:
             AuthenticationError: One is needed, and this is none.
         """
-        if self._register.is_open:
+        if self._is_open:
             return self._anonymous
         if not credential:
             raise AuthenticationError("An API key is needed: Authorization: Bearer KEY.")

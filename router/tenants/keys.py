@@ -73,9 +73,16 @@ class KeyRing(Generic[_Owner]):
 
     def find(self, key: str) -> _Owner | None:
         """Whose key this is."""
+        known, owner = self._look(key)
+        return owner if known else None
+
+    def __contains__(self, key: str) -> bool:
+        return self._look(key)[0]
+
+    def _look(self, key: str) -> tuple[bool, _Owner | None]:
         given = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
         expected, owner = self._owners.get(self._place(given), (self._nobody, None))
-        return owner if hmac.compare_digest(given, expected) else None
+        return hmac.compare_digest(given, expected), owner
 
     def _place(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._pepper, digest_size=16).digest()

@@ -39,7 +39,7 @@ def error_of(capsys, *argv: str) -> tuple[int, str]:
         (["serve", "--block-size", "24"], "--block-size: must be a power of two"),
         (["serve", "--kv-cache-memory-bytes", "lots"], "--kv-cache-memory: expected a size"),
         (["serve", "--dtype", "int4"], "--dtype: must be auto, float32, float16 or bfloat16"),
-        (["serve", "--policy", "x"], "--policy: must be prefix_affinity, least_loaded"),
+        (["serve", "--policy", "x"], "--policy: must be predictive, prefix_affinity"),
         (["serve", "--prefill-workers", "0"], "the cluster needs a prefill and a decode worker"),
         (["serve", "-f", "/absent.yaml"], "/absent.yaml: no such file or directory"),
         (["serve", "--runtime-dir", "/" + "x" * 120], "too long for a Unix socket"),

@@ -88,3 +88,15 @@ def test_only_the_router_learns_of_the_workers_and_gets_the_http_socket():
 def test_the_workers_are_described_by_number_and_role():
     assert describe_workers(config_of()) == "1 prefill + 1 decode"
     assert describe_workers(config_of(cluster__hybrid_workers=2)) == "2 hybrid"
+
+
+def test_workers_answer_prometheus_on_ports_in_a_row_if_asked(tmp_path):
+    runtime = RuntimeDir.claim(tmp_path / "run")
+    try:
+        silent = plan_children(resolved(), runtime)
+        told = plan_children(resolved(cluster__metrics_port=9400), runtime)
+    finally:
+        runtime.release()
+    assert [plan.worker.metrics_address for plan in silent if plan.worker] == ["", ""]
+    addresses = [plan.worker.metrics_address for plan in told if plan.worker]
+    assert addresses == ["127.0.0.1:9400", "127.0.0.1:9401"]

@@ -14,11 +14,14 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerFast
 
+from baton.clock import MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.telemetry.metrics import new_registry
 from router.app import AppSettings, create_app
 from router.fake import FakeGenerator
+from router.limits.local import LocalLimiter
 from router.openai.sampling import SamplingDefaults
+from router.tenancy import Tenancy
 from router.tenants.directory import TenantDirectory
 from router.tenants.tenant import ANONYMOUS
 from router.tokenizer import Tokenizer
@@ -74,6 +77,7 @@ async def serve(
     generator: FakeGenerator | None = None,
     defaults: SamplingDefaults | None = None,
     directory: TenantDirectory | None = None,
+    parts: dict[str, Any] | None = None,
     **router: Any,
 ) -> AsyncIterator[Served]:
     """An application with a client that calls it directly. A fault that it raises is answered, not passed on."""
@@ -89,7 +93,10 @@ async def serve(
     directory = directory or TenantDirectory(
         settings.router.api_keys, replace(ANONYMOUS, cache_scope="tenant")
     )
-    app = create_app(settings, generator, tokenizer, registry, directory=directory)
+    clock = MonotonicClock()
+    tenancy = Tenancy(directory=directory, limiter=LocalLimiter(clock), clock=clock)
+    tenancy = replace(tenancy, **(parts or {}))
+    app = create_app(settings, generator, tokenizer, registry, tenancy=tenancy)
     served = Served(app=app, generator=generator, tokenizer=tokenizer, registry=registry)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:

@@ -94,7 +94,7 @@ class Interleavings(RuleBasedStateMachine):
         placement = Placement(
             view=self.view,
             index=index,
-            policy=policy_named("prefix_affinity"),
+            policy=policy_named("predictive"),
             secret=b"s" * 32,
             rng=Random(0),
         )

@@ -18,7 +18,7 @@ tenants:
 
 
 def directory() -> TenantDirectory:
-    made = TenantDirectory()
+    made = TenantDirectory(described=True)
     made.replace(made.register_of(parse(DOCUMENT, "tenants.yaml"), str))
     return made
 

@@ -3,17 +3,18 @@ from random import Random
 
 import pytest
 
+from baton.config.rules import POLICIES
 from baton.errors import ConfigError
 from baton.generation import WorkerLoad
 from baton.ids import LayerName, Role
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
-from router.routing.policy import Demand, Pair, Unavailable, choose
+from router.routing.policy import Demand, Pair, RouteKind, Unavailable
 from router.routing.view import ClusterView
 from tests.router.workers import hello, layout
 
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "h": Role.HYBRID}
-ALL = ("prefix_affinity", "least_loaded", "round_robin")
+ALL = POLICIES
 
 
 class Cluster:
@@ -31,10 +32,10 @@ class Cluster:
     def __getitem__(self, name):
         return self.view.find(name)
 
-    def choose(self, policy="prefix_affinity", *, tokens=100, held=None):
+    def choose(self, policy="prefix_affinity", *, tokens=100, held=None, session=0):
         by_slot = {self[name].slot: count for name, count in (held or {}).items()}
-        demand = Demand(tokens=tokens, samples=1, held=by_slot)
-        return choose(policy_named(policy), self.view.usable(0.0), demand, self.rng)
+        demand = Demand(tokens=tokens, samples=1, held=by_slot, session=session)
+        return policy_named(policy).pair(self.view.usable(0.0), demand, self.rng)
 
     def names(self, policy="prefix_affinity", **demand):
         pair = self.choose(policy, **demand)
@@ -137,6 +138,56 @@ def test_ties_go_to_the_lighter_worker():
 def test_other_ties_are_broken_at_random():
     cluster = Cluster("p0", "p1", "d0", "d1")
     assert len({cluster.names() for _ in range(50)}) == 4
+
+
+def test_random_takes_everybody():
+    cluster = Cluster("p0", "p1", "d0", "d1")
+    assert len({cluster.names("random") for _ in range(100)}) == 4
+
+
+def test_a_session_stays_where_it_is():
+    cluster = Cluster("p0", "p1", "p2", "d0", "d1", "d2")
+    before = cluster.names("session", session=42)
+    for name in before:
+        cluster[name].legs = cluster[name].prefill_tokens = 100
+    assert cluster.names("session", session=42) == before
+
+
+def test_sessions_are_spread():
+    cluster = Cluster("p0", "p1", "d0", "d1")
+    pairs = Counter(cluster.names("session", session=number) for number in range(400))
+    assert {p for p, _ in pairs} == {"p0", "p1"}
+    assert {d for _, d in pairs} == {"d0", "d1"}
+    assert max(pairs.values()) < 300
+
+
+def test_a_worker_that_goes_moves_only_its_own_sessions():
+    cluster = Cluster("p0", "p1", "p2", "d0")
+    before = {number: cluster.names("session", session=number)[0] for number in range(100)}
+    cluster.view.lose(cluster["p1"].identity)
+    after = {number: cluster.names("session", session=number)[0] for number in range(100)}
+    assert {n for n in before if before[n] != after[n]} == {n for n in before if before[n] == "p1"}
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_a_choice_says_what_it_was_chosen_from(policy):
+    pair = Cluster("p0", "p1", "d0").choose(policy)
+    assert isinstance(pair, Pair)
+    assert pair.kind is RouteKind.PAIR
+    assert pair.grounds is not None
+    assert pair.grounds.why()
+    names = (pair.prefill.identity.worker_id, pair.decode.identity.worker_id)
+    assert names in {(option.prefill, option.decode) for option in pair.grounds.considered()}
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_another_prefiller_is_one_of_those_given(policy):
+    cluster = Cluster("p0", "p1", "d0")
+    demand = Demand(tokens=100, samples=1, held={})
+    chosen = policy_named(policy).prefiller([cluster["p1"]], cluster["d0"], demand, cluster.rng)
+    assert chosen.prefill is cluster["p1"]
+    assert chosen.decode is cluster["d0"]
+    assert chosen.kind is RouteKind.TAKE_OVER
 
 
 def test_an_unknown_policy_is_refused_by_name():

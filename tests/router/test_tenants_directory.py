@@ -13,7 +13,7 @@ JWT = "jwt: [{issuer: 'https://login.example', audience: baton, algorithms: [ES2
 
 
 def directory(text: str, *, api_keys: tuple[str, ...] = ()) -> TenantDirectory:
-    made = TenantDirectory(api_keys)
+    made = TenantDirectory(api_keys, described=True)
     made.replace(made.register_of(parse(text, "tenants.yaml"), lambda _: jwks("k1")))
     return made
 
@@ -31,7 +31,13 @@ def test_a_plain_key_is_the_anonymous_tenants():
 
 @pytest.mark.parametrize("credential", [None, "", "x", "a.b.c", "k" * 10_000])
 def test_where_there_are_keys_nobody_else_comes_in(credential: str | None):
-    for made in (TenantDirectory(["k"]), directory("tenants: [{id: a}]"), directory(JWT)):
+    for made in (
+        TenantDirectory(["k"]),
+        TenantDirectory(described=True),
+        directory(""),
+        directory("tenants: [{id: a}]"),
+        directory(JWT),
+    ):
         with pytest.raises(AuthenticationError):
             made.identify(credential)
 

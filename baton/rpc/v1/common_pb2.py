@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/rpc/v1/common.proto\x12\x0c\x62\x61ton.rpc.v1\"8\n\x0eWorkerIdentity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\xbe\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x0e\n\x06layers\x18\x06 \x03(\t\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x0f\n\x07tp_rank\x18\x08 \x01(\r\x12\x18\n\x10kv_head_replicas\x18\t \x01(\r\"\x90\x02\n\x0bWorkerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12.\n\x08identity\x18\x02 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.baton.rpc.v1.Role\x12&\n\x06layout\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.KvLayout\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x18\n\x10transfer_address\x18\t \x01(\t\"\x93\x02\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_used\x18\x05 \x01(\r\x12\x15\n\rblocks_cached\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\t \x01(\x04\x12\x1b\n\x13prefix_query_tokens\x18\n \x01(\x04\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x1e\n\x16prefill_tokens_pending\x18\x0c \x01(\x04\"j\n\x0b\x42lockEvents\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x10\n\x08snapshot\x18\x04 \x01(\x08\x12\r\n\x05\x66irst\x18\x05 \x01(\x08\x12\x0c\n\x04last\x18\x06 \x01(\x08\"\x0e\n\x0cSendSnapshot\"\xc2\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x39\n\nlogit_bias\x18\t \x03(\x0b\x32%.baton.rpc.v1.Sampling.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nmax_tokens\x18\x0c \x01(\r\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xb5\x01\n\x11GenerationRequest\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x0c\x12\x15\n\routput_tokens\x18\x04 \x01(\x0c\x12\x0f\n\x07samples\x18\x05 \x03(\r\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.baton.rpc.v1.Sampling\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x07 \x01(\t\".\n\x0cTokenLogprob\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"W\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\'\n\x03top\x18\x03 \x03(\x0b\x32\x1a.baton.rpc.v1.TokenLogprob\"h\n\x0ePromptLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x0b\n\x03top\x18\x03 \x01(\r\x12\x12\n\ntop_tokens\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"\x88\x01\n\x0cSampledToken\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\r\x12-\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1b.baton.rpc.v1.TokenLogprobs\x12*\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x1a.baton.rpc.v1.FinishReason\"7\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\"C\n\tLegFailed\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12&\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\"&\n\x06Signed\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\x0b\n\x03mac\x18\x02 \x01(\x0c*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x0f\n\x0bROLE_HYBRID\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/rpc/v1/common.proto\x12\x0c\x62\x61ton.rpc.v1\"8\n\x0eWorkerIdentity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\xbe\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x0e\n\x06layers\x18\x06 \x03(\t\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x0f\n\x07tp_rank\x18\x08 \x01(\r\x12\x18\n\x10kv_head_replicas\x18\t \x01(\r\"\x90\x02\n\x0bWorkerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12.\n\x08identity\x18\x02 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12 \n\x04role\x18\x03 \x01(\x0e\x32\x12.baton.rpc.v1.Role\x12&\n\x06layout\x18\x04 \x01(\x0b\x32\x16.baton.rpc.v1.KvLayout\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x18\n\x10transfer_address\x18\t \x01(\t\"\xd8\x02\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_used\x18\x05 \x01(\r\x12\x15\n\rblocks_cached\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\t \x01(\x04\x12\x1b\n\x13prefix_query_tokens\x18\n \x01(\x04\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x1e\n\x16prefill_tokens_pending\x18\x0c \x01(\x04\x12\x0e\n\x06step_s\x18\r \x01(\x01\x12\x16\n\x0estep_sequences\x18\x0e \x01(\r\x12\x1b\n\x13step_context_tokens\x18\x0f \x01(\x04\"j\n\x0b\x42lockEvents\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x10\n\x08snapshot\x18\x04 \x01(\x08\x12\r\n\x05\x66irst\x18\x05 \x01(\x08\x12\x0c\n\x04last\x18\x06 \x01(\x08\"\x0e\n\x0cSendSnapshot\"\xc2\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x39\n\nlogit_bias\x18\t \x03(\x0b\x32%.baton.rpc.v1.Sampling.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nmax_tokens\x18\x0c \x01(\r\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xb5\x01\n\x11GenerationRequest\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x0c\x12\x15\n\routput_tokens\x18\x04 \x01(\x0c\x12\x0f\n\x07samples\x18\x05 \x03(\r\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.baton.rpc.v1.Sampling\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x07 \x01(\t\".\n\x0cTokenLogprob\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"W\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\'\n\x03top\x18\x03 \x03(\x0b\x32\x1a.baton.rpc.v1.TokenLogprob\"h\n\x0ePromptLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x0b\n\x03top\x18\x03 \x01(\r\x12\x12\n\ntop_tokens\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"\x88\x01\n\x0cSampledToken\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\r\x12-\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1b.baton.rpc.v1.TokenLogprobs\x12*\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x1a.baton.rpc.v1.FinishReason\"7\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\"C\n\tLegFailed\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12&\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\"&\n\x06Signed\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\x0b\n\x03mac\x18\x02 \x01(\x0c*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x0f\n\x0bROLE_HYBRID\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=2182
-  _globals['_ROLE']._serialized_end=2262
-  _globals['_FINISHREASON']._serialized_start=2264
-  _globals['_FINISHREASON']._serialized_end=2384
+  _globals['_ROLE']._serialized_start=2251
+  _globals['_ROLE']._serialized_end=2331
+  _globals['_FINISHREASON']._serialized_start=2333
+  _globals['_FINISHREASON']._serialized_end=2453
   _globals['_WORKERIDENTITY']._serialized_start=43
   _globals['_WORKERIDENTITY']._serialized_end=99
   _globals['_KVLAYOUT']._serialized_start=102
@@ -44,31 +44,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERHELLO']._serialized_start=295
   _globals['_WORKERHELLO']._serialized_end=567
   _globals['_WORKERLOAD']._serialized_start=570
-  _globals['_WORKERLOAD']._serialized_end=845
-  _globals['_BLOCKEVENTS']._serialized_start=847
-  _globals['_BLOCKEVENTS']._serialized_end=953
-  _globals['_SENDSNAPSHOT']._serialized_start=955
-  _globals['_SENDSNAPSHOT']._serialized_end=969
-  _globals['_SAMPLING']._serialized_start=972
-  _globals['_SAMPLING']._serialized_end=1422
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1341
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1389
-  _globals['_GENERATIONREQUEST']._serialized_start=1425
-  _globals['_GENERATIONREQUEST']._serialized_end=1606
-  _globals['_TOKENLOGPROB']._serialized_start=1608
-  _globals['_TOKENLOGPROB']._serialized_end=1654
-  _globals['_TOKENLOGPROBS']._serialized_start=1656
-  _globals['_TOKENLOGPROBS']._serialized_end=1743
-  _globals['_PROMPTLOGPROBS']._serialized_start=1745
-  _globals['_PROMPTLOGPROBS']._serialized_end=1849
-  _globals['_SAMPLEDTOKEN']._serialized_start=1852
-  _globals['_SAMPLEDTOKEN']._serialized_end=1988
-  _globals['_FAILURE']._serialized_start=1990
-  _globals['_FAILURE']._serialized_end=2045
-  _globals['_LEGFAILED']._serialized_start=2047
-  _globals['_LEGFAILED']._serialized_end=2114
-  _globals['_CANCEL']._serialized_start=2116
-  _globals['_CANCEL']._serialized_end=2140
-  _globals['_SIGNED']._serialized_start=2142
-  _globals['_SIGNED']._serialized_end=2180
+  _globals['_WORKERLOAD']._serialized_end=914
+  _globals['_BLOCKEVENTS']._serialized_start=916
+  _globals['_BLOCKEVENTS']._serialized_end=1022
+  _globals['_SENDSNAPSHOT']._serialized_start=1024
+  _globals['_SENDSNAPSHOT']._serialized_end=1038
+  _globals['_SAMPLING']._serialized_start=1041
+  _globals['_SAMPLING']._serialized_end=1491
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1410
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1458
+  _globals['_GENERATIONREQUEST']._serialized_start=1494
+  _globals['_GENERATIONREQUEST']._serialized_end=1675
+  _globals['_TOKENLOGPROB']._serialized_start=1677
+  _globals['_TOKENLOGPROB']._serialized_end=1723
+  _globals['_TOKENLOGPROBS']._serialized_start=1725
+  _globals['_TOKENLOGPROBS']._serialized_end=1812
+  _globals['_PROMPTLOGPROBS']._serialized_start=1814
+  _globals['_PROMPTLOGPROBS']._serialized_end=1918
+  _globals['_SAMPLEDTOKEN']._serialized_start=1921
+  _globals['_SAMPLEDTOKEN']._serialized_end=2057
+  _globals['_FAILURE']._serialized_start=2059
+  _globals['_FAILURE']._serialized_end=2114
+  _globals['_LEGFAILED']._serialized_start=2116
+  _globals['_LEGFAILED']._serialized_end=2183
+  _globals['_CANCEL']._serialized_start=2185
+  _globals['_CANCEL']._serialized_end=2209
+  _globals['_SIGNED']._serialized_start=2211
+  _globals['_SIGNED']._serialized_end=2249
 # @@protoc_insertion_point(module_scope)

@@ -199,6 +199,9 @@ class WorkerLoad(_message.Message):
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PENDING_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    STEP_SEQUENCES_FIELD_NUMBER: _builtins.int
+    STEP_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     blocks_total: _builtins.int
@@ -212,6 +215,10 @@ class WorkerLoad(_message.Message):
     draining: _builtins.bool
     prefill_tokens_pending: _builtins.int
     """Tokens of prompts accepted here whose KV is not computed yet."""
+    step_s: _builtins.float
+    """The last step that only decoded: how long it took, for how many sequences with how much context."""
+    step_sequences: _builtins.int
+    step_context_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -227,10 +234,13 @@ class WorkerLoad(_message.Message):
         prefix_query_tokens: _builtins.int = ...,
         draining: _builtins.bool = ...,
         prefill_tokens_pending: _builtins.int = ...,
+        step_s: _builtins.float = ...,
+        step_sequences: _builtins.int = ...,
+        step_context_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "draining", b"draining", "preemptions", b"preemptions", "prefill_tokens_pending", b"prefill_tokens_pending", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "running", b"running", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "draining", b"draining", "preemptions", b"preemptions", "prefill_tokens_pending", b"prefill_tokens_pending", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "running", b"running", "step_context_tokens", b"step_context_tokens", "step_s", b"step_s", "step_sequences", b"step_sequences", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,1 @@
+"""The operators' HTTP surface, on a port and with keys of its own."""

@@ -1,0 +1,91 @@
+"""What operators can see and do while a router serves. Never on the clients' port, never with a client's key.
+
+Nothing here shows a key, a token or a prompt.
+"""
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.errors import AuthenticationError, ConfigError, InvalidRequestError, RouteNotFoundError
+from router.admin.replies import Reloaded, TenantReply, TenantUsage, tenant_reply, usage_reply
+from router.openai import description, errors
+from router.openai.credential import credential_of
+from router.tenancy import Tenancy
+from router.tenants.keys import KeyRing, hash_key
+from router.tenants.tenant import Tenant, TenantId
+
+OPEN_PATHS = frozenset({"/health"})
+
+
+class AdminGate:
+    """Lets in whoever has one of the operators' keys. Decides by `scope["path"]`, which is what routing reads.
+
+    Args:
+        app: What stands behind it.
+        keys: The operators'.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing[None]) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on what may come in."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            credential = credential_of(Headers(scope=scope))
+            if credential is None or credential not in self._keys:
+                error = AuthenticationError("An operator's key is needed.")
+                await errors.error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def create_admin_app(tenancy: Tenancy, api_keys: tuple[str, ...]) -> FastAPI:
+    """The application. It owns nothing.
+
+    Args:
+        tenancy: What it shows, and lets reload.
+        api_keys: Operators must send one of them.
+    """
+    app = FastAPI(title="Baton operations", docs_url=None, redoc_url=None, redirect_slashes=False)
+    keys = KeyRing([(hash_key(key), None) for key in api_keys])
+    app.add_middleware(AdminGate, keys=keys)
+    errors.install(app)
+    _add_tenants(app, tenancy)
+
+    @app.get("/health")
+    async def get_health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    return app
+
+
+def _add_tenants(app: FastAPI, tenancy: Tenancy) -> None:
+    @app.get("/admin/tenants", responses=description.ERRORS)
+    async def get_tenants() -> list[TenantReply]:
+        return [tenant_reply(tenant) for tenant in tenancy.directory.tenants]
+
+    @app.get("/admin/tenants/{tenant_id}", responses=description.ERRORS)
+    async def get_tenant(tenant_id: str) -> TenantUsage:
+        tenant = _find(tenancy, tenant_id)
+        usage = await tenancy.limiter.usage(tenant)
+        circuit = tenancy.suspects.circuit(tenant.tenant_id, tenancy.clock.now_s())
+        return usage_reply(tenant, usage, circuit)
+
+    @app.post("/admin/reload", responses=description.ERRORS)
+    async def post_reload() -> Reloaded:
+        """Looks at the tenants document now. What is wrong with it is the answer, and changes nothing."""
+        if tenancy.reloader is None:
+            raise RouteNotFoundError("There is no tenants document to reload.")
+        try:
+            return Reloaded(changed=await tenancy.reloader.load())
+        except ConfigError as error:
+            raise InvalidRequestError(error.message, param=error.param) from error
+
+
+def _find(tenancy: Tenancy, tenant_id: str) -> Tenant:
+    for tenant in tenancy.directory.tenants:
+        if tenant.tenant_id == TenantId(tenant_id):
+            return tenant
+    raise RouteNotFoundError(f"There is no tenant {tenant_id[:64]!r}.")

@@ -1,0 +1,175 @@
+"""A circuit breaker: what keeps failing is left alone for a while, then tried with one request before it is trusted again.
+
+One core for two uses: a worker whose legs keep failing gets no new ones (`router.routing.view`), and a tenant whose
+requests keep breaking workers is slowed (`router.tenants.suspects`).
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.errors import InvariantError
+
+
+class Circuit(Enum):
+    """Where a breaker stands."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerPolicy:
+    """When to open and for how long.
+
+    Attributes:
+        min_failures: Fewer recent failures never open it.
+        failure_share: Nor does a smaller share of the recent outcomes.
+        half_life_s: An outcome counts half after this long.
+        pause_s: How long it stays open the first time; doubles each time a trial fails.
+        max_pause_s: Longest such time. Closed for as long as this, all is forgiven.
+        trial_timeout_s: A trial without an outcome counts as none after this long, and another may begin.
+    """
+
+    min_failures: float = 3.0
+    failure_share: float = 0.5
+    half_life_s: float = 30.0
+    pause_s: float = 5.0
+    max_pause_s: float = 60.0
+    trial_timeout_s: float = 60.0
+
+
+class Outcomes:
+    """Counts of what went well and what failed, in which the past fades.
+
+    Args:
+        half_life_s: An outcome counts half after this long.
+
+    Attributes:
+        failures: Recent failures.
+        total: Recent outcomes.
+    """
+
+    __slots__ = ("_counted_s", "_half_life_s", "failures", "total")
+
+    def __init__(self, half_life_s: float) -> None:
+        self.failures = 0.0
+        self.total = 0.0
+        self._half_life_s = half_life_s
+        self._counted_s = 0.0
+
+    @property
+    def share(self) -> float:
+        """The part that failed; 0 of nothing."""
+        return self.failures / self.total if self.total else 0.0
+
+    def add(self, now_s: float, *, failed: bool) -> None:
+        """One outcome."""
+        fading = 0.5 ** (max(0.0, now_s - self._counted_s) / self._half_life_s)
+        self.failures = self.failures * fading + failed
+        self.total = self.total * fading + 1
+        self._counted_s = now_s
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self.failures = self.total = 0.0
+
+
+class Breaker:
+    """The state of one circuit.
+
+    Pure: time comes in as `now_s`. Asking changes nothing; what happened is told by `started`, `succeeded`, `failed` and
+    `abandoned`. Outcomes that come while it is open belong to what began before, and change nothing.
+    """
+
+    def __init__(self, policy: BreakerPolicy | None = None) -> None:
+        self._policy = policy or BreakerPolicy()
+        self._recent = Outcomes(self._policy.half_life_s)
+        self._opened = False
+        self._until_s = 0.0
+        self._pause_s = self._policy.pause_s
+        self._trial_s: float | None = None
+        self._closed_s = float("-inf")
+
+    def circuit(self, now_s: float) -> Circuit:
+        """Where it stands."""
+        if not self._opened:
+            return Circuit.CLOSED
+        return Circuit.OPEN if now_s < self._until_s else Circuit.HALF_OPEN
+
+    def allows(self, now_s: float) -> bool:
+        """Whether something may begin: anything while closed, one trial at a time while half open."""
+        match self.circuit(now_s):
+            case Circuit.CLOSED:
+                return True
+            case Circuit.OPEN:
+                return False
+            case Circuit.HALF_OPEN:
+                return not self._on_trial(now_s)
+
+    def wait_s(self, now_s: float) -> float:
+        """How long until it may be worth asking again; 0 if it allows something now."""
+        if self.allows(now_s):
+            return 0.0
+        if now_s < self._until_s:
+            return self._until_s - now_s
+        assert self._trial_s is not None, "half open and not allowing: a trial is under way"
+        return self._trial_s + self._policy.trial_timeout_s - now_s
+
+    def started(self, now_s: float) -> None:
+        """Something began; while half open it is the trial."""
+        if self.circuit(now_s) is Circuit.HALF_OPEN:
+            self._trial_s = now_s
+
+    def abandoned(self, now_s: float) -> None:
+        """Something ended without saying anything about health, as when a client leaves."""
+        if self.circuit(now_s) is Circuit.HALF_OPEN:
+            self._trial_s = None
+
+    def succeeded(self, now_s: float) -> None:
+        """Something went well."""
+        match self.circuit(now_s):
+            case Circuit.CLOSED:
+                self._recent.add(now_s, failed=False)
+            case Circuit.HALF_OPEN:
+                self._opened, self._trial_s = False, None
+                self._recent.clear()
+                self._closed_s = now_s
+
+    def failed(self, now_s: float) -> None:
+        """Something failed."""
+        match self.circuit(now_s):
+            case Circuit.CLOSED:
+                self._recent.add(now_s, failed=True)
+                if self._too_many():
+                    forgiven = now_s - self._closed_s >= self._policy.max_pause_s
+                    self._open(now_s, self._policy.pause_s if forgiven else self._longer())
+            case Circuit.HALF_OPEN:
+                self._open(now_s, self._longer())
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` when the counts or times make no sense."""
+        policy = self._policy
+        recent = self._recent
+        if not 0 <= recent.failures <= recent.total + 1e-9:
+            raise InvariantError(f"{recent.failures} failures of {recent.total} outcomes")
+        if not policy.pause_s <= self._pause_s <= policy.max_pause_s:
+            raise InvariantError(f"a pause of {self._pause_s} s")
+        if self._trial_s is not None and not self._opened:
+            raise InvariantError("a trial of a closed circuit")
+
+    def _on_trial(self, now_s: float) -> bool:
+        return self._trial_s is not None and now_s - self._trial_s < self._policy.trial_timeout_s
+
+    def _too_many(self) -> bool:
+        # Half a failure less, because those that count have faded a little since they happened.
+        enough = self._recent.failures > self._policy.min_failures - 0.5
+        return enough and self._recent.share >= self._policy.failure_share
+
+    def _longer(self) -> float:
+        return min(2 * self._pause_s, self._policy.max_pause_s)
+
+    def _open(self, now_s: float, pause_s: float) -> None:
+        self._opened, self._trial_s = True, None
+        self._pause_s = pause_s
+        self._until_s = now_s + pause_s

@@ -1,0 +1,1 @@
+"""The operator's own checks of what is asked and answered; off unless configured."""

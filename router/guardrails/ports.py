@@ -1,0 +1,62 @@
+"""What an operator's guardrail implements. Two small protocols: one for what is asked, one for what is answered.
+
+A guardrail is named in the operator's configuration only (`router.guardrails`), by an entry point of the group
+`baton.guardrails` or as `package.module:attribute`; the attribute is called without arguments, once, at start. It runs on
+the router's event loop: what takes long belongs behind an `await`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardedText:
+    """One text of a request: a message, or a prompt (whose role is `prompt`)."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is asked, by whom, of which model."""
+
+    tenant_id: str
+    model: str
+    texts: tuple[GuardedText, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Nothing to object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replace:
+    """It goes on with these texts instead, one for each, in order."""
+
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """It ends here; the message is shown to the client."""
+
+    message: str
+
+
+class OutputGuard(Protocol):
+    """Watches one choice of one reply, from its first piece to its last."""
+
+    async def piece(self, text: str, *, last: bool) -> str | Refuse:
+        """What of the text so far may be shown now. What is held back must come with a later piece, or with the last."""
+
+
+class Guardrail(Protocol):
+    """One check."""
+
+    async def check_input(self, ask: Ask) -> Pass | Replace | Refuse:
+        """Looks at what is asked, before it is tokenized."""
+
+    def watch_output(self, ask: Ask) -> OutputGuard | None:
+        """What watches one choice of the answer; None if nothing needs to."""

@@ -1,0 +1,142 @@
+"""Shared limits that never cost an outage: where Redis gives no answer, each router gives out its part of every limit.
+
+Known routers are those that Redis last knew of, and at least as many as configured. While degraded the sum over all of
+them stays within the limits as long as that number is right; a concurrency cap below it lets each have one.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+from baton.clock import Clock
+from baton.errors import UnavailableError
+from baton.telemetry.logs import get_logger
+from router.breaker import Breaker, BreakerPolicy
+from router.limits.local import LocalLimiter
+from router.limits.metrics import LimitMetrics
+from router.limits.ports import Granted, GrantId, Refused, Usage
+from router.limits.shared import RedisLimiter
+from router.tenants.tenant import Tenant
+
+_ASK_AGAIN = BreakerPolicy(
+    min_failures=1, failure_share=0.0, pause_s=1.0, max_pause_s=5.0, trial_timeout_s=5.0
+)
+_RENEWALS_PER_LEASE = 3
+_Answer = TypeVar("_Answer")
+_log = get_logger(__name__)
+
+
+class DegradingLimiter:
+    """A `Limiter` that asks Redis, and this router's own counts when there is no answer.
+
+    Args:
+        shared: On Redis.
+        clock: Of this router's own counts.
+        router_id: Tells this router from the others.
+        routers: How many there are at least.
+        lease_s: Of what is held in Redis.
+        metrics: Counts what was decided alone.
+    """
+
+    def __init__(
+        self,
+        shared: RedisLimiter,
+        *,
+        clock: Clock,
+        router_id: str,
+        routers: int,
+        lease_s: float,
+        metrics: LimitMetrics,
+    ) -> None:
+        self._shared = shared
+        self._local = LocalLimiter(clock, share=1 / routers)
+        self._clock = clock
+        self._router_id = router_id
+        self._least_routers = routers
+        self._pause_s = lease_s / _RENEWALS_PER_LEASE
+        self._metrics = metrics
+        self._breaker = Breaker(_ASK_AGAIN)
+        self._held: dict[Tenant, set[GrantId]] = {}
+
+    @property
+    def degraded(self) -> bool:
+        """Whether this router decides alone."""
+        return not self._breaker.allows(self._clock.now_s())
+
+    async def enter(self, tenant: Tenant, grant: GrantId) -> Granted | Refused:
+        """See `Limiter`."""
+        if tenant.limits.unlimited:
+            return await self._local.enter(tenant, grant)
+        decision = await self._ask(lambda: self._shared.enter(tenant, grant))
+        if decision is None:
+            self._metrics.decided_alone()
+            decision = await self._local.enter(tenant, grant)
+        elif isinstance(decision, Granted):
+            self._local.ledger.hold(tenant, grant)
+        if isinstance(decision, Granted):
+            self._held.setdefault(tenant, set()).add(grant)
+        return decision
+
+    async def charge(self, tenant: Tenant, grant: GrantId, tokens: int) -> Granted | Refused:
+        """See `Limiter`."""
+        if tenant.limits.tokens_per_minute is None:
+            return await self._local.charge(tenant, grant, tokens)
+        decision = await self._ask(lambda: self._shared.charge(tenant, grant, tokens))
+        if decision is None:
+            self._metrics.decided_alone()
+            return await self._local.charge(tenant, grant, tokens)
+        return decision
+
+    async def leave(self, tenant: Tenant, grant: GrantId, used_tokens: int) -> None:
+        """See `Limiter`."""
+        await self._local.leave(tenant, grant, used_tokens)
+        held = self._held.get(tenant)
+        if held is None or grant not in held:
+            return
+        held.remove(grant)
+        if not held:
+            del self._held[tenant]
+        await self._ask(lambda: self._shared.leave(tenant, grant, used_tokens))
+
+    async def usage(self, tenant: Tenant) -> Usage:
+        """See `Limiter`."""
+        usage = await self._ask(lambda: self._shared.usage(tenant))
+        return await self._local.usage(tenant) if usage is None else usage
+
+    async def run(self) -> None:
+        """Renews what this router holds in Redis and counts the routers, until cancelled."""
+        try:
+            while True:
+                await self.renew()
+                await asyncio.sleep(self._pause_s)
+        finally:
+            await self._ask(lambda: self._shared.count_routers(self._router_id, leaving=True))
+
+    async def renew(self) -> None:
+        """One round of `run`."""
+        routers = await self._ask(lambda: self._shared.count_routers(self._router_id))
+        if routers is not None:
+            self._local.ledger.share = 1 / max(routers, self._least_routers)
+        for tenant, grants in list(self._held.items()):
+            await self._ask(partial(self._shared.renew, tenant, tuple(grants)))
+
+    async def _ask(self, question: Callable[[], Awaitable[_Answer]]) -> _Answer | None:
+        """Redis' answer, or None. After a fault it is left alone for a moment."""
+        now_s = self._clock.now_s()
+        if not self._breaker.allows(now_s):
+            return None
+        self._breaker.started(now_s)
+        try:
+            answer = await question()
+        except UnavailableError as error:
+            self._breaker.failed(self._clock.now_s())
+            self._metrics.degraded(True)
+            _log.warning("limits are this router's own for now", why=error.message)
+            return None
+        except BaseException:
+            self._breaker.abandoned(self._clock.now_s())
+            raise
+        self._breaker.succeeded(self._clock.now_s())
+        self._metrics.degraded(False)
+        return answer

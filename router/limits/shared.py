@@ -1,0 +1,119 @@
+"""Limits that hold over all routers: the counts lie in Redis, one script per step (`limits.lua`).
+
+Every request in flight has a lease there, renewed while its router lives; those of a router that died run out. Buckets
+that nobody uses go by themselves.
+"""
+
+from collections.abc import Iterable
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from router.limits.bucket import BucketSize
+from router.limits.ledger import CONCURRENCY_RETRY_S
+from router.limits.ports import Granted, GrantId, Level, Levels, LimitKind, Refused, Usage
+from router.redis_link import asked
+from router.tenants.tenant import Limits, Tenant, TenantId
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+_NO_GRANT = GrantId("")
+
+
+class RedisLimiter:
+    """A `Limiter` on Redis. Every method raises `UnavailableError` when Redis gives no answer.
+
+    Args:
+        redis: Where the counts lie.
+        prefix: Of all keys; clusters that share a Redis need different ones.
+        lease_s: How long a request stays counted after its router was last heard of.
+    """
+
+    def __init__(self, redis: "Redis", *, prefix: str, lease_s: float) -> None:
+        self._prefix = prefix
+        self._lease_ms = round(lease_s * 1000)
+        self._limits = redis.register_script(_script("limits.lua"))
+        self._routers = redis.register_script(_script("routers.lua"))
+        self._charged: dict[GrantId, int] = {}
+
+    async def enter(self, tenant: Tenant, grant: GrantId) -> Granted | Refused:
+        """See `Limiter`."""
+        decision, _ = await self._run("enter", tenant, grant, 1)
+        return decision
+
+    async def charge(self, tenant: Tenant, grant: GrantId, tokens: int) -> Granted | Refused:
+        """See `Limiter`."""
+        decision, _ = await self._run("charge", tenant, grant, tokens)
+        if isinstance(decision, Granted):
+            self._charged[grant] = self._charged.get(grant, 0) + tokens
+        return decision
+
+    async def leave(self, tenant: Tenant, grant: GrantId, used_tokens: int) -> None:
+        """See `Limiter`."""
+        charged = self._charged.pop(grant, 0)
+        await self._run("leave", tenant, grant, charged - used_tokens)
+
+    async def usage(self, tenant: Tenant) -> Usage:
+        """See `Limiter`."""
+        decision, in_flight = await self._run("usage", tenant, _NO_GRANT, 0)
+        return Usage(in_flight=in_flight, levels=decision.levels)
+
+    async def renew(self, tenant: Tenant, grants: Iterable[GrantId]) -> None:
+        """Keeps requests counted for another lease; also those that Redis has forgotten."""
+        await self._run("renew", tenant, _NO_GRANT, 0, grants)
+
+    async def count_routers(self, router_id: str, *, leaving: bool = False) -> int:
+        """Says that this router is here, or leaves, and how many there are."""
+        lease_ms = 0 if leaving else self._lease_ms
+        keys = [f"{self._prefix}:routers"]
+        return int(await asked(self._routers(keys=keys, args=[router_id, lease_ms])))
+
+    async def _run(
+        self,
+        what: str,
+        tenant: Tenant,
+        grant: GrantId,
+        amount: int,
+        grants: Iterable[GrantId] = (),
+    ) -> tuple[Granted | Refused, int]:
+        requests, tokens = _sizes(tenant.limits)
+        most = tenant.limits.max_concurrency
+        arguments: list[str | float] = [what, grant, amount, self._lease_ms]
+        arguments += [*_numbers(requests), *_numbers(tokens), -1 if most is None else most, *grants]
+        reply = await asked(self._limits(keys=self._keys(tenant.tenant_id), args=arguments))
+        granted, kind, wait_ms, request_level, token_level, in_flight = reply
+        levels = Levels(
+            requests=_level(requests, float(request_level)),
+            tokens=_level(tokens, float(token_level)),
+        )
+        if granted:
+            return Granted(levels=levels), in_flight
+        wait_s = CONCURRENCY_RETRY_S if kind == "concurrency" else float(wait_ms) / 1000
+        return Refused(kind=LimitKind(kind), retry_after_s=wait_s, levels=levels), in_flight
+
+    def _keys(self, tenant_id: TenantId) -> list[str]:
+        """Both with the tenant as their hash tag, so that a Redis cluster keeps them in one place."""
+        return [f"{self._prefix}:{{{tenant_id}}}:{part}" for part in ("buckets", "in_flight")]
+
+
+def _script(name: str) -> str:
+    return (resources.files("router.limits") / name).read_text(encoding="utf-8")
+
+
+def _sizes(limits: Limits) -> tuple[BucketSize | None, BucketSize | None]:
+    return (
+        BucketSize.of(limits.requests_per_minute, limits.request_burst, 1.0),
+        BucketSize.of(limits.tokens_per_minute, limits.token_burst, 1.0),
+    )
+
+
+def _numbers(size: BucketSize | None) -> tuple[float, float]:
+    """Capacity and rate per millisecond, as the script takes them."""
+    return (-1, 0) if size is None else (size.capacity, size.rate_per_s / 1000)
+
+
+def _level(size: BucketSize | None, remaining: float) -> Level | None:
+    if size is None:
+        return None
+    reset_s = (size.capacity - remaining) / size.rate_per_s
+    return Level(limit=size.capacity, remaining=remaining, reset_s=reset_s)

@@ -1,0 +1,65 @@
+"""The one place where routers open Redis, which is optional: limits and tenants that several routers share.
+
+Redis is asked on the way of requests, so it is asked not for long, and again only where the connection was lost, as when
+it was restarted: whoever asks has an answer of its own for when there is none. Needs the `redis` extra.
+"""
+
+import importlib
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from baton.errors import ConfigError, UnavailableError
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+_Reply = TypeVar("_Reply")
+
+
+def open_redis(url: str, timeout_s: float) -> "Redis":
+    """A client that connects when it is first asked, and after a fault again.
+
+    Args:
+        url: `redis://`, `rediss://` (TLS) or `unix://`, with user and password if there are.
+        timeout_s: How long to wait for a connection, and for a reply.
+
+    Raises:
+        ConfigError: redis-py is not installed, or the URL is none of these.
+    """
+    try:
+        library: Any = importlib.import_module("redis.asyncio")
+    except ImportError as error:
+        raise ConfigError(
+            "sharing through Redis needs: pip install 'baton-serve[redis]'"
+        ) from error
+    retry = importlib.import_module("redis.asyncio.retry")
+    backoff = importlib.import_module("redis.backoff")
+    lost = importlib.import_module("redis.exceptions").ConnectionError
+    try:
+        client: Redis = library.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=retry.Retry(backoff.NoBackoff(), 1, supported_errors=(lost,)),
+            decode_responses=True,
+        )
+    except ValueError:
+        # The URL may hold a password, and so may the text of the error.
+        raise ConfigError(
+            "tenants.redis_url: must begin with redis://, rediss:// or unix://",
+            param="tenants.redis_url",
+        ) from None
+    return client
+
+
+async def asked(reply: Awaitable[_Reply]) -> _Reply:
+    """The reply.
+
+    Raises:
+        UnavailableError: There is none: Redis is away, slow, or refuses.
+    """
+    faults = importlib.import_module("redis.exceptions")
+    try:
+        return await reply
+    except (faults.RedisError, OSError, TimeoutError) as error:
+        raise UnavailableError(f"Redis gave no answer: {type(error).__name__}") from error

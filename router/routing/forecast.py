@@ -1,0 +1,200 @@
+"""What a worker will take for its work: coefficients learned from what it took, and what the router has queued there.
+
+Every `WorkerView` has a `Forecast`. Measurements come with the messages of legs (`router.progress`) and with load
+reports; the policy `predictive` reads the flat numbers, which are there so that pricing a worker takes a few
+multiplications.
+"""
+
+from baton.errors import InvariantError
+from baton.ids import LegId
+from router.routing.bandwidth import Link
+from router.routing.fetch import NO_POOL, PoolLink
+from router.routing.fit import Fit
+
+_PREFILL_PRIOR = (0.005, 1e-4, 1e-9)
+"""Per prompt; per token computed; per pair of a computed token and one that it attends to."""
+
+_STEP_PRIOR = (0.01, 5e-5, 1e-7)
+"""Per step; per sequence; per token of context."""
+
+_STEP_INTERVAL_S = 0.25
+"""A worker takes many steps per second and says the same with each."""
+
+
+class Fleet:
+    """What all workers have in common: where a new one's coefficients begin, and what is known of links not used yet."""
+
+    def __init__(self) -> None:
+        self.prefill = Fit(_PREFILL_PRIOR)
+        self.step = Fit(_STEP_PRIOR)
+        self.link = Link()
+        self._members: dict[Forecast, None] = {}
+
+    def newcomer(self) -> "Forecast":
+        """The forecast for a worker that nobody has measured."""
+        forecast = Forecast(self)
+        self._members[forecast] = None
+        return forecast
+
+    def prefilled(self, features: tuple[float, ...], seconds: float) -> None:
+        """Somebody computed a prompt."""
+        self.prefill.measure(features, seconds)
+        for forecast in self._members:
+            forecast.follow()
+
+    def stepped(self, features: tuple[float, ...], seconds: float) -> None:
+        """Somebody took a step that only decoded."""
+        self.step.measure(features, seconds)
+        for forecast in self._members:
+            forecast.follow()
+
+    def dismiss(self, forecast: "Forecast") -> None:
+        """Its worker is gone."""
+        self._members.pop(forecast, None)
+
+
+class Forecast:
+    """One worker's. The public numbers are for reading.
+
+    Attributes:
+        prompt_s: Fixed seconds per prompt.
+        token_s: Seconds per token computed.
+        attention_s: Seconds per pair of a computed token and one that it attends to.
+        step_s: Fixed seconds per decode step.
+        sequence_s: Seconds per sequence in a step.
+        context_s: Seconds per token of context in a step.
+        ready_s: When this router's prompts there should be computed; the past when none is.
+        behind_s: Seconds of work behind the prompt that is being computed: the queue is never shorter than that.
+        pool: How it fetches from a pool.
+
+    Args:
+        fleet: Of which it is a part.
+    """
+
+    __slots__ = (
+        "_backlog", "_backlog_s", "_fleet", "_links", "_prefill", "_since_s", "_step", "_stepped_s",
+        "attention_s", "behind_s", "context_s", "pool", "prompt_s", "ready_s", "sequence_s", "step_s",
+        "token_s",
+    )  # fmt: skip
+
+    def __init__(self, fleet: Fleet | None = None) -> None:
+        self._fleet = fleet or Fleet()
+        self._prefill: Fit | None = None
+        self._step: Fit | None = None
+        self._links: dict[int, Link] = {}
+        self._backlog: dict[LegId, float] = {}
+        self._backlog_s = 0.0
+        self._since_s = 0.0
+        self._stepped_s = float("-inf")
+        self.ready_s = float("-inf")
+        self.behind_s = 0.0
+        self.pool: PoolLink = NO_POOL
+        self.follow()
+
+    @property
+    def knows_prefill(self) -> bool:
+        """Whether anybody has computed a prompt."""
+        return self._prefill is not None or self._fleet.prefill.taught
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether anybody has taken a step that only decoded."""
+        return self._step is not None or self._fleet.step.taught
+
+    def prefill_s(self, uncached: int, cached: int) -> float:
+        """Seconds from the first chunk to the first token: `uncached` tokens computed after `cached` ones."""
+        pairs = uncached * (cached + 0.5 * uncached)
+        return self.prompt_s + self.token_s * uncached + self.attention_s * pairs
+
+    def tbt_s(self, sequences: int, context_tokens: int) -> float:
+        """Seconds of a decode step."""
+        return self.step_s + self.sequence_s * sequences + self.context_s * context_tokens
+
+    def queue_s(self, now_s: float) -> float:
+        """Seconds until this router's prompts there are computed."""
+        return max(self.ready_s - now_s, self.behind_s)
+
+    def link_to(self, slot: int) -> Link:
+        """The link to the worker with that slot; what is known of all links, until one of it has been used."""
+        return self._links.get(slot, self._fleet.link)
+
+    def queued(self, leg_id: LegId, seconds: float, now_s: float) -> None:
+        """A prompt was sent there that should take `seconds`."""
+        if not self._backlog:
+            self._since_s = now_s
+        self._backlog[leg_id] = seconds
+        self._backlog_s += seconds
+        self._plan()
+
+    def left(self, leg_id: LegId, now_s: float | None = None) -> None:
+        """It is computed, or will not be; nothing if that was known. With `now_s`, what came after it begins now."""
+        seconds = self._backlog.get(leg_id)
+        if seconds is None:
+            return
+        if now_s is not None and next(iter(self._backlog)) == leg_id:
+            self._since_s = now_s
+        del self._backlog[leg_id]
+        self._backlog_s = self._backlog_s - seconds if self._backlog else 0.0
+        self._plan()
+
+    def prefilled(self, uncached: int, cached: int, seconds: float) -> None:
+        """A prompt was computed there."""
+        features = (1.0, float(uncached), uncached * (cached + 0.5 * uncached))
+        if self._prefill is None:
+            self._prefill = Fit(_positive(self._fleet.prefill, _PREFILL_PRIOR))
+        self._prefill.measure(features, seconds)
+        self.prompt_s, self.token_s, self.attention_s = self._prefill.coefficients
+        self._fleet.prefilled(features, seconds)
+
+    def stepped(self, sequences: int, context_tokens: int, seconds: float, now_s: float) -> None:
+        """A step that only decoded was taken there. Looked at a few times per second."""
+        if now_s - self._stepped_s < _STEP_INTERVAL_S:
+            return
+        self._stepped_s = now_s
+        features = (1.0, float(sequences), float(context_tokens))
+        if self._step is None:
+            self._step = Fit(_positive(self._fleet.step, _STEP_PRIOR))
+        self._step.measure(features, seconds)
+        self.step_s, self.sequence_s, self.context_s = self._step.coefficients
+        self._fleet.stepped(features, seconds)
+
+    def follow(self) -> None:
+        """What has not been measured here is as it is elsewhere."""
+        if self._prefill is None:
+            self.prompt_s, self.token_s, self.attention_s = self._fleet.prefill.coefficients
+        if self._step is None:
+            self.step_s, self.sequence_s, self.context_s = self._fleet.step.coefficients
+
+    def retire(self) -> None:
+        """Its worker is gone."""
+        self._fleet.dismiss(self)
+
+    def handed_off(self, slot: int, size_bytes: int, window_s: float, unhidden_s: float) -> None:
+        """KV went from here to the worker with that slot; see `Link.handed_off`."""
+        if slot not in self._links:
+            self._links[slot] = Link(self._fleet.link)
+        self._links[slot].handed_off(size_bytes, window_s, unhidden_s)
+        self._fleet.link.handed_off(size_bytes, window_s, unhidden_s)
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` when a coefficient is out of bounds or the backlog does not add up."""
+        for fit in (self._prefill, self._step):
+            if fit is not None:
+                fit.check_integrity()
+        for link in self._links.values():
+            link.check_integrity()
+        if abs(sum(self._backlog.values()) - self._backlog_s) > 1e-6 * (1.0 + self._backlog_s):
+            raise InvariantError(f"backlog of {self._backlog_s} s for {self._backlog}")
+
+    def _plan(self) -> None:
+        if not self._backlog:
+            self.ready_s, self.behind_s = float("-inf"), 0.0
+            return
+        self.ready_s = self._since_s + self._backlog_s
+        self.behind_s = max(0.0, self._backlog_s - next(iter(self._backlog.values())))
+
+
+def _positive(learned: Fit, prior: tuple[float, ...]) -> tuple[float, ...]:
+    """A prior from coefficients some of which may have been found to be nothing."""
+    pairs = zip(learned.coefficients, prior, strict=True)
+    return tuple(max(coefficient, 1e-3 * least) for coefficient, least in pairs)

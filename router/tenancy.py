@@ -1,0 +1,178 @@
+"""Everything that stands between a client and the endpoints: tenants, limits, guardrails, audit. Put together here.
+
+`simple` is what a router has without any of it: the keys of its configuration and no limits. `open_tenancy` is what the
+router process runs with; it looks after reloads and leases in the background.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+
+from baton.clock import Clock, MonotonicClock
+from baton.config.schema import BatonConfig, TenantsConfig
+from baton.errors import UnavailableError
+from baton.telemetry.logs import get_logger
+from router.audit import AuditLog
+from router.guardrails.chain import GuardChain
+from router.guardrails.load import load_guardrails
+from router.limits.degrading import DegradingLimiter
+from router.limits.local import LocalLimiter
+from router.limits.metrics import LimitMetrics
+from router.limits.ports import Limiter
+from router.limits.shared import RedisLimiter
+from router.redis_link import open_redis
+from router.tenants.directory import TenantDirectory
+from router.tenants.reload import ReloadMetrics, TenantReloader
+from router.tenants.sources import FileSource, RedisSource, TenantSource
+from router.tenants.suspects import Suspects
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenancy:
+    """The parts.
+
+    Attributes:
+        directory: Knows the tenants.
+        limiter: Keeps their counts.
+        clock: Of limits and circuits.
+        suspects: Knows whose requests break workers.
+        guards: The operator's checks.
+        audit: Where requests are recorded, if they are.
+        keep_content: Whether every tenant's content is recorded.
+        reloader: Follows the tenants document, if there is one.
+    """
+
+    directory: TenantDirectory
+    limiter: Limiter
+    clock: Clock
+    suspects: Suspects = field(default_factory=Suspects)
+    guards: GuardChain = field(default_factory=GuardChain)
+    audit: AuditLog | None = None
+    keep_content: bool = False
+    reloader: TenantReloader | None = None
+
+
+def simple(api_keys: Sequence[str], clock: Clock) -> Tenancy:
+    """One anonymous tenant without limits; whoever has one of the keys, or everybody if there is none."""
+    return Tenancy(directory=TenantDirectory(api_keys), limiter=LocalLimiter(clock), clock=clock)
+
+
+@asynccontextmanager
+async def open_tenancy(config: BatonConfig, registry: CollectorRegistry) -> AsyncIterator[Tenancy]:
+    """All that the configuration asks for, at work inside.
+
+    Raises:
+        ConfigError: The tenants document, a guardrail or the URL of Redis is wrong, or an extra is not installed.
+    """
+    clock = MonotonicClock()
+    described = bool(config.tenants.file) or config.tenants.source == "redis"
+    directory = TenantDirectory(config.router.api_keys, described=described)
+    async with AsyncExitStack() as stack:
+        redis = await _redis(config.tenants, stack)
+        limiter = await _limiter(config.tenants, redis, clock, registry, stack)
+        reloader = await _reloader(config, redis, directory, registry, stack)
+        audit = None
+        if config.audit.file:
+            audit = AuditLog(Path(config.audit.file), registry)
+            stack.push_async_callback(asyncio.to_thread, audit.close)
+        yield Tenancy(
+            directory=directory,
+            limiter=limiter,
+            clock=clock,
+            guards=GuardChain(load_guardrails(config.router.guardrails)),
+            audit=audit,
+            keep_content=config.audit.content,
+            reloader=reloader,
+        )
+
+
+@asynccontextmanager
+async def _running(work: Coroutine[None, None, None], name: str) -> AsyncIterator[None]:
+    """Does `work` in the background while inside."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_report)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("background work died", cause=task.exception(), work=task.get_name())
+
+
+async def _redis(config: TenantsConfig, stack: AsyncExitStack) -> "Redis | None":
+    if not config.redis_url:
+        return None
+    redis = open_redis(config.redis_url, config.redis_timeout_s)
+    stack.push_async_callback(redis.aclose)
+    return redis
+
+
+async def _limiter(
+    config: TenantsConfig,
+    redis: "Redis | None",
+    clock: Clock,
+    registry: CollectorRegistry,
+    stack: AsyncExitStack,
+) -> Limiter:
+    if redis is None:
+        return LocalLimiter(clock, share=1 / config.routers)
+    shared = RedisLimiter(redis, prefix=config.redis_prefix, lease_s=config.lease_s)
+    limiter = DegradingLimiter(
+        shared,
+        clock=clock,
+        router_id=secrets.token_hex(8),
+        routers=config.routers,
+        lease_s=config.lease_s,
+        metrics=LimitMetrics(registry),
+    )
+    await limiter.renew()
+    await stack.enter_async_context(_running(limiter.run(), "limits"))
+    return limiter
+
+
+async def _reloader(
+    config: BatonConfig,
+    redis: "Redis | None",
+    directory: TenantDirectory,
+    registry: CollectorRegistry,
+    stack: AsyncExitStack,
+) -> TenantReloader | None:
+    source = _source(config.tenants, redis)
+    if source is None:
+        return None
+    reloader = TenantReloader(
+        source,
+        directory,
+        ReloadMetrics(registry),
+        pause_s=config.tenants.reload_s,
+        slo_classes=config.router.slo_classes,
+    )
+    try:
+        await reloader.load()
+    except UnavailableError as error:
+        # Nobody but the holders of plain keys comes in until Redis is there.
+        _log.error("no tenants yet: they are in Redis", why=error.message)
+    await stack.enter_async_context(_running(reloader.run(), "tenants"))
+    return reloader
+
+
+def _source(config: TenantsConfig, redis: "Redis | None") -> TenantSource | None:
+    if config.source == "redis":
+        assert redis is not None, "checked with the configuration"
+        return RedisSource(redis, config.redis_prefix)
+    return FileSource(Path(config.file)) if config.file else None

@@ -1,0 +1,77 @@
+"""Tenants whose requests keep breaking workers are slowed: everybody else pays for each worker that starts again.
+
+Only what a worker died or failed of counts, not what a client did wrong; and only while others fare clearly better, for
+when everybody's requests fail it is the cluster's fault.
+"""
+
+from baton.errors import BatonError, EngineError, WorkerLostError
+from router.breaker import Breaker, BreakerPolicy, Circuit, Outcomes
+from router.tenants.tenant import TenantId
+
+TENANT_POLICY = BreakerPolicy(min_failures=5, failure_share=0.5, half_life_s=60.0)
+_TIMES_WORSE = 2.0
+
+
+def breaks_workers(error: BatonError) -> bool:
+    """Whether a request that ended in `error` may be what its workers failed of."""
+    return isinstance(error, WorkerLostError | EngineError)
+
+
+class Suspects:
+    """The circuit of each tenant.
+
+    Pure: time comes in as `now_s`. Every `started` is followed by exactly one `finished`.
+
+    Args:
+        policy: When a tenant is slowed, and for how long.
+    """
+
+    def __init__(self, policy: BreakerPolicy = TENANT_POLICY) -> None:
+        self._policy = policy
+        self._everybody = Outcomes(policy.half_life_s)
+        self._tenants: dict[TenantId, tuple[Breaker, Outcomes]] = {}
+
+    def wait_s(self, tenant_id: TenantId, now_s: float) -> float:
+        """How long this tenant has to wait before it may try again; 0 for all but a few."""
+        known = self._tenants.get(tenant_id)
+        return 0.0 if known is None else known[0].wait_s(now_s)
+
+    def circuit(self, tenant_id: TenantId, now_s: float) -> Circuit:
+        """Where its circuit stands."""
+        known = self._tenants.get(tenant_id)
+        return Circuit.CLOSED if known is None else known[0].circuit(now_s)
+
+    def started(self, tenant_id: TenantId, now_s: float) -> None:
+        """A request of this tenant was let in."""
+        if (known := self._tenants.get(tenant_id)) is not None:
+            known[0].started(now_s)
+
+    def finished(self, tenant_id: TenantId, error: BatonError | None, now_s: float) -> None:
+        """It ended: well, or with an error that may say something of it."""
+        failed = error is not None and breaks_workers(error)
+        self._everybody.add(now_s, failed=failed)
+        if tenant_id not in self._tenants and not failed:
+            return
+        breaker, outcomes = self._tenants.setdefault(
+            tenant_id, (Breaker(self._policy), Outcomes(self._policy.half_life_s))
+        )
+        outcomes.add(now_s, failed=failed)
+        if error is None:
+            breaker.succeeded(now_s)
+        elif failed and self._stands_out(outcomes):
+            breaker.failed(now_s)
+        else:
+            breaker.abandoned(now_s)
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` when a circuit is in no possible state."""
+        for breaker, _ in self._tenants.values():
+            breaker.check_integrity()
+
+    def _stands_out(self, outcomes: Outcomes) -> bool:
+        """Whether the others' requests fail clearly less often; also when there are no others."""
+        others = self._everybody.total - outcomes.total
+        if others < 1:
+            return True
+        others_failed = max(0.0, self._everybody.failures - outcomes.failures)
+        return outcomes.share > _TIMES_WORSE * others_failed / others
