@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import numpy as np
 import psutil
+import tokenizers
 from prometheus_client import CollectorRegistry
 
 from baton.blocks import BlockReport, joined
@@ -42,6 +43,7 @@ from router.events import (
     ClientGone,
     SendAction,
     SendExpect,
+    SendGenerate,
     SendPrefill,
     Submitted,
     WorkerJoined,
@@ -86,7 +88,7 @@ class _Measured(Placement):
     def choose(self, job, prompt, avoid, now_s):  # type: ignore[no-untyped-def]
         """See Placement."""
         for worker in self._view.workers:
-            self._keys(job, worker.layout_group, worker.hello.layout)
+            self._chain(job, worker.layout_group, worker.hello.layout)
             break
         begun_s = time.thread_time()
         chosen = super().choose(job, prompt, avoid, now_s)
@@ -159,7 +161,7 @@ class _Router:
             model_names=("bench",),
             created_s=0,
             generator=FakeGenerator(),
-            tokenizer=Tokenizer.load(Path(str(resources.files("engine.demo") / "model"))),
+            tokenizer=_tokenizer(),
             defaults=SamplingDefaults(),
             metrics=RouterMetrics(CollectorRegistry(), "bench"),
             max_body_bytes=config.max_body_bytes,
@@ -209,10 +211,26 @@ class _Router:
         self.dispatcher.handle(ClientGone(request_id=job.request_id), time.monotonic())
 
 
+def _tokenizer() -> Tokenizer:
+    """Any will do: prompts come as token ids. Not by `load`, which is slow."""
+    file = resources.files("engine.demo") / "model" / "tokenizer.json"
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), _NoChats())
+
+
+class _NoChats:
+    """A renderer that nobody asks."""
+
+    chat_template = None
+
+    def apply_chat_template(self, conversation: object, **options: object) -> str:
+        """Not here."""
+        raise NotImplementedError
+
+
 def _command(action: SendAction) -> bytes:
     if isinstance(action, SendPrefill):
         return prefill_command(action).SerializeToString()
-    if isinstance(action, SendExpect):
+    if isinstance(action, SendExpect | SendGenerate):
         return decode_command(action).SerializeToString()
     raise RuntimeError(f"not how a request begins: {action}")
 
@@ -246,9 +264,10 @@ class _Texts:
 def _fill(workers: list[_Worker], texts: _Texts, blocks: int, rng: Random) -> None:
     """Gives out `blocks` distinct ones: to four workers each of the texts, in part, and the rest to one worker each."""
     for keys in texts.keys:
-        for worker in rng.sample(workers, 3):
+        first, *others = rng.sample(workers, 4)
+        first.texts.append(list(keys))
+        for worker in others:
             worker.texts.append(keys[: rng.randrange(1, len(keys))])
-        rng.choice(workers).texts.append(list(keys))
     length = len(texts.keys[0])
     left = blocks - length * len(texts.keys)
     while left > 0:
@@ -316,12 +335,13 @@ def _serve(
 ) -> dict[str, float]:
     """Requests one after the other, and between them as many reports as are due."""
     times, before = _Times(), router.index.counts.events
+    holders = [worker for worker in workers if worker.texts]
     begun_s = time.monotonic()
     for number in range(arguments.requests):
         while router.index.counts.events - before < arguments.events_per_s * (
             time.monotonic() - begun_s
         ):
-            worker = rng.choice(workers)
+            worker = rng.choice(holders)
             frame = worker.change(rng)
             times.take("report", lambda w=worker, f=frame: router.hear(w, f))  # type: ignore[misc]
         raw, request_id = bodies[number % len(bodies)], RequestId(f"cmpl-{number}")

@@ -28,6 +28,7 @@ from router.app import AppSettings, create_app
 from router.control import RouterControl
 from router.generator import ClusterGenerator
 from router.http_head import BoundedHeadProtocol
+from router.index_metrics import IndexMetrics
 from router.links import LinkState
 from router.model_files import model_files
 from router.openai.sampling import SamplingDefaults, read_defaults
@@ -127,6 +128,7 @@ def _app(
     settings = AppSettings(
         model_names=_names(config), version=version(), router=config.router, defaults=defaults
     )
+    registry.register(IndexMetrics(generator.index))
     registry.register(WorkerLoads(generator.view, settings.model_names[0]))
     return create_app(settings, generator, tokenizer, registry, tenancy=tenancy)
 

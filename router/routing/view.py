@@ -4,7 +4,7 @@ The router's own counts lead, because a report is always older than the last dec
 beyond them: the work of other routers.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from baton.blocks import BlockReport
@@ -155,6 +155,7 @@ class ClusterView:
         self._silence_timeout_s = silence_timeout_s
         self._workers: dict[WorkerId, WorkerView] = {}
         self._groups: dict[KvLayout, int] = {}
+        self._layouts: dict[int, KvLayout] | None = None
         self._fleet = Fleet()
 
     @property
@@ -166,10 +167,11 @@ class ClusterView:
         """The connected incarnation of this worker."""
         return self._workers.get(worker_id)
 
-    def layouts(self) -> dict[int, KvLayout]:
+    def layouts(self) -> Mapping[int, KvLayout]:
         """Layout of each group that has a worker."""
-        present = {worker.layout_group for worker in self.workers}
-        return {group: layout for layout, group in self._groups.items() if group in present}
+        if self._layouts is None:
+            self._layouts = {w.layout_group: w.hello.layout for w in self.workers}
+        return self._layouts
 
     def join(self, hello: WorkerHello, address: str, now_s: float) -> WorkerView:
         """Adds a worker.
@@ -192,6 +194,7 @@ class ClusterView:
             forecast=self._fleet.newcomer(),
         )
         self._workers[identity.worker_id] = worker
+        self._layouts = None
         return worker
 
     def lose(self, identity: WorkerIdentity) -> WorkerView | None:
@@ -201,6 +204,7 @@ class ClusterView:
             return None
         worker.forecast.retire()
         self._index.retire(identity)
+        self._layouts = None
         return self._workers.pop(identity.worker_id)
 
     def report_blocks(self, identity: WorkerIdentity, report: BlockReport) -> bool:
@@ -209,7 +213,15 @@ class ClusterView:
 
     def usable(self, now_s: float) -> list[WorkerView]:
         """Those that may be given new work: neither draining nor stalled nor suspected."""
-        return [w for w in self._workers.values() if self.state(w, now_s) == _READY]
+        # What `state` says, written out: this is asked for each request, of every worker.
+        moved_s, heard_s = now_s - self._stall_timeout_s, now_s - self._silence_timeout_s
+        return [
+            worker
+            for worker in self._workers.values()
+            if not worker.draining
+            and worker.heard_s >= heard_s
+            and (worker.legs == 0 or worker.progress_s >= moved_s)
+        ]
 
     def suspected(self, worker: WorkerView, now_s: float) -> bool:
         """Whether it has been silent for too long."""
