@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from baton.errors import BatonError, ConfigError
 from baton.version import version
-from cluster import chat, demo, doctor, serve, status
+from cluster import chat, demo, doctor, serve, status, tenants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,12 @@ COMMANDS = (
         summary="show the workers of a running cluster",
         add_arguments=status.add_arguments,
         run=status.run,
+    ),
+    Command(
+        name="tenants",
+        summary="make API keys, and check and publish the tenants document",
+        add_arguments=tenants.add_arguments,
+        run=tenants.run,
     ),
     Command(
         name="doctor",

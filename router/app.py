@@ -14,6 +14,7 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.errors import UnavailableError
 from baton.telemetry.metrics import render
+from baton.telemetry.tracing import NotTraced, Tracer
 from router.metrics import RouterMetrics
 from router.openai import description, errors
 from router.openai.access import AccessGate
@@ -54,6 +55,7 @@ def create_app(
     registry: CollectorRegistry,
     clock: Clock | None = None,
     tenancy: Tenancy | None = None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """The application. It owns nothing: generator and tokenizer outlive it.
 
@@ -64,6 +66,7 @@ def create_app(
         registry: Where the router's metrics go, and what /metrics shows.
         clock: Measures what clients wait for.
         tenancy: Tenants, limits, guardrails and audit; what the configured keys make if None.
+        tracer: Takes the spans of requests; nobody if None.
     """
     tenancy = tenancy or simple(settings.router.api_keys, clock or MonotonicClock())
     metrics = RouterMetrics(registry, settings.model_names[0])
@@ -81,6 +84,7 @@ def create_app(
         request_timeout_s=settings.router.request_timeout_s,
         slo_book=slo_book,
         guards=tenancy.guards,
+        tracer=tracer or NotTraced(),
     )
     app = FastAPI(
         title="Baton",

@@ -13,15 +13,18 @@ from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.ids import RequestId
+from baton.telemetry.span_names import operation_of
 from router.openai.choices import Delta
 from router.openai.connection import ClientGoneError, EventStream, while_connected
 from router.openai.guarding import watched
 from router.openai.jobs import JobRun, merged, usage_of
 from router.openai.replies import TimingReply, Usage
+from router.openai.request_span import RequestSpan
 from router.openai.requests import GenerationBody
 from router.openai.serving import Serving
-from router.openai.visit import visit_of
+from router.openai.visit import Visit, visit_of
 
+TRACE_HEADER = "traceparent"
 TIMING_HEADER = "x-baton-timing"
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a reply that nobody waits for; it only shows in metrics."""
@@ -82,7 +85,8 @@ async def answer(
         deltas = watched(deltas, serving.guards, visit)
     with_timing = request.headers.get(TIMING_HEADER) == "1"
     for run in runs:
-        run.arrived_s = visit_of(request).arrived_s
+        run.arrived_s = visit.arrived_s
+        run.trace(_span(request, serving, visit))
     if stream:
         pieces = _pieces(runs, deltas, shape, with_timing=with_timing)
         return EventStream(pieces, serving.metrics.client_gone, shape.fault)
@@ -94,6 +98,16 @@ async def answer(
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     reply = shape.whole(choices, usage_of(runs), _timings(runs) if with_timing else [])
     return Response(reply.model_dump_json(), media_type="application/json")
+
+
+def _span(request: Request, serving: Serving, visit: Visit) -> RequestSpan:
+    return RequestSpan(
+        serving.tracer,
+        operation=operation_of(request.scope["path"]),
+        model=visit.model,
+        parent=request.headers.get(TRACE_HEADER, ""),
+        arrived_s=visit.arrived_s,
+    )
 
 
 class EventTail:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from baton.clock import Clock, MonotonicClock
 from baton.errors import ModelNotFoundError, UnavailableError
+from baton.telemetry.tracing import NotTraced, Tracer
 from router.guardrails.chain import GuardChain
 from router.metrics import RouterMetrics
 from router.openai.sampling import SamplingDefaults
@@ -30,6 +31,7 @@ class Serving:
         request_timeout_s: Deadline of a request.
         slo_book: The classes of service.
         guards: The operator's checks of what is asked and answered.
+        tracer: Takes the spans of requests.
     """
 
     model_names: tuple[str, ...]
@@ -43,6 +45,7 @@ class Serving:
     request_timeout_s: float
     slo_book: SloBook
     guards: GuardChain = field(default_factory=GuardChain)
+    tracer: Tracer = field(default_factory=NotTraced)
 
     def names_for(self, tenant: Tenant) -> tuple[str, ...]:
         """The names that `tenant` may use."""
