@@ -181,7 +181,7 @@ def _decode(parts: _Parts) -> WorkerService:
     from decode_worker.service import DecodeWorker
 
     receivers = open_receivers(
-        needed(parts.config.transfer.backends, parts.worker.address),
+        needed(parts.config.transfer.backends, parts.worker.address, parts.region),
         parts.region,
         gate_address=partial(_gate_address, parts),
         layout=parts.hello.layout,
@@ -202,7 +202,7 @@ def _decode(parts: _Parts) -> WorkerService:
 
 def _gate_address(parts: _Parts, backend: str) -> str:
     """Where peers are let in to the arena: by a Unix socket, or beside the worker's own port."""
-    if parts.worker.address.startswith("unix:") or backend == "shm":
+    if parts.worker.address.startswith("unix:") or backend in ("shm", "cuda_ipc"):
         path = kv_socket(Path(parts.config.cluster.runtime_dir), parts.worker.worker_id)
         return f"unix:{path}"
     host = parts.worker.address.rpartition(":")[0]

@@ -42,7 +42,7 @@ from router.intake import Doors, Intake, line_limits
 from router.links import LinkTiming
 from router.membership import Membership
 from router.placement import Placement
-from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing
+from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing, WorkerReport
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
@@ -217,6 +217,20 @@ class ClusterGenerator:
     def waiting(self) -> Mapping[str, int]:
         """Jobs in line, by the name of their SLO class."""
         return self._intake.waiting()
+
+    def workers(self) -> list[WorkerReport]:
+        """See `router.ports.Overview`."""
+        now_s = self._clock.now_s()
+        return [
+            WorkerReport(
+                worker_id=worker.identity.worker_id,
+                role=worker.hello.role,
+                state=self.view.state(worker, now_s),
+                in_flight=worker.legs,
+                load=worker.load,
+            )
+            for worker in self.view.workers
+        ]
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless jobs, legs and the workers' counts agree."""

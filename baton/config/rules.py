@@ -62,7 +62,7 @@ DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 TENANT_SOURCES = ("file", "redis")
-BACKENDS = ("shm", "nixl", "ucx")
+BACKENDS = ("cuda_ipc", "shm", "nixl", "ucx")
 
 RULES: tuple[Rule, ...] = (
     _one_of("model.dtype", DTYPES),

@@ -186,7 +186,8 @@ class TransferConfig:
     """How KV pages are handed over.
 
     Attributes:
-        backends: Allowed backends, preferred first; those that are not installed are not offered.
+        backends: Allowed backends, preferred first; those that are not installed, or do not reach the arena's memory, are not
+            offered.
         expect_timeout_s: How long a decode worker waits for an announced transfer; covers queueing at the prefill worker.
         reserve_timeout_s: How long a decode worker may leave a reservation unanswered for lack of room.
         quiesce_timeout_s: How long an aborted transfer may stay unacknowledged before its peer is fenced.
@@ -195,7 +196,7 @@ class TransferConfig:
         checksums: Verify every page before it is decoded.
     """
 
-    backends: tuple[str, ...] = ("shm", "nixl", "ucx")
+    backends: tuple[str, ...] = ("cuda_ipc", "shm", "nixl", "ucx")
     expect_timeout_s: float = 600.0
     reserve_timeout_s: float = 60.0
     quiesce_timeout_s: float = 5.0

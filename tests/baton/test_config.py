@@ -74,7 +74,7 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(clus
         ("cluster: {workers: a:1}", "cluster.workers: expected a list of str, got 'a:1'"),
         (
             "transfer: {backends: [pigeon]}",
-            "transfer.backends: must name at least one of: shm, nixl, ucx",
+            "transfer.backends: must name at least one of: cuda_ipc, shm, nixl, ucx",
         ),
         ("log: {level: loud}", "log.level: must be debug, info, warning or error, not 'loud'"),
         ("router: {port: 1\n", "cluster.yaml:2: expected ',' or '}', but got '<stream end>'"),

@@ -396,6 +396,12 @@ class Pair:
             await self.to_p.send(prefill_pb2.PrefillCommand(submit=submitted))
         return xfer_id
 
+    async def announce(self, leg_id: int, asked: Prompt, permit: common_pb2.Signed) -> None:
+        """Tells the decode worker only, with a permit for whoever it names."""
+        request = prompt_to_proto(LegId(leg_id), RequestId("r"), asked)
+        announced = decode_pb2.Expect(request=request, permit=permit)
+        await self.to_d.send(decode_pb2.DecodeCommand(expect=announced))
+
     async def reassign(
         self,
         leg_id: int,

@@ -296,7 +296,7 @@ async def test_a_body_over_the_limit_is_not_read_to_its_end():
     [
         ("GET", "/nowhere", 404),
         ("GET", "/health/", 404),
-        ("GET", "/v1/chat/completions", 405),
+        ("PUT", "/v1/chat/completions", 405),
         ("POST", "/v1/models", 405),
     ],
 )
