@@ -33,6 +33,7 @@ from router.http_head import BoundedHeadProtocol
 from router.links import LinkState
 from router.model_files import model_files
 from router.openai.sampling import SamplingDefaults, read_defaults
+from router.sharing import sharing
 from router.tenancy import Tenancy, open_tenancy
 from router.tokenizer import Tokenizer
 from router.worker_metrics import WorkerLoads
@@ -98,6 +99,7 @@ async def run(
     try:
         async with (
             open_tenancy(config, registry) as tenancy,
+            sharing(config.tenants, generator.intake),
             _control(config, generator, control_address),
             _admin(config, tenancy),
             _http(
