@@ -224,7 +224,15 @@ class ClusterView:
         """Those that may be given new work: neither draining nor stalled nor suspected, nor left out for failing. Where
         all of a kind fail they are tried all the same: left out, they would serve nobody.
         """
-        ready = [w for w in self._workers.values() if self.state(w, now_s) in (_READY, _LEFT_OUT)]
+        heard_s, progress_s = now_s - self._silence_timeout_s, now_s - self._stall_timeout_s
+        # As `state` has it, in one look at each: every decision asks this of every worker.
+        ready = [
+            w
+            for w in self._workers.values()
+            if not w.draining
+            and w.heard_s >= heard_s
+            and (w.legs <= 0 or w.progress_s >= progress_s)
+        ]
         trusted = [worker for worker in ready if worker.breaker.allows(now_s)]
         if len(trusted) == len(ready):
             return ready
