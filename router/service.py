@@ -31,6 +31,7 @@ from router.app import AppSettings, create_app
 from router.control import RouterControl
 from router.generator import ClusterGenerator
 from router.http_head import BoundedHeadProtocol
+from router.index_metrics import IndexMetrics
 from router.links import LinkState
 from router.model_files import model_files, revision_of
 from router.openai.sampling import SamplingDefaults, read_defaults
@@ -153,6 +154,7 @@ def _app(
         defaults=loaded.defaults,
         revision=loaded.revision,
     )
+    registry.register(IndexMetrics(generator.index))
     registry.register(WorkerLoads(generator.view, settings.model_names[0]))
     return create_app(
         settings, generator, loaded.tokenizer, registry, tenancy=tenancy, tracer=tracer
