@@ -45,12 +45,14 @@ class AppSettings:
         version: Baton's version, shown by /version.
         router: Keys and limits.
         defaults: How tokens are drawn where a request says nothing (`router.openai.sampling.read_defaults`).
+        revision: The model's commit, if it has one; shown with the model.
     """
 
     model_names: tuple[str, ...]
     version: str
     router: RouterConfig
     defaults: SamplingDefaults
+    revision: str | None = None
 
 
 def create_app(
@@ -88,6 +90,7 @@ def create_app(
         max_body_bytes=settings.router.max_body_bytes,
         request_timeout_s=settings.router.request_timeout_s,
         slo_book=slo_book,
+        revision=settings.revision,
         guards=tenancy.guards,
         tracer=tracer or NotTraced(),
     )

@@ -93,8 +93,8 @@ class ClusterGenerator:
         link_timing: LinkTiming | None = None,
     ) -> None:
         self._clock = clock or MonotonicClock()
-        index = PrefixIndex()
-        self.view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
+        self.index = PrefixIndex()
+        self.view = ClusterView(self.index, silence_timeout_s=config.silence_timeout_s)
         local_prefill = LocalPrefill(
             max_tokens=config.local_prefill_tokens, max_stall_s=config.local_prefill_stall_s
         )
@@ -104,7 +104,7 @@ class ClusterGenerator:
         )
         placement = Placement(
             view=self.view,
-            index=index,
+            index=self.index,
             policy=policy_named(config.policy, local_prefill),
             secret=secret,
             rng=Random(),

@@ -8,6 +8,7 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from baton.errors import (
     BatonError,
@@ -101,7 +102,18 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     response = Response(body, error.status_code, media_type=_JSON)
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
+    if error.status_code == 405:
+        response.headers["Allow"] = ", ".join(sorted(_methods(request)))
     return response
+
+
+def _methods(request: Request) -> set[str]:
+    """What the path can be asked with. Each method is a route of its own; Starlette names those of the first only."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.path_regex.match(request.scope["path"]):
+            found |= route.methods or set()
+    return found
 
 
 async def _on_exception(request: Request, _error: Exception) -> Response:

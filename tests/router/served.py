@@ -78,6 +78,7 @@ async def serve(
     defaults: SamplingDefaults | None = None,
     directory: TenantDirectory | None = None,
     parts: dict[str, Any] | None = None,
+    revision: str | None = None,
     **router: Any,
 ) -> AsyncIterator[Served]:
     """An application with a client that calls it directly. A fault that it raises is answered, not passed on."""
@@ -89,6 +90,7 @@ async def serve(
         version="1.2.3",
         router=RouterConfig(**router),
         defaults=defaults or SamplingDefaults(),
+        revision=revision,
     )
     directory = directory or TenantDirectory(
         settings.router.api_keys, replace(ANONYMOUS, cache_scope="tenant")
