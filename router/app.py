@@ -14,6 +14,7 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.errors import UnavailableError
 from baton.telemetry.metrics import render
+from router.decision_metrics import RouteDecisions
 from router.metrics import RouterMetrics
 from router.openai import description, errors
 from router.openai.access import AccessGate
@@ -25,6 +26,7 @@ from router.openai.sampling import SamplingDefaults
 from router.openai.serving import Serving
 from router.openai.turnstile import Turnstile
 from router.ports import Generator
+from router.routing.explanation import DecisionLog
 from router.slo import SloBook
 from router.tenancy import Tenancy, simple
 from router.tokenizer import Tokenizer
@@ -54,6 +56,7 @@ def create_app(
     registry: CollectorRegistry,
     clock: Clock | None = None,
     tenancy: Tenancy | None = None,
+    decisions: DecisionLog | None = None,
 ) -> FastAPI:
     """The application. It owns nothing: generator and tokenizer outlive it.
 
@@ -64,11 +67,14 @@ def create_app(
         registry: Where the router's metrics go, and what /metrics shows.
         clock: Measures what clients wait for.
         tenancy: Tenants, limits, guardrails and audit; what the configured keys make if None.
+        decisions: What routing remembers; admins may ask for it, /metrics counts it.
     """
     tenancy = tenancy or simple(settings.router.api_keys, clock or MonotonicClock())
     metrics = RouterMetrics(registry, settings.model_names[0])
     slo_book = SloBook(settings.router.slo_classes)
     metrics.watch(generator, slo_book.names)
+    decisions = decisions or DecisionLog("")
+    registry.register(RouteDecisions(decisions))
     serving = Serving(
         model_names=settings.model_names,
         created_s=int(time.time()),
@@ -81,6 +87,7 @@ def create_app(
         request_timeout_s=settings.router.request_timeout_s,
         slo_book=slo_book,
         guards=tenancy.guards,
+        decisions=decisions,
     )
     app = FastAPI(
         title="Baton",

@@ -128,7 +128,9 @@ def _app(
         model_names=_names(config), version=version(), router=config.router, defaults=defaults
     )
     registry.register(WorkerLoads(generator.view, settings.model_names[0]))
-    return create_app(settings, generator, tokenizer, registry, tenancy=tenancy)
+    return create_app(
+        settings, generator, tokenizer, registry, tenancy=tenancy, decisions=generator.decisions
+    )
 
 
 def _names(config: BatonConfig) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
 """From running jobs to the HTTP reply, streamed or whole: what all endpoints that generate have in common."""
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.ids import RequestId
+from router.explain import EXPLAIN_HEADER, EXPLANATION_HEADER, explanations_json
 from router.openai.choices import Delta
 from router.openai.connection import ClientGoneError, EventStream, while_connected
 from router.openai.guarding import watched
@@ -81,10 +83,12 @@ async def answer(
     if serving.guards.active or visit.keeps_content:
         deltas = watched(deltas, serving.guards, visit)
     with_timing = request.headers.get(TIMING_HEADER) == "1"
+    explained = visit.tenant.admin and request.headers.get(EXPLAIN_HEADER) == "1"
+    explain = partial(_explain, serving, runs) if explained else None
     for run in runs:
         run.arrived_s = visit_of(request).arrived_s
     if stream:
-        pieces = _pieces(runs, deltas, shape, with_timing=with_timing)
+        pieces = _pieces(runs, deltas, shape, with_timing=with_timing, explain=explain)
         return EventStream(pieces, serving.metrics.client_gone, shape.fault)
     try:
         choices = await while_connected(
@@ -93,7 +97,8 @@ async def answer(
     except ClientGoneError:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     reply = shape.whole(choices, usage_of(runs), _timings(runs) if with_timing else [])
-    return Response(reply.model_dump_json(), media_type="application/json")
+    headers = {} if explain is None else {EXPLANATION_HEADER: explain().decode()}
+    return Response(reply.model_dump_json(), headers=headers, media_type="application/json")
 
 
 class EventTail:
@@ -152,6 +157,7 @@ async def _pieces(
     shape: ReplyShape,
     *,
     with_timing: bool,
+    explain: Callable[[], bytes] | None,
 ) -> AsyncGenerator[bytes, None]:
     head: bytes | None = None
     async with aclosing(deltas) as batches:
@@ -160,7 +166,12 @@ async def _pieces(
                 head = shape.opening()
             yield head + b"".join([shape.piece(delta) for delta in batch])
             head = b""
-    yield shape.closing(usage_of(runs), _timings(runs) if with_timing else [])
+    comment = b"" if explain is None else b": baton-explain " + explain() + b"\n\n"
+    yield comment + shape.closing(usage_of(runs), _timings(runs) if with_timing else [])
+
+
+def _explain(serving: Serving, runs: Sequence[JobRun]) -> bytes:
+    return explanations_json(serving.decisions, [run.job.request_id for run in runs])
 
 
 def _deltas(runs: Sequence[JobRun]) -> AsyncGenerator[list[Delta], None]:

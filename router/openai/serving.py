@@ -9,6 +9,7 @@ from router.metrics import RouterMetrics
 from router.openai.sampling import SamplingDefaults
 from router.openai.visit import Visit
 from router.ports import Generator, ServedModel
+from router.routing.explanation import DecisionLog
 from router.slo import SloBook
 from router.tenants.tenant import Tenant
 from router.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ class Serving:
         request_timeout_s: Deadline of a request.
         slo_book: The classes of service.
         guards: The operator's checks of what is asked and answered.
+        decisions: What routing remembers of the last requests.
     """
 
     model_names: tuple[str, ...]
@@ -43,6 +45,7 @@ class Serving:
     request_timeout_s: float
     slo_book: SloBook
     guards: GuardChain = field(default_factory=GuardChain)
+    decisions: DecisionLog = field(default_factory=lambda: DecisionLog(""))
 
     def names_for(self, tenant: Tenant) -> tuple[str, ...]:
         """The names that `tenant` may use."""
