@@ -151,7 +151,7 @@ class Predictive:
         takers = [worker for worker in decoders if worker.takes_kv]
         if not prefillers:
             return
-        alone = [worker for worker in decoders if self._may(worker, demand)]
+        alone = self._self_sufficient(decoders, demand)
         grounds = Weighed(
             prefillers=prefill_costs(prefillers, demand, rng)[:_SHORTLIST],
             decoders=decode_costs(takers, demand, rng)[:_SHORTLIST],
@@ -164,17 +164,24 @@ class Predictive:
             choice = _alone(grounds, RouteKind.ON_DECODE)
             yield choice if choice.prefill.can_prefill else choice.dearer(self._local.margin_s)
 
-    def _may(self, worker: WorkerView, demand: Demand) -> bool:
-        """Whether it may compute the prompt and decode it: a hybrid one always, a decode worker if little is to be computed
+    def _self_sufficient(self, decoders: Sequence[WorkerView], demand: Demand) -> list[WorkerView]:
+        """Those that may compute the prompt themselves: hybrid workers always, decode workers if little is to be computed
         and those who decode there can bear it.
         """
-        if worker.can_prefill:
+        held, enough = demand.held, demand.tokens - self._local.max_tokens
+        return [
+            worker
+            for worker in decoders
+            if worker.can_prefill
+            or (held.get(worker.slot, 0) >= enough and self._bears(worker, demand))
+        ]
+
+    def _bears(self, decode: WorkerView, demand: Demand) -> bool:
+        if demand.uncached(decode) > self._local.max_tokens:
+            return False  # of a prompt that is held whole, the last token is computed all the same
+        if decode.sequences == 0:
             return True
-        if demand.uncached(worker) > self._local.max_tokens:
-            return False
-        if worker.sequences == 0:
-            return True
-        stall_s = queue_s(worker, demand.now_s) + prompt_parts(worker, demand)[1]
+        stall_s = queue_s(decode, demand.now_s) + prompt_parts(decode, demand)[1]
         return stall_s <= self._local.max_stall_s
 
 
