@@ -58,7 +58,9 @@ def main() -> None:
         benchmark="handoff",
         settings={name: value for name, value in vars(arguments).items() if name != "json"},
     )
-    backends = [name for name, backend in BACKENDS.items() if backend.installed]
+    backends = [
+        name for name, backend in BACKENDS.items() if backend.installed and backend.host_memory
+    ]
     report.settings["backends"] = backends
     for label, page_bytes in PAGE_BYTES.items():
         _measure_copying(label, page_bytes, backends, arguments, report)

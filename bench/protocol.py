@@ -103,7 +103,7 @@ class _Transfer:
         self.num_blocks = num_blocks
         self.spent = _Stopwatch()
         self.office = TicketOffice(bytes(32))
-        key = self.office.session_key(_P, _D, 1)
+        key = self.office.session_key(_P, _D, 1, self.layout.digest())
         self.seal_p, self.seal_d = SessionSeal(key, prefills=True), SessionSeal(key, prefills=False)
         digest = self.layout.content_digest()
         self.terms = SessionTerms(

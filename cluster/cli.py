@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from baton.errors import BatonError, ConfigError
 from baton.version import version
-from cluster import chat, demo, doctor, explain, serve, status
+from cluster import chat, demo, doctor, explain, serve, status, tenants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,12 @@ COMMANDS = (
         summary="show why a request was sent where it was",
         add_arguments=explain.add_arguments,
         run=explain.run,
+    ),
+    Command(
+        name="tenants",
+        summary="make API keys, and check and publish the tenants document",
+        add_arguments=tenants.add_arguments,
+        run=tenants.run,
     ),
     Command(
         name="doctor",

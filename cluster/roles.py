@@ -21,6 +21,8 @@ from baton.ids import Role, WorkerId, WorkerIdentity
 from baton.layout import SPARE_BLOCKS
 from baton.rpc.convert import WorkerHello
 from baton.rpc.worker import WorkerServer, WorkerService
+from baton.telemetry.otel import open_tracer
+from baton.telemetry.tracing import Tracer
 from baton.telemetry.worker import WorkerMetrics
 from baton.version import version
 from cluster.child import Child, RoleMain, run
@@ -84,6 +86,7 @@ async def run_worker(child: Child) -> None:
         office=TicketOffice(bytes.fromhex(config.cluster.secret)),
         sink=sink,
         metrics=_metrics(built),
+        tracer=open_tracer(config.trace, worker.worker_id, MonotonicClock()),
     )
     server = WorkerServer(
         config=worker,
@@ -98,6 +101,7 @@ async def run_worker(child: Child) -> None:
     built.host.start()  # Only now: an event that nobody listens for would end it.
     await _serve(server, child, worker)
     built.host.close()
+    await asyncio.to_thread(parts.tracer.close)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,7 @@ class _Parts:
     office: TicketOffice
     sink: "TransferSink"
     metrics: WorkerMetrics
+    tracer: Tracer
 
     @property
     def region_blocks(self) -> int:
@@ -168,6 +173,7 @@ def _prefill(parts: _Parts) -> WorkerService:
         office=parts.office,
         metrics=parts.metrics,
         clock=MonotonicClock(),
+        tracer=parts.tracer,
     )
 
 
@@ -175,7 +181,7 @@ def _decode(parts: _Parts) -> WorkerService:
     from decode_worker.service import DecodeWorker
 
     receivers = open_receivers(
-        needed(parts.config.transfer.backends, parts.worker.address),
+        needed(parts.config.transfer.backends, parts.worker.address, parts.region),
         parts.region,
         gate_address=partial(_gate_address, parts),
         layout=parts.hello.layout,
@@ -190,12 +196,13 @@ def _decode(parts: _Parts) -> WorkerService:
         transfer=parts.config.transfer,
         metrics=parts.metrics,
         clock=MonotonicClock(),
+        tracer=parts.tracer,
     )
 
 
 def _gate_address(parts: _Parts, backend: str) -> str:
     """Where peers are let in to the arena: by a Unix socket, or beside the worker's own port."""
-    if parts.worker.address.startswith("unix:") or backend == "shm":
+    if parts.worker.address.startswith("unix:") or backend in ("shm", "cuda_ipc"):
         path = kv_socket(Path(parts.config.cluster.runtime_dir), parts.worker.worker_id)
         return f"unix:{path}"
     host = parts.worker.address.rpartition(":")[0]

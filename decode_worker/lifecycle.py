@@ -166,6 +166,15 @@ class DecodeLifecycle:
         """Checks every deadline."""
         return self._carry_out(self._ledger.tick(now_s))
 
+    def has_leg(self, key: tuple[StreamId, LegId]) -> bool:
+        """Whether that leg of a router is not over."""
+        return key in self._legs
+
+    def leg_of(self, seq_id: SeqId) -> tuple[StreamId, LegId] | None:
+        """The leg that one of the engine's sequences is drawn for."""
+        leg = self._seqs.get(seq_id)
+        return None if leg is None else (leg.stream, leg.leg_id)
+
     def in_flight(self) -> int:
         """Legs that are not over, and sequences and transfers that are left of others."""
         left = {*self._legs.values(), *self._seqs.values(), *self._transfers.values()}

@@ -23,7 +23,9 @@ from baton.rpc.mailbox import Mailbox
 from baton.rpc.v1 import common_pb2, transfer_pb2_grpc
 from baton.rpc.v1 import decode_pb2 as pb
 from baton.rpc.v1 import decode_pb2_grpc as pb_grpc
+from baton.telemetry.leg_spans import LegSpans
 from baton.telemetry.logs import get_logger
+from baton.telemetry.tracing import NotTraced, Tracer
 from baton.telemetry.worker import WorkerMetrics
 from decode_worker.frames import DecodeFrameBuilder
 from decode_worker.lifecycle import OWNER, DecodeLifecycle
@@ -42,7 +44,7 @@ from decode_worker.messages import (
     TellWriterLost,
 )
 from decode_worker.metrics import DecodeMetrics
-from engine.messages import StepEvents
+from engine.messages import Start, StepEvents
 from engine.ports import EnginePort
 from kv_transfer.checksum import PageHashes, find_corruption
 from kv_transfer.convert import check_permit
@@ -89,6 +91,7 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         transfer: Timeouts of the hand-off.
         metrics: Shared with the process's other service.
         clock: Monotonic.
+        tracer: Takes the spans of legs whose requests are traced.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         transfer: TransferConfig,
         metrics: WorkerMetrics,
         clock: Clock,
+        tracer: Tracer | None = None,
     ) -> None:
         self._engine = engine
         self._hello = hello
@@ -113,6 +117,7 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         self._shared = metrics
         self._metrics = DecodeMetrics(metrics.registry)
         self._clock = clock
+        self._spans = LegSpans(tracer or NotTraced(), hello.identity.worker_id, clock)
         limits = LedgerLimits(
             expect_timeout_s=transfer.expect_timeout_s,
             reserve_timeout_s=transfer.reserve_timeout_s,
@@ -206,6 +211,7 @@ class DecodeWorker(pb_grpc.DecodeServicer):
             await serve_stream(stream.frames, hello, request_iterator, context, on_command)
         finally:
             self._apply(StreamGone(stream=stream_id))
+            self._spans.stream_gone(stream_id)
             del self._streams[stream_id]
             self._held.close_feed(stream.blocks)
 
@@ -216,12 +222,16 @@ class DecodeWorker(pb_grpc.DecodeServicer):
             case "reassign":
                 self._reassign(stream, command.reassign)
             case "generate":
+                asked = command.generate.request
+                self._spans.begin((stream, LegId(asked.leg_id)), asked.trace_parent)
                 self._apply(_generate(stream, command.generate))
             case "send_snapshot":
                 self._streams[stream].blocks.restart()
                 self._streams[stream].frames.wake()
             case "cancel":
-                self._apply(Cancel(stream=stream, leg_id=LegId(command.cancel.leg_id)))
+                leg_id = LegId(command.cancel.leg_id)
+                self._apply(Cancel(stream=stream, leg_id=leg_id))
+                self._spans.over((stream, leg_id))
             case other:
                 raise InvalidRequestError(f"unknown command: {other}")
 
@@ -239,6 +249,7 @@ class DecodeWorker(pb_grpc.DecodeServicer):
             prompt=prompt_from_proto(message.request),
             permit=permit,
         )
+        self._spans.begin((stream, leg_id), message.request.trace_parent)
         self._apply(leg)
 
     def _reassign(self, stream: StreamId, message: pb.Reassign) -> None:
@@ -303,6 +314,8 @@ class DecodeWorker(pb_grpc.DecodeServicer):
                     self._metrics.cut_off()
                     self._transfers.end(action.session, action.error)
                 case _:
+                    if self._spans and isinstance(action, Start):
+                        self._spans_ready(action)
                     self._engine.submit(action)
 
     def _verify(self, asked: VerifyPages) -> None:
@@ -344,14 +357,34 @@ class DecodeWorker(pb_grpc.DecodeServicer):
         match tell:
             case TellTokens():
                 self._shared.generation_tokens.inc(len(tell.tokens))
+                if self._spans:
+                    self._spans_drew(tell)
             case TellPrefilled():
                 self._shared.queue_s.observe(tell.queue_s)
                 self._shared.prefill_s.observe(tell.prefill_s)
                 self._shared.prompt_tokens.inc(tell.prompt_tokens)
+                self._spans.prefilled(
+                    (tell.stream, tell.leg_id),
+                    queue_s=tell.queue_s,
+                    prefill_s=tell.prefill_s,
+                    cached_tokens=tell.cached_tokens,
+                )
             case TellWriterLost():
                 _log.info("a prefill worker was lost in mid-transfer", reason=tell.error.message)
             case TellFailed():
                 self._metrics.failed(tell.error)
+                self._spans.over((tell.stream, tell.leg_id))
+
+    def _spans_ready(self, start: Start) -> None:
+        leg = self._lifecycle.leg_of(start.seq_id)
+        if leg is not None:
+            self._spans.ready(leg)
+
+    def _spans_drew(self, tell: TellTokens) -> None:
+        leg = (tell.stream, tell.leg_id)
+        self._spans.decoded(leg)
+        if not self._lifecycle.has_leg(leg):
+            self._spans.over(leg)
 
     def on_session_open(self, session: SessionId, peer: WorkerIdentity, link: LinkPlan) -> None:
         """A prefill worker was let in."""

@@ -8,6 +8,7 @@ import importlib.util
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -16,6 +17,9 @@ from baton.layout import KvLayout
 from kv_transfer.memory import ArenaSpan
 from kv_transfer.ports import KvReceiver, KvSender
 from kv_transfer.regions import SharedRegion
+
+if TYPE_CHECKING:
+    from kv_transfer.cuda import PageMover
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +30,19 @@ class Backend:
         name: As in `transfer.backends`.
         modules: Python packages of which it needs one; none if it comes with Baton.
         same_host: Whether it reaches peers on this host only.
+        host_memory: Whether it moves pages of an arena in host memory.
+        device_memory: Whether it moves pages of an arena on a GPU.
     """
 
     name: str
     modules: tuple[str, ...] = ()
     same_host: bool = False
+    host_memory: bool = True
+    device_memory: bool = False
+
+    def moves(self, arena: ArenaSpan) -> bool:
+        """Whether it can read and write where the arena lies."""
+        return self.host_memory if arena.device is None else self.device_memory
 
     @property
     def installed(self) -> bool:
@@ -47,12 +59,13 @@ class Backend:
 BACKENDS = {
     backend.name: backend
     for backend in (
+        Backend(name="cuda_ipc", same_host=True, host_memory=False, device_memory=True),
         Backend(name="shm", same_host=True),
-        Backend(name="nixl", modules=("nixl_cu12", "nixl_cu13")),
+        Backend(name="nixl", modules=("nixl_cu12", "nixl_cu13"), device_memory=True),
         Backend(name="ucx", modules=("ucxx",)),
     )
 }
-"""Fastest first: shared memory, then one-sided writes, then messages."""
+"""Fastest first: memory that both sides map, then one-sided writes, then messages."""
 
 
 def usable(allowed: Sequence[str]) -> tuple[str, ...]:
@@ -72,26 +85,43 @@ def usable(allowed: Sequence[str]) -> tuple[str, ...]:
 
 
 def open_senders(
-    names: Sequence[str], region: SharedRegion, *, num_blocks: int
+    names: Sequence[str],
+    region: SharedRegion | ArenaSpan,
+    *,
+    num_blocks: int,
+    mover: "PageMover | None" = None,
 ) -> dict[str, KvSender]:
-    """A sender per backend for one arena, in the order of `names`.
+    """A sender per backend that moves pages of the arena in `region`, in the order of `names`.
+
+    Args:
+        names: Of the backends.
+        region: That holds the arena.
+        num_blocks: Its pages.
+        mover: Copies pages on a GPU faster than its driver; None without.
 
     Raises:
         ConfigError: As `usable`.
     """
-    arena = ArenaSpan.of_host(region.memoryview)
-    return {name: _sender(name, arena, num_blocks) for name in usable(names)}
+    arena = _span(region)
+    return {
+        name: _sender(name, arena, num_blocks, mover)
+        for name in usable(names)
+        if BACKENDS[name].moves(arena)
+    }
 
 
-def needed(allowed: Sequence[str], address: str) -> tuple[str, ...]:
-    """Those that a worker with its Transfer service at `address` has to receive by.
+def needed(
+    allowed: Sequence[str], address: str, region: SharedRegion | ArenaSpan
+) -> tuple[str, ...]:
+    """Those that a worker with its Transfer service at `address` has to receive into `region` by.
 
     Peers that reach a Unix socket are on this host, where the first backend that works serves them all.
 
     Raises:
         ConfigError: As `usable`.
     """
-    found = usable(allowed)
+    arena = _span(region)
+    found = tuple(name for name in usable(allowed) if BACKENDS[name].moves(arena))
     return found[:1] if address.startswith("unix:") else found
 
 
@@ -104,18 +134,19 @@ def offered(senders: Mapping[str, KvSender], address: str) -> Mapping[str, KvSen
 
 def open_receivers(
     names: Sequence[str],
-    region: SharedRegion,
+    region: SharedRegion | ArenaSpan,
     *,
     gate_address: Callable[[str], str],
     layout: KvLayout,
     num_blocks: int,
 ) -> dict[str, KvReceiver]:
-    """A receiver per backend for one arena, in the order of `names`.
+    """A receiver per backend that moves pages of the arena in `region`, in the order of `names`.
 
     Args:
         names: Of the backends.
         region: That holds the arena.
-        gate_address: Where peers are let in, for a backend's name: `unix:/path` or `host:port`. `shm` needs a path.
+        gate_address: Where peers are let in, for a backend's name: `unix:/path` or `host:port`. `shm` and `cuda_ipc` need
+            a path.
         layout: Of the arena.
         num_blocks: Its pages.
 
@@ -123,14 +154,25 @@ def open_receivers(
         ConfigError: As `usable`.
         OSError: An address cannot be bound.
     """
-    opened: dict[str, KvReceiver] = {}
+    arena, opened = _span(region), dict[str, KvReceiver]()
     for name in usable(names):
-        opened[name] = _receiver(name, region, gate_address(name), layout, num_blocks)
+        if BACKENDS[name].moves(arena):
+            opened[name] = _receiver(name, region, gate_address(name), layout, num_blocks)
     return opened
 
 
-def _sender(name: str, arena: ArenaSpan, num_blocks: int) -> KvSender:
+def _span(region: SharedRegion | ArenaSpan) -> ArenaSpan:
+    return ArenaSpan.of_host(region.memoryview) if isinstance(region, SharedRegion) else region
+
+
+def _sender(name: str, arena: ArenaSpan, num_blocks: int, mover: "PageMover | None") -> KvSender:
     match name:
+        case "cuda_ipc":
+            from kv_transfer.cuda import Cuda
+            from kv_transfer.cuda_ipc import CudaIpcSender
+
+            driver = Cuda(arena.device or 0)
+            return CudaIpcSender(arena, driver, num_blocks=num_blocks, mover=mover)
         case "nixl":
             from kv_transfer.nixl import NixlSender
 
@@ -146,22 +188,32 @@ def _sender(name: str, arena: ArenaSpan, num_blocks: int) -> KvSender:
 
 
 def _receiver(
-    name: str, region: SharedRegion, address: str, layout: KvLayout, num_blocks: int
+    name: str,
+    region: SharedRegion | ArenaSpan,
+    address: str,
+    layout: KvLayout,
+    num_blocks: int,
 ) -> KvReceiver:
+    arena = _span(region)
     match name:
+        case "cuda_ipc":
+            from kv_transfer.cuda import Cuda
+            from kv_transfer.cuda_ipc import CudaIpcReceiver
+
+            path, driver = address.removeprefix("unix:"), Cuda(arena.device or 0)
+            return CudaIpcReceiver(arena, driver, path=path, num_blocks=num_blocks)
         case "nixl":
             from kv_transfer.nixl import NixlReceiver
 
-            arena = ArenaSpan.of_host(region.memoryview)
             return NixlReceiver(arena, address=address, num_blocks=num_blocks)
         case "ucx":
             from kv_transfer.ucx_receiver import UcxReceiver
 
-            arena = ArenaSpan.of_host(region.memoryview)
             return UcxReceiver(arena, layout=layout, address=address, num_blocks=num_blocks)
         case _:
             from kv_transfer.shm import ShmReceiver
 
+            assert isinstance(region, SharedRegion)
             return ShmReceiver(region, path=address.removeprefix("unix:"), num_blocks=num_blocks)
 
 

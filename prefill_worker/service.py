@@ -28,7 +28,9 @@ from baton.rpc.frames import FrameStream, StreamId, serve_stream
 from baton.rpc.mailbox import Mailbox
 from baton.rpc.v1 import prefill_pb2 as pb
 from baton.rpc.v1 import prefill_pb2_grpc as pb_grpc
+from baton.telemetry.leg_spans import LegSpans
 from baton.telemetry.logs import get_logger
+from baton.telemetry.tracing import NotTraced, Tracer
 from baton.telemetry.worker import WorkerMetrics
 from engine.messages import StepEvents
 from engine.ports import EnginePort
@@ -93,6 +95,7 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         office: Checks permits and tickets.
         metrics: Shared with the process's other service.
         clock: Monotonic.
+        tracer: Takes the spans of legs whose requests are traced.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         office: TicketOffice,
         metrics: WorkerMetrics,
         clock: Clock,
+        tracer: Tracer | None = None,
     ) -> None:
         self._engine = engine
         self._sink = sink
@@ -120,6 +124,7 @@ class PrefillWorker(pb_grpc.PrefillServicer):
         self._metrics = PrefillMetrics(metrics.registry)
         self._links = LinkMetrics(metrics.registry, hello.identity)
         self._clock = clock
+        self._spans = LegSpans(tracer or NotTraced(), hello.identity.worker_id, clock)
         self._lifecycle = PrefillLifecycle(hello.layout)
         # A hybrid worker's other service, over the same engine, tells routers of its blocks.
         self._held = None if hello.role.decodes else HeldBlocks()
@@ -192,6 +197,7 @@ class PrefillWorker(pb_grpc.PrefillServicer):
             await serve_stream(stream.frames, hello, request_iterator, context, on_command)
         finally:
             self._apply(StreamGone(stream=stream_id))
+            self._spans.stream_gone(stream_id)
             del self._streams[stream_id]
             if self._held is not None and stream.blocks is not None:
                 self._held.close_feed(stream.blocks)
@@ -203,7 +209,9 @@ class PrefillWorker(pb_grpc.PrefillServicer):
             case "send_snapshot":
                 self._send_snapshot(self._streams[stream])
             case "cancel":
-                self._apply(Cancel(stream=stream, leg_id=LegId(command.cancel.leg_id)))
+                leg_id = LegId(command.cancel.leg_id)
+                self._apply(Cancel(stream=stream, leg_id=leg_id))
+                self._spans.over((stream, leg_id))
             case other:
                 raise InvalidRequestError(f"unknown command: {other}")
 
@@ -228,6 +236,7 @@ class PrefillWorker(pb_grpc.PrefillServicer):
             permit=permit,
             address=message.transfer_address,
         )
+        self._spans.begin((stream, leg_id), message.request.trace_parent)
         self._apply(leg)
 
     def _permit(self, message: pb.SubmitPrefill) -> Permit:
@@ -315,10 +324,23 @@ class PrefillWorker(pb_grpc.PrefillServicer):
                 self._shared.prefill_s.observe(tell.prefill_s)
                 self._shared.prompt_tokens.inc(tell.prompt_tokens)
                 self._shared.generation_tokens.inc(len(tell.tokens))
+                self._spans.prefilled(
+                    (tell.stream, tell.leg_id),
+                    queue_s=tell.queue_s,
+                    prefill_s=tell.prefill_s,
+                    cached_tokens=tell.cached_tokens,
+                )
             case TellHandedOff():
                 self._metrics.handed_over(tell.done)
+                self._spans.handed_off(
+                    (tell.stream, tell.leg_id),
+                    reserve_wait_s=tell.done.reserve_wait_s,
+                    unhidden_s=tell.done.unhidden_s,
+                    bytes_sent=tell.done.bytes_sent,
+                )
             case TellFailed():
                 self._metrics.failed(tell.error)
+                self._spans.over((tell.stream, tell.leg_id))
 
     def _connect(self, action: Connect) -> None:
         self._next_session += 1

@@ -14,6 +14,7 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.errors import UnavailableError
 from baton.telemetry.metrics import render
+from baton.telemetry.tracing import NotTraced, Tracer
 from router.decision_metrics import RouteDecisions
 from router.metrics import RouterMetrics
 from router.openai import description, errors
@@ -57,6 +58,7 @@ def create_app(
     clock: Clock | None = None,
     tenancy: Tenancy | None = None,
     decisions: DecisionLog | None = None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """The application. It owns nothing: generator and tokenizer outlive it.
 
@@ -68,6 +70,7 @@ def create_app(
         clock: Measures what clients wait for.
         tenancy: Tenants, limits, guardrails and audit; what the configured keys make if None.
         decisions: What routing remembers; admins may ask for it, /metrics counts it.
+        tracer: Takes the spans of requests; nobody if None.
     """
     tenancy = tenancy or simple(settings.router.api_keys, clock or MonotonicClock())
     metrics = RouterMetrics(registry, settings.model_names[0])
@@ -88,6 +91,7 @@ def create_app(
         slo_book=slo_book,
         guards=tenancy.guards,
         decisions=decisions,
+        tracer=tracer or NotTraced(),
     )
     app = FastAPI(
         title="Baton",

@@ -93,6 +93,7 @@ class Attempts:
             deadline_s=now_s + asked.remaining_s,
             slo=asked.slo,
             waited_s=asked.waited_s,
+            trace_parent=asked.trace_parent,
         )
         self._jobs[job.request_id] = job
         self._flights[job.request_id] = []
@@ -261,6 +262,7 @@ class Attempts:
         actions: list[Action] = []
         for leg in flight.legs:
             self._legs.close(leg)
+            leg.worker.breaker.abandoned(now_s)
             actions.append(leg.cancel())
         flight.move(FlightState.ENDED, now_s)
         self._waiting.pop(flight, None)

@@ -114,7 +114,6 @@ class AuditLog:
             try:
                 self._append(lines)
             except OSError as error:
-                self._torn = True
                 self._dropped.inc(len(records))
                 _log.error("audit records are lost", why=error.strerror, path=str(self._path))
             else:
@@ -142,6 +141,7 @@ class AuditLog:
         assert self._fd is not None
         # What failed before may have left half a line behind.
         view = memoryview(b"\n" + lines if self._torn else lines)
+        self._torn = True
         while view:
             view = view[os.write(self._fd, view) :]
         self._torn = False

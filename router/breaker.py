@@ -63,9 +63,13 @@ class Outcomes:
         """The part that failed; 0 of nothing."""
         return self.failures / self.total if self.total else 0.0
 
+    def failures_at(self, now_s: float) -> float:
+        """What counts of the failures at `now_s`."""
+        return self.failures * self._fading(now_s)
+
     def add(self, now_s: float, *, failed: bool) -> None:
         """One outcome."""
-        fading = 0.5 ** (max(0.0, now_s - self._counted_s) / self._half_life_s)
+        fading = self._fading(now_s)
         self.failures = self.failures * fading + failed
         self.total = self.total * fading + 1
         self._counted_s = now_s
@@ -73,6 +77,10 @@ class Outcomes:
     def clear(self) -> None:
         """Forgets all."""
         self.failures = self.total = 0.0
+
+    def _fading(self, now_s: float) -> float:
+        """What is left of an outcome that was counted last."""
+        return float(0.5 ** (max(0.0, now_s - self._counted_s) / self._half_life_s))
 
 
 class Breaker:
@@ -99,13 +107,9 @@ class Breaker:
 
     def allows(self, now_s: float) -> bool:
         """Whether something may begin: anything while closed, one trial at a time while half open."""
-        match self.circuit(now_s):
-            case Circuit.CLOSED:
-                return True
-            case Circuit.OPEN:
-                return False
-            case Circuit.HALF_OPEN:
-                return not self._on_trial(now_s)
+        if not self._opened:
+            return True  # asked of every worker for every request
+        return now_s >= self._until_s and not self._on_trial(now_s)
 
     def wait_s(self, now_s: float) -> float:
         """How long until it may be worth asking again; 0 if it allows something now."""
@@ -142,10 +146,15 @@ class Breaker:
             case Circuit.CLOSED:
                 self._recent.add(now_s, failed=True)
                 if self._too_many():
-                    forgiven = now_s - self._closed_s >= self._policy.max_pause_s
-                    self._open(now_s, self._policy.pause_s if forgiven else self._longer())
+                    first = self._forgiven(now_s)
+                    self._open(now_s, self._policy.pause_s if first else self._longer())
             case Circuit.HALF_OPEN:
                 self._open(now_s, self._longer())
+
+    def is_spotless(self, now_s: float) -> bool:
+        """Whether it might as well be a new one."""
+        recent = self._recent.failures_at(now_s)
+        return not self._opened and recent < 0.05 and self._forgiven(now_s)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when the counts or times make no sense."""
@@ -160,6 +169,10 @@ class Breaker:
 
     def _on_trial(self, now_s: float) -> bool:
         return self._trial_s is not None and now_s - self._trial_s < self._policy.trial_timeout_s
+
+    def _forgiven(self, now_s: float) -> bool:
+        """Whether it has been closed for so long that the last pause no longer counts."""
+        return now_s - self._closed_s >= self._policy.max_pause_s
 
     def _too_many(self) -> bool:
         # Half a failure less, because those that count have faded a little since they happened.

@@ -172,6 +172,8 @@ class Dispatcher:
         identity = worker.identity
         error = WorkerLostError(f"worker {identity} was lost: {reason}")
         gone = self._legs.on_worker(worker)
+        if gone:
+            worker.breaker.failed(now_s)
         for leg in gone:
             self._legs.close(leg)
         actions: list[Action] = []

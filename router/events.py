@@ -207,6 +207,7 @@ class SendPrefill:
     prompt: Prompt
     permit: Permit
     transfer_address: str
+    trace_parent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +219,7 @@ class SendExpect:
     request_id: RequestId
     prompt: Prompt
     permit: Permit
+    trace_parent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +239,7 @@ class SendGenerate:
     leg_id: LegId
     request_id: RequestId
     prompt: Prompt
+    trace_parent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ def prefill_command(
     if isinstance(action, AskForSnapshot):
         return prefill_pb2.PrefillCommand(send_snapshot=common_pb2.SendSnapshot())
     submit = prefill_pb2.SubmitPrefill(
-        request=convert.prompt_to_proto(action.leg_id, action.request_id, action.prompt),
+        request=_request(action),
         permit=shown(action.permit),
         transfer_address=action.transfer_address,
     )
@@ -92,11 +92,17 @@ def decode_command(
     if isinstance(action, SendReassign):
         reassign = decode_pb2.Reassign(leg_id=action.leg_id, permit=shown(action.permit))
         return decode_pb2.DecodeCommand(reassign=reassign)
-    request = convert.prompt_to_proto(action.leg_id, action.request_id, action.prompt)
+    request = _request(action)
     if isinstance(action, SendGenerate):
         return decode_pb2.DecodeCommand(generate=decode_pb2.Generate(request=request))
     expect = decode_pb2.Expect(request=request, permit=shown(action.permit))
     return decode_pb2.DecodeCommand(expect=expect)
+
+
+def _request(action: SendPrefill | SendExpect | SendGenerate) -> common_pb2.GenerationRequest:
+    return convert.prompt_to_proto(
+        action.leg_id, action.request_id, action.prompt, trace_parent=action.trace_parent
+    )
 
 
 def _first_tokens(worker: WorkerIdentity, message: prefill_pb2.FirstTokens) -> Event:

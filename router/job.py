@@ -95,6 +95,7 @@ class Job:
         session: What the client calls its session, made unique to the tenant; empty if it names none.
         slo: What it was promised.
         waited_s: Its time in line before that.
+        trace_parent: The request's own span; empty when it is not traced.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Job:
         session: str = "",
         slo: Slo = STANDARD,
         waited_s: float = 0.0,
+        trace_parent: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -114,6 +116,7 @@ class Job:
         self.session = session
         self.slo = slo
         self.waited_s = waited_s
+        self.trace_parent = trace_parent
         self.watch = Stopwatch(submitted_s=now_s)
         self.keys: dict[int, list[BlockKey]] = {}
         """Block keys of the prompt by layout group, hashed once."""

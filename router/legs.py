@@ -52,6 +52,7 @@ class Leg:
     def open(self, now_s: float) -> None:
         """Counts it on its worker."""
         worker = self.worker
+        worker.breaker.started(now_s)
         if worker.legs == 0:
             worker.progress_s = now_s
         worker.legs += 1
@@ -147,6 +148,7 @@ class LegTable:
             worker=worker.identity,
             leg_id=leg.leg_id,
             request_id=flight.job.request_id,
+            trace_parent=flight.job.trace_parent,
             prompt=prompt,
         )
 
@@ -164,6 +166,7 @@ class LegTable:
             worker=pair.decode.identity,
             leg_id=decode.leg_id,
             request_id=flight.job.request_id,
+            trace_parent=flight.job.trace_parent,
             prompt=prompt,
             permit=permit,
         )
@@ -192,6 +195,7 @@ class LegTable:
             worker=pair.prefill.identity,
             leg_id=prefill.leg_id,
             request_id=flight.job.request_id,
+            trace_parent=flight.job.trace_parent,
             prompt=prompt,
             permit=permit,
             transfer_address=pair.decode.hello.transfer_address,

@@ -26,6 +26,7 @@ class GenerationJob:
         session: What the client calls the session that it belongs to; empty if it names none.
         slo: What it was promised.
         waited_s: How long it has been waiting in line since it arrived; set when it is let in.
+        trace_parent: The request's own span; empty when it is not traced.
     """
 
     request_id: RequestId
@@ -35,6 +36,7 @@ class GenerationJob:
     session: str = ""
     slo: Slo = STANDARD
     waited_s: float = 0.0
+    trace_parent: str = ""
 
     @property
     def remaining_s(self) -> float:

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from baton.errors import (
     BatonError,
     CancelledByPeerError,
+    DeadlineError,
     DrainingError,
     EngineError,
+    InvalidRequestError,
+    OverloadedError,
     StaleIncarnationError,
     TransferError,
     WorkerLostError,
@@ -39,6 +42,15 @@ _BLAMES_EITHER = (TransferError, CancelledByPeerError, StaleIncarnationError, Wo
 
 _OWN_FAULTS = (EngineError, DrainingError)
 """Errors of P's leg that say nothing about D's."""
+
+_NOBODYS_FAULT = (
+    CancelledByPeerError,
+    DeadlineError,
+    DrainingError,
+    InvalidRequestError,
+    OverloadedError,
+)
+"""Errors of a leg that say nothing about the health of its worker."""
 
 _UNDECIDED = (FlightState.PREFILLING, FlightState.HANDING_OVER)
 
@@ -179,6 +191,8 @@ class FlightProgress:
         """After a sample has ended: does the flight still have something to do?"""
         if flight.wanted:
             return None
+        if flight.decode is not None and flight.decoded:
+            flight.decode.worker.breaker.succeeded(now_s)
         ran_out = flight.decoded and not flight.decoding
         if ran_out and flight.decode is not None:
             self._legs.close(flight.decode)
@@ -269,6 +283,7 @@ class FlightProgress:
         if flight.state is FlightState.PREFILLING:
             return self._breach(leg, "handed over before its first tokens", now_s)
         flight.job.watch.handed_off(event)
+        leg.worker.breaker.succeeded(now_s)
         if flight.decode is not None:
             leg.handed_to(flight.decode.worker, event)
         self._legs.close(leg)
@@ -288,9 +303,13 @@ class FlightProgress:
 
     def _drop(self, leg: Leg, error: BatonError, now_s: float) -> Verdict | None:
         flight = leg.flight
-        blamed = {leg.worker.identity}
+        suspects = [leg.worker]
         if isinstance(error, _BLAMES_EITHER):
-            blamed |= {other.worker.identity for other in flight.legs}
+            suspects += [other.worker for other in flight.legs if other is not leg]
+        blamed = {worker.identity for worker in suspects}
+        if not isinstance(error, _NOBODYS_FAULT):
+            for worker in suspects:
+                worker.breaker.failed(now_s)
         if isinstance(error, DrainingError):
             leg.worker.draining = True
         self._legs.close(leg)

@@ -22,6 +22,8 @@ from baton.rpc.channel import bind, new_server
 from baton.rpc.v1 import control_pb2_grpc
 from baton.telemetry.logs import get_logger
 from baton.telemetry.metrics import new_registry
+from baton.telemetry.otel import open_tracer
+from baton.telemetry.tracing import Tracer
 from baton.version import version
 from router.admin.app import create_admin_app
 from router.app import AppSettings, create_app
@@ -92,13 +94,16 @@ async def run(
     generator = ClusterGenerator(config.router, worker_addresses, secret)
     generator.start()
     registry = new_registry()
+    tracer = open_tracer(config.trace, "router", MonotonicClock())
     try:
         async with (
             open_tenancy(config, registry) as tenancy,
             _control(config, generator, control_address),
             _admin(config, tenancy),
             _http(
-                _app(config, generator, tokenizer, defaults, registry, tenancy), config, sockets
+                _app(config, generator, tokenizer, defaults, registry, tenancy, tracer),
+                config,
+                sockets,
             ) as server,
             _announcing(generator, notify),
         ):
@@ -109,6 +114,7 @@ async def run(
     finally:
         await generator.close()
         tokenizer.close()
+        await asyncio.to_thread(tracer.close)
 
 
 def _load(config: BatonConfig) -> tuple[Tokenizer, SamplingDefaults]:
@@ -123,13 +129,20 @@ def _app(
     defaults: SamplingDefaults,
     registry: CollectorRegistry,
     tenancy: Tenancy,
+    tracer: Tracer,
 ) -> FastAPI:
     settings = AppSettings(
         model_names=_names(config), version=version(), router=config.router, defaults=defaults
     )
     registry.register(WorkerLoads(generator.view, settings.model_names[0]))
     return create_app(
-        settings, generator, tokenizer, registry, tenancy=tenancy, decisions=generator.decisions
+        settings,
+        generator,
+        tokenizer,
+        registry,
+        tenancy=tenancy,
+        tracer=tracer,
+        decisions=generator.decisions,
     )
 
 

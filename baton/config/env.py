@@ -13,6 +13,12 @@ PREFIX = "BATON_"
 PATHS = {PREFIX + path.replace(".", "_").upper(): path for path in TYPES}
 """Name of the variable of every setting."""
 
+STANDARD = {
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "trace.endpoint",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "trace.endpoint",
+}
+"""Variables of other standards that give a setting, unless ours does; of two the later one wins."""
+
 # Kubernetes describes each service of the namespace in variables of these forms. A service named `baton-router` thus
 # makes BATON_ROUTER_SERVICE_HOST and even BATON_ROUTER_PORT=tcp://10.0.0.7:8000, which nobody meant as a setting.
 _SERVICE_LINK_NAME = re.compile(r"_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)$")
@@ -25,8 +31,13 @@ def settings(environ: Mapping[str, str] | None = None) -> list[Setting]:
     Raises:
         ConfigError: A variable has the form of a setting of a known section, but there is no such setting.
     """
-    found = []
-    for name, value in _ours(os.environ if environ is None else environ):
+    given = os.environ if environ is None else environ
+    found = [
+        Setting(path=path, value=given[name], source=name, is_text=True)
+        for name, path in STANDARD.items()
+        if given.get(name)
+    ]
+    for name, value in _ours(given):
         if name not in PATHS:
             raise ConfigError(f"{name}: no such setting{_suggestion(name)}", param=name)
         found.append(Setting(path=PATHS[name], value=value, source=name, is_text=True))

@@ -62,7 +62,7 @@ DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 TENANT_SOURCES = ("file", "redis")
-BACKENDS = ("shm", "nixl", "ucx")
+BACKENDS = ("cuda_ipc", "shm", "nixl", "ucx")
 
 RULES: tuple[Rule, ...] = (
     _one_of("model.dtype", DTYPES),
@@ -156,6 +156,8 @@ RULES: tuple[Rule, ...] = (
         "router.local_prefill_stall_s",
     ),
     _one_of("log.level", LOG_LEVELS),
+    Rule(path="trace.endpoint", holds=bool, demand="must not be empty"),
+    Rule(path="trace.sample_ratio", holds=lambda v: 0 <= v <= 1, demand="must be from 0 to 1"),
     _one_of("log.format", LOG_FORMATS),
 )
 

@@ -186,7 +186,8 @@ class TransferConfig:
     """How KV pages are handed over.
 
     Attributes:
-        backends: Allowed backends, preferred first; those that are not installed are not offered.
+        backends: Allowed backends, preferred first; those that are not installed, or do not reach the arena's memory, are not
+            offered.
         expect_timeout_s: How long a decode worker waits for an announced transfer; covers queueing at the prefill worker.
         reserve_timeout_s: How long a decode worker may leave a reservation unanswered for lack of room.
         quiesce_timeout_s: How long an aborted transfer may stay unacknowledged before its peer is fenced.
@@ -195,7 +196,7 @@ class TransferConfig:
         checksums: Verify every page before it is decoded.
     """
 
-    backends: tuple[str, ...] = ("shm", "nixl", "ucx")
+    backends: tuple[str, ...] = ("cuda_ipc", "shm", "nixl", "ucx")
     expect_timeout_s: float = 600.0
     reserve_timeout_s: float = 60.0
     quiesce_timeout_s: float = 5.0
@@ -262,6 +263,22 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """OpenTelemetry traces of requests. Prompts and answers never stand in them.
+
+    Attributes:
+        enabled: Whether there are any; needs the extra `otel`.
+        endpoint: Of a collector that speaks OTLP over gRPC. OTEL_EXPORTER_OTLP_TRACES_ENDPOINT and
+            OTEL_EXPORTER_OTLP_ENDPOINT give it too.
+        sample_ratio: Share of requests to trace among those whose client does not say.
+    """
+
+    enabled: bool = False
+    endpoint: str = "http://localhost:4317"
+    sample_ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """Logs of every process.
 
@@ -287,3 +304,4 @@ class BatonConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)

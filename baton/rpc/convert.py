@@ -268,7 +268,9 @@ def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
     )
 
 
-def prompt_to_proto(leg_id: LegId, request_id: RequestId, prompt: Prompt) -> pb.GenerationRequest:
+def prompt_to_proto(
+    leg_id: LegId, request_id: RequestId, prompt: Prompt, *, trace_parent: str = ""
+) -> pb.GenerationRequest:
     """A prompt as the request of one leg."""
     return pb.GenerationRequest(
         leg_id=leg_id,
@@ -278,6 +280,7 @@ def prompt_to_proto(leg_id: LegId, request_id: RequestId, prompt: Prompt) -> pb.
         samples=prompt.samples,
         sampling=sampling_to_proto(prompt.sampling),
         cache_scope=prompt.cache_scope,
+        trace_parent=trace_parent,
     )
 
 

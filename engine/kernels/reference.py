@@ -41,6 +41,16 @@ def copy_pages(pages: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     pages[list(targets)] = pages[list(sources)]
 
 
+def move_pages(
+    source: torch.Tensor,
+    source_pages: torch.Tensor,
+    target: torch.Tensor,
+    target_pages: torch.Tensor,
+) -> None:
+    """Copies rows of bytes `[num_pages, row_bytes]` between two arenas (`page_pack.move_pages`); no target row twice."""
+    target[target_pages.long()] = source[source_pages.long()]
+
+
 def rotate_and_store(
     qkv: torch.Tensor,
     rotation: Rotation,

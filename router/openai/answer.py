@@ -14,17 +14,22 @@ from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.ids import RequestId
+from baton.telemetry.span_names import operation_of
 from router.explain import EXPLAIN_HEADER, EXPLANATION_HEADER, explanations_json
 from router.openai.choices import Delta
 from router.openai.connection import ClientGoneError, EventStream, while_connected
 from router.openai.guarding import watched
 from router.openai.jobs import JobRun, merged, usage_of
 from router.openai.replies import TimingReply, Usage
+from router.openai.request_span import RequestSpan
 from router.openai.requests import GenerationBody
 from router.openai.serving import Serving
-from router.openai.visit import visit_of
+from router.openai.visit import Visit, visit_of
 
+TRACE_HEADER = "traceparent"
 TIMING_HEADER = "x-baton-timing"
+SESSION_HEADER = "x-baton-session"
+MAX_SESSION_NAME = 256
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a reply that nobody waits for; it only shows in metrics."""
 
@@ -86,7 +91,9 @@ async def answer(
     explained = visit.tenant.admin and request.headers.get(EXPLAIN_HEADER) == "1"
     explain = partial(_explain, serving, runs) if explained else None
     for run in runs:
-        run.arrived_s = visit_of(request).arrived_s
+        run.arrived_s = visit.arrived_s
+        run.join_session(request.headers.get(SESSION_HEADER, "")[:MAX_SESSION_NAME])
+        run.trace(_span(request, serving, visit))
     if stream:
         pieces = _pieces(runs, deltas, shape, with_timing=with_timing, explain=explain)
         return EventStream(pieces, serving.metrics.client_gone, shape.fault)
@@ -99,6 +106,16 @@ async def answer(
     reply = shape.whole(choices, usage_of(runs), _timings(runs) if with_timing else [])
     headers = {} if explain is None else {EXPLANATION_HEADER: explain().decode()}
     return Response(reply.model_dump_json(), headers=headers, media_type="application/json")
+
+
+def _span(request: Request, serving: Serving, visit: Visit) -> RequestSpan:
+    return RequestSpan(
+        serving.tracer,
+        operation=operation_of(request.scope["path"]),
+        model=visit.model,
+        parent=request.headers.get(TRACE_HEADER, ""),
+        arrived_s=visit.arrived_s,
+    )
 
 
 class EventTail:

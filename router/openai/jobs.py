@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TypeVar
 
 from baton.errors import EngineError, OverloadedError
 from baton.generation import TokenLogprobs, TokenSample
 from router.openai.choices import Choice, Delta, TextOptions
 from router.openai.replies import PromptTokensDetails, Usage
+from router.openai.request_span import RequestSpan
 from router.openai.serving import Serving
 from router.ports import GenerationJob, Timing, Tokens
 
@@ -37,6 +39,7 @@ class JobRun:
             for place, sample in enumerate(job.prompt.samples)
         }
         self.arrived_s = serving.clock.now_s()
+        self._span: RequestSpan | None = None
         self._last_token_s: dict[int, float] = {}
 
     @property
@@ -50,20 +53,44 @@ class JobRun:
         Raises:
             BatonError: As `Generator.generate`, or a choice was left without an end.
         """
-        metrics = self._serving.metrics
+        submitted_s, fault = self._serving.clock.now_s(), None
         try:
             async with aclosing(self._serving.generator.generate(self.job)) as events:
                 async for event in events:
                     if isinstance(event, Timing):
-                        self.timing = event
-                        metrics.job_finished(event, self.job.slo.name)
+                        self._finish(event, submitted_s)
                     elif gained := self._take(event):
                         yield gained
-        except OverloadedError as error:
-            metrics.rejected(self.job.tenant.tenant_class, error.reason)
+            if not all(choice.finished for choice in self._choices.values()):
+                raise EngineError("The output ended before all of it was there.")
+        except BaseException as error:
+            fault = error
+            if isinstance(error, OverloadedError):
+                self._serving.metrics.rejected(self.job.tenant.tenant_class, error.reason)
             raise
-        if not all(choice.finished for choice in self._choices.values()):
-            raise EngineError("The output ended before all of it was there.")
+        finally:
+            self._end_span(fault)
+
+    def join_session(self, name: str) -> None:
+        """The job belongs to the session of that name; the one that its body names counts only without it."""
+        if name:
+            self.job = replace(self.job, session=name)
+
+    def trace(self, span: RequestSpan) -> None:
+        """Its own span, under which the workers' come."""
+        self._span = span
+        self.job = replace(self.job, trace_parent=span.trace_parent)
+
+    def _finish(self, timing: Timing, submitted_s: float) -> None:
+        self.timing = timing
+        self._serving.metrics.job_finished(timing, self.job.slo.name)
+        if self._span is not None:
+            self._span.routed(timing, submitted_s)
+
+    def _end_span(self, fault: BaseException | None) -> None:
+        if self._span is not None:
+            finishes = [choice.finish for choice in self._choices.values()]
+            self._span.end(self.job, self.output_tokens, finishes, fault)
 
     def _take(self, event: Tokens) -> list[Delta]:
         if event.prompt_logprobs is not None:

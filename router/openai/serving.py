@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from baton.clock import Clock, MonotonicClock
 from baton.errors import ModelNotFoundError, UnavailableError
+from baton.telemetry.tracing import NotTraced, Tracer
 from router.guardrails.chain import GuardChain
 from router.metrics import RouterMetrics
 from router.openai.sampling import SamplingDefaults
@@ -32,6 +33,7 @@ class Serving:
         slo_book: The classes of service.
         guards: The operator's checks of what is asked and answered.
         decisions: What routing remembers of the last requests.
+        tracer: Takes the spans of requests.
     """
 
     model_names: tuple[str, ...]
@@ -46,6 +48,7 @@ class Serving:
     slo_book: SloBook
     guards: GuardChain = field(default_factory=GuardChain)
     decisions: DecisionLog = field(default_factory=lambda: DecisionLog(""))
+    tracer: Tracer = field(default_factory=NotTraced)
 
     def names_for(self, tenant: Tenant) -> tuple[str, ...]:
         """The names that `tenant` may use."""

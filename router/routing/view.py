@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from baton.blocks import BlockReport
 from baton.errors import IncompatibleError, InvariantError
 from baton.generation import WorkerLoad
-from baton.ids import WorkerId, WorkerIdentity
+from baton.ids import Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.convert import WorkerHello
+from router.breaker import Breaker
 from router.routing.forecast import Fleet, Forecast
 from router.routing.index import Heard, PrefixIndex
 
 _READY = "ready"
+_LEFT_OUT = "left out"
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +42,7 @@ class WorkerView:
         foreign_sequences: The same for sequences.
         progress_s: When it last showed progress, or when it last became busy.
         heard_s: When it last said anything; a worker that is well reports twice per second.
+        breaker: Whether its legs fail so often that it is left out for a while.
         last_pick: Number of the last decision that chose it.
         forecast: What it will take for its work.
         used_tokens: Room taken by KV that is in use there, by the last report.
@@ -59,6 +62,7 @@ class WorkerView:
     progress_s: float
     heard_s: float
     load: WorkerLoad = field(default_factory=WorkerLoad)
+    breaker: Breaker = field(default_factory=Breaker)
     draining: bool = False
     legs: int = 0
     prefill_tokens: int = 0
@@ -92,6 +96,11 @@ class WorkerView:
     def identity(self) -> WorkerIdentity:
         """Name and incarnation."""
         return self.hello.identity
+
+    @property
+    def kind(self) -> tuple[Role, int]:
+        """What another worker must be like to do the same."""
+        return self.hello.role, self.layout_group
 
     @property
     def queued_prefill_tokens(self) -> int:
@@ -154,6 +163,7 @@ class ClusterView:
         self._stall_timeout_s = stall_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._workers: dict[WorkerId, WorkerView] = {}
+        self._breakers: dict[WorkerId, Breaker] = {}
         self._groups: dict[KvLayout, int] = {}
         self._fleet = Fleet()
 
@@ -182,6 +192,7 @@ class ClusterView:
             held = self._workers[identity.worker_id]
             raise IncompatibleError(f"{identity} at {address}: {held.address} has this name")
         self._check_model(hello)
+        self._forgive(now_s)
         worker = WorkerView(
             hello=hello,
             address=address,
@@ -190,6 +201,8 @@ class ClusterView:
             progress_s=now_s,
             heard_s=now_s,
             forecast=self._fleet.newcomer(),
+            # Kept over restarts: a worker that dies of every request comes back with its record.
+            breaker=self._breakers.setdefault(identity.worker_id, Breaker()),
         )
         self._workers[identity.worker_id] = worker
         return worker
@@ -208,8 +221,15 @@ class ClusterView:
         return self._index.apply(identity, report) is Heard.GAP
 
     def usable(self, now_s: float) -> list[WorkerView]:
-        """Those that may be given new work: neither draining nor stalled nor suspected."""
-        return [w for w in self._workers.values() if self.state(w, now_s) == _READY]
+        """Those that may be given new work: neither draining nor stalled nor suspected, nor left out for failing. Where
+        all of a kind fail they are tried all the same: left out, they would serve nobody.
+        """
+        ready = [w for w in self._workers.values() if self.state(w, now_s) in (_READY, _LEFT_OUT)]
+        trusted = [worker for worker in ready if worker.breaker.allows(now_s)]
+        if len(trusted) == len(ready):
+            return ready
+        kinds = {worker.kind for worker in trusted}
+        return [w for w in ready if w.breaker.allows(now_s) or w.kind not in kinds]
 
     def suspected(self, worker: WorkerView, now_s: float) -> bool:
         """Whether it has been silent for too long."""
@@ -226,11 +246,14 @@ class ClusterView:
             return "suspected"
         if worker.draining:
             return "draining"
-        return "stalled" if worker.stalled(now_s, self._stall_timeout_s) else _READY
+        if worker.stalled(now_s, self._stall_timeout_s):
+            return "stalled"
+        return _READY if worker.breaker.allows(now_s) else _LEFT_OUT
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a count is negative or left over without a leg."""
         for worker in self.workers:
+            worker.breaker.check_integrity()
             counts = (
                 worker.prefills,
                 worker.prefill_tokens,
@@ -242,6 +265,14 @@ class ClusterView:
             if worker.legs == 0 and (any(counts) or worker.tbt_targets):
                 raise InvariantError(f"{worker.identity}: no leg, but counts {counts}")
             worker.forecast.check_integrity()
+
+    def _forgive(self, now_s: float) -> None:
+        """Forgets the record of workers that are gone and did nothing wrong lately."""
+        self._breakers = {
+            worker_id: breaker
+            for worker_id, breaker in self._breakers.items()
+            if worker_id in self._workers or not breaker.is_spotless(now_s)
+        }
 
     def _check_model(self, hello: WorkerHello) -> None:
         for other in self.workers:

@@ -74,7 +74,7 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(clus
         ("cluster: {workers: a:1}", "cluster.workers: expected a list of str, got 'a:1'"),
         (
             "transfer: {backends: [pigeon]}",
-            "transfer.backends: must name at least one of: shm, nixl, ucx",
+            "transfer.backends: must name at least one of: cuda_ipc, shm, nixl, ucx",
         ),
         ("log: {level: loud}", "log.level: must be debug, info, warning or error, not 'loud'"),
         ("router: {port: 1\n", "cluster.yaml:2: expected ',' or '}', but got '<stream end>'"),
@@ -217,3 +217,11 @@ def test_grpc_in_children_is_quiet_unless_the_operator_wants_to_hear_it(monkeypa
     assert env.child_environment(num_threads=1)["GRPC_VERBOSITY"] == "ERROR"
     monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
     assert env.child_environment(num_threads=1)["GRPC_VERBOSITY"] == "DEBUG"
+
+
+def test_the_standard_variables_name_the_collector_unless_ours_does():
+    standard = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
+    assert load(environment=env.settings(standard)).trace.endpoint == "http://collector:4317"
+    both = standard | {"BATON_TRACE_ENDPOINT": "http://ours:4317"}
+    assert load(environment=env.settings(both)).trace.endpoint == "http://ours:4317"
+    assert not load(environment=env.settings(standard)).trace.enabled

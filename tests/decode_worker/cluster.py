@@ -36,6 +36,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.convert import WorkerHello, prompt_to_proto
 from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.rpc.worker import WorkerServer
+from baton.telemetry.tracing import Tracer
 from baton.telemetry.worker import WorkerMetrics
 from decode_worker.service import DecodeWorker
 from engine.fake import FakeRunner
@@ -163,6 +164,7 @@ async def start_node(
     name: str = "",
     transfer: TransferConfig | None = None,
     advertised: str = "",
+    tracer: Tracer | None = None,
 ) -> Node:
     """Composes a worker as a process of the cluster does: memory and sink, engine, services, server."""
     name = name or role.value
@@ -204,6 +206,7 @@ async def start_node(
                 office=office,
                 metrics=metrics,
                 clock=clock,
+                tracer=tracer,
             )
         )
     if role.decodes:
@@ -218,6 +221,7 @@ async def start_node(
                 transfer=transfer or TransferConfig(),
                 metrics=metrics,
                 clock=clock,
+                tracer=tracer,
             )
         )
     server = WorkerServer(
@@ -353,7 +357,7 @@ def prompt(tokens: int, *, samples: int = 1, max_tokens: int = 6, first: int = 1
 def oracle(runner: FakeRunner, asked: Prompt) -> list[list[int]]:
     texts = []
     for sample in asked.samples:
-        draws = runner.draw_all(asked.prompt_tokens, sample)
+        draws = runner.draw_all(tuple(asked.prompt_tokens), sample)
         texts.append([next(draws) for _ in range(asked.sampling.max_tokens)])
     return texts
 
@@ -391,6 +395,12 @@ class Pair:
             )
             await self.to_p.send(prefill_pb2.PrefillCommand(submit=submitted))
         return xfer_id
+
+    async def announce(self, leg_id: int, asked: Prompt, permit: common_pb2.Signed) -> None:
+        """Tells the decode worker only, with a permit for whoever it names."""
+        request = prompt_to_proto(LegId(leg_id), RequestId("r"), asked)
+        announced = decode_pb2.Expect(request=request, permit=permit)
+        await self.to_d.send(decode_pb2.DecodeCommand(expect=announced))
 
     async def reassign(
         self,

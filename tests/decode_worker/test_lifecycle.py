@@ -47,8 +47,8 @@ from engine.messages import (
     Sampled,
     Start,
 )
+from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
-from kv_transfer.ledger import LedgerLimits
 from kv_transfer.messages import (
     AbortRequest,
     Commit,

@@ -315,7 +315,8 @@ def test_scoring_one_text_changes_no_token_of_another(models):
     asked = [
         SamplingParams(temperature=1, seed=4, max_tokens=6, prompt_logprobs=k) for k in (None, 2)
     ]
-    alone, beside = [], []
+    alone: list[int] = []
+    beside: list[int] = []
     for params, drawn in zip(asked, (alone, beside), strict=True):
         texts, num_blocks = make_texts(prompts, params, block_tokens=16, chunks=(64,))
         texts[0].seq.params = asked[0]

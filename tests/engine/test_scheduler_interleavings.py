@@ -68,11 +68,13 @@ class Interleavings(RuleBasedStateMachine):
     @rule(asked=ASKED, count=st.integers(1, 5))
     def resume(self, asked: Prompt, count: int):
         """Another engine had drawn the first tokens of a text."""
-        alone = prompt(asked.prompt_tokens, max_tokens=asked.sampling.max_tokens)
+        alone = prompt(tuple(asked.prompt_tokens), max_tokens=asked.sampling.max_tokens)
         had = tuple(self.target.undisturbed(alone)[:count])
         if had[-1] in EOS or len(had) == alone.sampling.max_tokens:
             return
-        self.generate(prompt(alone.prompt_tokens, output=had, max_tokens=alone.sampling.max_tokens))
+        self.generate(
+            prompt(tuple(alone.prompt_tokens), output=had, max_tokens=alone.sampling.max_tokens)
+        )
 
     @rule(asked=ASKED)
     def prefill_for_target(self, asked: Prompt):

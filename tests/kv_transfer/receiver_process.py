@@ -10,14 +10,19 @@ from kv_transfer.backends import open_receivers
 from kv_transfer.ports import RegionHandle
 from kv_transfer.regions import SharedRegion
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS
+from tests.kv_transfer.device_memory import DeviceMemory
 
 
 def main() -> None:
     # Transports' own libraries print to standard output at times: the answers have a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    region = SharedRegion.create(LAYOUT.region_bytes(RECEIVER_BLOCKS))
-    backend, address = sys.argv[1:]
+    backend, address, *device = sys.argv[1:]
+    size = LAYOUT.region_bytes(RECEIVER_BLOCKS)
+    gpu = DeviceMemory(int(device[0]), size) if device else None
+    region = SharedRegion.create(size) if gpu is None else gpu.span
+    memory = region.memoryview if isinstance(region, SharedRegion) else gpu
+    assert memory is not None
     receiver = open_receivers(
         [backend],
         region,
@@ -42,9 +47,9 @@ def main() -> None:
             case "gone":
                 gone[base64.b64decode(asked["with"])].wait(30)
             case "read":
-                answer = base64.b64encode(region.memoryview).decode()
+                answer = base64.b64encode(bytes(memory)).decode()
             case "write":
-                region.memoryview[:] = base64.b64decode(asked["with"])
+                memory[:] = base64.b64decode(asked["with"])
             case "close":
                 receiver.close()
         answers.write(json.dumps(answer) + "\n")

@@ -13,6 +13,7 @@ from kv_transfer.backends import open_senders
 from kv_transfer.ports import RegionHandle
 from kv_transfer.regions import SharedRegion
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, Link
+from tests.kv_transfer.device_memory import DeviceMemory
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,11 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 class Child:
     """The receiver's process. `address` is where its gate is."""
 
-    def __init__(self, backend: str, address: str) -> None:
+    def __init__(self, backend: str, address: str, device: int | None) -> None:
         self.backend = backend
         self.spent = False
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kv_transfer.receiver_process", backend, address],
+            [sys.executable, "-m", "tests.kv_transfer.receiver_process", backend, address]
+            + ([] if device is None else [str(device)]),
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -93,24 +95,30 @@ class Remote:
     Args:
         backend: Name of the backend.
         address: Of the child's gate; a path gets a number of its own for each child.
+        device: The GPU in which both arenas lie; None for host memory.
     """
 
-    def __init__(self, backend: str, address: str) -> None:
+    def __init__(self, backend: str, address: str, device: int | None = None) -> None:
         self._backend = backend
         self._address = address
-        self._region = SharedRegion.create(LAYOUT.region_bytes(SENDER_BLOCKS))
-        self._sender = open_senders([backend], self._region, num_blocks=SENDER_BLOCKS)[backend]
+        self._device = device
+        size = LAYOUT.region_bytes(SENDER_BLOCKS)
+        self._region = SharedRegion.create(size) if device is None else None
+        self._gpu = DeviceMemory(device, size) if device is not None else None
+        arena = self._region or (self._gpu.span if self._gpu is not None else None)
+        assert arena is not None
+        self._sender = open_senders([backend], arena, num_blocks=SENDER_BLOCKS)[backend]
         self._children: list[Child] = []
 
     def link(self) -> Link:
         if not self._children or self._children[-1].spent:
             number = len(self._children) if self._address.startswith("unix:") else ""
-            self._children.append(Child(self._backend, f"{self._address}{number}"))
+            self._children.append(Child(self._backend, f"{self._address}{number}", self._device))
         child = self._children[-1]
         return Link(
             sender=self._sender,
             receiver=RemoteReceiver(child),
-            source=self._region.memoryview,
+            source=self._region.memoryview if self._region else self._gpu,  # type: ignore[arg-type]
             target=RemoteMemory(child),  # type: ignore[arg-type]
             kill_receiver=child.end,
         )
@@ -118,13 +126,14 @@ class Remote:
     def end(self) -> None:
         for child in self._children:
             child.end()
-        self._region.close()
+        if self._region is not None:
+            self._region.close()
 
 
 @contextmanager
-def remote(backend: str, address: str) -> Iterator[Remote]:
+def remote(backend: str, address: str, device: int | None = None) -> Iterator[Remote]:
     """Both processes of a backend."""
-    both = Remote(backend, address)
+    both = Remote(backend, address, device)
     try:
         yield both
     finally:

@@ -6,11 +6,13 @@ from random import Random
 import pytest
 
 from baton.errors import (
+    BatonError,
     CancelledByPeerError,
     DeadlineError,
     DrainingError,
     EngineError,
     InvariantError,
+    OverloadedError,
     PromptTooLongError,
     TransferError,
     UnavailableError,
@@ -20,6 +22,7 @@ from baton.errors import (
 from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample, WorkerLoad
 from baton.ids import RequestId, Role
 from router.attempts import Patience
+from router.breaker import Circuit
 from router.dispatch import Dispatcher
 from router.events import (
     ClientGone,
@@ -712,4 +715,41 @@ def test_giving_up_ends_the_job_of_the_event_alone(core):
     assert cancelled(actions) == {local.leg_id}
     assert isinstance(sent(actions, Fail).error, InvariantError)
     core.dispatcher.check_integrity()
+    core.assert_empty()
+
+
+def _fails_three_times(core: Core, error: BatonError):
+    for _ in range(3):
+        core(failed(sent(core.submit(), SendGenerate), error))
+        core(ClientGone(request_id=REQUEST))
+
+
+@pytest.mark.parametrize(
+    ("error", "chosen"),
+    [
+        (EngineError("x"), "h2"),
+        (TransferError("x"), "h2"),
+        (OverloadedError("x"), "h1"),
+        (CancelledByPeerError("x"), "h1"),
+    ],
+)
+def test_a_worker_whose_legs_keep_failing_gets_no_new_ones_for_a_while(error, chosen):
+    core = Core(patience=Patience(max_attempts=1))
+    core.join("h1")
+    _fails_three_times(core, error)
+    core.join("h2")
+    usable = core.view.usable(core.now_s)
+    assert usable[0].identity.worker_id == chosen
+
+
+def test_a_leg_that_goes_well_makes_its_worker_trusted_again():
+    core = Core(patience=Patience(max_attempts=1))
+    core.join("h1")
+    _fails_three_times(core, EngineError("x"))
+    (worker,) = core.view.workers
+    core.pass_time_hearing(6.0, "h1")
+    assert worker.breaker.circuit(core.now_s) is Circuit.HALF_OPEN
+    leg = sent(core.submit(max_tokens=1), SendGenerate)
+    core(decoded(leg, drawn(0, 0, 1)))
+    assert worker.breaker.circuit(core.now_s) is Circuit.CLOSED
     core.assert_empty()

@@ -81,3 +81,39 @@ def test_counts_without_a_leg_are_a_broken_invariant(view):
     worker.decode_tokens = 5
     with pytest.raises(InvariantError):
         view.check_integrity()
+
+
+def _fail(worker, now_s: float, times: int = 3) -> None:
+    for _ in range(times):
+        worker.breaker.failed(now_s)
+
+
+def test_a_worker_whose_legs_keep_failing_is_left_out_for_a_while(view):
+    sick, well = (view.join(hello(name, Role.DECODE), f"unix:{name}", 0.0) for name in "ab")
+    _fail(sick, 1.0)
+    assert view.usable(1.0) == [well]
+    assert view.state(sick, 1.0) == "left out"
+    assert view.usable(7.0) == [sick, well], "one leg may try it"
+    sick.breaker.started(7.0)
+    assert view.usable(7.0) == [well]
+    sick.breaker.succeeded(8.0)
+    assert view.usable(8.0) == [sick, well]
+
+
+def test_where_all_of_a_kind_fail_they_are_tried_all_the_same(view):
+    sick = view.join(hello("p", Role.PREFILL), "unix:p", 0.0)
+    others = [view.join(hello(name, Role.DECODE), f"unix:{name}", 0.0) for name in "ab"]
+    _fail(sick, 1.0)
+    assert view.usable(1.0) == [sick, *others]
+
+
+def test_a_worker_that_is_started_anew_keeps_its_record_until_it_has_faded(view):
+    greeting, restarted = hello("a", Role.DECODE), hello("a", Role.DECODE, incarnation=2)
+    well = view.join(hello("b", Role.DECODE), "unix:b", 0.0)
+    _fail(view.join(greeting, "unix:a", 0.0), 1.0)
+    view.lose(greeting.identity)
+    view.join(restarted, "unix:a", 2.0)
+    assert view.usable(2.0) == [well]
+    view.lose(restarted.identity)
+    again = view.join(hello("a", Role.DECODE, incarnation=3), "unix:a", 1000.0)
+    assert again in view.usable(1000.0), "there was time enough for a trial"

@@ -418,6 +418,7 @@ class GenerationRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
+    TRACE_PARENT_FIELD_NUMBER: _builtins.int
     leg_id: _builtins.int
     request_id: _builtins.str
     """for logs and traces only, never a key"""
@@ -427,6 +428,8 @@ class GenerationRequest(_message.Message):
     """the same; generated before (resumption); only with one sample"""
     cache_scope: _builtins.str
     """tenant scope of the prefix cache"""
+    trace_parent: _builtins.str
+    """the request's own span in W3C's form; empty when it is not traced"""
     @_builtins.property
     def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """sample indices, each with its own random stream"""
@@ -443,10 +446,11 @@ class GenerationRequest(_message.Message):
         samples: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___Sampling | None = ...,
         cache_scope: _builtins.str = ...,
+        trace_parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "leg_id", b"leg_id", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "leg_id", b"leg_id", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "trace_parent", b"trace_parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,70 @@
+"""Traces of requests: who asks for one span after the other, and what answers when nobody looks at them.
+
+A request's way has known stations (`baton.telemetry.span_names`). Each process records its own, after they are over, under the
+request's own span: the router begins that one, and its name in W3C's form (`traceparent`) travels with the request to the
+workers. A request without such a name is not traced, and costs nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+Attribute = str | int | float | bool
+
+
+class OpenSpan(Protocol):
+    """A request's own span while the request runs."""
+
+    @property
+    def trace_parent(self) -> str:
+        """Names it to those who work for the request; empty if they need not bother."""
+
+    def end(self, attributes: Mapping[str, Attribute], error: str = "") -> None:
+        """It is over; `error` is the code of what it ended with. Content never stands in attributes."""
+
+
+class Tracer(Protocol):
+    """Takes spans. Times are those of the process's monotonic clock, in seconds."""
+
+    def begin(self, name: str, *, parent: str, start_s: float) -> OpenSpan:
+        """A request's own span, under what its client called `parent` (empty: it is the first)."""
+
+    def record(
+        self,
+        name: str,
+        *,
+        parent: str,
+        start_s: float,
+        end_s: float,
+        attributes: Mapping[str, Attribute] | None = None,
+    ) -> None:
+        """A station that is over, under the request's span; nothing for an empty `parent`."""
+
+    def close(self) -> None:
+        """Sends what waits; blocks for a few seconds at most."""
+
+
+class NotTraced:
+    """The tracer and the span of those who do not trace."""
+
+    trace_parent = ""
+
+    def begin(self, name: str, *, parent: str, start_s: float) -> OpenSpan:  # noqa: ARG002  # port
+        """Itself."""
+        return self
+
+    def end(self, attributes: Mapping[str, Attribute], error: str = "") -> None:
+        """Nothing."""
+
+    def record(
+        self,
+        name: str,
+        *,
+        parent: str,
+        start_s: float,
+        end_s: float,
+        attributes: Mapping[str, Attribute] | None = None,
+    ) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

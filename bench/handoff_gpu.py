@@ -1,0 +1,248 @@
+"""How fast KV moves from one process to another within one GPU: `python -m bench.handoff_gpu [--json FILE]`.
+
+For each page size every way that works here pushes all pages of one arena, in random order, into an arena that another
+process owns, alternating with one plain device copy of as many bytes in this process. Figures are medians over the rounds:
+`cuda_ipc_16k_gb_s` and `cuda_ipc_over_device_copy_16k` (the driver's copies), `kernel_...` (the same way with the Triton
+kernel, where there is one), `nixl_...` where NIXL is installed. The goal is 0.8 of the device copy.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from baton.errors import TransferError
+from baton.ids import BlockId, LayerName, XferId
+from baton.layout import KvLayout
+from bench.report import Report
+from kv_transfer.backends import BACKENDS, open_receivers, open_senders
+from kv_transfer.cuda import Cuda, PageMover, Rows, devices
+from kv_transfer.memory import ArenaSpan
+from kv_transfer.ports import KvWriter, Push, RegionHandle
+
+PAGE_BYTES = {"16k": 16 << 10, "64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20, "8m": 8 << 20}
+_TIMEOUT_S = 120.0
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = _arguments()
+    if not devices():
+        raise SystemExit("no GPU: this benchmark copies from device memory to device memory")
+    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+    report = Report(benchmark="handoff_gpu", settings=settings)
+    for label, page_bytes in PAGE_BYTES.items():
+        _measure(label, page_bytes, arguments, report)
+    for name, value in sorted(report.figures.items()):
+        print(f"{name:44} {value:10.3f}")
+    if arguments.json:
+        report.write(arguments.json)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--region-mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def _layout(page_bytes: int) -> KvLayout:
+    """One layer whose page has that many bytes: float16 keys and values of 16 tokens and heads of 64."""
+    return KvLayout(
+        model_fingerprint="bench",
+        dtype="float16",
+        block_tokens=16,
+        num_kv_heads=page_bytes // (2 * 16 * 64 * 2),
+        head_dim=64,
+        layers=(LayerName("layers.0"),),
+    )
+
+
+def _measure(label: str, page_bytes: int, arguments: argparse.Namespace, report: Report) -> None:
+    layout, cuda = _layout(page_bytes), Cuda(arguments.device)
+    num_pages = (arguments.region_mib << 20) // page_bytes
+    size = layout.region_bytes(num_pages)
+    local = ArenaSpan(address=cuda.allocate(size), size_bytes=size, device=arguments.device)
+    cuda.write(local.address, os.urandom(size))
+    beside = cuda.allocate(size)
+    here, there = get_context("spawn").Pipe()
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        child = get_context("spawn").Process(
+            target=_receive, args=(there, layout, num_pages, arguments.device, folder)
+        )
+        child.start()
+        try:
+            ways = _open(here, local, layout, num_pages)
+            pushes = _pushes(num_pages, arguments.seed)
+            figures = _rounds(cuda, local, beside, ways, pushes, arguments.rounds)
+            _check(cuda, local, here, layout, pushes)
+            for writer in ways.values():
+                writer.close()
+        finally:
+            here.send("")
+            child.join(30)
+            cuda.free(local.address)
+            cuda.free(beside)
+    plain = figures.pop("device_copy")
+    report.figures[f"device_copy_{label}_gb_s"] = size / plain / 1e9
+    for name, seconds in figures.items():
+        report.figures[f"{name}_{label}_gb_s"] = size / seconds / 1e9
+        report.figures[f"{name}_over_device_copy_{label}"] = plain / seconds
+
+
+def _open(
+    here: Connection, local: ArenaSpan, layout: KvLayout, num_pages: int
+) -> dict[str, KvWriter]:
+    """An open way into the other process's arena for everything that works here."""
+    names = [name for name, b in BACKENDS.items() if b.installed and b.device_memory]
+    ways: dict[str, KvWriter] = {}
+    movers: dict[str, tuple[str, PageMover | None]] = {name: (name, None) for name in names}
+    kernel = _kernel(local)
+    if kernel is not None:
+        movers["kernel"] = ("cuda_ipc", kernel)
+    for label, (name, mover) in movers.items():
+        here.send(name)
+        handle = RegionHandle(backend=name, opaque=here.recv(), num_blocks=num_pages)
+        sender = open_senders([name], local, num_blocks=num_pages, mover=mover)[name]
+        try:
+            ways[label] = sender.connect(handle, layout)
+        except TransferError as error:
+            print(f"{label}: {error.message}")
+    return ways
+
+
+def _kernel(local: ArenaSpan) -> PageMover | None:
+    try:
+        import torch
+
+        from engine.kernels.page_pack import PageKernel
+    except ImportError as error:
+        print(f"kernel: {error}")
+        return None
+    return PageKernel(torch.device("cuda", local.device or 0))
+
+
+def _pushes(num_pages: int, seed: int) -> list[Push]:
+    """All pages in random order on both sides, in pushes of a prompt's size."""
+    order = random.Random(seed)
+    source, target = list(map(BlockId, range(num_pages))), list(map(BlockId, range(num_pages)))
+    order.shuffle(source)
+    order.shuffle(target)
+    return [
+        Push(
+            xfer_id=XferId("bench"),
+            layer_index=0,
+            source=tuple(source[at : at + 512]),
+            target=tuple(target[at : at + 512]),
+        )
+        for at in range(0, num_pages, 512)
+    ]
+
+
+def _rounds(
+    cuda: Cuda,
+    local: ArenaSpan,
+    beside: int,
+    ways: dict[str, KvWriter],
+    pushes: list[Push],
+    rounds: int,
+) -> dict[str, float]:
+    """Median seconds of each way, and of the plain copy."""
+    stream, size = cuda.stream(), local.size_bytes
+    rows = Rows(
+        source=local.address,
+        source_pitch=size,
+        target=beside,
+        target_pitch=size,
+        length=size,
+        count=1,
+    )
+
+    def plain() -> None:
+        cuda.copy_rows(rows, stream)
+        cuda.wait(stream)
+
+    found: dict[str, list[float]] = {}
+    for turn in range(rounds + 1):
+        for name, act in {
+            "device_copy": plain,
+            **{n: _pushing(w, pushes) for n, w in ways.items()},
+        }.items():
+            seconds = _timed(act)
+            if turn:  # the first one opens what is opened at first use
+                found.setdefault(name, []).append(seconds)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def _pushing(writer: KvWriter, pushes: list[Push]) -> Callable[[], None]:
+    def act() -> None:
+        left, errors = threading.Semaphore(0), list[TransferError]()
+
+        def done(error: TransferError | None) -> None:
+            if error is not None:
+                errors.append(error)
+            left.release()
+
+        for push in pushes:
+            writer.push(push, done)
+        for _ in pushes:
+            if not left.acquire(timeout=_TIMEOUT_S):
+                raise TimeoutError("a push was never answered")
+        if errors:
+            raise errors[0]
+
+    return act
+
+
+def _timed(act: Callable[[], None]) -> float:
+    begin_s = time.perf_counter()
+    act()
+    return time.perf_counter() - begin_s
+
+
+def _check(
+    cuda: Cuda, local: ArenaSpan, here: Connection, layout: KvLayout, pushes: list[Push]
+) -> None:
+    """What was measured was really moved: some random pages are there."""
+    size = layout.page_layer_bytes
+    for push in pushes[:4]:
+        here.send((push.target[0], size))
+        there = here.recv()
+        if there != cuda.read(local.address + push.source[0] * size, size):
+            raise SystemExit(f"page {push.target[0]} is not what was pushed")
+
+
+def _receive(asked: Connection, layout: KvLayout, num_pages: int, device: int, folder: str) -> None:
+    """The other process: owns an arena, gives handles to it, and shows its pages."""
+    cuda, size = Cuda(device), layout.region_bytes(num_pages)
+    arena = ArenaSpan(address=cuda.allocate(size), size_bytes=size, device=device)
+    names = [name for name, b in BACKENDS.items() if b.installed and b.device_memory]
+    receivers = open_receivers(
+        names,
+        arena,
+        gate_address=lambda name: f"unix:{folder}/{name}.kv",
+        layout=layout,
+        num_blocks=num_pages,
+    )
+    while question := asked.recv():
+        if isinstance(question, str):
+            asked.send(receivers[question].handle().opaque)
+        else:
+            page, page_bytes = question
+            asked.send(cuda.read(arena.address + page * page_bytes, page_bytes))
+    for receiver in receivers.values():
+        receiver.close()
+
+
+if __name__ == "__main__":
+    main()

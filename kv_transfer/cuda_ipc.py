@@ -1,0 +1,282 @@
+"""The backend `cuda_ipc`: two workers with GPUs on one host. The sender maps the receiver's arena and copies device to device.
+
+Like `shm`, and with the same promise: what a peer has mapped cannot be taken from it, so a peer is fenced once it has left the
+gate, which it does after its last copy, or died. A process opens the driver before it comes to the gate, and the kernel
+closes a dying process's files in the order in which they were opened: its GPU work is over before its connection ends.
+
+Pages are copied on a stream of the writer's own; `done` is called once the stream has passed them. What is pushed must be
+complete in the arena, as on a CPU: whoever exports a layer has waited for its event.
+"""
+
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.errors import TransferError
+from baton.layout import KvLayout
+from kv_transfer.cuda import IPC_HANDLE_BYTES, CudaDriver, DriverMover, PageMover, PageRows
+from kv_transfer.gate import Gate, Invitation, enter, has_ended, read_sealed, seal
+from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.memory import ArenaSpan
+from kv_transfer.plan import check_pages
+from kv_transfer.ports import Push, RegionHandle
+
+BACKEND = "cuda_ipc"
+_MAGIC = b"BCUI\x01"
+_WELCOME = struct.Struct(
+    f">{IPC_HANDLE_BYTES}sQQ"
+)  # handle, where in its allocation the arena begins, bytes
+_LOOK_AROUND_S = 0.5
+_MAX_TOGETHER = 64
+"""Pushes that are waited for at once: waiting costs more than beginning a copy."""
+
+Done = Callable[[TransferError | None], None]
+
+
+class CudaIpcReceiver:
+    """A decode worker's arena on a GPU, open to peers that hold a handle."""
+
+    def __init__(self, arena: ArenaSpan, driver: CudaDriver, *, path: str, num_blocks: int) -> None:
+        """Serves the arena's IPC handle on the Unix socket `path`.
+
+        Raises:
+            OSError: The socket cannot be bound.
+            TransferError: The memory has no IPC handle.
+        """
+        handle, offset = driver.export(arena.address)
+        self._welcome_bytes = _WELCOME.pack(handle, offset, arena.size_bytes)
+        self._num_blocks = num_blocks
+        self._gate = Gate(f"unix:{path}", self._welcome)
+
+    def handle(self) -> RegionHandle:
+        """A handle that lets one peer in once."""
+        invitation = Invitation(token=self._gate.grant(), address=self._gate.address)
+        return RegionHandle(
+            backend=BACKEND, opaque=invitation.pack(_MAGIC), num_blocks=self._num_blocks
+        )
+
+    def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
+        """Asks the peer to leave; calls `gone` once it has, or died."""
+        self._gate.revoke(Invitation.unpack(handle.opaque, _MAGIC).token, gone)
+
+    def close(self) -> None:
+        """Refuses later peers."""
+        self._gate.close()
+
+    def _welcome(self, peer: socket.socket, token: bytes) -> None:
+        peer.sendall(seal(self._welcome_bytes, token))
+
+
+class CudaIpcSender:
+    """A prefill worker's arena on a GPU, from which pages are copied to peers."""
+
+    def __init__(
+        self,
+        arena: ArenaSpan,
+        driver: CudaDriver,
+        *,
+        num_blocks: int,
+        mover: PageMover | None = None,
+    ) -> None:
+        """`mover` copies the pages; None leaves it to the driver."""
+        self._arena = arena
+        self._driver = driver
+        self._mover = mover or DriverMover(driver)
+        self._num_blocks = num_blocks
+
+    def connect(
+        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+    ) -> "CudaIpcWriter":
+        """Maps the peer's arena. Blocks for at most a few seconds.
+
+        Raises:
+            IncompatibleError: The layouts cannot be matched; names the field.
+            TransferError: The handle is not ours, is refused, or leads to memory of another size or out of this GPU's reach.
+        """
+        there = layout if peer is None else peer
+        plan = plan_link(layout, there)
+        if handle.backend != BACKEND:
+            raise TransferError("not a handle of the cuda_ipc backend")
+        self._arena.check_holds(layout, self._num_blocks)
+        invitation = Invitation.unpack(handle.opaque, _MAGIC)
+        connection = enter(invitation)
+        try:
+            welcome = read_sealed(connection, invitation.token)
+            named, offset = _parse(welcome, there.region_bytes(handle.num_blocks))
+            mapped = self._driver.open(named)
+        except TransferError:
+            connection.close()
+            raise
+        here = _Side(self._arena.address, layout, self._num_blocks)
+        far = _Side(mapped + offset, there, handle.num_blocks)
+        way = _Way(driver=self._driver, mover=self._mover, mapped=mapped, connection=connection)
+        return CudaIpcWriter(here, far, plan, way)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Where an arena begins here, and how its pages lie."""
+
+    address: int
+    layout: KvLayout
+    num_blocks: int
+
+    def layer(self, index: int) -> int:
+        """Address of the first page of a layer."""
+        return self.address + self.layout.layer_offset(index, self.num_blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """How one peer is reached: its memory as mapped here, and the connection that says so."""
+
+    driver: CudaDriver
+    mover: PageMover
+    mapped: int
+    connection: socket.socket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    push: Push
+    done: Done
+
+
+class CudaIpcWriter:
+    """An open way into one peer's arena, with the thread that queues copies and waits for them."""
+
+    def __init__(self, here: _Side, there: _Side, plan: LinkPlan, way: _Way) -> None:
+        self._here = here
+        self._there = there
+        self._plan = plan
+        self._way = way
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._over = False
+        way.connection.setblocking(False)
+        self._stream = way.driver.stream()
+        self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
+        self._thread.start()
+
+    def push(self, push: Push, done: Done) -> None:
+        """Queues a write; `done` is called from the writer's thread."""
+        with self._lock:
+            if not self._over:
+                self._jobs.put(_Job(push=push, done=done))
+                return
+        done(_gone())
+
+    def close(self) -> None:
+        """Waits until everything queued is written, then unmaps and lets the peer know. Blocks."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._take(self._next_jobs()):
+            pass
+        with self._lock:
+            self._over = True
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            if job is not None:
+                job.done(_gone())
+        # Unmapped first: the owner may reuse the memory as soon as the connection ends.
+        self._way.driver.close(self._way.mapped)
+        self._way.connection.close()
+
+    def _next_jobs(self) -> list[_Job | None]:
+        """What is queued; waits for the first, and wakes at times to see whether the peer still wants any."""
+        try:
+            found = [self._jobs.get(timeout=_LOOK_AROUND_S)]
+        except queue.Empty:
+            return []
+        while found[-1] is not None and not self._jobs.empty() and len(found) < _MAX_TOGETHER:
+            found.append(self._jobs.get())
+        return found
+
+    def _take(self, jobs: list[_Job | None]) -> bool:
+        """Carries out pushes; False once closed, or once the peer has hung up."""
+        left = has_ended(self._way.connection)
+        wanted = [job for job in jobs if job is not None]
+        if left:
+            for job in wanted:
+                job.done(_gone())
+            return False
+        self._copy(wanted)
+        return None not in jobs
+
+    def _copy(self, jobs: list[_Job]) -> None:
+        begun: list[_Job] = []
+        for job in jobs:
+            try:
+                job.push.check_lease()
+                parts = self._parts(job.push)
+            except TransferError as error:
+                job.done(error)
+                continue
+            try:
+                for part in parts:
+                    self._way.mover.move(part, self._stream)
+            except TransferError as error:
+                self._settle([*begun, job], error)
+                begun = []
+            else:
+                begun.append(job)
+        self._settle(begun, None)
+
+    def _settle(self, jobs: list[_Job], error: TransferError | None) -> None:
+        """Nobody hears of a push before the GPU is through with it, also of one that failed in between."""
+        if not jobs:
+            return
+        try:
+            self._way.driver.wait(self._stream)
+        except TransferError as fault:
+            error = fault
+        for job in jobs:
+            job.done(error)
+
+    def _parts(self, push: Push) -> list[PageRows]:
+        """What a push copies: of each page every slice that this pair shares.
+
+        Raises:
+            TransferError: It names a layer or page that one of the two has not got; nothing is written then.
+        """
+        if len(push.source) != len(push.target):
+            raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
+        target_layer = self._plan.target_layer(push.layer_index)
+        check_pages(push.source, self._here.num_blocks)
+        check_pages(push.target, self._there.num_blocks)
+        here, there = self._here.layout.page_layer_bytes, self._there.layout.page_layer_bytes
+        return [
+            PageRows(
+                source=self._here.layer(push.layer_index) + part.source_offset,
+                source_pitch=here,
+                source_pages=push.source,
+                target=self._there.layer(target_layer) + part.target_offset,
+                target_pitch=there,
+                target_pages=push.target,
+                length=part.length,
+            )
+            for part in self._plan.slices
+        ]
+
+
+def _parse(welcome: bytes, size_bytes: int) -> tuple[bytes, int]:
+    """The IPC handle, and where the peer's arena begins in what it names.
+
+    Raises:
+        TransferError: It is not of the size that its handle promised.
+    """
+    if len(welcome) != _WELCOME.size:
+        raise TransferError("the peer's welcome is malformed")
+    named, offset, found = _WELCOME.unpack(welcome)
+    if found != size_bytes:
+        raise TransferError(f"the peer's region has {found} bytes, expected {size_bytes}")
+    return named, offset
+
+
+def _gone() -> TransferError:
+    return TransferError("the peer let go of its memory or died")

@@ -1,0 +1,135 @@
+"""The cuda_ipc backend: its own work with a fake driver, and on a GPU between two processes."""
+
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.errors import TransferError
+from kv_transfer.cuda import devices
+from kv_transfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from kv_transfer.memory import ArenaSpan
+from kv_transfer.ports import KvWriter
+from tests.kv_transfer.conformance import (
+    LAYOUT,
+    RECEIVER_BLOCKS,
+    SENDER_BLOCKS,
+    BackendConformance,
+    Link,
+    Outcome,
+    RevocableConformance,
+    ShardedConformance,
+    fill,
+    page,
+    push,
+)
+from tests.kv_transfer.fake_cuda import FakeCuda, FakeGpu
+from tests.kv_transfer.remote import Remote, remote
+
+PADDING = 512
+NUMBERS = itertools.count()
+
+
+class FakeLink(Link):
+    """Both ends in this process."""
+
+    gpu: FakeGpu
+    driver: FakeCuda
+
+
+def allocated(gpu: FakeGpu, num_blocks: int) -> tuple[ArenaSpan, memoryview]:
+    """An arena somewhere within an allocation, as torch's allocator gives it."""
+    size = LAYOUT.region_bytes(num_blocks)
+    whole = np.zeros(size + 2 * PADDING, dtype=np.uint8)
+    begin = int(whole.ctypes.data)
+    gpu.allocations[begin] = len(whole)
+    inner = whole.data[PADDING : PADDING + size]
+    return ArenaSpan(address=begin + PADDING, size_bytes=size, device=0), inner
+
+
+class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance):
+    @pytest.fixture
+    def link(self, tmp_path: Path) -> Iterator[FakeLink]:
+        gpu = FakeGpu()
+        source_span, source = allocated(gpu, SENDER_BLOCKS)
+        target_span, target = allocated(gpu, RECEIVER_BLOCKS)
+        driver = FakeCuda(gpu)
+        receiver = CudaIpcReceiver(
+            target_span, FakeCuda(gpu), path=f"{tmp_path}/gate", num_blocks=RECEIVER_BLOCKS
+        )
+        link = FakeLink(
+            sender=CudaIpcSender(source_span, driver, num_blocks=SENDER_BLOCKS),
+            receiver=receiver,
+            source=source,
+            target=target,
+        )
+        link.gpu, link.driver = gpu, driver
+        yield link
+        receiver.close()
+
+    def test_a_peers_memory_is_let_go_before_it_is_known_to_have_left(self, link: FakeLink):
+        handle = link.receiver.handle()
+        writer = link.sender.connect(handle, LAYOUT)
+        assert len(link.gpu.opened) == 1
+        open_when_gone: list[int] = []
+        gone = threading.Event()
+
+        def left() -> None:
+            open_when_gone.extend(link.gpu.opened)
+            gone.set()
+
+        link.receiver.revoke(handle, left)
+        assert gone.wait(30)
+        assert open_when_gone == []
+        writer.close()
+
+    def test_a_handle_admits_one_peer_only(self, link: FakeLink):
+        handle = link.receiver.handle()
+        writer = link.sender.connect(handle, LAYOUT)
+        with pytest.raises(TransferError, match="refused"):
+            link.sender.connect(handle, LAYOUT)
+        writer.close()
+
+    def test_a_gpu_that_fails_is_told_as_a_failed_push(self, link: FakeLink, writer: KvWriter):
+        link.driver.broken = True
+        outcome = Outcome()
+        writer.push(push(0, [0], [0]), outcome.done)
+        (error,) = outcome.wait()
+        assert isinstance(error, TransferError)
+        assert "launch failure" in error.message
+
+    def test_a_memory_out_of_reach_is_told_before_anything_is_pushed(self, link: FakeLink):
+        link.gpu.allocations.clear()
+        with pytest.raises(TransferError, match="cuIpcOpenMemHandle"):
+            link.sender.connect(link.receiver.handle(), LAYOUT)
+
+    def test_two_peers_write_at_once(self, link: FakeLink):
+        fill(link.source)
+        writers = [link.sender.connect(link.receiver.handle(), LAYOUT) for _ in range(2)]
+        outcome = Outcome()
+        for block in range(SENDER_BLOCKS):
+            writers[block % 2].push(push(1, [block], [block]), outcome.done)
+        assert outcome.wait(SENDER_BLOCKS) == [None] * SENDER_BLOCKS
+        for block in range(SENDER_BLOCKS):
+            written = page(link.target, RECEIVER_BLOCKS, 1, block)
+            assert written == page(link.source, SENDER_BLOCKS, 1, block)
+        for writer in writers:
+            writer.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not devices(), reason="no GPU")
+class TestCudaIpcOnAGpu(RevocableConformance, ShardedConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def both(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+        address = f"unix:{tmp_path_factory.mktemp('gate')}/gate"
+        with remote("cuda_ipc", address, device=0) as both:
+            yield both
+
+    @pytest.fixture
+    def link(self, both: Remote) -> Link:
+        return both.link()

@@ -1,0 +1,187 @@
+"""Guardrails pass, replace and refuse what is asked and answered; what was not checked is not served."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from baton.errors import ConfigError
+from router.guardrails.chain import GuardChain
+from router.guardrails.load import load_guardrails
+from router.guardrails.ports import Ask, Guardrail, OutputGuard, Pass, Refuse, Replace
+from tests.router.served import Served, serve
+
+
+class Censor:
+    """Refuses `forbidden`, replaces `secret`, in both directions; output is held back to its end of word."""
+
+    def __init__(self) -> None:
+        self.asks: list[Ask] = []
+
+    async def check_input(self, ask: Ask) -> Pass | Replace | Refuse:
+        self.asks.append(ask)
+        if any("forbidden" in text.text for text in ask.texts):
+            return Refuse(message="Not here.")
+        if any("secret" in text.text for text in ask.texts):
+            return Replace(texts=tuple(t.text.replace("secret", "[gone]") for t in ask.texts))
+        return Pass()
+
+    def watch_output(self, ask: Ask) -> OutputGuard | None:
+        return _Watch()
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self._held = ""
+
+    async def piece(self, text: str, *, last: bool) -> str | Refuse:
+        self._held += text
+        if "forbidden" in self._held:
+            return Refuse(message="Not to be told.")
+        if not last and not self._held.endswith(" "):
+            return ""
+        shown, self._held = self._held.replace("secret", "[gone]"), ""
+        return shown
+
+
+class Broken:
+    """Fails."""
+
+    async def check_input(self, ask: Ask) -> Pass | Replace | Refuse:
+        raise RuntimeError(f"could not check {ask.texts}")
+
+    def watch_output(self, ask: Ask) -> OutputGuard | None:
+        return None
+
+
+def _said(content: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": "be good"}, {"role": "user", "content": content}]
+
+
+def _streamed(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """What a stream showed, and its errors."""
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+    events = [json.loads(line) for line in lines]
+    deltas = [c["delta"].get("content", "") for e in events for c in e.get("choices", ())]
+    return "".join(deltas), [e["error"] for e in events if "error" in e]
+
+
+def _prompt(served: Served) -> str:
+    tokens = served.generator.jobs[-1].prompt.prompt_tokens
+    return served.tokenizer.backend.decode(list(tokens), skip_special_tokens=False)
+
+
+def with_guard(guard: Guardrail) -> dict[str, Any]:
+    return {"guards": GuardChain([guard], timeout_s=5.0)}
+
+
+async def test_what_is_in_order_passes_unchanged():
+    async with serve(parts=with_guard(Censor())) as served:
+        served.says("all is well")
+        reply = await served.chat(messages=_said("hello"))
+        assert reply.json()["choices"][0]["message"]["content"] == "all is well"
+        text, errors = _streamed((await served.chat(messages=_said("hello"), stream=True)).text)
+        assert (text, errors) == ("all is well", [])
+
+
+async def test_a_guardrail_knows_who_asks_what_of_which_model():
+    guard = Censor()
+    async with serve(parts=with_guard(guard)) as served:
+        await served.chat(messages=_said("hello"))
+        (ask,) = guard.asks
+        assert (ask.tenant_id, ask.model) == ("anonymous", "tiny")
+        assert [(t.role, t.text) for t in ask.texts] == [("system", "be good"), ("user", "hello")]
+
+
+async def test_what_is_asked_can_be_refused_before_any_work():
+    async with serve(parts=with_guard(Censor())) as served:
+        for reply in (
+            await served.chat(messages=_said("a forbidden thing")),
+            await served.complete(prompt="a forbidden thing"),
+            await served.complete(prompt=served.tokenizer.backend.encode("forbidden").ids),
+        ):
+            error = reply.json()["error"]
+            assert (reply.status_code, error["code"]) == (400, "content_refused")
+            assert error["message"] == "Not here."
+            assert error["param"] in ("messages", "prompt")
+        assert served.generator.jobs == []
+
+
+async def test_what_is_asked_can_be_replaced():
+    async with serve(parts=with_guard(Censor())) as served:
+        await served.chat(messages=_said("my secret word"))
+        assert "my [gone] word" in _prompt(served)
+        await served.complete(prompt="my secret word")
+        assert _prompt(served) == "my [gone] word"
+        ids = served.tokenizer.backend.encode("my secret word", add_special_tokens=False).ids
+        await served.complete(prompt=ids)
+        assert _prompt(served) == "my [gone] word"
+
+
+async def test_token_ids_that_pass_stay_exactly_what_they_are():
+    async with serve(parts=with_guard(Censor())) as served:
+        await served.complete(prompt=[5, 6, 7])
+        assert served.generator.jobs[0].prompt.prompt_tokens == (5, 6, 7)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_answered_can_be_replaced_piece_by_piece(stream: bool):
+    async with serve(parts=with_guard(Censor())) as served:
+        served.says("the secret is out")
+        reply = await served.chat(stream=stream, return_token_ids=True, logprobs=True)
+        assert "secret" not in reply.text
+        if stream:
+            assert _streamed(reply.text)[0] == "the [gone] is out"
+        else:
+            assert reply.json()["choices"][0]["message"]["content"] == "the [gone] is out"
+
+
+async def test_what_is_answered_can_be_refused():
+    async with serve(parts=with_guard(Censor())) as served:
+        served.says("it is forbidden to say")
+        whole = await served.chat()
+        assert (whole.status_code, whole.json()["error"]["code"]) == (400, "content_refused")
+        text, errors = _streamed((await served.chat(stream=True)).text)
+        assert "forbidden" not in text
+        assert [error["code"] for error in errors] == ["content_refused"]
+        assert served.generator.in_flight() == 0
+
+
+async def test_a_guardrail_that_fails_lets_nothing_past_and_tells_nothing(caplog):
+    async with serve(parts=with_guard(Broken())) as served:
+        reply = await served.chat(messages=_said("private words"))
+        assert reply.status_code == 503
+        assert served.generator.jobs == []
+    assert "private words" not in reply.text + caplog.text
+    assert "a guardrail failed" in caplog.text
+
+
+async def test_a_guardrail_that_does_not_answer_in_time_lets_nothing_past():
+    class Silent(Broken):
+        async def check_input(self, ask: Ask) -> Pass | Replace | Refuse:
+            await asyncio.Event().wait()
+            return Pass()
+
+    async with serve(parts={"guards": GuardChain([Silent()], timeout_s=0.01)}) as served:
+        assert (await served.chat()).status_code == 503
+
+
+async def test_one_guardrail_sees_what_the_one_before_it_put_there():
+    first, second = Censor(), Censor()
+    async with serve(parts={"guards": GuardChain([first, second])}) as served:
+        await served.chat(messages=_said("secret"))
+        assert [ask.texts[-1].text for ask in second.asks] == ["[gone]"]
+
+
+def test_guardrails_are_loaded_by_their_names():
+    (guard,) = load_guardrails([f"{__name__}:Censor"])
+    assert isinstance(guard, Censor)
+
+
+@pytest.mark.parametrize(
+    "name", ["no.such.module:X", f"{__name__}:Missing", "no-such-entry-point", "json:JSONDecoder"]
+)
+def test_a_name_that_is_no_guardrail_is_the_operators_mistake(name: str):
+    with pytest.raises(ConfigError, match=r"router\.guardrails"):
+        load_guardrails([name])
