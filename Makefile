@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PACKAGES := baton bench cluster decode_worker engine kv_transfer kvpool prefill_worker router tests
 
-.PHONY: help install transports demo serve test test-slow check format chaos bench proto clean
+.PHONY: help install transports demo serve test test-redis test-slow check format chaos bench proto clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -37,6 +37,9 @@ test: install ## The default suite: no GPU, no network, a few minutes
 
 test-slow: install ## The suites left out of `make test`, but for the GPU's
 	$(BIN)/python -m pytest -m '(slow or redis or ray) and not gpu'
+
+test-redis: install ## What needs a redis-server; each test starts its own on loopback
+	$(BIN)/python -m pytest -m 'redis and not slow and not gpu'
 
 check: install ## Format, lint, types, import rows, fresh stubs, true README
 	$(BIN)/ruff format --check .

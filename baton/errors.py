@@ -70,6 +70,12 @@ class ModelNotFoundError(BatonError):
     code = "model_not_found"
 
 
+class ResourceNotFoundError(BatonError):
+    """There is no such thing by that name, or no more; `param` says what names it."""
+
+    code = "not_found"
+
+
 class RouteNotFoundError(BatonError):
     """There is no such path or method."""
 
@@ -232,6 +238,7 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     PayloadTooLargeError: _row(413, "INVALID_ARGUMENT", "invalid_request_error"),
     AuthenticationError: _row(401, "UNAUTHENTICATED", "authentication_error"),
     ModelNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),
+    ResourceNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),
     RouteNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),
     OverloadedError: _row(429, "RESOURCE_EXHAUSTED", "rate_limit_error", retryable=True),
     RateLimitedError: _row(429, "RESOURCE_EXHAUSTED", "rate_limit_error", retryable=True),

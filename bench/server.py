@@ -1,25 +1,33 @@
 """Starts `baton serve` as a user would, and stops it."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 _READY = re.compile(r"ready on (http://\S+)")
 
 
 @contextmanager
-def serving(model: str, *flags: str) -> Iterator[str]:
-    """A cluster serving `model` under the name `bench` on a free port; yields its URL.
+def serving(model: str, *flags: str, settings: Mapping[str, str] | None = None) -> Iterator[str]:
+    """A cluster serving `model` under the name `bench` on a free port; yields its URL. `settings` are variables of its
+    environment.
 
     Raises:
         RuntimeError: It ended before it was ready; what it printed is in the message.
     """
     command = [sys.executable, "-m", "cluster.cli", "serve", model, "--port", "0"]
     command += ["--served-model-name", "bench", "--log-level", "warning", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command,
+        env=os.environ | (settings or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         yield _wait_ready(process)
     finally:

@@ -132,6 +132,7 @@ class FakeWriter:
         self.closed = True
 
     def _copy(self, push: Push) -> None:
+        push.check_lease()
         found = self._fabric.regions.get(self._handle.opaque)
         if self.broken:
             raise TransferError("the way is broken")

@@ -7,7 +7,6 @@ that nothing more is written by that peer: this is what fencing means where acce
 On one host the door is a Unix socket of the same user; between hosts it is TCP, where keep-alive notices a host that died.
 """
 
-import hashlib
 import hmac
 import os
 import secrets
@@ -18,50 +17,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from baton.errors import TransferError
 from baton.telemetry.logs import get_logger
+from kv_transfer.invitation import TOKEN_BYTES, UNIX, keep_alive
 
 _log = get_logger(__name__)
 
-TOKEN_BYTES = 32
-CONNECT_TIMEOUT_S = 10.0
-_UNIX = "unix:"
 _UCRED = struct.Struct("3i")  # pid, uid, gid
-_LENGTH = struct.Struct(">I")
-_MAX_WELCOME_BYTES = 1 << 20
-_SEAL_BYTES = 32
-# A host that is gone without a word: known after two silent seconds and five unanswered probes.
-_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 7000}
+
 
 Welcome = Callable[[socket.socket, bytes], None]
 """Gives a peer, over its connection, what it needs; called with its token on the gate's thread. The peer is turned away
 when it raises OSError or TransferError."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Invitation:
-    """What a backend's handle consists of: where the gate is, and the token that opens it once."""
-
-    token: bytes
-    address: str
-
-    def pack(self, magic: bytes) -> bytes:
-        """As a handle's opaque bytes."""
-        return magic + self.token + self.address.encode()
-
-    @classmethod
-    def unpack(cls, opaque: bytes, magic: bytes) -> Self:
-        """The inverse.
-
-        Raises:
-            TransferError: It is another backend's, or malformed.
-        """
-        begin, end = len(magic), len(magic) + TOKEN_BYTES
-        if not opaque.startswith(magic) or len(opaque) <= end:
-            raise TransferError("not a handle of this backend")
-        return cls(token=opaque[begin:end], address=opaque[end:].decode(errors="replace"))
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +56,7 @@ class Gate:
                 its folder is missing.
         """
         self._welcome = welcome
-        self._path = address.removeprefix(_UNIX) if address.startswith(_UNIX) else None
+        self._path = address.removeprefix(UNIX) if address.startswith(UNIX) else None
         self._listener = _bind_unix(self._path) if self._path is not None else _bind_tcp(address)
         self.address = address if self._path is not None else _tcp_address(self._listener)
         self._listener.listen(64)
@@ -218,101 +186,6 @@ class Gate:
     def _drop(self, peer: socket.socket) -> None:
         self._selector.unregister(peer)
         peer.close()
-
-
-def enter(invitation: Invitation) -> socket.socket:
-    """Connects to a gate and shows the token. Blocks for at most a few seconds; so do reads of what is returned.
-
-    Raises:
-        TransferError: Nobody serves there.
-    """
-    address = invitation.address
-    try:
-        connection = _connect(address)
-    except (OSError, ValueError, OverflowError) as error:
-        raise TransferError(f"the peer's memory at {address} cannot be reached: {error}") from error
-    try:
-        connection.sendall(invitation.token)
-    except OSError as error:
-        connection.close()
-        raise TransferError(f"the peer at {address} hung up: {error}") from error
-    return connection
-
-
-def on_one_host(address: str) -> bool:
-    """Whether only processes of this host can reach the gate at `address`."""
-    return address.startswith(_UNIX)
-
-
-def seal(blob: bytes, token: bytes) -> bytes:
-    """A welcome message of bytes that the peer hands to its transport, which would trust them blindly."""
-    return _LENGTH.pack(len(blob)) + blob + _mac(blob, token)
-
-
-def read_sealed(connection: socket.socket, token: bytes) -> bytes:
-    """The peer's side of `seal`: bytes that come, whole, from whoever made the token.
-
-    Raises:
-        TransferError: The token was refused, or the message is not what the receiver sent.
-    """
-    try:
-        (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
-        if length > _MAX_WELCOME_BYTES:
-            raise TransferError(f"a welcome of {length} bytes")
-        blob, mac = _read(connection, length), _read(connection, _SEAL_BYTES)
-    except OSError as error:
-        raise TransferError(f"the peer did not answer: {error}") from error
-    if not hmac.compare_digest(mac, _mac(blob, token)):
-        raise TransferError("the peer's welcome is not the receiver's")
-    return blob
-
-
-def has_ended(connection: socket.socket) -> bool:
-    """Whether the other side hung up. For non-blocking connections on which nothing else is sent."""
-    try:
-        return connection.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Lets the kernel notice within seconds that the host at the other end is gone."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _connect(address: str) -> socket.socket:
-    if not address.startswith(_UNIX):
-        host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S)
-        keep_alive(connection)
-        return connection
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(CONNECT_TIMEOUT_S)
-    try:
-        connection.connect(address.removeprefix(_UNIX))
-    except (OSError, ValueError):
-        connection.close()
-        raise
-    return connection
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        part = connection.recv(size - len(found))
-        if not part:
-            raise TransferError("the peer refused the token")
-        found += part
-    return bytes(found)
-
-
-def _mac(blob: bytes, token: bytes) -> bytes:
-    return hashlib.blake2b(blob, key=token, digest_size=_SEAL_BYTES).digest()
 
 
 def _bind_tcp(address: str) -> socket.socket:

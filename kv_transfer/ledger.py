@@ -29,8 +29,6 @@ from baton.errors import (
 from baton.ids import XferId
 from kv_transfer.checksum import checksum_bytes
 from kv_transfer.deadlines import LOST, LedgerLimits, overdue
-from kv_transfer.heads import LinkPlan
-from kv_transfer.lease import LeaseBook
 from kv_transfer.messages import (
     AbortRequest,
     Commit,
@@ -39,7 +37,6 @@ from kv_transfer.messages import (
     Expected,
     FreePages,
     FromPeer,
-    Granted,
     Heartbeat,
     LedgerAction,
     LedgerEvent,
@@ -56,13 +53,14 @@ from kv_transfer.messages import (
     SessionOpened,
     StartDecoding,
     ToPeer,
-    ToPrefill,
     TransferFailed,
     VerifyPages,
     Withdrawn,
     WriterLost,
 )
+from kv_transfer.orders import grant, stop, tell
 from kv_transfer.parts import Part
+from kv_transfer.peers import PeerBook
 from kv_transfer.plan import Grant
 from kv_transfer.ticket import Permit
 from kv_transfer.transfer import ENDS, EndedTransfers, Transfer, TransferState
@@ -84,9 +82,7 @@ class TransferLedger:
         self._limits = limits
         self._transfers: dict[XferId, Transfer] = {}
         self._ended = EndedTransfers(keep_s=limits.expect_timeout_s)
-        self._leases = LeaseBook(limits.lease_s)
-        self._links: dict[SessionId, LinkPlan] = {}
-        self._cut: set[SessionId] = set()
+        self._peers = PeerBook(limits.lease_s)
         self.refused = 0
         self.corrupted = 0
 
@@ -108,8 +104,7 @@ class TransferLedger:
             case Withdrawn():
                 return self._withdraw(event, now_s)
             case SessionOpened():
-                self._leases.open(event.session, now_s)
-                self._links[event.session] = event.link
+                self._peers.open(event.session, event.link, now_s)
                 return []
             case SessionLost():
                 return self._session_lost(event.session, now_s)
@@ -119,7 +114,7 @@ class TransferLedger:
     def tick(self, now_s: float) -> list[LedgerAction]:
         """Checks every lease and deadline; call it at least a few times per second, whether or not there is new work."""
         actions: list[LedgerAction] = []
-        for session in self._leases.expired(now_s):
+        for session in self._peers.silent(now_s):
             silent = WorkerLostError("the prefill worker gave no sign of life within its lease")
             actions += self._cut_off(session, silent)
             actions += self._session_lost(session, now_s)
@@ -143,7 +138,7 @@ class TransferLedger:
             len(transfer.grant.blocks)
             for transfer in self._transfers.values()
             if transfer.grant
-            and any(part.session not in self._leases for part in transfer.parts.writers())
+            and any(part.session not in self._peers for part in transfer.parts.writers())
         )
 
     def check_integrity(self) -> None:
@@ -191,17 +186,17 @@ class TransferLedger:
 
     def _take_over(self, transfer: Transfer, permit: Permit, now_s: float) -> list[LedgerAction]:
         """A later attempt begins: nothing of the earlier one counts any more, and its writer has to stop."""
-        told = _stop(transfer, CancelledByPeerError(_TAKEN_OVER), now_s)
+        told = stop(transfer, CancelledByPeerError(_TAKEN_OVER), now_s)
         transfer.parts.dismiss()
         transfer.permit, transfer.reassigned = permit, True
         if transfer.state in (_S.RESERVED, _S.WRITING):
             transfer.move(_S.ORPHANED, now_s)
         transfer.since_s = now_s
-        return told
+        return [*told]
 
     def _from_peer(self, event: FromPeer, now_s: float) -> list[LedgerAction]:
         # Whoever speaks is alive. After its lease nothing it says counts: it was cut off, and its writes are not waited for.
-        if not self._leases.renew(event.session, now_s):
+        if not self._peers.heard(event.session, now_s):
             self.refused += 1
             return []
         match event.message:
@@ -238,15 +233,15 @@ class TransferLedger:
         """Whether the attempt still waits for what the session brings."""
         lost = transfer.state is _S.ORPHANED and not transfer.reassigned
         waits = transfer.state in (*_LIVE, _S.ASKED, _S.ORPHANED) and not lost
-        return waits and transfer.parts.fits(self._links[session])
+        return waits and transfer.parts.fits(self._peers.link(session))
 
     def _join(self, transfer: Transfer, session: SessionId, now_s: float) -> list[LedgerAction]:
         if not transfer.parts:
             transfer.since_s = now_s
-        part = Part(session=session, attempt=transfer.attempt, link=self._links[session])
+        part = Part(session=session, attempt=transfer.attempt, link=self._peers.link(session))
         transfer.parts.join(part)
         if transfer.state is _S.WRITING:
-            return _grant(transfer, part)
+            return [grant(transfer, part)]
         if transfer.state in (_S.EXPECTED, _S.ORPHANED):
             return self._go_on(transfer, now_s)
         return []
@@ -281,7 +276,7 @@ class TransferLedger:
     def _grant_all(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
         transfer.reassigned = False
         transfer.move(_S.WRITING, now_s)
-        return [told for part in transfer.parts for told in _grant(transfer, part)]
+        return [grant(transfer, part) for part in transfer.parts]
 
     def _commit(self, event: FromPeer, commit: Commit, now_s: float) -> list[LedgerAction]:
         transfer = self._transfers.get(commit.xfer_id)
@@ -344,7 +339,7 @@ class TransferLedger:
         told = Committed(xfer_id=transfer.xfer_id, attempt=transfer.attempt)
         return [
             StartDecoding(xfer_id=transfer.xfer_id, first_tokens=first.first_tokens),
-            *_tell(transfer, told),
+            *tell(transfer, told),
         ]
 
     def _quiesced(self, event: FromPeer, said: Quiesced, now_s: float) -> list[LedgerAction]:
@@ -362,7 +357,7 @@ class TransferLedger:
             self.refused += 1
             return []
         if transfer.state is _S.ASKED:
-            told = _stop(transfer, error, now_s, but=event.session)
+            told = stop(transfer, error, now_s, but=event.session)
             return [*told, *self._settle(transfer, error, now_s)]
         if transfer.state in (*_LIVE, _S.ORPHANED):
             return self._orphan(transfer, error, now_s, without=event.session)
@@ -375,7 +370,7 @@ class TransferLedger:
         if part is not None:
             return part.commit is None
         ours = transfer.permit.source == event.peer
-        return ours and transfer.parts.fits(self._links[event.session])
+        return ours and transfer.parts.fits(self._peers.link(event.session))
 
     def _writer_stopped(
         self, transfer: Transfer, part: Part, error: BatonError, now_s: float
@@ -396,7 +391,7 @@ class TransferLedger:
         self, transfer: Transfer, error: BatonError, now_s: float, *, without: SessionId
     ) -> list[LedgerAction]:
         """A prefill worker is gone before it committed: the pages wait for another one; its other ranks have to stop."""
-        told = _stop(transfer, error, now_s, but=without)
+        told = stop(transfer, error, now_s, but=without)
         lost = WriterLost(xfer_id=transfer.xfer_id, attempt=transfer.attempt, error=error)
         transfer.parts.dismiss()
         transfer.reassigned, transfer.error = False, error
@@ -425,14 +420,13 @@ class TransferLedger:
         if transfer.grant is not None:
             raise InvariantError(f"the engine freed pages of {event.xfer_id} while they are in use")
         error = event.error or TransferError("the engine gave the reserved pages up")
-        actions = [*_stop(transfer, error, now_s), *_failed(transfer, error)]
+        actions = [*stop(transfer, error, now_s), *_failed(transfer, error)]
         transfer.error = error
         self._move(transfer, _S.FREE, now_s)
         return actions
 
     def _session_lost(self, session: SessionId, now_s: float) -> list[LedgerAction]:
-        self._leases.end(session)
-        self._links.pop(session, None)
+        self._peers.end(session)
         actions: list[LedgerAction] = []
         for transfer in list(self._transfers.values()):
             transfer.parts.disconnected(session)
@@ -448,7 +442,7 @@ class TransferLedger:
         error = WorkerLostError(LOST)
         match transfer.state:
             case TransferState.ASKED:
-                told = _stop(transfer, error, now_s, but=session)
+                told = stop(transfer, error, now_s, but=session)
                 return [*told, *self._settle(transfer, error, now_s)]
             case TransferState.RESERVED | TransferState.WRITING | TransferState.ORPHANED:
                 return self._orphan(transfer, error, now_s, without=session)
@@ -461,7 +455,7 @@ class TransferLedger:
             for part in transfer.parts.writers():
                 if part.session == session:
                     actions += self._writer_stopped(transfer, part, WorkerLostError(LOST), now_s)
-        self._cut.discard(session)
+        self._peers.fenced(session)
         return actions
 
     def _check_deadline(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
@@ -484,19 +478,18 @@ class TransferLedger:
         ]
 
     def _cut_off(self, session: SessionId, error: BatonError) -> list[LedgerAction]:
-        if session in self._cut:
-            return []  # fencing takes as long as it takes: a stopped process may wake up and write
-        self._cut.add(session)
+        if not self._peers.cut_off(session):
+            return []
         return [EndSession(session=session, error=error)]
 
     def _abort(self, transfer: Transfer, error: BatonError, now_s: float) -> list[LedgerAction]:
         """Ends a transfer from this side; pages that may be written to stay until the peer has stopped."""
-        told = _stop(transfer, error, now_s)
+        told = stop(transfer, error, now_s)
         if not transfer.parts.writers():
             return [*told, *self._settle(transfer, error, now_s)]
         transfer.error = error
         self._move(transfer, _S.ABORTING, now_s)
-        return told
+        return [*told]
 
     def _settle(self, transfer: Transfer, error: BatonError, now_s: float) -> list[LedgerAction]:
         """Nobody writes (any more): whatever pages there are go back."""
@@ -539,41 +532,6 @@ class TransferLedger:
 
 def _failed(transfer: Transfer, error: BatonError) -> list[LedgerAction]:
     return [TransferFailed(xfer_id=transfer.xfer_id, error=error)]
-
-
-def _tell(transfer: Transfer, message: ToPrefill) -> list[LedgerAction]:
-    """To everybody of the attempt that counts."""
-    return [
-        ToPeer(session=part.session, message=message) for part in transfer.parts if part.connected
-    ]
-
-
-def _grant(transfer: Transfer, part: Part) -> list[LedgerAction]:
-    """Leave to write its part."""
-    assert transfer.grant is not None
-    part.may_write = True
-    granted = Granted(
-        xfer_id=transfer.xfer_id,
-        attempt=transfer.attempt,
-        cache_scope=transfer.permit.cache_scope,
-        grant=transfer.grant,
-    )
-    return [ToPeer(session=part.session, message=granted)]
-
-
-def _stop(
-    transfer: Transfer, error: BatonError, now_s: float, *, but: SessionId | None = None
-) -> list[LedgerAction]:
-    """Has everybody stop who still may write, and lets the rest of the attempt know that it is over."""
-    for part in transfer.parts.writers():
-        if part.stop_asked_s is None and part.session != but:
-            part.stop_asked_s = now_s
-    message = AbortRequest(xfer_id=transfer.xfer_id, attempt=transfer.attempt, error=error)
-    return [
-        ToPeer(session=part.session, message=message)
-        for part in transfer.parts
-        if part.connected and part.session != but
-    ]
 
 
 def _miscount(transfer: Transfer, part: Part, commit: Commit) -> BatonError | None:

@@ -7,7 +7,8 @@ import socket
 from dataclasses import dataclass
 
 from baton.errors import TransferError
-from kv_transfer.gate import Gate, Invitation, enter
+from kv_transfer.gate import Gate
+from kv_transfer.invitation import Invitation, enter
 from kv_transfer.regions import SharedRegion
 
 _ATTACHED = b"A"

@@ -12,8 +12,8 @@ import numpy as np
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from kv_transfer.gate import TOKEN_BYTES
 from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.invitation import TOKEN_BYTES
 from kv_transfer.page_copy import Pages, copy_rows, load_library
 from kv_transfer.plan import check_pages
 from kv_transfer.ports import Push, RegionHandle

@@ -1,16 +1,18 @@
-"""The backend `ucx`: pages travel as messages of UCX (RDMA, TCP, shared memory), and the receiver puts them in place.
+"""The backend `ucx`: pages travel as messages of UCX (RDMA, TCP, shared memory), from page to page, as the receiver says.
 
 Two-sided on purpose. ucxx does not offer UCX's one-sided writes to Python, and where no adapter guards memory (TCP) UCX
-carries those out wherever a peer says; `nixl` does them for peers that are trusted. Here the receiver's own thread checks
-each frame against its arena (`ucx_frames.py`), which costs a copy on each side and gives:
+carries those out wherever a peer says; `nixl` does them for peers that are trusted. Here the receiver's own thread checks the
+head of each frame against its arena (`ucx_frames.py`) and only then receives the body, right into the pages. So:
 
-- a peer writes nothing outside the region whatever it sends;
-- a peer is fenced at once: frames of a revoked session are dropped, nobody has to agree.
+- a peer writes nothing outside the region whatever it sends: what is not being received does not land;
+- a peer is fenced at once. Each has a UCX worker of its own on the receiver's side, and fencing destroys it, with whatever it
+  was receiving; nobody has to agree, and no other peer notices.
 
     sender                                    receiver
       gate ── token ─────────────────────────▶ gate
            ◀───────────── worker's address, sealed
-      pages ▶ frame ═══════ tagged message ═══▶ frame ▶ check ▶ pages
+      head  ═══════════ tagged message ══════▶ check
+      pages ═══════════ tagged message ══════▶ pages
            ◀──────── frame's number, refused or not (the gate's connection, which is the lifeline of both)
 
 A push is done once all its frames are acknowledged: the receiver answers after the bytes are in its arena.
@@ -21,65 +23,101 @@ import importlib
 import os
 import select
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from baton.errors import TransferError
 from baton.telemetry.logs import get_logger
-from kv_transfer.ucx_frames import Buffer
+from kv_transfer.ucp import Found, Messages, Places, Request
 
 _log = get_logger(__name__)
 
 BACKEND = "ucx"
-MAGIC = b"BUCX\x01"
+MAGIC = b"BUCX\x02"
 ANSWER = struct.Struct("<QB")
 """What the receiver says to a frame: its number, and whether it was refused."""
+TUNING: Mapping[str, str] = {
+    # On one host UCX would have the receiver alone read a large piece out of the sender's memory, through the kernel (cma).
+    # Messages through shared memory keep both cores busy and are faster by a third. Between hosts nothing changes.
+    "TLS": "^cma",
+    # Bodies wait at their sender until the receiver says where they belong; ucxx's own choice for pages of any size.
+    "RNDV_THRESH": "8192",
+}
+"""Our defaults for UCX's settings; its own variables (`UCX_TLS=...`) win."""
+_TURNS = 32
+_SPIN_S = 100e-6
+"""Longer than the time between two pieces of a message; a nap costs two switches of context for each of them."""
 _CLOSE_ATTEMPTS, _CLOSE_PERIOD_NS = 5, 100_000_000
 
 
-def tag_of(token: bytes) -> int:
-    """The tag of a session's messages; as hard to guess as its 64 bits allow."""
-    return int.from_bytes(hashlib.blake2b(token, digest_size=8).digest())
+def head_tag(token: bytes) -> int:
+    """The tag of a session's heads; as hard to guess as its bits allow."""
+    return int.from_bytes(hashlib.blake2b(token, digest_size=8).digest()) & ~1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A message that has arrived, or begun to, and that nobody receives yet."""
-
-    tag: int
-    length: int
-    message: Any
+def body_tag(token: bytes) -> int:
+    """The tag of a session's bodies."""
+    return head_tag(token) | 1
 
 
-class UcxWorker:
-    """UCX's worker as one thread of ours uses it. The only place that knows ucxx, whose core API is typed nowhere.
-
-    Only `address` may be read from another thread.
-    """
+class UcxContext:
+    """UCX's devices, opened once for several workers."""
 
     def __init__(self) -> None:
-        """Opens UCX's devices, which takes a moment.
+        """Opens them, which takes a moment.
 
         Raises:
             TransferError: ucxx is not there, or UCX finds nothing to work with.
         """
-        # Importing ucxx sets variables that UCX then warns of, on standard output.
-        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
         try:
-            self._ucx: Any = importlib.import_module("ucxx._lib.libucxx")
-            self._as_array: Any = importlib.import_module("ucxx._lib.arr").Array
-            flags = (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
-            self._worker: Any = self._ucx.UCXWorker(self._ucx.UCXContext({}, feature_flags=flags))
-            self._worker.init_blocking_progress_mode()
+            with _unchanged_environment():
+                self.library: Any = importlib.import_module("ucxx._lib.libucxx")
+            settings = {
+                key: value for key, value in TUNING.items() if f"UCX_{key}" not in os.environ
+            }
+            flags = (self.library.Feature.TAG, self.library.Feature.WAKEUP)
+            self.context: Any = self.library.UCXContext(settings, feature_flags=flags)
+        except Exception as error:
+            raise TransferError(f"UCX cannot be used: {error!r}") from error
+
+
+@contextmanager
+def _unchanged_environment() -> Iterator[None]:
+    """Importing ucxx sets variables that every other UCX in the process then reads too: NIXL's writes become three times slower
+    by `UCX_RNDV_THRESH` alone. They are gone again afterwards.
+    """
+    before = {name for name in os.environ if name.startswith("UCX_")}
+    # Else UCX warns, on standard output, of variables that it does not know.
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("UCX_")]:
+            if name not in before:
+                del os.environ[name]
+
+
+class UcxWorker:
+    """UCX's worker as one thread of ours uses it; with the context the only place that knows ucxx, whose core API is typed
+    nowhere. Only `address` may be read from another thread.
+    """
+
+    def __init__(self, context: UcxContext) -> None:
+        """Makes a worker.
+
+        Raises:
+            TransferError: UCX cannot.
+        """
+        self._ucx = context.library
+        try:
+            self._worker: Any = self._ucx.UCXWorker(context.context)
+            self._messages = Messages(self._worker.handle)
         except Exception as error:
             raise TransferError(f"UCX cannot be used: {error!r}") from error
         self.address: bytes = self._worker.address.tobytes()
-        self._any = (self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0))
         self._endpoint: Any = None
-        self._discarding: list[Any] = []
 
     def connect(self, address: bytes, *, same_host: bool) -> None:
         """Prepares sending to the worker at `address`, which must come from whom it says: UCX aborts on a malformed one.
@@ -101,41 +139,57 @@ class UcxWorker:
         except Exception as error:
             raise TransferError(f"UCX finds no way to the peer: {error!r}") from error
 
-    def send(self, tag: int, data: Buffer) -> Any:
-        """Starts sending; `data` must stay as it is until the request is completed."""
-        return self._endpoint.tag_send(self._as_array(data), self._ucx.UCXXTag(tag))
+    def send(self, tag: int, places: Places, *kept: object) -> Request:
+        """Starts sending what lies there, which must stay as it is until the request is done; `kept` stays alive till then.
+
+        Raises:
+            TransferError: UCX refuses.
+        """
+        return self._messages.send(self._endpoint.handle, tag, places, *kept)
 
     def probe(self) -> Found | None:
-        """The next message, which is then the caller's to receive or discard."""
-        found = self._worker.tag_probe(*self._any, remove=True)
-        if not found.matched:
-            return None
-        return Found(tag=int(found.sender_tag.value), length=int(found.length), message=found)
+        """The next message, which is then the caller's to receive."""
+        return self._messages.probe()
 
-    def receive(self, message: Any, data: Buffer) -> Any:
-        """Starts receiving a message that was found."""
-        return self._worker.tag_recv_with_handle(self._as_array(data), message)
+    def receive(self, found: Found, places: Places) -> Request:
+        """Starts receiving a message that was found.
 
-    def discard(self, message: Any) -> None:
-        """Receives one byte of a message, which drops the others."""
-        self._discarding = [entry for entry in self._discarding if not entry[1].completed]
-        nothing = np.empty(1, np.uint8)
-        self._discarding.append((nothing, self.receive(message, nothing)))
+        Raises:
+            TransferError: UCX refuses.
+        """
+        return self._messages.receive(found, places)
 
     def progress(self) -> None:
-        """Lets UCX do what can be done now."""
-        self._worker.progress()
+        """Lets UCX do what can be done now, but not for long: the next frame is to be found before this one is whole."""
+        for _ in range(_TURNS):
+            if not self._messages.progress():
+                return
 
-    def wait(self, others: Sequence[int], timeout_s: float) -> None:
-        """Until UCX has something to do, or one of the other descriptors is readable."""
-        if self._worker.arm():
-            select.select([self._worker.epoll_file_descriptor, *others], [], [], timeout_s)
+    def wait(self, others: Sequence[int], timeout_s: float, *, in_haste: bool) -> None:
+        """Until UCX has something to do, or one of the other descriptors is readable.
+
+        Args:
+            others: Those.
+            timeout_s: At most so long.
+            in_haste: Whether a message is on its way: its next piece comes soon, and falling asleep and being woken for
+                each would take longer than the piece does.
+        """
+        if in_haste:
+            until_s = time.perf_counter() + _SPIN_S
+            while time.perf_counter() < until_s:
+                if self._messages.progress():
+                    return
+        if self._messages.arm():
+            select.select([self._messages.descriptor, *others], [], [], timeout_s)
 
     def close(self) -> None:
-        """Disconnects; a peer that is dead does not hold it up for long."""
-        if self._endpoint is None:
-            return
-        try:
-            self._endpoint.close_blocking(_CLOSE_PERIOD_NS, _CLOSE_ATTEMPTS)
-        except Exception as error:  # noqa: BLE001  # whatever UCX says of a connection that is over anyway
-            _log.debug("an endpoint did not close", reason=repr(error))
+        """Disconnects, which a dead peer does not hold up for long, and ends whatever is on its way: nothing is read or
+        written for this worker any more. The worker is not used again.
+        """
+        if self._endpoint is not None:
+            try:
+                self._endpoint.close_blocking(_CLOSE_PERIOD_NS, _CLOSE_ATTEMPTS)
+            except Exception as error:  # noqa: BLE001  # whatever UCX says of a connection that is over anyway
+                _log.debug("an endpoint did not close", reason=repr(error))
+        del self._messages
+        self._endpoint = self._worker = None

@@ -1,9 +1,10 @@
-"""The frames in which the backend `ucx` carries pages: a header, the pages' numbers, then their bytes.
+"""The frames in which the backend `ucx` carries pages: a head, then as a message of its own the rows' bytes, back to back.
 
-    magic version │ number │ layer offset row_bytes num_pages │ page ids … │ pad to 64 │ row 0 │ row 1 │ …
+    head   magic version │ number │ layer offset row_bytes num_pages │ page ids …
+    body   row 0 │ row 1 │ …
 
-A row is `row_bytes` of one page of one layer, from `offset` on. Nothing in a frame is believed: the receiver compares every
-number with its own arena before a byte is copied.
+A row is `row_bytes` of one page of one layer, from `offset` on. Nothing in a head is believed: the receiver compares every number
+with its own arena, and with the length of the body, before a byte of the body is received. The body goes from page to page.
 """
 
 import struct
@@ -19,15 +20,17 @@ from kv_transfer.heads import LinkPlan
 from kv_transfer.page_copy import Pages
 from kv_transfer.plan import check_pages
 from kv_transfer.ports import Push
+from kv_transfer.ucp import Places
 
-MAX_PAYLOAD_BYTES = 1 << 20
-"""A frame should stay in the processor's cache between being filled and being sent."""
-MAX_PAGES = 4096
+MAX_PAYLOAD_BYTES = 32 << 20
+"""Of one body. Bodies on their way share the wire and end at about the same time, so each window has a gap at its end: it
+should carry much more than a round trip's worth."""
+MAX_PAGES = 2000
+"""Of one frame. Its head is then smaller than the pieces in which any transport sends."""
 _MAGIC = b"BUCX"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<4sB3xQIIII")
-_ALIGN = 64
-MAX_FRAME_BYTES = _HEADER.size + MAX_PAGES * 4 + _ALIGN + MAX_PAYLOAD_BYTES
+MAX_HEAD_BYTES = _HEADER.size + MAX_PAGES * 4
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -56,7 +59,12 @@ class Frame:
 
 
 def frames_of(
-    push: Push, source: list[Pages], plan: LinkPlan, *, target_blocks: int
+    push: Push,
+    source: list[Pages],
+    plan: LinkPlan,
+    *,
+    target_blocks: int,
+    payload_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> Iterator[Frame]:
     """Cuts a push into frames; checks it whole before the first of them is given.
 
@@ -68,15 +76,15 @@ def frames_of(
     layer_index = plan.target_layer(push.layer_index)
     check_pages(push.source, len(source[push.layer_index]))
     check_pages(push.target, target_blocks)
-    return _cut(push, layer_index, plan)
+    return _cut(push, layer_index, plan, payload_bytes)
 
 
-def _cut(push: Push, layer_index: int, plan: LinkPlan) -> Iterator[Frame]:
+def _cut(push: Push, layer_index: int, plan: LinkPlan, payload_bytes: int) -> Iterator[Frame]:
     here, there = np.array(push.source, np.uint32), np.array(push.target, np.uint32)
     for part in plan.slices:
-        for skip in range(0, part.length, MAX_PAYLOAD_BYTES):
-            row_bytes = min(part.length - skip, MAX_PAYLOAD_BYTES)
-            step = min(MAX_PAYLOAD_BYTES // row_bytes, MAX_PAGES)
+        for skip in range(0, part.length, payload_bytes):
+            row_bytes = min(part.length - skip, payload_bytes)
+            step = min(payload_bytes // row_bytes, MAX_PAGES)
             for first in range(0, len(here), step):
                 yield Frame(
                     layer_index=layer_index,
@@ -89,66 +97,68 @@ def _cut(push: Push, layer_index: int, plan: LinkPlan) -> Iterator[Frame]:
                 )
 
 
-def write_frame(frame: Frame, number: int, source: list[Pages], buffer: Buffer) -> int:
-    """Fills `buffer` with the frame, its rows taken from the local arena; gives its length."""
-    count = len(frame.target)
-    _HEADER.pack_into(
-        buffer.data,
-        0,
+def head_of(frame: Frame, number: int) -> Buffer:
+    """What is sent ahead of a frame's rows."""
+    header = _HEADER.pack(
         _MAGIC,
         _VERSION,
         number,
         frame.layer_index,
         frame.target_offset,
         frame.row_bytes,
-        count,
+        len(frame.target),
     )
-    ids_end = _HEADER.size + 4 * count
-    buffer[_HEADER.size : ids_end] = frame.target.view(np.uint8)
-    begin = _payload_offset(count)
-    end = begin + count * frame.row_bytes
-    rows = buffer[begin:end].reshape(count, frame.row_bytes)
-    _gather(source[frame.source_layer], frame, rows)
-    return end
+    return np.frombuffer(header + frame.target.tobytes(), np.uint8)
 
 
-def _gather(layer: Pages, frame: Frame, rows: Pages) -> None:
-    if frame.row_bytes == layer.shape[1]:
-        np.take(layer, frame.source, axis=0, out=rows, mode="clip")  # unbuffered; checked above
-        return
-    part = layer[:, frame.source_offset : frame.source_offset + frame.row_bytes]
-    for row, page in zip(rows, frame.source.tolist(), strict=True):
-        row[:] = part[page]
+def rows_of(frame: Frame, source: list[Pages]) -> Places:
+    """Where a frame's rows lie in the sender's arena."""
+    layer = source[frame.source_layer]
+    return _places(layer, frame.source_offset, frame.row_bytes, frame.source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrameReader:
-    """Takes frames apart into the local arena."""
+class Landing:
+    """A frame that may land.
+
+    Attributes:
+        number: Its own.
+        places: Of its rows in the receiver's arena.
+    """
+
+    number: int
+    places: Places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadReader:
+    """Says where in the local arena frames belong."""
 
     layout: KvLayout
     num_blocks: int
     arena: list[Pages]
 
-    def take(self, frame: Buffer) -> int:
-        """Copies a frame's rows to where they belong; gives its number.
+    def read(self, head: Buffer, body_bytes: int) -> Landing:
+        """Where a body of so many bytes goes.
 
         Raises:
-            TransferError: It is malformed or leads outside the arena; nothing is written then.
+            TransferError: The head is malformed, leads outside the arena, or is not that of the body.
         """
-        if len(frame) < _HEADER.size:
-            raise TransferError(f"a frame of {len(frame)} bytes")
-        magic, version, number, layer, offset, row_bytes, count = _HEADER.unpack_from(frame.data)
+        if len(head) < _HEADER.size:
+            raise TransferError(f"a head of {len(head)} bytes")
+        magic, version, number, layer, offset, row_bytes, count = _HEADER.unpack_from(head.data)
         if magic != _MAGIC or version != _VERSION:
             raise TransferError(f"not a frame of version {_VERSION}")
-        begin = _payload_offset(count)
-        if not 0 < count <= MAX_PAGES or len(frame) != begin + count * row_bytes:
-            raise TransferError(f"{count} rows of {row_bytes} bytes in a frame of {len(frame)}")
+        if not 0 < count <= MAX_PAGES or len(head) != _HEADER.size + 4 * count:
+            raise TransferError(f"{count} pages in a head of {len(head)} bytes")
+        if not 0 < row_bytes * count == body_bytes:
+            raise TransferError(f"{count} rows of {row_bytes} bytes in a body of {body_bytes}")
         self._check_place(layer, offset, row_bytes)
-        ids = frame[_HEADER.size : _HEADER.size + 4 * count].view(np.uint32)
+        ids = head[_HEADER.size :].view(np.uint32)
         if int(ids.max()) >= self.num_blocks:
             raise TransferError(f"page {int(ids.max())} of a region of {self.num_blocks}")
-        self._scatter(layer, offset, ids, frame[begin:].reshape(count, row_bytes))
-        return int(number)
+        places = _places(self.arena[layer], offset, row_bytes, ids)
+        return Landing(number=number, places=places)
 
     def _check_place(self, layer: int, offset: int, row_bytes: int) -> None:
         if layer >= len(self.arena):
@@ -156,12 +166,9 @@ class FrameReader:
         if offset + row_bytes > self.layout.page_layer_bytes:
             raise TransferError(f"bytes {offset} to {offset + row_bytes} of a page")
 
-    def _scatter(self, layer: int, offset: int, ids: npt.NDArray[np.uint32], rows: Pages) -> None:
-        width = rows.shape[1]
-        target = self.arena[layer][:, offset : offset + width]
-        for page, row in zip(ids.tolist(), rows, strict=True):
-            target[page] = row
 
-
-def _payload_offset(num_pages: int) -> int:
-    return -(-(_HEADER.size + 4 * num_pages) // _ALIGN) * _ALIGN
+def _places(layer: Pages, offset: int, row_bytes: int, ids: npt.NDArray[np.uint32]) -> Places:
+    places = np.empty((len(ids), 2), np.uint64)
+    places[:, 0] = layer.ctypes.data + offset + ids.astype(np.uint64) * np.uint64(layer.strides[0])
+    places[:, 1] = row_bytes
+    return places

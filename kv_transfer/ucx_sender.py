@@ -1,4 +1,4 @@
-"""The sending half of the backend `ucx` (`ucx.py`): a thread per peer that fills frames and hears what became of them."""
+"""The sending half of the backend `ucx` (`ucx.py`): a thread per peer that sends frames and hears what became of them."""
 
 import os
 import queue
@@ -8,23 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from kv_transfer.gate import Invitation, enter, on_one_host, read_sealed
 from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.invitation import Invitation, enter, on_one_host, read_sealed
 from kv_transfer.memory import ArenaSpan
 from kv_transfer.page_copy import Pages
 from kv_transfer.ports import Push, RegionHandle
 from kv_transfer.shm import layer_pages
-from kv_transfer.ucx import ANSWER, BACKEND, MAGIC, UcxWorker, tag_of
-from kv_transfer.ucx_frames import MAX_FRAME_BYTES, Buffer, Frame, frames_of, write_frame
+from kv_transfer.ucp import Request, places_of
+from kv_transfer.ucx import ANSWER, BACKEND, MAGIC, UcxContext, UcxWorker, body_tag, head_tag
+from kv_transfer.ucx_frames import Frame, frames_of, head_of, rows_of
 
 _WINDOW = 4
-"""Frames of one sender on their way: one is filled, one is carried, one is put in place."""
+"""Frames of one sender on their way."""
 _CLOSE_TIMEOUT_S = 5.0
 _LOOK_AROUND_S = 0.5
 
@@ -55,7 +53,7 @@ class UcxSender:
         connection = enter(invitation)
         try:
             address = read_sealed(connection, invitation.token)
-            worker = UcxWorker()
+            worker = UcxWorker(UcxContext())
             worker.connect(address, same_host=on_one_host(invitation.address))
         except TransferError:
             connection.close()
@@ -63,7 +61,8 @@ class UcxSender:
         way = _Way(
             worker=worker,
             connection=connection,
-            tag=tag_of(invitation.token),
+            head_tag=head_tag(invitation.token),
+            body_tag=body_tag(invitation.token),
             target_blocks=handle.num_blocks,
         )
         return UcxWriter(local, plan, way)
@@ -75,7 +74,8 @@ class _Way:
 
     worker: UcxWorker
     connection: socket.socket
-    tag: int
+    head_tag: int
+    body_tag: int
     target_blocks: int
 
 
@@ -93,12 +93,11 @@ class _Job:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OnItsWay:
     job: _Job
-    buffer: Buffer
-    request: Any
+    requests: tuple[Request, Request]
 
 
 class UcxWriter:
-    """An open way to one peer, with the thread that fills frames and hears what became of them."""
+    """An open way to one peer, with the thread that sends frames and hears what became of them."""
 
     def __init__(self, local: list[Pages], plan: LinkPlan, way: _Way) -> None:
         self._local = local
@@ -106,10 +105,10 @@ class UcxWriter:
         self._way = way
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._free = [np.empty(MAX_FRAME_BYTES, np.uint8) for _ in range(_WINDOW)]
         self._frames: Iterator[Frame] = iter(())
         self._current: _Job | None = None
         self._on_their_way: dict[int, _OnItsWay] = {}
+        self._answered: list[Request] = []  # which UCX has not finished with here
         self._heard = bytearray()
         self._number = 0
         self._give_up_at_s: float | None = None
@@ -145,7 +144,7 @@ class UcxWriter:
                 self._hear()
                 self._send_what_fits()
                 if self._on_their_way or self._give_up_at_s is None:
-                    worker.wait(others, _LOOK_AROUND_S)
+                    worker.wait(others, _LOOK_AROUND_S, in_haste=bool(self._on_their_way))
         except TransferError as fault:
             error = fault
         except Exception as fault:  # noqa: BLE001  # ucxx raises what UCX says; nobody may wait for ever for it
@@ -168,9 +167,10 @@ class UcxWriter:
 
     def _hear(self) -> None:
         """The receiver's answers; and UCX's own news of frames that cannot arrive."""
+        self._answered = [request for request in self._answered if not request.done()]
         for entry in self._on_their_way.values():
-            if entry.request.completed:
-                entry.request.check_error()
+            for request in entry.requests:
+                request.done()
         with suppress(BlockingIOError):
             while True:
                 heard = self._listen()
@@ -181,7 +181,10 @@ class UcxWriter:
         for number, refused in ANSWER.iter_unpack(self._heard[:size]):
             if refused or number not in self._on_their_way:
                 raise TransferError("the peer refused what was sent")
-            self._answered(self._on_their_way.pop(number))
+            entry = self._on_their_way.pop(number)
+            self._answered += entry.requests
+            entry.job.unanswered -= 1
+            _finish(entry.job)
         del self._heard[:size]
 
     def _listen(self) -> bytes:
@@ -190,28 +193,27 @@ class UcxWriter:
         except ConnectionError:
             return b""
 
-    def _answered(self, entry: _OnItsWay) -> None:
-        self._free.append(entry.buffer)
-        entry.job.unanswered -= 1
-        _finish(entry.job)
-
     def _send_what_fits(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        while self._free and (frame := self._next_frame()) is not None:
+        while len(self._on_their_way) < _WINDOW and (frame := self._next_frame()) is not None:
             assert self._current is not None
             try:
                 self._current.push.check_lease()
             except TransferError as error:
                 self._current.error, self._frames = error, iter(())
                 continue
-            self._number += 1
-            buffer = self._free.pop()
-            length = write_frame(frame, self._number, self._local, buffer)
-            self._current.unanswered += 1
-            request = self._way.worker.send(self._way.tag, buffer[:length])
-            entry = _OnItsWay(job=self._current, buffer=buffer, request=request)
-            self._on_their_way[self._number] = entry
+            self._send(frame, self._current)
+
+    def _send(self, frame: Frame, job: _Job) -> None:
+        way, self._number = self._way, self._number + 1
+        head = head_of(frame, self._number)
+        requests = (
+            way.worker.send(way.head_tag, places_of(head), head),
+            way.worker.send(way.body_tag, rows_of(frame, self._local)),
+        )
+        self._on_their_way[self._number] = _OnItsWay(job=job, requests=requests)
+        job.unanswered += 1
 
     def _next_frame(self) -> Frame | None:
         while True:
@@ -243,7 +245,8 @@ class UcxWriter:
         return False
 
     def _end(self, error: TransferError) -> None:
-        """The thread's last act: whoever still waits for a push hears of it, and nothing is sent any more."""
+        """The thread's last act: nothing is read or sent any more, and whoever still waits for a push hears of it."""
+        self._way.worker.close()
         with self._lock:
             self._lost = error
         waiting = {id(entry.job): entry.job for entry in self._on_their_way.values()}
@@ -255,7 +258,6 @@ class UcxWriter:
                 waiting[id(job)] = job
         for job in waiting.values():
             job.done(error)
-        self._way.worker.close()
         self._way.connection.close()
         os.close(self._wake)
 

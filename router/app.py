@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry
 
 from baton.clock import Clock, MonotonicClock
@@ -15,14 +16,18 @@ from baton.config.schema import RouterConfig
 from baton.errors import UnavailableError
 from baton.telemetry.metrics import render
 from baton.telemetry.tracing import NotTraced, Tracer
+from router.anthropic.messages import count_tokens, messages
+from router.anthropic.replies import CountedTokens
 from router.decision_metrics import RouteDecisions
 from router.metrics import RouterMetrics
-from router.openai import description, errors
+from router.openai import description, errors, stored
 from router.openai.access import AccessGate
 from router.openai.chat import chat_completions
 from router.openai.completions import completions
+from router.openai.load import LoadReply, load
 from router.openai.models import detokenize, model_card, model_list, tokenize
 from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
+from router.openai.responses import responses
 from router.openai.sampling import SamplingDefaults
 from router.openai.serving import Serving
 from router.openai.turnstile import Turnstile
@@ -42,12 +47,14 @@ class AppSettings:
         version: Baton's version, shown by /version.
         router: Keys and limits.
         defaults: How tokens are drawn where a request says nothing (`router.openai.sampling.read_defaults`).
+        revision: The model's commit, if it has one; shown with the model.
     """
 
     model_names: tuple[str, ...]
     version: str
     router: RouterConfig
     defaults: SamplingDefaults
+    revision: str | None = None
 
 
 def create_app(
@@ -89,6 +96,7 @@ def create_app(
         max_body_bytes=settings.router.max_body_bytes,
         request_timeout_s=settings.router.request_timeout_s,
         slo_book=slo_book,
+        revision=settings.revision,
         guards=tenancy.guards,
         decisions=decisions,
         tracer=tracer or NotTraced(),
@@ -102,8 +110,10 @@ def create_app(
     )
     _add_gate(app, tenancy, metrics)
     errors.install(app)
-    description.install(app)
-    _add_generation(app, serving)
+    description.install(app, settings.model_names)
+    _add_openai(app, serving)
+    _add_anthropic(app, serving)
+    stored.install(app)
     _add_models(app, serving)
     _add_operations(app, serving, settings.version)
     return app
@@ -127,8 +137,8 @@ def _add_gate(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
     )
 
 
-def _add_generation(app: FastAPI, serving: Serving) -> None:
-    chat, plain = description.CHAT, description.COMPLETION
+def _add_openai(app: FastAPI, serving: Serving) -> None:
+    chat, plain, response = description.CHAT, description.COMPLETION, description.RESPONSE
 
     @app.post(
         "/v1/chat/completions",
@@ -148,13 +158,43 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
     async def post_completions(request: Request) -> Response:
         return await completions(request, serving)
 
+    @app.post(
+        "/v1/responses",
+        response_model=None,
+        openapi_extra=response.openapi_extra,
+        responses=response.responses,
+    )
+    async def post_responses(request: Request) -> Response:
+        return await responses(request, serving)
+
+
+def _add_anthropic(app: FastAPI, serving: Serving) -> None:
+    message, counted = description.MESSAGE, description.COUNT_TOKENS
+
+    @app.post(
+        "/v1/messages",
+        response_model=None,
+        openapi_extra=message.openapi_extra,
+        responses=message.responses,
+    )
+    async def post_messages(request: Request) -> Response:
+        return await messages(request, serving)
+
+    @app.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=counted.openapi_extra,
+        responses=counted.responses,
+    )
+    async def post_count_tokens(request: Request) -> CountedTokens:
+        return await count_tokens(request, serving)
+
 
 def _add_models(app: FastAPI, serving: Serving) -> None:
-    @app.get("/v1/models", responses=description.ERRORS)
+    @app.get("/v1/models", responses=description.errors())
     async def get_models(request: Request) -> ModelList:
         return await model_list(request, serving)
 
-    @app.get("/v1/models/{name:path}", responses=description.ERRORS)
+    @app.get("/v1/models/{name:path}", responses=description.errors(404))
     async def get_model(name: str, request: Request) -> ModelCard:
         return await model_card(name, request, serving)
 
@@ -170,21 +210,25 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_operations(app: FastAPI, serving: Serving, version: str) -> None:
-    @app.get("/health", responses=description.ERRORS)
+    @app.get("/health", responses=description.errors(503))
     async def get_health() -> dict[str, str]:
         """Alive, and what the workers send is being moved. Says nothing about whether there are workers."""
         if not serving.generator.healthy():
             raise UnavailableError("The links to the workers make no progress.")
         return {"status": "ok"}
 
-    @app.get("/ready", responses=description.ERRORS)
+    @app.get("/ready", responses=description.errors(503))
     async def get_ready() -> dict[str, str]:
         """Whether a request could be served now."""
         if not serving.generator.ready():
             raise UnavailableError("No prefill and decode pair and no hybrid worker is ready.")
         return {"status": "ready"}
 
-    @app.get("/metrics", response_class=Response)
+    @app.get("/load", responses=description.errors())
+    async def get_load() -> LoadReply:
+        return load(serving.generator)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics() -> Response:
         text, content_type = render(serving.metrics.registry)
         return Response(text, headers={"Content-Type": content_type})

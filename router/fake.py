@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
-from baton.generation import FinishReason, TokenLogprobs, TokenSample
-from baton.ids import RequestId
-from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing, Tokens
+from baton.generation import FinishReason, TokenLogprobs, TokenSample, WorkerLoad
+from baton.ids import RequestId, Role, WorkerId
+from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing, Tokens, WorkerReport
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +93,20 @@ class FakeGenerator:
     def in_flight(self) -> int:
         """Jobs started and not ended."""
         return len(self._running)
+
+    def workers(self) -> list[WorkerReport]:
+        """A worker of each kind, both idle."""
+        idle = WorkerLoad(blocks_total=8, blocks_free=8)
+        return [
+            WorkerReport(
+                worker_id=WorkerId(f"{role.value}-0"),
+                role=role,
+                state="ready",
+                in_flight=len(self._running),
+                load=idle,
+            )
+            for role in (Role.PREFILL, Role.DECODE)
+        ]
 
     def waiting(self) -> dict[str, int]:
         """Nobody: every job is begun at once."""

@@ -42,7 +42,7 @@ from router.intake import Doors, Intake, line_limits
 from router.links import LinkTiming
 from router.membership import Membership
 from router.placement import Placement
-from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing
+from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing, WorkerReport
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
@@ -93,8 +93,8 @@ class ClusterGenerator:
         link_timing: LinkTiming | None = None,
     ) -> None:
         self._clock = clock or MonotonicClock()
-        index = PrefixIndex()
-        self.view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
+        self.index = PrefixIndex()
+        self.view = ClusterView(self.index, silence_timeout_s=config.silence_timeout_s)
         local_prefill = LocalPrefill(
             max_tokens=config.local_prefill_tokens, max_stall_s=config.local_prefill_stall_s
         )
@@ -104,7 +104,7 @@ class ClusterGenerator:
         )
         placement = Placement(
             view=self.view,
-            index=index,
+            index=self.index,
             policy=policy_named(config.policy, local_prefill),
             secret=secret,
             rng=Random(),
@@ -116,7 +116,7 @@ class ClusterGenerator:
         self.membership = Membership(worker_addresses, self._hear, timing=link_timing)
         self._inboxes = Inboxes(max_bytes=config.max_queued_bytes_per_client, clock=self._clock)
         doors = Doors(submit=self._submit, refuse=self._inboxes.end)
-        self._intake = Intake(room, line_limits(config), doors, self._clock)
+        self.intake = Intake(room, line_limits(config), doors, self._clock)
         self._choosing_s: dict[RequestId, float] = {}
         self._model: ServedModel | None = None
         self._draining = False
@@ -135,7 +135,7 @@ class ClusterGenerator:
         """Ends every job with an error."""
         for request_id in self._inboxes.open_ids():
             self._inboxes.end(request_id, DrainingError("the router is stopping"))
-            self._intake.leave(request_id)
+            self.intake.leave(request_id)
             self._feed(ClientGone(request_id=request_id))
 
     async def close(self) -> None:
@@ -170,18 +170,18 @@ class ClusterGenerator:
         inbox = self._inboxes.open(job.request_id)
         self._idle.clear()
         try:
-            self._intake.offer(job)
+            self.intake.offer(job)
             while True:
                 event = await inbox.next()
                 if isinstance(event, Timing):
-                    self._intake.finished(job, event.output_tokens)
+                    self.intake.finished(job, event.output_tokens)
                     yield replace(event, route_s=event.route_s + self._choosing_s[job.request_id])
                     return
                 yield event
         finally:
             self._inboxes.close(job.request_id)
             self._choosing_s.pop(job.request_id, None)
-            self._intake.leave(job.request_id)
+            self.intake.leave(job.request_id)
             self._feed(ClientGone(request_id=job.request_id))
             if not self._inboxes:
                 self._rest()
@@ -212,16 +212,30 @@ class ClusterGenerator:
 
     def in_flight(self) -> int:
         """Jobs accepted and not finished, those in line included."""
-        return self._dispatcher.in_flight + sum(self._intake.waiting().values())
+        return self._dispatcher.in_flight + sum(self.intake.waiting().values())
 
     def waiting(self) -> Mapping[str, int]:
         """Jobs in line, by the name of their SLO class."""
-        return self._intake.waiting()
+        return self.intake.waiting()
+
+    def workers(self) -> list[WorkerReport]:
+        """See `router.ports.Overview`."""
+        now_s = self._clock.now_s()
+        return [
+            WorkerReport(
+                worker_id=worker.identity.worker_id,
+                role=worker.hello.role,
+                state=self.view.state(worker, now_s),
+                in_flight=worker.legs,
+                load=worker.load,
+            )
+            for worker in self.view.workers
+        ]
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless jobs, legs and the workers' counts agree."""
         self._dispatcher.check_integrity()
-        self._intake.check_integrity()
+        self.intake.check_integrity()
 
     def _rest(self) -> None:
         """Nothing is in flight: time to look whether the books are in order."""
@@ -236,7 +250,7 @@ class ClusterGenerator:
             await asyncio.sleep(_TICK_S)
             self._ticked_s = self._clock.now_s()
             self._feed(TimePassed())
-            self._intake.time_passed()
+            self.intake.time_passed()
 
     def _submit(self, job: GenerationJob) -> None:
         started_s = self._clock.now_s()
@@ -267,7 +281,7 @@ class ClusterGenerator:
         if isinstance(event, WorkerJoined):
             self._served(event)
         if isinstance(event, _MAKE_ROOM):
-            self._intake.let_in()
+            self.intake.let_in()
 
     def _perform(self, action: Action) -> None:
         match action:

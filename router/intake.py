@@ -13,6 +13,7 @@ from baton.errors import BatonError, DeadlineError, OverloadedError
 from baton.ids import RequestId
 from router.admission.applicant import Applicant
 from router.admission.gate import Gate, LineLimits, Reason, Refusal
+from router.admission.given import Totals
 from router.admission.lengths import OutputLengths
 from router.admission.room import WorkerRoom
 from router.ports import GenerationJob
@@ -106,6 +107,15 @@ class Intake:
         """A job ended after so many tokens over all its samples."""
         per_sample = round(output_tokens / len(job.prompt.samples))
         self._lengths.observe(job.tenant.tenant_id, per_sample)
+
+    @property
+    def given(self) -> Totals:
+        """What was let in since the start, for other routers to hear."""
+        return self._gate.given
+
+    def hear(self, others: Mapping[str, Totals]) -> None:
+        """What other routers let in since their starts."""
+        self._gate.hear(others)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless what waits is what is counted."""

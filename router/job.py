@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from baton.errors import InvariantError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
-from baton.ids import BlockKey, RequestId
+from baton.ids import RequestId
 from router.events import HandedOff
 from router.ports import Timing
 from router.routing.policy import Pair
+from router.routing.table import Prints
 from router.slo import STANDARD, Slo
 
 
@@ -118,8 +119,8 @@ class Job:
         self.waited_s = waited_s
         self.trace_parent = trace_parent
         self.watch = Stopwatch(submitted_s=now_s)
-        self.keys: dict[int, list[BlockKey]] = {}
-        """Block keys of the prompt by layout group, hashed once."""
+        self.chains: dict[int, Prints] = {}
+        """The prompt's blocks by layout group, hashed once."""
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         """What goes to the client with the next tokens; a prompt is scored once."""
         self._logs = {sample: SampleLog() for sample in prompt.samples}

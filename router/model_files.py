@@ -7,6 +7,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from baton.errors import ModelLoadError
 
+_SNAPSHOTS = "snapshots"
 _PATTERNS = ["*.json", "*.jinja", "tokenizer*", "*.model"]
 
 
@@ -14,10 +15,15 @@ def model_files(model: str, revision: str | None) -> Path:
     """The directory with those files: a local one, or a snapshot of a hub id. Blocks while it downloads.
 
     Raises:
-        ModelLoadError: There is no such directory, or the hub does not give it.
+        ModelLoadError: There is no such directory, or the hub does not give it, or the directory is not that revision.
     """
     path = Path(model).expanduser()
     if path.is_dir():
+        if revision is not None and revision != revision_of(path):
+            raise ModelLoadError(
+                f"model {model!r} is a directory, and nothing says that it holds revision {revision!r}",
+                param="model.revision",
+            )
         return path
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=_PATTERNS))
@@ -26,3 +32,9 @@ def model_files(model: str, revision: str | None) -> Path:
         raise ModelLoadError(
             f"model {model!r} is no directory here nor on the hub: {reason}"
         ) from error
+
+
+def revision_of(directory: Path) -> str | None:
+    """The commit of a snapshot of the hub, which is the name of its directory; None for any other directory."""
+    resolved = directory.resolve()
+    return resolved.name if resolved.parent.name == _SNAPSHOTS else None

@@ -6,9 +6,10 @@ from functools import lru_cache
 from hashlib import blake2b
 from random import Random
 
+from baton.blocks import joined
 from baton.generation import Prompt
 from baton.hashing import chain_keys, root_key
-from baton.ids import BlockKey, WorkerIdentity, XferId
+from baton.ids import WorkerIdentity, XferId
 from baton.layout import KvLayout
 from kv_transfer.ticket import Permit, TicketOffice
 from router.admission.room import WorkerRoom
@@ -17,6 +18,7 @@ from router.ports import Timing
 from router.routing.explanation import DecisionLog, Measured
 from router.routing.index import PrefixIndex
 from router.routing.policy import Demand, Pair, Policy, Unavailable
+from router.routing.table import Prints, prints_of
 from router.routing.view import ClusterView, WorkerView
 
 _SESSION_TOKENS = 64
@@ -67,7 +69,9 @@ class Placement:
         self, job: Job, prompt: Prompt, avoid: Set[WorkerIdentity], now_s: float
     ) -> Pair | Unavailable:
         """The pair for `prompt`, one of the job's; the choice is expected to hold its blocks soon."""
-        usable = [w for w in self._view.usable(now_s) if w.identity not in avoid]
+        usable = self._view.usable(now_s)
+        if avoid:
+            usable = [worker for worker in usable if worker.identity not in avoid]
         if not usable:
             self.log.refused()
             return Unavailable(reason="no worker is available")
@@ -169,7 +173,7 @@ class Placement:
     def _held_tokens(self, job: Job, now_s: float) -> dict[int, int]:
         held: dict[int, int] = {}
         for group, layout in self._view.layouts().items():
-            blocks = self._index.held_blocks(self._keys(job, group, layout), now_s)
+            blocks = self._index.held_blocks(self._chain(job, group, layout), now_s)
             held.update({slot: depth * layout.block_tokens for slot, depth in blocks.items()})
         return held
 
@@ -179,15 +183,16 @@ class Placement:
         pair.prefill.last_pick = pair.decode.last_pick = self._decisions
         if self._policy.uses_prefix:
             worker = pair.prefill
-            keys = self._keys(job, worker.layout_group, worker.hello.layout)
-            self._index.expect(keys, (worker.slot, pair.decode.slot), demand.now_s)
+            chain = self._chain(job, worker.layout_group, worker.hello.layout)
+            self._index.expect(chain, (worker.slot, pair.decode.slot), demand.now_s)
 
-    def _keys(self, job: Job, group: int, layout: KvLayout) -> list[BlockKey]:
-        if group not in job.keys:
+    def _chain(self, job: Job, group: int, layout: KvLayout) -> Prints:
+        if group not in job.chains:
             root = root_key(self._secret, scope=job.prompt.cache_scope, layout=layout)
             tokens = job.prompt.prompt_tokens
-            job.keys[group] = chain_keys(self._secret, root, tokens, layout.block_tokens)
-        return job.keys[group]
+            keys = chain_keys(self._secret, root, tokens, layout.block_tokens)
+            job.chains[group] = prints_of(joined(keys))
+        return job.chains[group]
 
 
 @lru_cache(maxsize=64)

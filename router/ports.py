@@ -4,12 +4,12 @@ One `Generator` stands between the OpenAI endpoints (tokens out of JSON, JSON ou
 workers. Everything that crosses it is token ids; text stays on the HTTP side.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.generation import Prompt, TokenLogprobs, TokenSample
-from baton.ids import RequestId
+from baton.generation import Prompt, TokenLogprobs, TokenSample, WorkerLoad
+from baton.ids import RequestId, Role, WorkerId
 from router.slo import STANDARD, Slo
 from router.tenants.tenant import ANONYMOUS, Tenant
 
@@ -120,7 +120,45 @@ class ServedModel:
     vocab_size: int
 
 
-class Generator(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """One worker, as this router sees it.
+
+    Attributes:
+        worker_id: Its name.
+        role: What it serves.
+        state: `ready`, or why it gets nothing new.
+        in_flight: This router's legs on it.
+        load: Its own last word.
+    """
+
+    worker_id: WorkerId
+    role: Role
+    state: str
+    in_flight: int
+    load: WorkerLoad
+
+
+class Overview(Protocol):
+    """What is going on behind the HTTP face."""
+
+    def ready(self) -> bool:
+        """Whether a prefill and decode pair or a hybrid worker can take a request now."""
+
+    def healthy(self) -> bool:
+        """Whether the links to workers make progress: false when events wait and nothing moves them."""
+
+    def in_flight(self) -> int:
+        """Jobs accepted and not finished, those in line included."""
+
+    def waiting(self) -> Mapping[str, int]:
+        """Jobs in line, by the name of their SLO class."""
+
+    def workers(self) -> Sequence[WorkerReport]:
+        """The connected workers."""
+
+
+class Generator(Overview, Protocol):
     """Turns prompts into tokens with whatever workers there are. Used from one event loop."""
 
     def generate(self, job: GenerationJob) -> AsyncGenerator[GenerationEvent, None]:
@@ -141,15 +179,3 @@ class Generator(Protocol):
 
     async def model(self, *, wait: bool = False) -> ServedModel | None:
         """What is served, or None until a worker said hello; with `wait` that is given as long as a job would wait."""
-
-    def ready(self) -> bool:
-        """Whether a prefill and decode pair or a hybrid worker can take a request now."""
-
-    def healthy(self) -> bool:
-        """Whether the links to workers make progress: false when events wait and nothing moves them."""
-
-    def in_flight(self) -> int:
-        """Jobs accepted and not finished, those in line included."""
-
-    def waiting(self) -> Mapping[str, int]:
-        """Jobs in line, by the name of their SLO class."""

@@ -8,6 +8,7 @@ import gc
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -30,9 +31,11 @@ from router.app import AppSettings, create_app
 from router.control import RouterControl
 from router.generator import ClusterGenerator
 from router.http_head import BoundedHeadProtocol
+from router.index_metrics import IndexMetrics
 from router.links import LinkState
-from router.model_files import model_files
+from router.model_files import model_files, revision_of
 from router.openai.sampling import SamplingDefaults, read_defaults
+from router.sharing import sharing
 from router.tenancy import Tenancy, open_tenancy
 from router.tokenizer import Tokenizer
 from router.worker_metrics import WorkerLoads
@@ -87,7 +90,7 @@ async def run(
     if control_address is None:
         control_address = f"unix:{Path(config.cluster.runtime_dir) / CONTROL_SOCKET}"
     notify.progress("loading the tokenizer")
-    tokenizer, defaults = await asyncio.to_thread(_load, config)
+    loaded = await asyncio.to_thread(_load, config)
     # All that has been loaded stays: going over it again and again for garbage would cost a few percent of every core.
     gc.freeze()
     gc.set_threshold(_GARBAGE_THRESHOLD)
@@ -98,10 +101,11 @@ async def run(
     try:
         async with (
             open_tenancy(config, registry) as tenancy,
+            sharing(config.tenants, generator.intake),
             _control(config, generator, control_address),
             _admin(config, tenancy),
             _http(
-                _app(config, generator, tokenizer, defaults, registry, tenancy, tracer),
+                _app(config, generator, loaded, registry, tenancy, tracer),
                 config,
                 sockets,
             ) as server,
@@ -113,32 +117,49 @@ async def run(
                 generator.end_jobs()
     finally:
         await generator.close()
-        tokenizer.close()
+        loaded.tokenizer.close()
         await asyncio.to_thread(tracer.close)
 
 
-def _load(config: BatonConfig) -> tuple[Tokenizer, SamplingDefaults]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """What a router needs of its model's files."""
+
+    tokenizer: Tokenizer
+    defaults: SamplingDefaults
+    revision: str | None
+
+
+def _load(config: BatonConfig) -> _Loaded:
     directory = model_files(config.model.model, config.model.revision)
-    return Tokenizer.load(directory), read_defaults(directory)
+    return _Loaded(
+        tokenizer=Tokenizer.load(directory),
+        defaults=read_defaults(directory),
+        revision=revision_of(directory),
+    )
 
 
 def _app(
     config: BatonConfig,
     generator: ClusterGenerator,
-    tokenizer: Tokenizer,
-    defaults: SamplingDefaults,
+    loaded: _Loaded,
     registry: CollectorRegistry,
     tenancy: Tenancy,
     tracer: Tracer,
 ) -> FastAPI:
     settings = AppSettings(
-        model_names=_names(config), version=version(), router=config.router, defaults=defaults
+        model_names=_names(config),
+        version=version(),
+        router=config.router,
+        defaults=loaded.defaults,
+        revision=loaded.revision,
     )
+    registry.register(IndexMetrics(generator.index))
     registry.register(WorkerLoads(generator.view, settings.model_names[0]))
     return create_app(
         settings,
         generator,
-        tokenizer,
+        loaded.tokenizer,
         registry,
         tenancy=tenancy,
         tracer=tracer,

@@ -2,7 +2,8 @@
 
 The tokenizer and its chat template come from the model's directory through `transformers`; encoding goes straight to
 the Rust tokenizer below it, which threads may share. Long prompts take long, so both run in a few threads of their own
-and never on the event loop. Code from a model's directory is never run; templates render in jinja2's immutable sandbox.
+and never on the event loop. Code from a model's directory is never run; templates render in jinja2's immutable sandbox,
+for a bounded time.
 """
 
 import asyncio
@@ -23,8 +24,14 @@ from baton.errors import InvalidRequestError, ModelLoadError
 from router.byte_text import ByteDecoder, ByteTable, TokenDecoder, is_byte_level
 from router.detokenizer import Detokenizer
 from router.pieces import PieceTable
+from router.time_cap import TimeCap, TimeCapError
 
 _Result = TypeVar("_Result")
+
+MAX_TEMPLATE_S = 10.0
+"""How long a chat template may take for one conversation."""
+
+MAX_RENDERED_CHARS = 64 * 1024 * 1024
 
 ChatMessage = Mapping[str, str]
 """What a template sees of one message: `role`, `content` and, where given, `name` and `tool_call_id`."""
@@ -71,7 +78,12 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, renderer: ChatRenderer, *, threads: int = 2
+        self,
+        backend: tokenizers.Tokenizer,
+        renderer: ChatRenderer,
+        *,
+        threads: int = 2,
+        template_s: float = MAX_TEMPLATE_S,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -82,10 +94,13 @@ class Tokenizer:
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self._renderer = renderer
         self._byte_table = ByteTable(backend, self.special_ids) if is_byte_level(backend) else None
+        self._time_cap = TimeCap(template_s)
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
 
     @classmethod
-    def load(cls, directory: Path, *, threads: int = 2) -> "Tokenizer":
+    def load(
+        cls, directory: Path, *, threads: int = 2, template_s: float = MAX_TEMPLATE_S
+    ) -> "Tokenizer":
         """Reads the tokenizer of a model's directory (a hub snapshot is one). Blocks; call it at start.
 
         Raises:
@@ -95,7 +110,7 @@ class Tokenizer:
         backend = getattr(loaded, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise ModelLoadError(f"{directory}: this tokenizer has no fast form (tokenizer.json)")
-        return cls(backend, loaded, threads=threads)
+        return cls(backend, loaded, threads=threads, template_s=template_s)
 
     @property
     def vocab_size(self) -> int:
@@ -148,6 +163,7 @@ class Tokenizer:
     def close(self) -> None:
         """Ends the threads; what they have begun is finished."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._time_cap.close()
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -168,17 +184,28 @@ class Tokenizer:
                 param="messages",
             )
         try:
-            text = self._renderer.apply_chat_template(
-                _known_roles(messages, str(template)),
-                tokenize=False,
-                add_generation_prompt=not how.continue_last and how.add_generation_prompt,
-                continue_final_message=how.continue_last,
-                **how.arguments,
+            text = self._time_cap.run(
+                lambda: self._renderer.apply_chat_template(
+                    _known_roles(messages, str(template)),
+                    tokenize=False,
+                    add_generation_prompt=not how.continue_last and how.add_generation_prompt,
+                    continue_final_message=how.continue_last,
+                    **how.arguments,
+                )
             )
+        except TimeCapError as error:
+            raise InvalidRequestError(
+                "The model's chat template takes too long for these messages.", param="messages"
+            ) from error
         except _TEMPLATE_FAULTS as error:
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from error
+        if len(text) > MAX_RENDERED_CHARS:
+            raise InvalidRequestError(
+                f"The model's chat template makes more than {MAX_RENDERED_CHARS} characters of these messages.",
+                param="messages",
+            )
         return str(text)
 
 

@@ -1,11 +1,13 @@
 """The waiting line of one priority: deficit round robin between tenants, first come first served within each.
 
-After M. Shreedhar and G. Varghese, "Efficient fair queueing using deficit round robin" (1995), with two changes.
+After M. Shreedhar and G. Varghese, "Efficient fair queueing using deficit round robin" (1995), with three changes.
 
-- A tenant may go into debt for its next request and pays before it sends again, as in FQ-CoDel (RFC 8290). A request is
-  therefore never held back because it is large, and whoever has been away is let in before those that are always there.
+- A tenant may go into debt for its next request and pays before it sends again, as in FQ-CoDel (RFC 8290). So a request is
+  never held back because it is large.
 - A debt is remembered until it is paid, even while its tenant has nothing in line. Otherwise one who sends a large request
   at a time, each after the one before, would begin without debt every time and get many times its share.
+- What a tenant is not there to take is saved for it, up to a bound, and goes first when it comes. So whoever stays below
+  its share hardly notices a flood: its requests do not wait for those of the flood, only for what is being computed.
 """
 
 from collections import OrderedDict, deque
@@ -15,20 +17,35 @@ from math import ceil
 from baton.errors import InvariantError
 from baton.ids import RequestId
 from router.admission.applicant import Applicant
-from router.tenants.tenant import TenantId
+from router.tenants.tenant import Tenant, TenantId
 
 QUANTUM_TOKENS = 128
 """What a tenant of weight 1 is given in a round: less than most requests cost, so that a turn is mostly one request. Rounds in
 which nobody could send anything cost no time."""
 
+SAVED_TOKENS = 32 * 1024
+"""What is saved for a tenant of weight 1 at most; who was never seen has saved all of it."""
+
+_MAX_FLOWS = 4096
+
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """One tenant's part of the line. `credit` is what it may still send in this round; below 0 it is in debt."""
+    """One tenant's part of the line.
+
+    Attributes:
+        credit: What it may send before its turn is over; below 0 it is in debt.
+        saved: What it may take without waiting for the round.
+        left_at: The round in which it last left the line.
+        listed: Whether it is on one of the line's lists.
+    """
 
     tenant_id: TenantId
     weight: float
-    credit: float
+    saved: float = 0.0
+    credit: float = 0.0
+    left_at: float = 0.0
+    listed: bool = False
     cost: int = 0
     waiting: OrderedDict[RequestId, Applicant] = field(default_factory=OrderedDict)
 
@@ -36,18 +53,30 @@ class _Flow:
     def quantum(self) -> float:
         return QUANTUM_TOKENS * self.weight
 
+    def use_savings(self) -> None:
+        """A new turn, or as much of one as there is."""
+        taken = min(self.saved, self.quantum - self.credit)
+        self.credit += taken
+        self.saved -= taken
+
+    def save(self, tokens: float) -> None:
+        """Puts something by."""
+        self.saved = min(self.saved + tokens, SAVED_TOKENS * self.weight)
+
 
 class FairLine:
     """Everybody of one priority who waits.
 
     Pure. Over any time in which two tenants always have somebody in line, what they were given, each divided by its
-    weight, differs by at most three quanta and the largest cost of each (divided by its weight).
+    weight, differs by at most `SAVED_TOKENS`, three quanta, and the largest cost of each (divided by its weight).
     """
 
     def __init__(self) -> None:
         self._flows: dict[TenantId, _Flow] = {}
-        self._fresh: deque[_Flow] = deque()
+        self._saved: deque[_Flow] = deque()
+        """Those who have savings left; they take turns before the round."""
         self._ring: deque[_Flow] = deque()
+        self._rounds = 0.0
         self._length = 0
 
     def __len__(self) -> int:
@@ -57,21 +86,13 @@ class FairLine:
         """Weight of each tenant with somebody in line, and the cost of all it has there."""
         return {
             flow.tenant_id: (flow.weight, flow.cost)
-            for flow in self._flows.values()
+            for flow in (*self._saved, *self._ring)
             if flow.waiting
         }
 
     def push(self, applicant: Applicant) -> None:
         """To the end of its tenant's part. A tenant whose weight has changed has the new one from now on."""
-        tenant = applicant.tenant
-        flow = self._flows.get(tenant.tenant_id)
-        if flow is None:
-            flow = _Flow(tenant_id=tenant.tenant_id, weight=tenant.weight, credit=0.0)
-            flow.credit = flow.quantum
-            self._flows[tenant.tenant_id] = flow
-            self._fresh.append(flow)
-        flow.weight = tenant.weight
-        flow.credit = min(flow.credit, flow.quantum)
+        flow = self._flow(applicant.tenant)
         flow.waiting[applicant.request_id] = applicant
         flow.cost += applicant.cost
         self._length += 1
@@ -99,47 +120,95 @@ class FairLine:
         flow.cost -= applicant.cost
         self._length -= 1
 
+    def charge(self, tenant_id: TenantId, tokens: float) -> None:
+        """A tenant was given something elsewhere. It counts here, as long as anybody waits here, and the tenant was seen."""
+        flow = self._flows.get(tenant_id) if self._length else None
+        if flow is None:
+            return
+        flow.credit -= tokens
+        if not flow.listed:
+            flow.listed = True
+            self._queue_up(flow)
+
     def check_integrity(self) -> None:
-        """Raises `InvariantError` unless every tenant is on exactly one list and the count is right."""
-        listed = [*self._fresh, *self._ring]
-        if len(listed) != len(self._flows) or set(listed) != set(self._flows.values()):
-            raise InvariantError("the tenants on the lists are not those that are known")
+        """Raises `InvariantError` unless every tenant is where it belongs and the counts are right."""
+        listed = [*self._saved, *self._ring]
+        known = {flow for flow in self._flows.values() if flow.listed}
+        if len(listed) != len(known) or set(listed) != known:
+            raise InvariantError("the tenants on the lists are not those that should be")
+        if any(flow.waiting for flow in self._flows.values() if not flow.listed):
+            raise InvariantError("a tenant with somebody in line is on no list")
         if sum(len(flow.waiting) for flow in listed) != self._length:
             raise InvariantError("the line's length is miscounted")
         if any(f.cost != sum(one.cost for one in f.waiting.values()) for f in listed):
             raise InvariantError("a tenant's cost in line is miscounted")
-        if any(flow.credit > flow.quantum * (1 + 1e-9) for flow in self._ring if flow.waiting):
-            raise InvariantError("a tenant saved up more than a round's worth")
+        if any(not 0 <= flow.saved <= SAVED_TOKENS * flow.weight for flow in self._flows.values()):
+            raise InvariantError("a tenant has saved less than nothing, or too much")
+
+    def _flow(self, tenant: Tenant) -> _Flow:
+        """The tenant's, on one of the lists."""
+        flow = self._flows.get(tenant.tenant_id)
+        if flow is None:
+            self._forget_some()
+            flow = _Flow(tenant_id=tenant.tenant_id, weight=tenant.weight)
+            flow.left_at = self._rounds - SAVED_TOKENS / QUANTUM_TOKENS
+            self._flows[tenant.tenant_id] = flow
+        flow.weight = tenant.weight
+        flow.saved = min(flow.saved, SAVED_TOKENS * flow.weight)
+        if not flow.listed:
+            flow.listed = True
+            flow.save((self._rounds - flow.left_at) * flow.quantum)
+            self._queue_up(flow)
+        return flow
 
     def _turn(self) -> _Flow | None:
         """Whose turn it is: somebody in line and credit left. Moves on those who cannot go on."""
         if not self._length:
             # Nobody was kept waiting by what the others took: all debts are off.
             self._flows.clear()
-            self._fresh.clear()
+            self._saved.clear()
             self._ring.clear()
             return None
-        passed = 0
+        turns = 0
         while True:
-            flows = self._fresh or self._ring
+            flows = self._saved or self._ring
             flow = flows[0]
             if flow.waiting and flow.credit > 0:
                 return flow
             flows.popleft()
-            if flow.waiting or flow.credit < 0 or flows is self._fresh:
-                self._ring.append(flow)
-                passed += 1
-            else:
-                del self._flows[flow.tenant_id]
-            if flow.credit <= 0:
-                flow.credit += flow.quantum
-            if passed > len(self._flows):
+            self._end_turn(flow)
+            turns += flows is self._ring
+            if turns > len(self._ring):
                 self._skip_rounds()
-                passed = 0
+                turns = 0
+
+    def _end_turn(self, flow: _Flow) -> None:
+        """Finds a place for a tenant that was first on its list: first its savings, then the round, then the door."""
+        if not flow.waiting and flow.credit + flow.saved >= 0:
+            flow.save(flow.credit)
+            flow.credit, flow.left_at, flow.listed = 0.0, self._rounds, False
+            return
+        if flow.saved <= 0:
+            flow.credit += flow.quantum
+            self._rounds += 1 / (len(self._ring) + 1)
+        self._queue_up(flow)
+
+    def _queue_up(self, flow: _Flow) -> None:
+        """To the end of the list that it belongs to."""
+        if flow.saved > 0:
+            flow.use_savings()
+            self._saved.append(flow)
+        else:
+            self._ring.append(flow)
 
     def _skip_rounds(self) -> None:
         """Gives everybody at once what the rounds would in which nobody can send; the last of them is not skipped."""
-        rounds = min(ceil(-flow.credit / flow.quantum) for flow in self._ring if flow.waiting)
+        waiting = [flow for flow in self._ring if flow.waiting]
+        rounds = min((ceil(-flow.credit / flow.quantum) for flow in waiting), default=0)
+        self._rounds += rounds
         for flow in self._ring:
-            if rounds > 0 and flow.credit < 0:
-                flow.credit = min(flow.credit + rounds * flow.quantum, flow.quantum)
+            flow.credit += rounds * flow.quantum
+
+    def _forget_some(self) -> None:
+        if len(self._flows) >= _MAX_FLOWS:
+            self._flows = {name: flow for name, flow in self._flows.items() if flow.listed}

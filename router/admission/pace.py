@@ -1,5 +1,6 @@
 """How fast workers are, as admission asks it: from what routing learned of them (`router.routing.forecast`)."""
 
+from router.routing.costs import queue_s
 from router.routing.view import WorkerView
 
 
@@ -10,6 +11,10 @@ class LearnedPace:
         """A decode step, by what was measured on this worker or on others."""
         forecast = worker.forecast
         return forecast.tbt_s(sequences, context_tokens) if forecast.knows_steps else None
+
+    def queue_s(self, worker: WorkerView, now_s: float) -> float | None:
+        """As routing prices it: less by the time for which the first prompt has been computed."""
+        return queue_s(worker, now_s) if worker.forecast.knows_prefill else None
 
     def first_token_s(self, worker: WorkerView, prompt_tokens: int) -> float | None:
         """The queue and the whole prompt: what of it is cached is not known before the prompt is hashed."""

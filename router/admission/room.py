@@ -13,6 +13,9 @@ from router.slo import Slo
 _PROMPTS_AHEAD = 2
 """A prompt that is computed and one that follows it: a prefill worker never waits for its router."""
 
+_LEAD_S = 0.05
+"""Where it is known how long prompts take, the one that follows is sent this long before it is needed."""
+
 _AHEAD = 0.25
 """Share of its seats that a decode worker is sent ahead: their prompts are computed while others still decode."""
 
@@ -27,6 +30,9 @@ class Pace(Protocol):
 
     def first_token_s(self, worker: WorkerView, prompt_tokens: int) -> float | None:
         """From sending a prompt to `worker` now until its first token; None while it cannot say."""
+
+    def queue_s(self, worker: WorkerView, now_s: float) -> float | None:
+        """Until the prompts that `worker` has are computed; None while it cannot say."""
 
 
 class WorkerRoom:
@@ -52,7 +58,7 @@ class WorkerRoom:
         if not decoders:
             return True
         prefillers = [worker for worker in usable if worker.hello.role.prefills_for_others]
-        return any(map(self._takes_prompt, prefillers or decoders)) and any(
+        return any(self._takes_prompt(worker, now_s) for worker in prefillers or decoders) and any(
             self._takes_samples(worker, applicant) for worker in decoders
         )
 
@@ -89,7 +95,13 @@ class WorkerRoom:
         step_s = self._pace.step_s(worker, worker.sequences + samples, context)
         return step_s is None or step_s <= limit_s
 
-    def _takes_prompt(self, worker: WorkerView) -> bool:
+    def _takes_prompt(self, worker: WorkerView, now_s: float) -> bool:
+        """A step's budget may always be in its hands, and what is computed until the next prompt could be there."""
+        if worker.prefills == 0 or 2 * worker.queued_prefill_tokens < self._prefill_window_tokens:
+            return True
+        queue_s = self._pace.queue_s(worker, now_s)
+        if queue_s is not None:
+            return queue_s < _LEAD_S
         return (
             worker.prefills < _PROMPTS_AHEAD
             or worker.queued_prefill_tokens < self._prefill_window_tokens
@@ -108,6 +120,10 @@ class UnknownPace:
     """Knows nothing of any worker: promises of time are not held against anybody."""
 
     def step_s(self, worker: WorkerView, sequences: int, context_tokens: int) -> float | None:  # noqa: ARG002  # port
+        """Cannot say."""
+        return None
+
+    def queue_s(self, worker: WorkerView, now_s: float) -> float | None:  # noqa: ARG002  # port
         """Cannot say."""
         return None
 

@@ -5,13 +5,13 @@ however much the ones above it ask for.
 """
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.errors import InvariantError
 from baton.ids import RequestId
 from router.admission.applicant import Applicant
 from router.admission.fair_line import FairLine
+from router.admission.given import Charge
 from router.tenants.tenant import TenantId
 
 RESERVED_SHARE = 0.1
@@ -60,10 +60,9 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._applicants)
 
-    @property
-    def applicants(self) -> Collection[Applicant]:
-        """All of them, in the order in which they came."""
-        return self._applicants.values()
+    def find(self, request_id: RequestId) -> Applicant | None:
+        """The one of that name, while it waits."""
+        return self._applicants.get(request_id)
 
     def held(self, tenant: TenantId) -> Held:
         """What waits of one tenant."""
@@ -108,6 +107,12 @@ class WaitingLine:
             self._gone(applicant, level)
         return applicant
 
+    def charge(self, charge: Charge) -> None:
+        """A tenant was given something by another router."""
+        for level in self._levels:
+            if level.priority == charge.priority:
+                level.line.charge(charge.tenant_id, charge.tokens)
+
     def ahead(self, applicant: Applicant, *, more: int = 0) -> float:
         """Cost of what will be let in before somebody who came now, if nobody else came; or before one who came after its
         tenant had put `more` in line.
@@ -136,7 +141,7 @@ class WaitingLine:
                 raise InvariantError("a priority in which nobody waits has earned something")
         if sum(len(level.line) for level in self._levels) != len(self._applicants):
             raise InvariantError("somebody is in line and not known, or the other way round")
-        tokens = sum(one.prompt_tokens for one in self.applicants)
+        tokens = sum(one.prompt_tokens for one in self._applicants.values())
         if (self.total.requests, self.total.prompt_tokens) != (len(self), tokens):
             raise InvariantError("what waits is miscounted")
         if sum(held.requests for held in self._held.values()) != len(self):

@@ -75,7 +75,7 @@ class AccessGate:
         try:
             caller = self._directory.identify(credential_of(Headers(scope=scope)))
         except AuthenticationError as error:
-            await error_response(error)(scope, receive, reply.send)
+            await error_response(error, scope["path"])(scope, receive, reply.send)
             self._record(None, scope, reply)
             return
         visit = reply.visit = self._turnstile.open(caller, reply.name)
@@ -85,7 +85,7 @@ class AccessGate:
                 await self._turnstile.enter(visit)
         except RateLimitedError as error:
             visit.error = error
-            await error_response(error)(scope, receive, reply.send)
+            await error_response(error, scope["path"])(scope, receive, reply.send)
         else:
             await self._work(scope, receive, reply, visit)
         finally:

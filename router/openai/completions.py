@@ -45,7 +45,6 @@ from router.openai.visit import Visit, visit_of
 from router.openai.vocabulary import check_vocabulary
 from router.pieces import PieceTable
 from router.ports import ServedModel
-from router.tokenizer import Tokenizer
 
 
 async def completions(request: Request, serving: Serving) -> Response:
@@ -73,7 +72,7 @@ async def completions(request: Request, serving: Serving) -> Response:
             prompt_logprobs=body.num_scored,
         ),
     )
-    echoes = await _echoes(body, runs, serving.tokenizer)
+    echoes = await _echoes(body, runs, serving)
     shape = CompletionShape(head, body, runs, echoes, serving.tokenizer.pieces)
     return await answer(request, serving, runs, shape, stream=body.stream)
 
@@ -128,17 +127,15 @@ async def _guarded(
     ]
 
 
-async def _echoes(
-    body: CompletionRequest, runs: Sequence[JobRun], tokenizer: Tokenizer
-) -> list[Echo]:
+async def _echoes(body: CompletionRequest, runs: Sequence[JobRun], serving: Serving) -> list[Echo]:
     """What is repeated of each prompt, if anything is: as it was sent, or what was left of it."""
     if not body.echo:
         return []
     texts = [p if isinstance(p, str) else None for p in body.prompts]
-    if body.truncate_prompt_tokens is not None:
+    if body.truncate_prompt_tokens is not None or serving.guards.active:
         texts = [None] * len(texts)
     return [
-        await echo_of(text, run.job.prompt.prompt_tokens, tokenizer)
+        await echo_of(text, run.job.prompt.prompt_tokens, serving.tokenizer)
         for text, run in zip(texts, runs, strict=True)
     ]
 

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError
 from baton.telemetry.logs import get_logger
-from router.openai.errors import error_body
+from router.openai.error_bodies import error_body
 from router.openai.visit import note_error
 
 _Result = TypeVar("_Result")

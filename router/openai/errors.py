@@ -1,14 +1,14 @@
-"""Every error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, whatever went wrong and where."""
+"""Every error in the shape that clients know, whatever went wrong and where (`router.openai.error_bodies`)."""
 
 from math import ceil
 
-import msgspec
 from fastapi import FastAPI
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from baton.errors import (
     BatonError,
@@ -19,6 +19,7 @@ from baton.errors import (
     disposition,
 )
 from baton.telemetry.logs import get_logger
+from router.openai.error_bodies import error_body
 from router.openai.fields import UNSUPPORTED
 from router.openai.visit import note_error
 
@@ -29,28 +30,15 @@ _log = get_logger(__name__)
 _JSON = "application/json"
 
 
-def error_body(error: BatonError) -> bytes:
-    """The JSON of one error. Faults of our own show no internals."""
-    row = disposition(error)
-    message = error.message if row.openai_type != "server_error" else "Internal server error."
-    fields = {
-        "message": message,
-        "type": row.openai_type,
-        "param": error.param,
-        "code": error.code,
-    }
-    return msgspec.json.encode({"error": fields})
-
-
-def error_response(error: BatonError) -> Response:
-    """The HTTP answer to one error."""
+def error_response(error: BatonError, path: str = "") -> Response:
+    """The HTTP answer to one error, for a client that asked for `path`."""
     row = disposition(error)
     headers = {}
     if row.http in (429, 503) and (row.retryable or isinstance(error, OverloadedError)):
         headers["Retry-After"] = str(ceil(error.retry_after_s or RETRY_AFTER_S))
     if row.http == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return Response(error_body(error), row.http, headers, media_type=_JSON)
+    return Response(error_body(error, path), row.http, headers, media_type=_JSON)
 
 
 def from_validation(error: ValidationError) -> InvalidRequestError:
@@ -99,25 +87,37 @@ async def _on_baton_error(request: Request, error: Exception) -> Response:
         _log.warning(
             "a request failed", path=request.scope["path"], code=error.code, why=error.message
         )
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: an unknown path, or a method that the path does not have."""
     assert isinstance(error, HTTPException)
-    method = request.method
+    method, path = request.method, request.scope["path"]
     if error.status_code == 405:
         text = f"{method} is not allowed here."
     else:
-        text = f"There is no {method} {request.scope['path'][:200]} here."
-    response = Response(error_body(RouteNotFoundError(text)), error.status_code, media_type=_JSON)
+        text = f"There is no {method} {path[:200]} here."
+    body = error_body(RouteNotFoundError(text), path)
+    response = Response(body, error.status_code, media_type=_JSON)
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
+    if error.status_code == 405:
+        response.headers["Allow"] = ", ".join(sorted(_methods(request)))
     return response
+
+
+def _methods(request: Request) -> set[str]:
+    """What the path can be asked with. Each method is a route of its own; Starlette names those of the first only."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.path_regex.match(request.scope["path"]):
+            found |= route.methods or set()
+    return found
 
 
 async def _on_exception(request: Request, _error: Exception) -> Response:
     """A bug of ours. Starlette raises it on to the server, which logs it with its traceback."""
     error = BatonError("unexpected")
     note_error(request.scope, error)
-    return error_response(error)
+    return error_response(error, request.scope["path"])

@@ -17,7 +17,10 @@ def check_text(text: str, model: ServedModel, tokenizer: Tokenizer, param: str) 
 
 
 def check_messages(
-    messages: Iterable[ChatMessage], model: ServedModel, tokenizer: Tokenizer
+    messages: Iterable[ChatMessage],
+    model: ServedModel,
+    tokenizer: Tokenizer,
+    param: str = "messages",
 ) -> None:
     """The same for a conversation.
 
@@ -25,7 +28,7 @@ def check_messages(
         PromptTooLongError: It does not fit.
     """
     length = sum(len(value) for message in messages for value in message.values())
-    _check(length, model, tokenizer, "messages")
+    _check(length, model, tokenizer, param)
 
 
 def _check(length: int, model: ServedModel, tokenizer: Tokenizer, param: str) -> None:

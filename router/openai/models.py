@@ -34,6 +34,7 @@ async def _card(name: str, serving: Serving) -> ModelCard:
         id=name,
         created=serving.created_s,
         root=serving.model_names[0],
+        revision=serving.revision,
         max_model_len=None if model is None else model.max_model_len,
     )
 

@@ -210,7 +210,7 @@ class CompletionChunk(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A name that requests may give as `model`."""
+    """A name that requests may give as `model`. `revision` is the commit that is served, where the model is the hub's."""
 
     id: str
     object: Literal["model"] = "model"
@@ -218,6 +218,7 @@ class ModelCard(BaseModel):
     owned_by: str = "baton"
     root: str
     parent: None = None
+    revision: str | None = None
     max_model_len: int | None
 
 

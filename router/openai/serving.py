@@ -31,6 +31,7 @@ class Serving:
         max_body_bytes: Larger bodies get 413.
         request_timeout_s: Deadline of a request.
         slo_book: The classes of service.
+        revision: The model's commit, if it has one.
         guards: The operator's checks of what is asked and answered.
         decisions: What routing remembers of the last requests.
         tracer: Takes the spans of requests.
@@ -46,6 +47,7 @@ class Serving:
     max_body_bytes: int
     request_timeout_s: float
     slo_book: SloBook
+    revision: str | None = None
     guards: GuardChain = field(default_factory=GuardChain)
     decisions: DecisionLog = field(default_factory=lambda: DecisionLog(""))
     tracer: Tracer = field(default_factory=NotTraced)

@@ -1,6 +1,7 @@
 """What this router has just sent where: blocks that a worker is about to hold, until its own report says so."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from router.routing.table import Prints, bits_of
 
@@ -73,6 +74,7 @@ class ExpectedBlocks:
         return depths
 
 
+@lru_cache(maxsize=1024)
 def _noted(num_blocks: int) -> list[int]:
     """Positions of a chain that are noted; which they are does not depend on its length, but for the last."""
     if num_blocks <= _EVERY:

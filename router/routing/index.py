@@ -5,17 +5,17 @@ sent where, which they correct. Both are hints: a block that is gone by the time
 never a wrong answer.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
-from baton.blocks import BlockReport, joined
+from baton.blocks import BlockReport
 from baton.errors import InvariantError
-from baton.ids import BlockKey, WorkerId, WorkerIdentity
+from baton.ids import WorkerId, WorkerIdentity
 from router.routing.expected import ExpectedBlocks
-from router.routing.table import BlockTable, HotPart, Words, prints_of
+from router.routing.table import BlockTable, HotPart, Prints, Words, prints_of
 from router.routing.table_library import hot_part
 
 _SPARE_SHARE = 4
@@ -75,6 +75,7 @@ class PrefixIndex:
         self._free_columns = list(range(self._table.num_columns))
         self._live = self._ragged = 0
         self._slot_of: dict[int, int] = {}
+        self._column_of: dict[int, int] = {}
         self.counts = IndexCounts()
 
     def __len__(self) -> int:
@@ -131,20 +132,20 @@ class PrefixIndex:
         self._change(holder, report)
         return Heard.APPLIED
 
-    def expect(self, keys: Sequence[BlockKey], slots: Iterable[int], now_s: float) -> None:
-        """Remembers that the workers at `slots` are about to hold the whole chain `keys`."""
-        wanted = set(slots)
-        columns = sum(1 << column for column, slot in self._slot_of.items() if slot in wanted)
-        self._expected.note(prints_of(joined(keys)), columns, now_s)
+    def expect(self, chain: Prints, slots: Iterable[int], now_s: float) -> None:
+        """Remembers that the workers at `slots` are about to hold the whole chain."""
+        columns = 0
+        for slot in slots:
+            columns |= 1 << self._column_of[slot]
+        self._expected.note(chain, columns, now_s)
 
-    def held_blocks(self, keys: Sequence[BlockKey], now_s: float) -> dict[int, int]:
+    def held_blocks(self, chain: Prints, now_s: float) -> dict[int, int]:
         """How many leading blocks of the chain each holder has or is about to have, by slot; those with none are left out."""
-        if not keys:
+        if not len(chain):
             return {}
-        prints = prints_of(joined(keys))
         whole, ragged = self._live & ~self._ragged, self._live & self._ragged
-        depths = self._table.depths(prints, self._words(whole), self._words(ragged))
-        for column, depth in self._expected.depths(prints, self._live, now_s).items():
+        depths = self._table.depths(chain, self._words(whole), self._words(ragged))
+        for column, depth in self._expected.depths(chain, self._live, now_s).items():
             depths[column] = max(depth, depths[column])
         columns = np.flatnonzero(depths)
         held = zip(columns.tolist(), depths[columns].tolist(), strict=True)
@@ -154,7 +155,8 @@ class PrefixIndex:
         """Raises `InvariantError` when the bookkeeping of holders, columns or the table is broken."""
         self._table.check_integrity()
         holders = self._holders.values()
-        if {holder.column: holder.slot for holder in holders} != self._slot_of:
+        by_slot = {holder.slot: holder.column for holder in holders}
+        if by_slot != self._column_of or self._slot_of != {c: s for s, c in by_slot.items()}:
             raise InvariantError("columns and slots do not match the holders")
         slots = sorted([holder.slot for holder in holders] + self._free_slots)
         if slots != list(range(len(slots))):
@@ -187,12 +189,13 @@ class PrefixIndex:
             self._find_columns()
         holder.column, holder.is_blank = self._free_columns.pop(), True
         self._slot_of[holder.column] = holder.slot
+        self._column_of[holder.slot] = holder.column
         self._live |= 1 << holder.column
         self._ragged |= holder.ragged << holder.column
 
     def _vacate(self, holder: _Holder) -> None:
         """Its column is cleared later, together with others."""
-        del self._slot_of[holder.column]
+        del self._slot_of[holder.column], self._column_of[holder.slot]
         self._live &= ~(1 << holder.column)
         self._ragged &= self._live
 

@@ -4,7 +4,7 @@ The router's own counts lead, because a report is always older than the last dec
 beyond them: the work of other routers.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from baton.blocks import BlockReport
@@ -165,6 +165,7 @@ class ClusterView:
         self._workers: dict[WorkerId, WorkerView] = {}
         self._breakers: dict[WorkerId, Breaker] = {}
         self._groups: dict[KvLayout, int] = {}
+        self._layouts: dict[int, KvLayout] | None = None
         self._fleet = Fleet()
 
     @property
@@ -176,10 +177,11 @@ class ClusterView:
         """The connected incarnation of this worker."""
         return self._workers.get(worker_id)
 
-    def layouts(self) -> dict[int, KvLayout]:
+    def layouts(self) -> Mapping[int, KvLayout]:
         """Layout of each group that has a worker."""
-        present = {worker.layout_group for worker in self.workers}
-        return {group: layout for layout, group in self._groups.items() if group in present}
+        if self._layouts is None:
+            self._layouts = {w.layout_group: w.hello.layout for w in self.workers}
+        return self._layouts
 
     def join(self, hello: WorkerHello, address: str, now_s: float) -> WorkerView:
         """Adds a worker.
@@ -205,6 +207,7 @@ class ClusterView:
             breaker=self._breakers.setdefault(identity.worker_id, Breaker()),
         )
         self._workers[identity.worker_id] = worker
+        self._layouts = None
         return worker
 
     def lose(self, identity: WorkerIdentity) -> WorkerView | None:
@@ -214,6 +217,7 @@ class ClusterView:
             return None
         worker.forecast.retire()
         self._index.retire(identity)
+        self._layouts = None
         return self._workers.pop(identity.worker_id)
 
     def report_blocks(self, identity: WorkerIdentity, report: BlockReport) -> bool:
@@ -224,7 +228,15 @@ class ClusterView:
         """Those that may be given new work: neither draining nor stalled nor suspected, nor left out for failing. Where
         all of a kind fail they are tried all the same: left out, they would serve nobody.
         """
-        ready = [w for w in self._workers.values() if self.state(w, now_s) in (_READY, _LEFT_OUT)]
+        # What `state` says, written out: this is asked for each request, of every worker.
+        moved_s, heard_s = now_s - self._stall_timeout_s, now_s - self._silence_timeout_s
+        ready = [
+            worker
+            for worker in self._workers.values()
+            if not worker.draining
+            and worker.heard_s >= heard_s
+            and (worker.legs == 0 or worker.progress_s >= moved_s)
+        ]
         trusted = [worker for worker in ready if worker.breaker.allows(now_s)]
         if len(trusted) == len(ready):
             return ready

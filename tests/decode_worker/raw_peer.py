@@ -49,7 +49,7 @@ class RawPeer:
     async def hear(self) -> pb.TransferReply:
         """The next answer. Raises `grpc.aio.AioRpcError` where the session ends with a fault."""
         signed = await self.call.read()
-        if signed is grpc.aio.EOF:
+        if not isinstance(signed, common_pb2.Signed):  # gRPC's end of the stream
             raise EOFError("the worker ended the session")
         return self._seal.open(signed, pb.TransferReply())
 

@@ -36,6 +36,8 @@ def test_greedy_tokens_are_those_of_transformers(
     with serve(str(checkpoint), *topology, *COMMON) as cluster:
         first = _complete_all(cluster, prompts)
         again = _complete_all(cluster, prompts)  # every prompt's full blocks are cached now
+        for prompt in (prompts[1], prompts[-1]):
+            _check_prompt_logprobs(cluster, reference, prompt)
     for prompt, choice in zip(prompts, first, strict=True):
         reference.assert_greedy(prompt, choice["token_ids"])
         assert len(choice["token_ids"]) == OUTPUT_TOKENS
@@ -67,6 +69,20 @@ def _complete(client: httpx.Client, prompt: list[int]) -> dict[str, Any]:
     answer = response.json()
     choice: dict[str, Any] = answer["choices"][0]
     return choice | {"usage": answer["usage"]}
+
+
+def _check_prompt_logprobs(cluster: Served, reference: Reference, prompt: list[int]) -> None:
+    """A prompt that lies in the prefix cache is scored as a whole, within 1e-4 of transformers."""
+    expected = reference.logits(prompt).log_softmax(-1)
+    with cluster.client() as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 2}
+        choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    first, *scored = choice["logprobs"]["token_logprobs"]
+    assert first is None
+    assert len(scored) == len(prompt) - 1
+    for row, token, logprob in zip(expected[:-1], prompt[1:], scored, strict=True):
+        assert logprob == pytest.approx(row[token].item(), abs=1e-4)
 
 
 def _check_logprobs(

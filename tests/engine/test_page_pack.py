@@ -12,7 +12,7 @@ from engine.kernels import reference
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
-    reason="no Triton: its kernels are untested (a torch for GPUs brings it; `pip install triton` is enough here)",
+    reason='no Triton: its kernels are untested (a torch for GPUs brings it; pip install "baton-serve[triton]" is enough)',
 )
 
 
@@ -94,6 +94,7 @@ def test_what_does_not_fit_is_refused_by_name(page_pack, change: dict[str, torch
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
 def test_an_arena_beyond_32_bits_is_addressed(page_pack):
     """More than 2^32 bytes lie before the last page."""
     pages = torch.zeros(4_100, 1 << 20, dtype=torch.uint8, device="cuda")

@@ -51,6 +51,7 @@ def make_model(
     max_position: int = 2048,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
+    more_special: tuple[str, ...] = (),
     **overrides: Any,
 ) -> Path:
     """Writes a model directory (config, safetensors, generation config, tokenizer with chat template) and returns it.
@@ -69,9 +70,10 @@ def make_model(
         max_position: Longest context.
         dtype: Of the stored weights.
         max_shard_size: Small enough a size makes transformers write shards with an index.
+        more_special: Special tokens that the tokenizer has besides its own.
         overrides: More fields of the transformers config.
     """
-    tokenizer = make_tokenizer(vocab_size)
+    tokenizer = make_tokenizer(vocab_size, more_special)
     fields = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -101,12 +103,14 @@ def make_model(
     return directory
 
 
-def make_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    vocab_size: int = 320, more_special: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of at most `vocab_size` entries that can spell any text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    special = [PAD, BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>"]
+    special = [PAD, BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>", *more_special]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=special,

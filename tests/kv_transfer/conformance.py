@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from baton.errors import IncompatibleError, TransferError
+from baton.errors import IncompatibleError, LeaseExpiredError, TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
 from kv_transfer.ports import KvReceiver, KvSender, KvWriter, Push, RegionHandle
@@ -70,6 +70,13 @@ def push(layer: int, source: list[int], target: list[int]) -> Push:
         source=tuple(map(BlockId, source)),
         target=tuple(map(BlockId, target)),
     )
+
+
+class OverLease:
+    """Was held once; the writer was stopped for too long between the promise and the copy."""
+
+    def holds(self) -> bool:
+        return False
 
 
 class BackendConformance:
@@ -136,6 +143,15 @@ class BackendConformance:
         assert bytes(link.target) == before
         writer.push(push(0, [1], [1]), outcome.done)
         assert outcome.wait()[1] is None
+
+    def test_a_push_whose_lease_is_over_is_given_up_and_writes_nothing(
+        self, link: Link, writer: KvWriter
+    ):
+        before = bytes(link.target)
+        outcome = Outcome()
+        writer.push(replace(push(0, [0], [0]), lease=OverLease()), outcome.done)
+        assert isinstance(outcome.wait()[0], LeaseExpiredError)
+        assert bytes(link.target) == before
 
     def test_closing_a_writer_waits_for_what_was_pushed(self, link: Link, writer: KvWriter):
         outcome = Outcome()
@@ -291,6 +307,22 @@ class RevocableConformance(RemoteConformance):
         assert isinstance(outcome.wait()[0], TransferError)
         assert bytes(link.target) == before
         writer.close()
+
+    def test_nothing_lands_any_more_once_a_peer_that_was_writing_is_gone(self, link: Link):
+        for _ in range(5):
+            fill(link.source)
+            handle = link.receiver.handle()
+            writer = link.sender.connect(handle, LAYOUT)
+            outcome, gone = Outcome(), threading.Event()
+            for _ in range(200):
+                writer.push(push(1, list(range(12)), list(range(19, 7, -1))), outcome.done)
+            link.receiver.revoke(handle, gone.set)
+            assert gone.wait(TIMEOUT_S)
+            fill(link.target)
+            before = bytes(link.target)
+            writer.close()
+            assert len(outcome.wait(200)) == 200
+            assert bytes(link.target) == before
 
     def test_a_handle_admits_one_peer_only(self, link: Link):
         handle = link.receiver.handle()

@@ -1,5 +1,6 @@
 import threading
 
+import numpy as np
 import pytest
 
 from baton.clock import ManualClock
@@ -58,10 +59,21 @@ def test_a_session_that_is_over_cannot_be_renewed():
     assert book.expired(100.0) == []
 
 
+class Stopped:
+    """Hashes during which the process is stopped for a while."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+
+    def of_layer(self, layer_index, blocks, parts=()) -> Hashes:
+        self._clock.advance(3.1)
+        return np.zeros(len(blocks), dtype=np.uint64)
+
+
 class Way:
     """A pusher into fake memory, and what became of its pushes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stopped: bool = False) -> None:
         self.clock = ManualClock()
         fabric = FakeFabric()
         self.source = memoryview(bytearray(LAYOUT.region_bytes(SENDER_BLOCKS)))
@@ -75,7 +87,7 @@ class Way:
             sender.connect(handle, LAYOUT),
             lease=self.lease,
             link=plan_link(LAYOUT, LAYOUT),
-            hashes=self.hashes,
+            hashes=Stopped(self.clock) if stopped else self.hashes,
         )
         self.outcomes: list[tuple[TransferError | None, Hashes | None]] = []
         self._came = threading.Semaphore(0)
@@ -113,6 +125,16 @@ def test_nothing_is_written_once_the_lease_is_over(way: Way):
     assert bytes(way.target) == before
     way.lease.renew(sent_s=3.0)
     assert way.push(1, [3], [7])[0] is None
+
+
+def test_a_lease_that_ends_between_hashing_and_copying_is_noticed_by_the_backend():
+    way = Way(stopped=True)
+    before = bytes(way.target)
+    error, hashes = way.push(1, [3], [7])
+    assert isinstance(error, LeaseExpiredError)
+    assert hashes is None
+    assert bytes(way.target) == before
+    way.pusher.close()
 
 
 def test_a_wrong_push_ends_neither_the_thread_nor_the_others(way: Way):

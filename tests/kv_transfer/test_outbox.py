@@ -114,6 +114,21 @@ def test_the_commit_waits_for_every_layer_of_every_page_and_the_first_tokens(out
     assert outbox.in_flight() == 0
 
 
+def test_pages_that_were_not_exported_are_not_committed_though_nothing_is_on_its_way(
+    outbox: Outbox,
+):
+    outbox.handle(granted(0, 7, 8), 0.0)
+    (whole_layer,) = pushes(outbox.handle(exported(0, 0, 3, 4), 0.0))
+    outbox.handle(DREW, 0.0)
+    assert land(outbox, whole_layer) == []
+    (first,) = pushes(outbox.handle(exported(1, 0, 3), 0.0))
+    assert land(outbox, first) == []
+    (last,) = pushes(outbox.handle(exported(1, 1, 4), 0.0))
+    (sent,) = land(outbox, last)
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, Commit)
+
+
 def test_a_peer_with_some_heads_of_some_layers_is_sent_those_and_told_their_bytes():
     here = replace(LAYOUT, num_kv_heads=4)
     there = replace(here, num_kv_heads=2, tp_size=2, tp_rank=1, layers=LAYOUT.layers[1:])

@@ -1,5 +1,7 @@
 """The ucx backend between two real processes, over a Unix gate and over a TCP gate."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +17,15 @@ from tests.kv_transfer.remote import Remote, remote
 BACKEND = BACKENDS["ucx"]
 
 pytestmark = pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {BACKEND.remedy}")
+
+
+def test_opening_ucx_leaves_no_settings_behind_for_others_in_the_process():
+    asked = (
+        "import os; before = dict(os.environ)\n"
+        "from kv_transfer.ucx import UcxContext\n"
+        "UcxContext(); assert dict(os.environ) == before, set(os.environ) - set(before)"
+    )
+    subprocess.run([sys.executable, "-c", asked], check=True, timeout=60)
 
 
 class TestUcxOnOneHost(RevocableConformance, ShardedConformance):

@@ -1,3 +1,4 @@
+import ctypes
 import struct
 from dataclasses import replace
 
@@ -14,12 +15,12 @@ from kv_transfer.page_copy import Pages
 from kv_transfer.ports import Push
 from kv_transfer.shm import layer_pages
 from kv_transfer.ucx_frames import (
-    MAX_FRAME_BYTES,
     MAX_PAYLOAD_BYTES,
     Buffer,
-    FrameReader,
+    HeadReader,
     frames_of,
-    write_frame,
+    head_of,
+    rows_of,
 )
 
 SMALL = KvLayout(
@@ -30,7 +31,6 @@ SMALL = KvLayout(
     head_dim=8,
     layers=(LayerName("a"), LayerName("b")),
 )
-LARGE = replace(SMALL, block_tokens=256, head_dim=1280, layers=(LayerName("a"),))
 BLOCKS = 6
 
 
@@ -41,14 +41,20 @@ def arena(layout: KvLayout, seed: int | None) -> list[Pages]:
     return layer_pages(memory.data, layout, BLOCKS)
 
 
-def carry(push: Push, here: KvLayout, there: KvLayout) -> tuple[list[Pages], list[Pages], int]:
+def carry(
+    push: Push, here: KvLayout, there: KvLayout, payload_bytes: int = MAX_PAYLOAD_BYTES
+) -> tuple[list[Pages], list[Pages], int]:
     """Source, target and the number of frames after a push was carried out."""
     source, target = arena(here, 1), arena(there, None)
-    reader = FrameReader(layout=there, num_blocks=BLOCKS, arena=target)
-    buffer, count = np.empty(MAX_FRAME_BYTES, np.uint8), 0
-    for frame in frames_of(push, source, plan_link(here, there), target_blocks=BLOCKS):
-        length = write_frame(frame, count, source, buffer)
-        assert reader.take(buffer[:length].copy()) == count
+    reader, count = HeadReader(layout=there, num_blocks=BLOCKS, arena=target), 0
+    plan = plan_link(here, there)
+    for frame in frames_of(push, source, plan, target_blocks=BLOCKS, payload_bytes=payload_bytes):
+        rows = rows_of(frame, source)
+        landing = reader.read(head_of(frame, count).copy(), int(rows[:, 1].sum()))
+        assert landing.number == count
+        body = b"".join(ctypes.string_at(int(at), int(length)) for at, length in rows)
+        for index, (at, length) in enumerate(landing.places.tolist()):
+            ctypes.memmove(at, body[index * length : (index + 1) * length], length)
         count += 1
     return source, target, count
 
@@ -71,11 +77,19 @@ def test_small_pages_share_a_frame():
 
 
 def test_a_page_larger_than_a_frame_is_cut():
-    assert LARGE.page_layer_bytes > 2 * MAX_PAYLOAD_BYTES
-    source, target, count = carry(push_of([4, 0], [1, 3]), LARGE, LARGE)
-    assert count > 4
+    limit = SMALL.page_layer_bytes // 2 - 8
+    source, target, count = carry(push_of([4, 0], [1, 3]), SMALL, SMALL, limit)
+    assert count == 2 * 2 + 1  # of each page two frames, and the rests share one
     assert (target[0][[1, 3]] == source[0][[4, 0]]).all()
     assert not target[0][[0, 2, 4, 5]].any()
+
+
+def test_frames_that_are_full_are_followed_by_others():
+    source, target, count = carry(
+        push_of([0, 1, 2, 5, 4], [4, 3, 0, 1, 2]), SMALL, SMALL, 2 * SMALL.page_layer_bytes
+    )
+    assert count == 3
+    assert (target[0][[4, 3, 0, 1, 2]] == source[0][[0, 1, 2, 5, 4]]).all()
 
 
 def test_a_rank_that_holds_half_the_heads_fills_half_a_page():
@@ -85,14 +99,19 @@ def test_a_rank_that_holds_half_the_heads_fills_half_a_page():
     assert not target[0][2, : half.page_layer_bytes].any()
 
 
-def frame_bytes() -> Buffer:
-    source, buffer = arena(SMALL, 1), np.empty(MAX_FRAME_BYTES, np.uint8)
+def head() -> tuple[Buffer, int]:
+    """A head of two pages, and the length of its body."""
+    source = arena(SMALL, 1)
     plan = plan_link(SMALL, SMALL)
     (frame,) = frames_of(push_of([1, 2], [3, 4]), source, plan, target_blocks=BLOCKS)
-    return buffer[: write_frame(frame, 7, source, buffer)].copy()
+    return head_of(frame, 7).copy(), 2 * SMALL.page_layer_bytes
 
 
-# Offsets in a frame: layer 16, offset 20, row bytes 24, pages 28, the first page's number 32.
+def reader() -> HeadReader:
+    return HeadReader(layout=SMALL, num_blocks=BLOCKS, arena=arena(SMALL, None))
+
+
+# Offsets in a head: layer 16, offset 20, row bytes 24, pages 28, the first page's number 32.
 @pytest.mark.parametrize(
     ("at", "value"),
     [
@@ -110,27 +129,28 @@ def frame_bytes() -> Buffer:
         (36, 2**32 - 1),
     ],
 )
-def test_a_frame_that_leads_outside_the_arena_is_refused_and_writes_nothing(at: int, value: int):
-    target = arena(SMALL, None)
-    reader = FrameReader(layout=SMALL, num_blocks=BLOCKS, arena=target)
-    frame = frame_bytes()
-    struct.pack_into("<I", frame.data, at, value)
+def test_a_head_that_leads_outside_the_arena_is_refused(at: int, value: int):
+    found, body_bytes = head()
+    struct.pack_into("<I", found.data, at, value)
     with pytest.raises(TransferError):
-        reader.take(frame)
-    assert not any(layer.any() for layer in target)
+        reader().read(found, body_bytes)
 
 
-@given(cut=st.integers(min_value=0, max_value=575))
-def test_a_truncated_frame_is_refused(cut: int):
-    target = arena(SMALL, None)
-    reader = FrameReader(layout=SMALL, num_blocks=BLOCKS, arena=target)
+@pytest.mark.parametrize("difference", [-1, 1, -SMALL.page_layer_bytes])
+def test_a_body_of_another_length_than_its_head_says_is_refused(difference: int):
+    found, body_bytes = head()
     with pytest.raises(TransferError):
-        reader.take(frame_bytes()[:cut])
-    assert not any(layer.any() for layer in target)
+        reader().read(found, body_bytes + difference)
 
 
-@given(noise=st.binary(max_size=800))
-def test_noise_is_refused(noise: bytes):
-    reader = FrameReader(layout=SMALL, num_blocks=BLOCKS, arena=arena(SMALL, None))
+@given(cut=st.integers(min_value=0, max_value=39))
+def test_a_truncated_head_is_refused(cut: int):
+    found, body_bytes = head()
     with pytest.raises(TransferError):
-        reader.take(np.frombuffer(noise, np.uint8))
+        reader().read(found[:cut], body_bytes)
+
+
+@given(noise=st.binary(max_size=800), body_bytes=st.integers(0, 2**32))
+def test_noise_is_refused(noise: bytes, body_bytes: int):
+    with pytest.raises(TransferError):
+        reader().read(np.frombuffer(noise, np.uint8), body_bytes)

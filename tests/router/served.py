@@ -80,6 +80,7 @@ async def serve(
     directory: TenantDirectory | None = None,
     parts: dict[str, Any] | None = None,
     decisions: DecisionLog | None = None,
+    revision: str | None = None,
     **router: Any,
 ) -> AsyncIterator[Served]:
     """An application with a client that calls it directly. A fault that it raises is answered, not passed on."""
@@ -91,6 +92,7 @@ async def serve(
         version="1.2.3",
         router=RouterConfig(**router),
         defaults=defaults or SamplingDefaults(),
+        revision=revision,
     )
     directory = directory or TenantDirectory(
         settings.router.api_keys, replace(ANONYMOUS, cache_scope="tenant")

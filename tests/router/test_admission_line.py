@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvariantError
-from router.admission.fair_line import QUANTUM_TOKENS, FairLine
+from router.admission.fair_line import QUANTUM_TOKENS, SAVED_TOKENS, FairLine
 from router.admission.waiting_line import RESERVED_SHARE, WaitingLine
 from router.slo import Slo
+from router.tenants.tenant import TenantId
 from tests.router.admitting import applicant
 
 URGENT, PLAIN, BATCH = Slo(name="u", priority=2), Slo(name="p"), Slo(name="b", priority=0)
@@ -52,7 +53,7 @@ def test_large_requests_one_at_a_time_take_no_more_than_their_share():
         if taken.tenant.tenant_id == "a":
             turn += 1
             line.push(applicant(f"a{turn}", tenant="a", prompt_tokens=100_000))
-    assert given_out["a"] <= given_out["b"] + 100_010 + 3 * QUANTUM_TOKENS
+    assert given_out["a"] <= given_out["b"] + 100_010 + SAVED_TOKENS + 3 * QUANTUM_TOKENS
 
 
 def test_weights_divide_what_there_is():
@@ -78,13 +79,13 @@ TENANTS = {"a": 1.0, "b": 3.0, "c": 0.5}
 COSTS = st.integers(1, 20_000)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     costs=st.fixed_dictionaries(
         {tenant: st.lists(COSTS, min_size=1, max_size=8) for tenant in TENANTS}
     ),
     visits=st.lists(st.tuples(st.integers(0, 300), COSTS), max_size=20),
-    rounds=st.integers(1, 300),
+    rounds=st.integers(1, 120),
 )
 def test_backlogged_tenants_get_their_shares_within_the_bound_whoever_else_comes(
     costs, visits, rounds
@@ -122,7 +123,7 @@ def test_backlogged_tenants_get_their_shares_within_the_bound_whoever_else_comes
     for one, one_weight in TENANTS.items():
         for other, other_weight in TENANTS.items():
             apart = given_out[one] / one_weight - given_out[other] / other_weight
-            bound = (
+            bound = SAVED_TOKENS + (
                 3 * QUANTUM_TOKENS + max(costs[one]) / one_weight + max(costs[other]) / other_weight
             )
             assert apart <= bound
@@ -136,11 +137,11 @@ def test_the_more_urgent_go_first():
     assert names(line) == ["urgent", "plain", "batch"]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     urgent=st.lists(COSTS, min_size=1, max_size=6),
     batch=st.lists(COSTS, min_size=1, max_size=6),
-    turns=st.integers(1, 400),
+    turns=st.integers(1, 150),
 )
 def test_a_class_that_waits_gets_its_reserved_share_of_what_those_above_it_get(
     urgent, batch, turns
@@ -170,11 +171,11 @@ def test_a_class_that_waits_gets_its_reserved_share_of_what_those_above_it_get(
 
 ACTS = st.lists(
     st.tuples(st.sampled_from(["push", "pop", "leave"]), st.integers(0, 30), st.integers(0, 8)),
-    max_size=120,
+    max_size=60,
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(acts=ACTS)
 def test_everybody_who_comes_is_taken_or_leaves_exactly_once(acts):
     line = WaitingLine()
@@ -208,3 +209,46 @@ def test_what_is_ahead_counts_others_only_as_far_as_they_take_turns():
     assert line.ahead(applicant("x", tenant="b")) == 10_500
     assert line.ahead(applicant("x", tenant="a", slo=URGENT)) == 0
     assert line.ahead(applicant("x", tenant="a", slo=BATCH)) == 10_500
+
+
+def test_what_a_tenant_was_not_there_to_take_goes_before_a_flood():
+    line = FairLine()
+    for n in range(600):
+        line.push(applicant(f"b{n}", tenant="b", prompt_tokens=2000))
+    for _ in range(100):
+        line.pop()
+    for n in range(5):
+        line.push(applicant(f"a{n}", tenant="a", prompt_tokens=2000))
+    assert [line.pop().request_id for _ in range(5)] == [f"a{n}" for n in range(5)]
+
+
+def test_savings_are_bounded_and_then_shares_are_equal():
+    line = FairLine()
+    for tenant in ("a", "b"):
+        for n in range(600):
+            line.push(applicant(f"{tenant}{n}", tenant=tenant, prompt_tokens=2000))
+    order = [line.pop().tenant.tenant_id for _ in range(400)]
+    assert order.count(order[0]) == 200
+
+
+def test_what_a_tenant_is_given_elsewhere_counts_here():
+    line = FairLine()
+    for tenant in ("a", "b"):
+        for n in range(600):
+            line.push(applicant(f"{tenant}{n}", tenant=tenant, prompt_tokens=90))
+    line.charge(TenantId("b"), 20_000)
+    line.check_integrity()
+    order = [line.pop().tenant.tenant_id for _ in range(800)]
+    assert order.count(order[0]) == pytest.approx(500, abs=5)
+    assert order[0] == "a"
+
+
+def test_where_nobody_waits_nothing_is_charged():
+    line = FairLine()
+    line.push(applicant("b0", tenant="b"))
+    line.pop()
+    line.charge(TenantId("b"), 1_000_000)
+    line.push(applicant("b0", tenant="b"))
+    line.push(applicant("a0", tenant="a"))
+    assert line.pop().request_id == "b0"
+    line.check_integrity()

@@ -26,6 +26,9 @@ class LinearPace:
     def first_token_s(self, worker: WorkerView, prompt_tokens: int) -> float | None:
         return None if worker.identity.worker_id == "p0" else prompt_tokens / 1000
 
+    def queue_s(self, worker: WorkerView, now_s: float) -> float | None:
+        return max(0.0, worker.prefill_tokens / 1000 - now_s)
+
 
 def cluster(pace=None, **roles: Role) -> tuple[WorkerRoom, dict[str, WorkerView]]:
     view = ClusterView(PrefixIndex())
@@ -46,6 +49,19 @@ def test_a_prefill_worker_has_a_prompt_ahead_or_a_window_of_tokens(prompts, toke
     room, workers = cluster(p0=Role.PREFILL, d0=Role.DECODE)
     workers["p0"].prefills, workers["p0"].prefill_tokens = prompts, tokens
     assert room.has_room(applicant("r"), 0.0) is expected
+
+
+def test_where_it_is_known_how_long_prompts_take_the_next_is_sent_just_before_it_is_needed():
+    room, workers = cluster(LinearPace(), p0=Role.PREFILL, d0=Role.DECODE)
+    workers["p0"].prefills, workers["p0"].prefill_tokens = 1, 3000
+    assert not room.has_room(applicant("r"), 2.9)
+    assert room.has_room(applicant("r"), 2.96)
+
+
+def test_a_steps_budget_of_prompts_is_always_sent_ahead():
+    room, workers = cluster(LinearPace(), p0=Role.PREFILL, d0=Role.DECODE)
+    workers["p0"].prefills, workers["p0"].prefill_tokens = 7, 2047
+    assert room.has_room(applicant("r"), 0.0)
 
 
 def test_one_free_prefill_worker_is_enough():

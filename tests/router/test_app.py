@@ -202,3 +202,16 @@ async def test_tokens_reach_the_client_while_the_rest_is_still_made():
                 served.generator.gate.set()
                 rest = "".join([part async for part in text])
         assert "[DONE]" in rest
+
+
+async def test_the_load_names_every_worker_and_what_is_in_flight():
+    async with serve() as served:
+        told = (await served.http.get("/load")).json()
+        assert (told["in_flight"], told["waiting"]) == (0, {})
+        assert [worker["worker_id"] for worker in told["workers"]] == ["prefill-0", "decode-0"]
+
+
+async def test_no_client_deletes_a_model():
+    async with serve() as served:
+        reply = await served.http.delete(f"/v1/models/{MODEL}")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")

@@ -296,13 +296,19 @@ async def test_a_body_over_the_limit_is_not_read_to_its_end():
     [
         ("GET", "/nowhere", 404),
         ("GET", "/health/", 404),
-        ("GET", "/v1/chat/completions", 405),
+        ("PUT", "/v1/chat/completions", 405),
         ("POST", "/v1/models", 405),
     ],
 )
 async def test_unknown_routes_answer_in_the_same_shape(method: str, path: str, status: int):
     async with serve() as served:
         _assert_refused(await served.http.request(method, path), status, "route_not_found", None)
+
+
+async def test_a_wrong_method_is_told_all_that_the_path_has():
+    async with serve() as served:
+        reply = await served.http.put("/v1/responses/resp_1")
+        assert (reply.status_code, reply.headers["allow"]) == (405, "DELETE, GET")
 
 
 async def test_before_a_worker_said_hello_requests_are_told_to_come_back():

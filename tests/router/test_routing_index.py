@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from baton.blocks import BlockReport, joined
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from router.routing.index import Heard, PrefixIndex
-from router.routing.table import PlainHotPart
+from router.routing.table import PlainHotPart, prints_of
 from router.routing.table_library import hot_part
 
 
@@ -19,6 +19,14 @@ def worker(name: str, incarnation: int = 1) -> WorkerIdentity:
 def key(*blocks: int) -> BlockKey:
     """Stands for the last of `blocks` and all before it."""
     return BlockKey(blake2b(repr(blocks).encode(), digest_size=16).digest())
+
+
+def depths(index: PrefixIndex, keys: list[BlockKey], now_s: float = 0.0) -> dict[int, int]:
+    return index.held_blocks(prints_of(joined(keys)), now_s)
+
+
+def expect(index: PrefixIndex, keys: list[BlockKey], slots: list[int]) -> None:
+    index.expect(prints_of(joined(keys)), slots, 0.0)
 
 
 def chain(*blocks: int) -> list[BlockKey]:
@@ -54,9 +62,9 @@ def test_each_holder_is_as_deep_as_it_reported():
     a, b = Holder(index, "a"), Holder(index, "b")
     a.snapshot(*chain(1, 2, 3, 4))
     b.snapshot(*chain(1, 2))
-    assert index.held_blocks(chain(1, 2, 3, 9), 0.0) == {a.slot: 3, b.slot: 2}
-    assert index.held_blocks(chain(9, 2), 0.0) == {}
-    assert index.held_blocks([], 0.0) == {}
+    assert depths(index, chain(1, 2, 3, 9)) == {a.slot: 3, b.slot: 2}
+    assert depths(index, chain(9, 2)) == {}
+    assert depths(index, []) == {}
 
 
 def test_what_was_evicted_is_forgotten():
@@ -64,7 +72,7 @@ def test_what_was_evicted_is_forgotten():
     a = Holder(index)
     a.snapshot(*chain(1, 2, 3))
     a.change(removed=chain(1, 2, 3)[1:])
-    assert index.held_blocks(chain(1, 2, 3), 0.0) == {a.slot: 1}
+    assert depths(index, chain(1, 2, 3)) == {a.slot: 1}
     a.change(removed=chain(1))
     assert len(index) == 0
 
@@ -74,9 +82,9 @@ def test_a_hole_in_the_middle_ends_the_depth_and_filling_it_restores_it():
     pool = Holder(index, "pool")
     pool.snapshot(*chain(1, 2, 3))
     pool.change(removed=[key(1, 2)])
-    assert index.held_blocks(chain(1, 2, 3), 0.0) == {pool.slot: 1}
+    assert depths(index, chain(1, 2, 3)) == {pool.slot: 1}
     pool.change(stored=[key(1, 2)])
-    assert index.held_blocks(chain(1, 2, 3), 0.0) == {pool.slot: 3}
+    assert depths(index, chain(1, 2, 3)) == {pool.slot: 3}
 
 
 def test_after_a_gap_nothing_is_believed_before_the_next_snapshot():
@@ -86,9 +94,9 @@ def test_after_a_gap_nothing_is_believed_before_the_next_snapshot():
     a.seq += 1
     assert a.change(stored=[key(1, 2)]) is Heard.GAP
     assert a.change(stored=[key(1, 2, 3)]) is Heard.REFUSED
-    assert index.held_blocks(chain(1, 2, 3), 0.0) == {a.slot: 1}
+    assert depths(index, chain(1, 2, 3)) == {a.slot: 1}
     assert a.snapshot(*chain(1, 2, 3)) is Heard.APPLIED
-    assert index.held_blocks(chain(1, 2, 3), 0.0) == {a.slot: 3}
+    assert depths(index, chain(1, 2, 3)) == {a.slot: 3}
     assert index.counts.gaps == 1
 
 
@@ -97,8 +105,8 @@ def test_a_snapshot_makes_void_what_was_reported_before():
     a = Holder(index)
     a.snapshot(*chain(1, 2))
     a.snapshot(*chain(5))
-    assert index.held_blocks(chain(1, 2), 0.0) == {}
-    assert index.held_blocks(chain(5), 0.0) == {a.slot: 1}
+    assert depths(index, chain(1, 2)) == {}
+    assert depths(index, chain(5)) == {a.slot: 1}
 
 
 def test_reports_of_another_incarnation_are_refused_and_counted():
@@ -107,10 +115,10 @@ def test_reports_of_another_incarnation_are_refused_and_counted():
     old.snapshot(*chain(1))
     new = Holder(index, "a", 2)
     assert old.change(stored=[key(1, 2)]) is Heard.REFUSED
-    assert index.held_blocks(chain(1, 2), 0.0) == {}
+    assert depths(index, chain(1, 2)) == {}
     assert index.counts.refused == 1
     new.snapshot(*chain(1))
-    assert index.held_blocks(chain(1, 2), 0.0) == {new.slot: 1}
+    assert depths(index, chain(1, 2)) == {new.slot: 1}
 
 
 def test_who_left_holds_nothing_and_his_slot_is_given_again():
@@ -119,38 +127,38 @@ def test_who_left_holds_nothing_and_his_slot_is_given_again():
     a.snapshot(*chain(1, 2))
     b.snapshot(*chain(1))
     index.retire(a.identity)
-    assert index.held_blocks(chain(1, 2), 0.0) == {b.slot: 1}
+    assert depths(index, chain(1, 2)) == {b.slot: 1}
     assert Holder(index, "c").slot == a.slot
-    assert index.held_blocks(chain(1, 2), 0.0) == {b.slot: 1}
+    assert depths(index, chain(1, 2)) == {b.slot: 1}
 
 
 def test_what_was_sent_is_expected_until_it_is_reported_gone():
     index = PrefixIndex()
     a = Holder(index)
     a.snapshot()
-    index.expect(chain(1, 2, 3), [a.slot], 0.0)
-    assert index.held_blocks(chain(1, 2, 3, 4), 1.0) == {a.slot: 3}
+    expect(index, chain(1, 2, 3), [a.slot])
+    assert depths(index, chain(1, 2, 3, 4), 1.0) == {a.slot: 3}
     a.change(stored=chain(1, 2, 3))
     a.change(removed=[key(1, 2, 3)])
-    assert index.held_blocks(chain(1, 2, 3, 4), 2.0) == {a.slot: 2}
+    assert depths(index, chain(1, 2, 3, 4), 2.0) == {a.slot: 2}
 
 
 def test_what_is_never_reported_is_not_expected_for_ever():
     index = PrefixIndex()
     a = Holder(index)
-    index.expect(chain(1, 2), [a.slot], 0.0)
-    assert index.held_blocks(chain(1, 2), 29.0) == {a.slot: 2}
-    assert index.held_blocks(chain(1, 2), 61.0) == {}
+    expect(index, chain(1, 2), [a.slot])
+    assert depths(index, chain(1, 2), 29.0) == {a.slot: 2}
+    assert depths(index, chain(1, 2), 61.0) == {}
 
 
 def test_a_long_chain_is_expected_to_within_a_few_blocks():
     index = PrefixIndex()
     a = Holder(index)
     sent = [key(number) for number in range(1000)]
-    index.expect(sent, [a.slot], 0.0)
-    assert index.held_blocks(sent, 0.0) == {a.slot: 1000}
+    expect(index, sent, [a.slot])
+    assert depths(index, sent) == {a.slot: 1000}
     shared = [*sent[:700], *chain(1, 2, 3)]
-    assert 700 - 31 <= index.held_blocks(shared, 0.0)[a.slot] <= 700
+    assert 700 - 31 <= depths(index, shared)[a.slot] <= 700
 
 
 def test_memory_is_bounded_and_what_found_no_room_is_counted():
@@ -171,7 +179,7 @@ def test_many_restarts_do_not_make_the_table_grow_for_ever():
     for incarnation in range(1, 1000):
         a = Holder(index, "a", incarnation)
         a.snapshot(*chain(1, 2, incarnation % 256))
-        assert index.held_blocks(chain(1, 2, 3), 0.0)[a.slot] >= 2
+        assert depths(index, chain(1, 2, 3))[a.slot] >= 2
         assert a.slot == 1
     index.check_integrity()
     assert index.size_bytes == size
@@ -184,7 +192,7 @@ def test_more_holders_than_a_word_has_bits():
         holder.snapshot(*chain(1, 2, 3, 4)[: 1 + number % 4])
     index.check_integrity()
     expected = {holder.slot: 1 + number % 4 for number, holder in enumerate(holders)}
-    assert index.held_blocks(chain(1, 2, 3, 4), 0.0) == expected
+    assert depths(index, chain(1, 2, 3, 4)) == expected
 
 
 NAMES = ("a", "b", "pool")
@@ -239,7 +247,7 @@ def test_the_index_knows_exactly_what_was_reported(operations, blocks, in_c):
     for holder in holders.values():
         if holder.change() is not Heard.APPLIED:
             assert holder.snapshot(*holder.holds) is Heard.APPLIED
-    depths = index.held_blocks(asked, 0.0)
+    found = depths(index, asked)
     for holder in holders.values():
         missing = [at for at, k in enumerate(asked) if k not in holder.holds]
-        assert depths.get(holder.slot, 0) == (missing[0] if missing else len(asked))
+        assert found.get(holder.slot, 0) == (missing[0] if missing else len(asked))

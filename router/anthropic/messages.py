@@ -1,0 +1,159 @@
+"""POST /v1/messages and /v1/messages/count_tokens: a conversation in Anthropic's words."""
+
+import time
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.errors import BatonError
+from baton.generation import FinishReason
+from baton.ids import new_request_id
+from router.anthropic.replies import (
+    ContentBlockStart,
+    ContentBlockStop,
+    CountedTokens,
+    MessageDelta,
+    MessageReply,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    StopDelta,
+    StopReason,
+    TextContent,
+)
+from router.anthropic.requests import Conversation, CountTokensRequest, MessagesRequest
+from router.openai.answer import ReplyHead, answer
+from router.openai.body import read_body
+from router.openai.choices import Delta
+from router.openai.error_bodies import anthropic_error
+from router.openai.guarding import checked_messages
+from router.openai.jobs import JobRun
+from router.openai.length import check_messages
+from router.openai.plan import Wanted, plan_runs
+from router.openai.replies import TimingReply, Usage
+from router.openai.sampling import TokenLimit
+from router.openai.serving import Serving
+from router.openai.sse import json_text, model_event, named_event
+from router.openai.visit import visit_of
+from router.ports import ServedModel
+from router.tokenizer import ChatMessage
+
+_DELTA = b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%b}}'
+
+
+async def messages(request: Request, serving: Serving) -> Response:
+    """Answers one conversation."""
+    body = await read_body(request, MessagesRequest, serving.max_body_bytes)
+    visit = visit_of(request)
+    head = ReplyHead(
+        request_id=new_request_id("msg"),
+        created=int(time.time()),
+        model=serving.require_name(body.model, visit),
+    )
+    model = await serving.require_model()
+    said = await checked_messages(body.for_template(), serving.guards, visit)
+    # Everybody has to name a limit here, and many name the largest that there is: it is cut to what the context leaves.
+    limit = TokenLimit(
+        asked=None, default=body.max_tokens, param="max_tokens", prompt_param="messages"
+    )
+    (run,) = plan_runs(
+        serving,
+        body,
+        [await _tokens(said, body, serving, model)],
+        tenant=visit.tenant,
+        model=model,
+        request_id=head.request_id,
+        wanted=Wanted(limit=limit),
+    )
+    return await answer(request, serving, [run], MessageShape(head, run), stream=body.stream)
+
+
+async def count_tokens(request: Request, serving: Serving) -> CountedTokens:
+    """How many tokens a conversation has."""
+    body = await read_body(request, CountTokensRequest, serving.max_body_bytes)
+    serving.require_name(body.model, visit_of(request))
+    model = await serving.require_model()
+    tokens = await _tokens(body.for_template(), body, serving, model)
+    return CountedTokens(input_tokens=len(tokens))
+
+
+async def _tokens(
+    said: list[ChatMessage], body: Conversation, serving: Serving, model: ServedModel
+) -> list[int]:
+    check_messages(said, model, serving.tokenizer)
+    return await serving.tokenizer.encode_chat(said, rendering=body.rendering())
+
+
+class MessageShape:
+    """Writes deltas as a message, or as the events of one.
+
+    message_start → content_block_start → content_block_delta … → content_block_stop → message_delta → message_stop
+    """
+
+    def __init__(self, head: ReplyHead, run: JobRun) -> None:
+        self._head = head
+        self._run = run
+        self._last: Delta | None = None
+
+    def opening(self) -> bytes:
+        """The message and its one block, both empty. What of the prompt a cache held is known at the end only."""
+        usage = MessageUsage(input_tokens=len(self._run.job.prompt.prompt_tokens), output_tokens=0)
+        message = self._message([], None, usage)
+        return model_event(MessageStart(message=message)) + model_event(ContentBlockStart())
+
+    def piece(self, delta: Delta) -> bytes:
+        """The text, if there is some; the last delta may have none."""
+        self._last = delta
+        if not delta.text:
+            return b""
+        return named_event("content_block_delta", _DELTA % json_text(delta.text))
+
+    def closing(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:  # noqa: ARG002
+        """The block and the message, both done."""
+        assert self._last is not None
+        stop = StopDelta(stop_reason=_stop_reason(self._last), stop_sequence=self._last.stop)
+        ended = MessageDelta(delta=stop, usage=_usage(usage))
+        return b"".join(map(model_event, (ContentBlockStop(), ended, MessageStop())))
+
+    def fault(self, error: BatonError) -> bytes:
+        """An event with the error."""
+        return named_event("error", anthropic_error(error))
+
+    def whole(
+        self,
+        choices: Sequence[Sequence[Delta]],
+        usage: Usage,
+        timings: Sequence[TimingReply],  # noqa: ARG002  # no place for them here
+    ) -> MessageReply:
+        """The message with its one block."""
+        (deltas,) = choices
+        text = TextContent(text="".join(delta.text for delta in deltas))
+        return self._message([text], deltas[-1], _usage(usage))
+
+    def _message(
+        self, content: list[TextContent], last: Delta | None, usage: MessageUsage
+    ) -> MessageReply:
+        return MessageReply(
+            id=self._head.request_id,
+            model=self._head.model,
+            content=content,
+            stop_reason=None if last is None else _stop_reason(last),
+            stop_sequence=None if last is None else last.stop,
+            usage=usage,
+        )
+
+
+def _stop_reason(last: Delta) -> StopReason:
+    if last.stop is not None:
+        return "stop_sequence"
+    return "max_tokens" if last.finish is FinishReason.LENGTH else "end_turn"
+
+
+def _usage(usage: Usage) -> MessageUsage:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(
+        input_tokens=usage.prompt_tokens - cached,
+        cache_read_input_tokens=cached,
+        output_tokens=usage.completion_tokens,
+    )

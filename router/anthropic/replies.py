@@ -1,0 +1,126 @@
+"""What /v1/messages answers: one message, whole or as the events of its making."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+
+
+class TextContent(BaseModel):
+    """The text of a message."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class MessageUsage(BaseModel):
+    """Token counts. As Anthropic counts, `input_tokens` are those that no cache held."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    output_tokens: int
+
+
+class MessageReply(BaseModel):
+    """Reply of POST /v1/messages."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextContent]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageStart(BaseModel):
+    """The message, empty."""
+
+    type: Literal["message_start"] = "message_start"
+    message: MessageReply
+
+
+class ContentBlockStart(BaseModel):
+    """Its one block, empty."""
+
+    type: Literal["content_block_start"] = "content_block_start"
+    index: int = 0
+    content_block: TextContent = TextContent(text="")
+
+
+class TextDelta(BaseModel):
+    """Some more text."""
+
+    type: Literal["text_delta"] = "text_delta"
+    text: str
+
+
+class ContentBlockDelta(BaseModel):
+    """The block grew."""
+
+    type: Literal["content_block_delta"] = "content_block_delta"
+    index: int = 0
+    delta: TextDelta
+
+
+class ContentBlockStop(BaseModel):
+    """The block is done."""
+
+    type: Literal["content_block_stop"] = "content_block_stop"
+    index: int = 0
+
+
+class StopDelta(BaseModel):
+    """Why a message ended."""
+
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(BaseModel):
+    """The message is all there."""
+
+    type: Literal["message_delta"] = "message_delta"
+    delta: StopDelta
+    usage: MessageUsage
+
+
+class MessageStop(BaseModel):
+    """The stream's last event."""
+
+    type: Literal["message_stop"] = "message_stop"
+
+
+class ErrorFields(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(BaseModel):
+    """Every answer that is not a success, and the last event of a stream that cannot go on."""
+
+    type: Literal["error"] = "error"
+    error: ErrorFields
+
+
+MessageStreamEvent = Annotated[
+    MessageStart
+    | ContentBlockStart
+    | ContentBlockDelta
+    | ContentBlockStop
+    | MessageDelta
+    | MessageStop
+    | AnthropicErrorReply,
+    Field(discriminator="type"),
+]
+
+
+class CountedTokens(BaseModel):
+    """Reply of POST /v1/messages/count_tokens."""
+
+    input_tokens: int

@@ -1,0 +1,140 @@
+"""What clients may send to /v1/messages: Anthropic's fields, and the few of vLLM's that ask for another way of drawing."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from router.openai.fields import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    Body,
+    JsonObject,
+    Name,
+    Part,
+    StopString,
+    StopStrings,
+    only,
+    refusal,
+    unsupported,
+)
+from router.openai.requests import DrawingBody
+from router.openai.tools import FunctionName
+from router.tokenizer import ChatMessage, Rendering
+
+
+class TextBlock(Part):
+    """A piece of a message. Other kinds than text are not served."""
+
+    type: Literal["text"]
+    text: str
+
+
+Blocks = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class MessageParam(Part):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | Blocks
+
+    def for_template(self) -> ChatMessage:
+        """What the chat template sees."""
+        return {"role": self.role, "content": joined(self.content)}
+
+
+MessageParams = Annotated[
+    list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
+
+
+class ToolDefinition(Part):
+    """A tool that the model may use."""
+
+    name: FunctionName
+    description: str | None = None
+    input_schema: JsonObject | None = None
+
+
+class ToolChoiceParam(Part):
+    """Whether the model is to use a tool."""
+
+    type: Literal["none", "auto", "any", "tool"]
+    name: str | None = None
+
+
+class Thinking(Part):
+    """Whether the model is to think aloud first."""
+
+    type: Literal["disabled", "enabled", "adaptive"]
+
+
+class RequestMetadata(Part):
+    """On whose behalf the client asks."""
+
+    user_id: Name | None = None
+
+
+def joined(content: str | list[TextBlock]) -> str:
+    """The text of a content."""
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+class Conversation(Part):
+    """What both endpoints read."""
+
+    messages: MessageParams
+    system: str | Blocks | None = None
+    tools: list[ToolDefinition] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoiceParam | None = None
+    thinking: Thinking | None = None
+
+    def for_template(self) -> list[ChatMessage]:
+        """The messages, the system's first."""
+        system = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
+        return [*system, *(message.for_template() for message in self.messages)]
+
+    def rendering(self) -> Rendering:
+        """A last message of the assistant is the beginning of its answer."""
+        return Rendering(continue_last=self.messages[-1].role == "assistant")
+
+    @model_validator(mode="after")
+    def _check_conversation(self) -> Self:
+        if self.tools and (self.tool_choice is None or self.tool_choice.type != "none"):
+            raise unsupported("tools", "Using tools is not served yet; tool_choice none is.")
+        if not self.tools and self.tool_choice and self.tool_choice.type in ("any", "tool"):
+            raise refusal("tool_choice", "Needs tools.")
+        if self.thinking is not None:
+            only("thinking", self.thinking.type, "disabled")
+        return self
+
+
+class MessagesRequest(Conversation, DrawingBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    stop: None = None
+    stop_sequences: StopStrings | None = None
+    metadata: RequestMetadata | None = None  # type: ignore[assignment]  # the protocols differ
+    container: JsonValue = None
+    mcp_servers: list[JsonValue] | None = None
+
+    @property
+    def stops(self) -> tuple[StopString, ...]:
+        """The stop strings."""
+        return tuple(self.stop_sequences or ())
+
+    @model_validator(mode="after")
+    def _check_message(self) -> Self:
+        only("container", self.container)
+        only("mcp_servers", self.mcp_servers, [])
+        return self
+
+
+class CountTokensRequest(Conversation, Body):
+    """POST /v1/messages/count_tokens."""
+
+    model: str | None = None

@@ -1,0 +1,193 @@
+"""What clients may send to /v1/responses. Nothing is stored between two requests: who refers to what was is refused."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from router.openai.fields import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    UNSUPPORTED,
+    JsonObject,
+    Name,
+    Part,
+    TokenCount,
+    only,
+    refusal,
+    unsupported,
+)
+from router.openai.requests import (
+    DrawingBody,
+    Logprobs,
+    TemplateArguments,
+    check_moderation,
+    check_template_arguments,
+)
+from router.openai.tools import FunctionName, JsonObjectFormat, PlainText, check_format
+from router.tokenizer import ChatMessage
+
+LOGPROBS = "message.output_text.logprobs"
+"""The entry of `include` that asks for log-probabilities."""
+
+
+class InputText(Part):
+    """A piece of a message. Other kinds than text are not served."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputMessage(Part):
+    """One message of a conversation. An earlier answer can be put in as it came."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+    def for_template(self) -> ChatMessage:
+        """What the chat template sees; parts of the content are joined."""
+        parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
+        return {"role": self.role, "content": "".join(parts)}
+
+
+InputItems = Annotated[
+    list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
+
+
+class FunctionTool(Part):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+def _hosted(kind: str) -> str:
+    if kind == "function":
+        raise ValueError("A function needs a name.")
+    return kind
+
+
+class HostedTool(Part):
+    """Any other tool: one that the server would have to run."""
+
+    type: Annotated[
+        str,
+        Field(pattern=r"^[a-z0-9_]{1,64}$", json_schema_extra={"not": {"const": "function"}}),
+        AfterValidator(_hosted),
+    ]
+
+
+class ChosenTool(Part):
+    """The one tool that the model is to call."""
+
+    type: Name
+
+
+class SchemaFormat(Part):
+    """An answer that follows a JSON schema."""
+
+    type: Literal["json_schema"]
+    name: FunctionName
+    schema_: JsonObject = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextSettings(Part):
+    """The form of the answer, and how wordy it is to be."""
+
+    format: (
+        Annotated[PlainText | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None
+    ) = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Part):
+    """How much the model is to think. Only the effort reaches it, through its template."""
+
+    effort: Name | None = None
+
+
+class ResponsesRequest(DrawingBody):
+    """POST /v1/responses."""
+
+    input: Annotated[str, Field(min_length=1)] | InputItems
+    instructions: str | None = None
+    max_output_tokens: TokenCount | None = None
+    include: list[Name] | None = Field(None, max_length=64)
+    top_logprobs: Logprobs | None = None
+    text: TextSettings | None = None
+    reasoning: Reasoning | None = None
+    tools: list[FunctionTool | HostedTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    moderation: JsonObject | None = None
+    background: bool | None = None
+    previous_response_id: Name | None = None
+    conversation: Name | JsonObject | None = None
+    prompt: JsonObject | None = None
+    # What follows does not change the answer of this server, and is ignored.
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    store: bool | None = None
+    stream_options: JsonObject | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    context_management: list[JsonValue] | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_options: JsonObject | None = None
+    prompt_cache_retention: Name | None = None
+
+    @property
+    def logprobs(self) -> int | None:
+        """How many likeliest tokens are listed beside each; None for no log-probabilities at all."""
+        return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
+
+    def messages(self) -> list[ChatMessage]:
+        """The conversation, instructions first."""
+        begun = [] if self.instructions is None else [("system", self.instructions)]
+        if isinstance(self.input, str):
+            begun.append(("user", self.input))
+        said = [] if isinstance(self.input, str) else [item.for_template() for item in self.input]
+        return [*({"role": role, "content": text} for role, text in begun), *said]
+
+    @model_validator(mode="after")
+    def _check_response(self) -> Self:
+        for name in ("previous_response_id", "conversation", "prompt"):
+            if getattr(self, name) is not None:
+                raise unsupported(name, "Nothing is stored here: send the whole conversation.")
+        only("background", self.background, False)
+        self._check_tools()
+        check_template_arguments(self.chat_template_kwargs)
+        check_moderation(self.moderation)
+        form = None if self.text is None else self.text.format
+        if isinstance(form, SchemaFormat):
+            raise unsupported("text", "Forms of the answer need constrained decoding.")
+        check_format(form, "text")
+        return self
+
+    def _check_tools(self) -> None:
+        if self.tools and self.tool_choice != "none":
+            raise unsupported("tools", "Calling tools is not served yet; tool_choice none is.")
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise refusal("tool_choice", "Needs tools.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_items(cls, body: JsonObject) -> JsonObject:
+        """Items that are no messages are right, and not served: say that, and not that they are no messages."""
+        items = body.get("input") if isinstance(body, dict) else None
+        for item in items if isinstance(items, list) else ():
+            kind = item.get("type", "message") if isinstance(item, dict) else "message"
+            if kind != "message" and isinstance(kind, str):
+                context = {"param": "input", "kind": kind[:40]}
+                raise PydanticCustomError(
+                    UNSUPPORTED, "Items of type {kind} are not served.", context
+                )
+        return body

@@ -1,0 +1,152 @@
+"""One peer's session at the receiver, with a sender in the same process that can stop, or misbehave, at any point."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from baton.ids import BlockId, LayerName, XferId
+from baton.layout import KvLayout
+from kv_transfer.backends import BACKENDS
+from kv_transfer.heads import plan_link
+from kv_transfer.ports import Push
+from kv_transfer.shm import layer_pages
+from kv_transfer.ucp import Request, places_of
+from kv_transfer.ucx import UcxContext, UcxWorker, body_tag, head_tag
+from kv_transfer.ucx_frames import HeadReader, frames_of, head_of, rows_of
+from kv_transfer.ucx_session import UcxSession
+
+BACKEND = BACKENDS["ucx"]
+
+pytestmark = pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {BACKEND.remedy}")
+
+LAYOUT = KvLayout(
+    model_fingerprint="f",
+    dtype="float32",
+    block_tokens=16,
+    num_kv_heads=16,
+    head_dim=64,
+    layers=(LayerName("a"),),
+)
+BLOCKS = 64
+TOKEN = b"t" * 32
+TIMEOUT_S = 30
+
+
+class Watched(UcxWorker):
+    """Says when so many messages are being received."""
+
+    def __init__(self, context: UcxContext, count: int) -> None:
+        super().__init__(context)
+        self._left = count
+        self.reached = threading.Event()
+
+    def receive(self, found, places):
+        request = super().receive(found, places)
+        self._left -= 1
+        if not self._left:
+            self.reached.set()
+        return request
+
+
+@dataclass
+class Both:
+    """A sender's worker, and the session that hears it."""
+
+    sender: UcxWorker
+    receiver: Watched
+    session: UcxSession
+    source: np.ndarray
+    target: np.ndarray
+    answers: list[tuple[int, bool]]
+    requests: list[Request] = field(default_factory=list)
+
+    def send_frame(self, number: int, change: Callable[[np.ndarray], None] = lambda head: None):
+        pages = layer_pages(self.source.data, LAYOUT, BLOCKS)
+        blocks = tuple(map(BlockId, range(BLOCKS)))
+        push = Push(xfer_id=XferId("x"), layer_index=0, source=blocks, target=blocks)
+        (frame,) = frames_of(push, pages, plan_link(LAYOUT, LAYOUT), target_blocks=BLOCKS)
+        head = head_of(frame, number).copy()
+        change(head)
+        self.requests.append(self.sender.send(head_tag(TOKEN), places_of(head), head))
+        self.requests.append(self.sender.send(body_tag(TOKEN), rows_of(frame, pages)))
+
+    def progress_until(self, condition: Callable[[], bool]):
+        for _ in range(100_000):
+            if condition():
+                return
+            self.sender.progress()
+        raise AssertionError("it never came to pass")
+
+    def end(self):
+        gone = threading.Event()
+        self.session.end(gone.set)
+        assert gone.wait(TIMEOUT_S)
+
+
+@pytest.fixture
+def both() -> Iterator[Both]:
+    context = UcxContext()
+    sender, receiver = UcxWorker(context), Watched(context, 4)
+    memory = [np.zeros(LAYOUT.region_bytes(BLOCKS), np.uint8) for _ in range(2)]
+    memory[0][:] = np.random.default_rng(0).integers(0, 256, len(memory[0]), np.uint8)
+    reader = HeadReader(
+        layout=LAYOUT, num_blocks=BLOCKS, arena=layer_pages(memory[1].data, LAYOUT, BLOCKS)
+    )
+    answers: list[tuple[int, bool]] = []
+    sender.connect(receiver.address, same_host=True)
+    session = UcxSession(
+        TOKEN, receiver, reader, lambda number, refused: answers.append((number, refused))
+    )
+    both = Both(sender, receiver, session, memory[0], memory[1], answers)
+    yield both
+    session.end(lambda: None)
+    session.join()
+    sender.close()
+
+
+def test_a_frame_lands_and_is_answered(both: Both):
+    both.send_frame(7)
+    both.progress_until(lambda: bool(both.answers))
+    assert both.answers == [(7, False)]
+    assert (both.target == both.source).all()
+
+
+def test_a_frame_of_which_half_came_cannot_land_after_the_session_has_ended(both: Both):
+    both.send_frame(1)
+    both.progress_until(lambda: bool(both.answers))
+    both.source[:] += 1
+    both.send_frame(2)
+    both.progress_until(both.receiver.reached.is_set)  # and then the sender stops
+    assert not both.requests[-1].done()
+    both.end()
+    both.target[:] = 0
+    for _ in range(1000):
+        both.sender.progress()
+    assert not both.target.any()
+    assert both.answers == [(1, False)]
+
+
+@pytest.mark.parametrize("at", [0, 16, 24, 32])
+def test_a_head_that_lies_ends_the_session_and_writes_nothing(both: Both, at: int):
+    both.send_frame(1, lambda head: head[at : at + 4].fill(0xFF))
+    both.progress_until(lambda: bool(both.answers))
+    assert both.answers == [(0, True)]
+    both.end()
+    assert not both.target.any()
+
+
+def test_a_message_of_another_session_ends_this_one(both: Both):
+    both.requests.append(both.sender.send(4, places_of(both.source[:64])))
+    both.progress_until(lambda: bool(both.answers))
+    assert both.answers == [(0, True)]
+
+
+def test_a_flood_of_heads_without_bodies_ends_the_session(both: Both):
+    head = np.zeros(64, np.uint8)
+    for _ in range(200):
+        both.requests.append(both.sender.send(head_tag(TOKEN), places_of(head), head))
+    both.progress_until(lambda: bool(both.answers))
+    assert both.answers == [(0, True)]

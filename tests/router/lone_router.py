@@ -1,0 +1,27 @@
+"""A router in a process of its own: `python -m tests.router.lone_router ADDRESS...` begins a job and never reads on."""
+
+import asyncio
+import sys
+
+from baton.config.schema import RouterConfig
+from baton.ids import Role
+from router.generator import ClusterGenerator
+from router.links import LinkTiming
+from tests.router.test_generator import job
+
+
+async def main(addresses: list[str]) -> None:
+    generator = ClusterGenerator(
+        RouterConfig(), addresses, b"s" * 32, link_timing=LinkTiming(backoff_s=0.01)
+    )
+    generator.start()
+    while not any(worker.hello.role is Role.HYBRID for worker in generator.view.workers):
+        await generator.worker_joined()
+    stream = generator.generate(job("theirs", max_tokens=100))
+    await anext(stream)
+    print("begun", flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1:]))
