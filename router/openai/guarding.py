@@ -16,9 +16,15 @@ MAX_KEPT_CHARS = 1_000_000
 
 
 async def checked_messages(
-    messages: Sequence[ChatMessage], guards: GuardChain, visit: Visit
+    messages: Sequence[ChatMessage], guards: GuardChain, visit: Visit, param: str = "messages"
 ) -> list[ChatMessage]:
     """The conversation as it may go on.
+
+    Args:
+        messages: As the template is to see them.
+        guards: The operator's checks.
+        visit: The request's.
+        param: The field that they came in.
 
     Raises:
         ContentRefusedError: It may not.
@@ -27,7 +33,7 @@ async def checked_messages(
     if not guards.active:
         return list(messages)
     texts = [GuardedText(role=m["role"], text=m["content"]) for m in messages]
-    passed = await _checked(texts, guards, visit, "messages")
+    passed = await _checked(texts, guards, visit, param)
     return [{**message, "content": text} for message, text in zip(messages, passed, strict=True)]
 
 

@@ -56,7 +56,7 @@ async def responses(request: Request, serving: Serving) -> Response:
         model=serving.require_name(body.model, visit),
     )
     model = await serving.require_model()
-    messages = await checked_messages(body.messages(), serving.guards, visit)
+    messages = await checked_messages(body.messages(), serving.guards, visit, "input")
     check_messages(messages, model, serving.tokenizer, "input")
     prompt = await serving.tokenizer.encode_chat(messages, rendering=_rendering(body))
     limit = TokenLimit(

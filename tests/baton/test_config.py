@@ -177,6 +177,11 @@ def test_a_size_may_be_written_with_a_unit(cluster_yaml, text, size_bytes):
     assert load(file).engine.kv_cache_memory_bytes == size_bytes
 
 
+def test_operators_need_a_key_and_a_document_in_redis_needs_redis(cluster_yaml):
+    assert "admin.api_keys" in refusal(cluster_yaml("admin: {port: 9000}"))
+    assert "tenants.redis_url" in refusal(cluster_yaml("tenants: {source: redis}"))
+
+
 def test_every_rule_is_about_a_setting_that_exists():
     assert {rule.path for rule in RULES} <= set(TYPES)
 

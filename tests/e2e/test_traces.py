@@ -13,7 +13,7 @@ from baton.clock import MonotonicClock
 from baton.config.schema import RouterConfig, TraceConfig
 from baton.errors import ConfigError
 from baton.ids import Role
-from baton.telemetry import otel, span_names
+from baton.telemetry import span_names
 from baton.telemetry.metrics import new_registry
 from baton.telemetry.otel import OtelTracer, open_tracer
 from baton.telemetry.tracing import NotTraced
@@ -149,6 +149,6 @@ def test_traces_without_their_packages_are_refused_by_name(monkeypatch: pytest.M
     def absent(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr(otel.importlib, "import_module", absent)
+    monkeypatch.setattr("baton.telemetry.otel.importlib.import_module", absent)
     with pytest.raises(ConfigError, match="otel"):
         open_tracer(TraceConfig(enabled=True), "router", MonotonicClock())
