@@ -6,6 +6,7 @@ its own for each tenant, so that one's flood does not delay the stopwatch of ano
 
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -26,7 +27,7 @@ class Orders:
         requests: How many.
         prompt_tokens: Random token ids per prompt, from 100 to 199.
         output_tokens: Tokens generated per request.
-        seed: Of arrivals and prompts.
+        seed: Of arrivals.
     """
 
     urls: list[str]
@@ -76,16 +77,16 @@ async def send(orders: Orders) -> Seen:
         async with asyncio.TaskGroup() as group:
             for number in range(orders.requests):
                 due_s += rng.expovariate(orders.rate_per_s)
-                body = _body(orders, rng)
+                body = _body(orders)
                 await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
                 url = orders.urls[number % len(orders.urls)]
                 group.create_task(_request(client, url, body, begun_s, seen))
     return seen
 
 
-def _body(orders: Orders, rng: random.Random) -> bytes:
-    # Cheap, for every moment spent here is taken from what is measured.
-    prompt = [100 + byte % 100 for byte in rng.randbytes(orders.prompt_tokens)]
+def _body(orders: Orders) -> bytes:
+    # Cheap, for every moment spent here is taken from what is measured; and never the same, or it would be cached.
+    prompt = [100 + byte % 100 for byte in os.urandom(orders.prompt_tokens)]
     asked = {"model": "bench", "prompt": prompt, "max_tokens": orders.output_tokens}
     return json.dumps(asked | {"ignore_eos": True, "stream": True}).encode()
 

@@ -263,6 +263,15 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
                 sequence = _Sequence(request.leg_id, request.sampling.max_tokens, frames)
                 legs[request.leg_id] = sequence
                 self._decoder.expect(permit.xfer_id, sequence)
+            else:  # a prompt that is cached here, as far as the router knows: computed at once
+                request = command.generate.request
+                sequence = _Sequence(
+                    request.leg_id, request.sampling.max_tokens, frames, position=0
+                )
+                legs[request.leg_id] = sequence
+                prefilled = decode_pb2.LocalPrefill(leg_id=request.leg_id)
+                frames.put_nowait(decode_pb2.DecodeFrame(prefilled=[prefilled]))
+                self._decoder.waiting.append(sequence)
 
 
 async def _serve_frames(

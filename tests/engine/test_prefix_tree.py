@@ -65,3 +65,22 @@ def test_evicting_a_page_that_others_hang_on_is_a_broken_invariant():
     tree.retire(block(0))
     with pytest.raises(InvariantError, match="children"):
         tree.evict()
+
+
+def test_changes_tell_what_came_and_went_each_page_after_the_one_before_it():
+    tree = tree_of("a", "ab")
+    assert tree.changes.take().stored == (key("a"), key("ab"))
+    for number in (1, 0):
+        tree.retire(block(number))
+    tree.evict()
+    tree.evict()
+    assert tree.changes.take().removed == (key("ab"), key("a"))
+
+
+def test_a_page_that_came_and_went_between_two_looks_is_no_change():
+    tree = tree_of("a")
+    tree.changes.take()
+    tree.insert(key("ab"), block(1), block(0))
+    tree.retire(block(1))
+    tree.evict()
+    assert len(tree.changes) == 0
