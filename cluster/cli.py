@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from baton.errors import BatonError, ConfigError
 from baton.version import version
-from cluster import chat, demo, doctor, serve, status, tenants
+from cluster import chat, demo, doctor, explain, serve, status, tenants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,12 @@ COMMANDS = (
         summary="show the workers of a running cluster",
         add_arguments=status.add_arguments,
         run=status.run,
+    ),
+    Command(
+        name="explain",
+        summary="show why a request was sent where it was",
+        add_arguments=explain.add_arguments,
+        run=explain.run,
     ),
     Command(
         name="tenants",

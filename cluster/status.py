@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows one cluster."""
-    runtime_dir = _find(arguments.port, arguments.runtime_dir)
+    runtime_dir = find_cluster(arguments.port, arguments.runtime_dir)
     status = asyncio.run(fetch(f"unix:{runtime_dir / ROUTER_SOCKET}"))
     if arguments.json:
         sys.stdout.write(msgspec.json.encode(asdict(status)).decode() + "\n")
@@ -120,7 +120,13 @@ def _cells(worker: WorkerStatus) -> list[str]:
     return [worker.worker_id, worker.role, worker.incarnation, state, *map(str, counts)]
 
 
-def _find(port: int | None, runtime_dir: Path | None) -> Path:
+def find_cluster(port: int | None, runtime_dir: Path | None) -> Path:
+    """The runtime directory of the cluster that is meant: the named one, or the only one that runs here.
+
+    Raises:
+        UnavailableError: It does not run, or none does.
+        ConfigError: Several do, and none is named.
+    """
     if runtime_dir is not None or port is not None:
         path = runtime_dir if runtime_dir is not None else default_dir(port or 0)
         if not is_alive(path):

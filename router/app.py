@@ -18,6 +18,7 @@ from baton.telemetry.metrics import render
 from baton.telemetry.tracing import NotTraced, Tracer
 from router.anthropic.messages import count_tokens, messages
 from router.anthropic.replies import CountedTokens
+from router.decision_metrics import RouteDecisions
 from router.metrics import RouterMetrics
 from router.openai import description, errors, stored
 from router.openai.access import AccessGate
@@ -31,6 +32,7 @@ from router.openai.sampling import SamplingDefaults
 from router.openai.serving import Serving
 from router.openai.turnstile import Turnstile
 from router.ports import Generator
+from router.routing.explanation import DecisionLog
 from router.slo import SloBook
 from router.tenancy import Tenancy, simple
 from router.tokenizer import Tokenizer
@@ -62,6 +64,7 @@ def create_app(
     registry: CollectorRegistry,
     clock: Clock | None = None,
     tenancy: Tenancy | None = None,
+    decisions: DecisionLog | None = None,
     tracer: Tracer | None = None,
 ) -> FastAPI:
     """The application. It owns nothing: generator and tokenizer outlive it.
@@ -73,12 +76,15 @@ def create_app(
         registry: Where the router's metrics go, and what /metrics shows.
         clock: Measures what clients wait for.
         tenancy: Tenants, limits, guardrails and audit; what the configured keys make if None.
+        decisions: What routing remembers; admins may ask for it, /metrics counts it.
         tracer: Takes the spans of requests; nobody if None.
     """
     tenancy = tenancy or simple(settings.router.api_keys, clock or MonotonicClock())
     metrics = RouterMetrics(registry, settings.model_names[0])
     slo_book = SloBook(settings.router.slo_classes)
     metrics.watch(generator, slo_book.names)
+    decisions = decisions or DecisionLog("")
+    registry.register(RouteDecisions(decisions))
     serving = Serving(
         model_names=settings.model_names,
         created_s=int(time.time()),
@@ -92,6 +98,7 @@ def create_app(
         slo_book=slo_book,
         revision=settings.revision,
         guards=tenancy.guards,
+        decisions=decisions,
         tracer=tracer or NotTraced(),
     )
     app = FastAPI(

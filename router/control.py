@@ -1,13 +1,15 @@
-"""The router's Control service: all workers as this router sees them, and drain by command."""
+"""The router's Control service: all workers as this router sees them, why a request went where it did, and drain by command."""
 
 from collections.abc import Iterator
 
 import grpc
 
 from baton.clock import Clock
+from baton.ids import RequestId
 from baton.rpc.convert import identity_to_proto, load_to_proto, role_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
+from router.explain import explanation_to_proto
 from router.generator import ClusterGenerator
 from router.routing.view import WorkerView
 
@@ -51,6 +53,15 @@ class RouterControl(pb_grpc.ControlServicer):
         """Takes nothing new, waits, then answers."""
         drained = await self._generator.drain(request.timeout_s)
         return pb.DrainReply(drained=drained, left=self._generator.in_flight())
+
+    async def Explain(  # noqa: N802
+        self,
+        request: pb.ExplainRequest,
+        context: grpc.aio.ServicerContext[pb.ExplainRequest, pb.ExplainReply],  # noqa: ARG002
+    ) -> pb.ExplainReply:
+        """The last decision about a request."""
+        request_id = RequestId(request.request_id)
+        return explanation_to_proto(self._generator.decisions.explain(request_id))
 
     def _workers(self) -> Iterator[pb.WorkerStatus]:
         present = {worker.address: worker for worker in self._generator.view.workers}

@@ -157,7 +157,13 @@ def _app(
     registry.register(IndexMetrics(generator.index))
     registry.register(WorkerLoads(generator.view, settings.model_names[0]))
     return create_app(
-        settings, generator, loaded.tokenizer, registry, tenancy=tenancy, tracer=tracer
+        settings,
+        generator,
+        loaded.tokenizer,
+        registry,
+        tenancy=tenancy,
+        tracer=tracer,
+        decisions=generator.decisions,
     )
 
 

@@ -1,9 +1,10 @@
 """From running jobs to the HTTP reply, streamed or whole: what all endpoints that generate have in common."""
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from baton.errors import BatonError
 from baton.ids import RequestId
 from baton.telemetry.span_names import operation_of
+from router.explain import EXPLAIN_HEADER, EXPLANATION_HEADER, explanations_json
 from router.openai.choices import Delta
 from router.openai.connection import ClientGoneError, EventStream, while_connected
 from router.openai.guarding import watched
@@ -26,6 +28,8 @@ from router.openai.visit import Visit, visit_of
 
 TRACE_HEADER = "traceparent"
 TIMING_HEADER = "x-baton-timing"
+SESSION_HEADER = "x-baton-session"
+MAX_SESSION_NAME = 256
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a reply that nobody waits for; it only shows in metrics."""
 
@@ -84,11 +88,14 @@ async def answer(
     if serving.guards.active or visit.keeps_content:
         deltas = watched(deltas, serving.guards, visit)
     with_timing = request.headers.get(TIMING_HEADER) == "1"
+    explained = visit.tenant.admin and request.headers.get(EXPLAIN_HEADER) == "1"
+    explain = partial(_explain, serving, runs) if explained else None
     for run in runs:
         run.arrived_s = visit.arrived_s
+        run.join_session(request.headers.get(SESSION_HEADER, "")[:MAX_SESSION_NAME])
         run.trace(_span(request, serving, visit))
     if stream:
-        pieces = _pieces(runs, deltas, shape, with_timing=with_timing)
+        pieces = _pieces(runs, deltas, shape, with_timing=with_timing, explain=explain)
         return EventStream(pieces, serving.metrics.client_gone, shape.fault)
     try:
         choices = await while_connected(
@@ -97,7 +104,8 @@ async def answer(
     except ClientGoneError:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     reply = shape.whole(choices, usage_of(runs), _timings(runs) if with_timing else [])
-    return Response(reply.model_dump_json(), media_type="application/json")
+    headers = {} if explain is None else {EXPLANATION_HEADER: explain().decode()}
+    return Response(reply.model_dump_json(), headers=headers, media_type="application/json")
 
 
 def _span(request: Request, serving: Serving, visit: Visit) -> RequestSpan:
@@ -166,6 +174,7 @@ async def _pieces(
     shape: ReplyShape,
     *,
     with_timing: bool,
+    explain: Callable[[], bytes] | None,
 ) -> AsyncGenerator[bytes, None]:
     head: bytes | None = None
     async with aclosing(deltas) as batches:
@@ -174,7 +183,12 @@ async def _pieces(
                 head = shape.opening()
             yield head + b"".join([shape.piece(delta) for delta in batch])
             head = b""
-    yield shape.closing(usage_of(runs), _timings(runs) if with_timing else [])
+    comment = b"" if explain is None else b": baton-explain " + explain() + b"\n\n"
+    yield comment + shape.closing(usage_of(runs), _timings(runs) if with_timing else [])
+
+
+def _explain(serving: Serving, runs: Sequence[JobRun]) -> bytes:
+    return explanations_json(serving.decisions, [run.job.request_id for run in runs])
 
 
 def _deltas(runs: Sequence[JobRun]) -> AsyncGenerator[list[Delta], None]:

@@ -71,6 +71,11 @@ class JobRun:
         finally:
             self._end_span(fault)
 
+    def join_session(self, name: str) -> None:
+        """The job belongs to the session of that name; the one that its body names counts only without it."""
+        if name:
+            self.job = replace(self.job, session=name)
+
     def trace(self, span: RequestSpan) -> None:
         """Its own span, under which the workers' come."""
         self._span = span

@@ -1,7 +1,7 @@
 """From token ids and a checked body to the jobs that will be run: the last place where a request can be refused cheaply."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.errors import InvalidRequestError
 from baton.generation import Prompt
@@ -67,7 +67,9 @@ def plan_runs(
     )
     return [
         JobRun(
-            _job(serving, prompt, tenant, slo, request_id, number),
+            replace(
+                _job(serving, prompt, tenant, slo, request_id, number), session=body.user or ""
+            ),
             serving,
             options,
             number * wanted.samples,

@@ -10,6 +10,7 @@ from router.metrics import RouterMetrics
 from router.openai.sampling import SamplingDefaults
 from router.openai.visit import Visit
 from router.ports import Generator, ServedModel
+from router.routing.explanation import DecisionLog
 from router.slo import SloBook
 from router.tenants.tenant import Tenant
 from router.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ class Serving:
         slo_book: The classes of service.
         revision: The model's commit, if it has one.
         guards: The operator's checks of what is asked and answered.
+        decisions: What routing remembers of the last requests.
         tracer: Takes the spans of requests.
     """
 
@@ -47,6 +49,7 @@ class Serving:
     slo_book: SloBook
     revision: str | None = None
     guards: GuardChain = field(default_factory=GuardChain)
+    decisions: DecisionLog = field(default_factory=lambda: DecisionLog(""))
     tracer: Tracer = field(default_factory=NotTraced)
 
     def names_for(self, tenant: Tenant) -> tuple[str, ...]:

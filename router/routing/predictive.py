@@ -128,7 +128,8 @@ class Predictive:
         for members in _groups(workers):
             choices += self._choices(members, demand, rng)
         if not choices:
-            choices = [_alone(both_costs(decoders, demand, rng), RouteKind.NO_PREFILLER)]
+            grounds = Weighed(alone=both_costs(decoders, demand, rng)[:_SHORTLIST])
+            choices = [_alone(grounds, RouteKind.NO_PREFILLER)]
         return min(choices, key=lambda choice: choice.rank).pair(demand)
 
     def prefiller(
@@ -137,7 +138,7 @@ class Predictive:
         """The P whose cost is least with this D, link included."""
         taker: Entry = (0, 0, 0.0, 0.0, decode)
         ranked = prefill_costs(workers, demand, rng)[:_SHORTLIST]
-        choice = _handed_over(ranked, [taker], demand)
+        choice = _handed_over(Weighed(prefillers=ranked, decoders=[taker]), demand)
         assert choice is not None
         return replace(choice, kind=RouteKind.TAKE_OVER).pair(demand)
 
@@ -150,26 +151,37 @@ class Predictive:
         takers = [worker for worker in decoders if worker.takes_kv]
         if not prefillers:
             return
-        ranked = prefill_costs(prefillers, demand, rng)[:_SHORTLIST]
-        pair = _handed_over(ranked, decode_costs(takers, demand, rng)[:_SHORTLIST], demand)
+        alone = self._self_sufficient(decoders, demand)
+        grounds = Weighed(
+            prefillers=prefill_costs(prefillers, demand, rng)[:_SHORTLIST],
+            decoders=decode_costs(takers, demand, rng)[:_SHORTLIST],
+            alone=both_costs(alone, demand, rng)[:_SHORTLIST],
+        )
+        pair = _handed_over(grounds, demand)
         if pair is not None:
             yield pair
-        alone = [worker for worker in decoders if self._may(worker, demand)]
         if alone:
-            choice = _alone(both_costs(alone, demand, rng), RouteKind.ON_DECODE)
+            choice = _alone(grounds, RouteKind.ON_DECODE)
             yield choice if choice.prefill.can_prefill else choice.dearer(self._local.margin_s)
 
-    def _may(self, worker: WorkerView, demand: Demand) -> bool:
-        """Whether it may compute the prompt and decode it: a hybrid one always, a decode worker if little is to be computed
+    def _self_sufficient(self, decoders: Sequence[WorkerView], demand: Demand) -> list[WorkerView]:
+        """Those that may compute the prompt themselves: hybrid workers always, decode workers if little is to be computed
         and those who decode there can bear it.
         """
-        if worker.can_prefill:
+        held, enough = demand.held, demand.tokens - self._local.max_tokens
+        return [
+            worker
+            for worker in decoders
+            if worker.can_prefill
+            or (held.get(worker.slot, 0) >= enough and self._bears(worker, demand))
+        ]
+
+    def _bears(self, decode: WorkerView, demand: Demand) -> bool:
+        if demand.uncached(decode) > self._local.max_tokens:
+            return False  # of a prompt that is held whole, the last token is computed all the same
+        if decode.sequences == 0:
             return True
-        if demand.uncached(worker) > self._local.max_tokens:
-            return False
-        if worker.sequences == 0:
-            return True
-        stall_s = queue_s(worker, demand.now_s) + prompt_parts(worker, demand)[1]
+        stall_s = queue_s(decode, demand.now_s) + prompt_parts(decode, demand)[1]
         return stall_s <= self._local.max_stall_s
 
 
@@ -184,14 +196,12 @@ def _groups(workers: Collection[WorkerView]) -> Collection[list[WorkerView]]:
     return groups.values()
 
 
-def _handed_over(
-    prefillers: Sequence[Entry], takers: Sequence[Entry], demand: Demand
-) -> _Choice | None:
+def _handed_over(grounds: Weighed, demand: Demand) -> _Choice | None:
     """The best pair, links included; both sides come best first."""
     best: tuple[Rank, WorkerView, WorkerView] | None = None
     bound_s = float("inf")
-    for _, p_legs, _, p_s, prefill in prefillers:
-        for _, d_legs, chance, d_s, decode in takers:
+    for _, p_legs, _, p_s, prefill in grounds.prefillers:
+        for _, d_legs, chance, d_s, decode in grounds.decoders:
             if p_s + d_s > bound_s:
                 break
             if prefill is decode:
@@ -203,20 +213,19 @@ def _handed_over(
                 bound_s = cost_s + _RESOLUTION_S
     if best is None:
         return None
-    grounds = Weighed(prefillers=prefillers, decoders=takers)
     return _Choice(
         rank=best[0], prefill=best[1], decode=best[2], kind=RouteKind.PAIR, grounds=grounds
     )
 
 
-def _alone(ranked: Sequence[Entry], kind: RouteKind) -> _Choice:
-    _, legs, chance, cost_s, worker = ranked[0]
+def _alone(grounds: Weighed, kind: RouteKind) -> _Choice:
+    _, legs, chance, cost_s, worker = grounds.alone[0]
     return _Choice(
         rank=(_rounded(cost_s), legs, chance),
         prefill=worker,
         decode=worker,
         kind=RouteKind.HYBRID if worker.can_prefill else kind,
-        grounds=Weighed(alone=ranked[:_SHORTLIST]),
+        grounds=grounds,
     )
 
 

@@ -21,6 +21,7 @@ from router.app import AppSettings, create_app
 from router.fake import FakeGenerator
 from router.limits.local import LocalLimiter
 from router.openai.sampling import SamplingDefaults
+from router.routing.explanation import DecisionLog
 from router.tenancy import Tenancy
 from router.tenants.directory import TenantDirectory
 from router.tenants.tenant import ANONYMOUS
@@ -78,6 +79,7 @@ async def serve(
     defaults: SamplingDefaults | None = None,
     directory: TenantDirectory | None = None,
     parts: dict[str, Any] | None = None,
+    decisions: DecisionLog | None = None,
     revision: str | None = None,
     **router: Any,
 ) -> AsyncIterator[Served]:
@@ -98,7 +100,7 @@ async def serve(
     clock = MonotonicClock()
     tenancy = Tenancy(directory=directory, limiter=LocalLimiter(clock), clock=clock)
     tenancy = replace(tenancy, **(parts or {}))
-    app = create_app(settings, generator, tokenizer, registry, tenancy=tenancy)
+    app = create_app(settings, generator, tokenizer, registry, tenancy=tenancy, decisions=decisions)
     served = Served(app=app, generator=generator, tokenizer=tokenizer, registry=registry)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:

@@ -150,3 +150,196 @@ class DrainReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """the `id` of the reply"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class PredictedTimes(_message.Message):
+    """Seconds that the policy expected; see router/routing/policy.py."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    FETCH_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    UNHIDDEN_S_FIELD_NUMBER: _builtins.int
+    ROOM_S_FIELD_NUMBER: _builtins.int
+    TBT_S_FIELD_NUMBER: _builtins.int
+    HARM_S_FIELD_NUMBER: _builtins.int
+    queue_s: _builtins.float
+    fetch_s: _builtins.float
+    prefill_s: _builtins.float
+    unhidden_s: _builtins.float
+    room_s: _builtins.float
+    tbt_s: _builtins.float
+    harm_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        queue_s: _builtins.float = ...,
+        fetch_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        unhidden_s: _builtins.float = ...,
+        room_s: _builtins.float = ...,
+        tbt_s: _builtins.float = ...,
+        harm_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "harm_s", b"harm_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "room_s", b"room_s", "tbt_s", b"tbt_s", "unhidden_s", b"unhidden_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PredictedTimes: _TypeAlias = PredictedTimes  # noqa: Y015
+
+@_typing.final
+class MeasuredTimes(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    UNHIDDEN_S_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    queue_s: _builtins.float
+    prefill_s: _builtins.float
+    unhidden_s: _builtins.float
+    first_token_s: _builtins.float
+    cached_tokens: _builtins.int
+    output_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        queue_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        unhidden_s: _builtins.float = ...,
+        first_token_s: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "first_token_s", b"first_token_s", "output_tokens", b"output_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "unhidden_s", b"unhidden_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasuredTimes: _TypeAlias = MeasuredTimes  # noqa: Y015
+
+@_typing.final
+class ConsideredPair(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    prefill_worker: _builtins.str
+    decode_worker: _builtins.str
+    cost: _builtins.float
+    """in the policy's own unit"""
+    def __init__(
+        self,
+        *,
+        prefill_worker: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+        cost: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "decode_worker", b"decode_worker", "prefill_worker", b"prefill_worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConsideredPair: _TypeAlias = ConsideredPair  # noqa: Y015
+
+@_typing.final
+class ExplainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    HELD_BY_PREFILL_FIELD_NUMBER: _builtins.int
+    HELD_BY_DECODE_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    CONSIDERED_FIELD_NUMBER: _builtins.int
+    PREDICTED_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    known: _builtins.bool
+    """false: no such request, or too long ago; the rest is empty"""
+    policy: _builtins.str
+    kind: _builtins.str
+    prefill_worker: _builtins.str
+    decode_worker: _builtins.str
+    tokens: _builtins.int
+    held_by_prefill: _builtins.int
+    held_by_decode: _builtins.int
+    output_tokens: _builtins.int
+    """expected of each sample"""
+    decisions: _builtins.int
+    why: _builtins.str
+    @_builtins.property
+    def considered(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsideredPair]:
+        """best first"""
+
+    @_builtins.property
+    def predicted(self) -> Global___PredictedTimes: ...
+    @_builtins.property
+    def measured(self) -> Global___MeasuredTimes:
+        """absent while the request runs"""
+
+    def __init__(
+        self,
+        *,
+        known: _builtins.bool = ...,
+        policy: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        prefill_worker: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        held_by_prefill: _builtins.int = ...,
+        held_by_decode: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        decisions: _builtins.int = ...,
+        why: _builtins.str = ...,
+        considered: _abc.Iterable[Global___ConsideredPair] | None = ...,
+        predicted: Global___PredictedTimes | None = ...,
+        measured: Global___MeasuredTimes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "_predicted", b"_predicted", "measured", b"measured", "predicted", b"predicted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "_predicted", b"_predicted", "considered", b"considered", "decisions", b"decisions", "decode_worker", b"decode_worker", "held_by_decode", b"held_by_decode", "held_by_prefill", b"held_by_prefill", "kind", b"kind", "known", b"known", "measured", b"measured", "output_tokens", b"output_tokens", "policy", b"policy", "predicted", b"predicted", "prefill_worker", b"prefill_worker", "tokens", b"tokens", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__measured: _TypeAlias = _typing.Literal["measured"]  # noqa: Y015
+    _WhichOneofArgType__measured: _TypeAlias = _typing.Literal["_measured", b"_measured"]  # noqa: Y015
+    _WhichOneofReturnType__predicted: _TypeAlias = _typing.Literal["predicted"]  # noqa: Y015
+    _WhichOneofArgType__predicted: _TypeAlias = _typing.Literal["_predicted", b"_predicted"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured) -> _WhichOneofReturnType__measured | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted) -> _WhichOneofReturnType__predicted | None: ...
+
+Global___ExplainReply: _TypeAlias = ExplainReply  # noqa: Y015

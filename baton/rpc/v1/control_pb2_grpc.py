@@ -44,6 +44,11 @@ class ControlStub:
                 request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.rpc.v1.Control/Explain',
+                request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -62,6 +67,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why one of the last requests was sent where it was. Routers only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +86,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.DrainReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.ExplainRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +147,33 @@ class Control:
             '/baton.rpc.v1.Control/Drain',
             baton_dot_rpc_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_control__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Control/Explain',
+            baton_dot_rpc_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_control__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,6 +34,8 @@ class ControlStub:
     Status: _grpc.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.StatusReply]
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainReply]
     """Admit nothing new, finish what is here, then answer."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]
+    """Why one of the last requests was sent where it was. Routers only."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -41,6 +43,8 @@ class ControlAsyncStub(ControlStub):
     Status: _aio.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.StatusReply]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainReply]  # type: ignore[assignment]
     """Admit nothing new, finish what is here, then answer."""
+    Explain: _aio.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]  # type: ignore[assignment]
+    """Why one of the last requests was sent where it was. Routers only."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -57,5 +61,13 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainReply, _abc.Awaitable[_control_pb2.DrainReply]]:
         """Admit nothing new, finish what is here, then answer."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _control_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ExplainReply, _abc.Awaitable[_control_pb2.ExplainReply]]:
+        """Why one of the last requests was sent where it was. Routers only."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
