@@ -88,10 +88,17 @@ class Breaker:
 
     Pure: time comes in as `now_s`. Asking changes nothing; what happened is told by `started`, `succeeded`, `failed` and
     `abandoned`. Outcomes that come while it is open belong to what began before, and change nothing.
+
+    Args:
+        policy: When it opens; the usual if None.
+        open_ones: Where it stands while it is not closed, so that who has many need not ask each of them.
     """
 
-    def __init__(self, policy: BreakerPolicy | None = None) -> None:
+    def __init__(
+        self, policy: BreakerPolicy | None = None, *, open_ones: "set[Breaker] | None" = None
+    ) -> None:
         self._policy = policy or BreakerPolicy()
+        self._open_ones: set[Breaker] = set() if open_ones is None else open_ones
         self._recent = Outcomes(self._policy.half_life_s)
         self._opened = False
         self._until_s = 0.0
@@ -137,6 +144,7 @@ class Breaker:
                 self._recent.add(now_s, failed=False)
             case Circuit.HALF_OPEN:
                 self._opened, self._trial_s = False, None
+                self._open_ones.discard(self)
                 self._recent.clear()
                 self._closed_s = now_s
 
@@ -184,5 +192,6 @@ class Breaker:
 
     def _open(self, now_s: float, pause_s: float) -> None:
         self._opened, self._trial_s = True, None
+        self._open_ones.add(self)
         self._pause_s = pause_s
         self._until_s = now_s + pause_s

@@ -45,8 +45,8 @@ from router.placement import Placement
 from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing, WorkerReport
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
+from router.routing.local import LocalPrefill
 from router.routing.policies import policy_named
-from router.routing.predictive import LocalPrefill
 from router.routing.view import ClusterView
 
 _TICK_S = 0.05

@@ -71,7 +71,7 @@ class Placement:
         """The pair for `prompt`, one of the job's; the choice is expected to hold its blocks soon."""
         usable = self._view.usable(now_s)
         if avoid:
-            usable = [worker for worker in usable if worker.identity not in avoid]
+            usable = tuple(worker for worker in usable if worker.identity not in avoid)
         if not usable:
             self.log.refused()
             return Unavailable(reason="no worker is available")

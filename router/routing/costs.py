@@ -1,6 +1,7 @@
 """What a request would cost on each worker, in seconds: the terms that `router.routing.predictive` adds up.
 
-One pass over the workers per side and decision; a worker takes about a microsecond.
+The terms one by one, and passes over many workers. `router.routing.shortlist` has the same passes in C; a change to one is
+a change to both.
 """
 
 from collections.abc import Iterable
@@ -39,13 +40,14 @@ def prefill_costs(workers: Iterable[WorkerView], demand: Demand, rng: Random) ->
             computing_s = (
                 forecast.prompt_s
                 + forecast.token_s * new
-                + forecast.attention_s * new * (cached + 0.5 * new)
+                + forecast.attention_s * (new * (cached + 0.5 * new))
             )
             crowd = worker.decode_sequences + worker.foreign_sequences
             cost_s = (
                 wait_s
                 + forecast.token_s * worker.foreign_prefill_tokens
-                + computing_s * (1 + crowd)
+                + computing_s
+                + computing_s * crowd
             )
         entries.append((int(1000.0 * cost_s), worker.legs, chance(), cost_s, worker))
     entries.sort()

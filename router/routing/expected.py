@@ -1,12 +1,13 @@
 """What this router has just sent where: blocks that a worker is about to hold, until its own report says so."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from router.routing.table import Prints, bits_of
+from router.routing.table import BlockTable, Depths, HotPart, Prints, Words
 
 _EVERY = 32
 _LIFE_S = 30.0
@@ -20,69 +21,82 @@ class ExpectedBlocks:
     these, in time that grows with the logarithm of the chain, and are too small by 31 blocks at most. A note lives for 30 to 60
     seconds, or until the worker reports that it gave the block up: by then it has computed the prompt and reported it,
     or it never will.
+
+    Args:
+        hot: Who does the hot part of the two tables, of recent and of older notes.
+        num_columns: Columns to begin with, a multiple of 64.
     """
 
-    def __init__(self) -> None:
-        self._recent: dict[int, int] = {}
-        self._older: dict[int, int] = {}
+    def __init__(self, *, hot: HotPart, num_columns: int) -> None:
+        self._hot = hot
+        self._recent = self._empty(num_columns)
+        self._older = self._empty(num_columns)
         self._since_s = float("-inf")
 
-    def note(self, prints: Prints, columns: int, now_s: float) -> None:
-        """The whole chain is expected at every worker in the set `columns`."""
+    def note(self, prints: Prints, columns: Iterable[int], now_s: float) -> None:
+        """The whole chain is expected at every worker of `columns`."""
         if now_s - self._since_s >= _LIFE_S or len(self._recent) > _MAX_NOTED:
-            self._older = self._recent if now_s - self._since_s < 2 * _LIFE_S else {}
-            self._recent, self._since_s = {}, now_s
-        recent = self._recent
-        for block in prints[_noted(len(prints))].tolist():
-            recent[block] = recent.get(block, 0) | columns
+            width, is_old = self._recent.num_columns, now_s - self._since_s < 2 * _LIFE_S
+            self._older = self._recent if is_old else self._empty(width)
+            self._recent, self._since_s = self._empty(width), now_s
+        noted = prints[_noted(len(prints)).positions]
+        for column in columns:
+            self._recent.add(noted, column)
 
-    def withdraw(self, blocks: Sequence[int], column: int) -> None:
+    def withdraw(self, prints: Prints, column: int) -> None:
         """A worker has given blocks up."""
-        keep = ~(1 << column)
         for notes in (self._recent, self._older):
-            if notes:
-                for block in blocks:
-                    if block in notes:
-                        notes[block] &= keep
+            if len(notes):
+                notes.discard(prints, column)
 
-    def forget(self, columns: int) -> None:
-        """Nothing is expected of the set `columns` any more. Looks at every note."""
+    def keep_columns(self, live: Words) -> None:
+        """Nothing is expected of other columns than `live` any more. Looks at every note."""
         for notes in (self._recent, self._older):
-            for block in notes:
-                notes[block] &= ~columns
+            notes.keep_columns(live)
 
-    def depths(self, prints: Prints, live: int, now_s: float) -> dict[int, int]:
-        """How many leading blocks are expected at each worker of the set `live`, by column; those with none are left out."""
+    def widen(self) -> None:
+        """Makes room for 64 more columns."""
+        for notes in (self._recent, self._older):
+            notes.widen()
+
+    def deepen(self, depths: Depths, prints: Prints, live: Words, now_s: float) -> None:
+        """Raises `depths`, by column, to how many leading blocks are expected at each worker of the set `live`."""
         if now_s - self._since_s >= 2 * _LIFE_S:
-            return {}
-        positions = _noted(len(prints))
-        blocks = prints[positions].tolist()
-        depths: dict[int, int] = {}
-        # Spans (low, high] of noted positions with the sets at both ends; -1 stands for the empty chain.
-        spans = [(-1, len(blocks), live, 0)]
-        while spans:
-            low, high, at_low, at_high = spans.pop()
-            lost = at_low & ~at_high
-            if not lost or high == 0:
-                continue
-            if high - low == 1:
-                depth = int(positions[low]) + 1
-                depths.update(dict.fromkeys(bits_of(lost), depth))
-                continue
-            middle = (low + high) // 2
-            block = blocks[middle]
-            at_middle = (self._recent.get(block, 0) | self._older.get(block, 0)) & live
-            spans.append((low, middle, at_low, at_middle))
-            spans.append((middle, high, at_middle, at_high))
-        return depths
+            return
+        noted = _noted(len(prints))
+        blocks, nobody = prints[noted.positions], np.zeros_like(live)
+        for notes in (self._recent, self._older):
+            if len(notes):
+                expected = noted.depths[notes.depths(blocks, live, nobody)]
+                np.maximum(depths, expected, out=depths)
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` when a table of notes is broken."""
+        for notes in (self._recent, self._older):
+            notes.check_integrity()
+
+    def _empty(self, num_columns: int) -> BlockTable:
+        return BlockTable(max_blocks=2 * _MAX_NOTED, hot=self._hot, num_columns=num_columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Noted:
+    """Which blocks of a chain are noted.
+
+    Attributes:
+        positions: Of those, ascending.
+        depths: The depth that so many leading ones of them stand for.
+    """
+
+    positions: NDArray[np.intp]
+    depths: Depths
 
 
 @lru_cache(maxsize=1024)
-def _noted(num_blocks: int) -> NDArray[np.intp]:
-    """Positions of a chain that are noted; which they are does not depend on its length, but for the last."""
-    if num_blocks <= _EVERY:
-        return np.arange(num_blocks)
-    noted = [*range(_EVERY), *range(2 * _EVERY - 1, num_blocks, _EVERY)]
-    if noted[-1] != num_blocks - 1:
+def _noted(num_blocks: int) -> _Noted:
+    """Which they are does not depend on the length of the chain, but for the last."""
+    noted = [*range(min(_EVERY, num_blocks)), *range(2 * _EVERY - 1, num_blocks, _EVERY)]
+    if num_blocks > _EVERY and noted[-1] != num_blocks - 1:
         noted.append(num_blocks - 1)
-    return np.array(noted)
+    positions = np.array(noted, np.intp)
+    return _Noted(positions=positions, depths=np.append(0, positions + 1).astype(np.int32))

@@ -10,6 +10,7 @@ from baton.ids import LegId
 from router.routing.bandwidth import Link
 from router.routing.fetch import NO_POOL, PoolLink
 from router.routing.fit import Fit
+from router.routing.numbers import ForecastNumbers
 
 _PREFILL_PRIOR = (0.005, 1e-4, 1e-9)
 """Per prompt; per token computed; per pair of a computed token and one that it attends to."""
@@ -53,7 +54,7 @@ class Fleet:
         self._members.pop(forecast, None)
 
 
-class Forecast:
+class Forecast(ForecastNumbers):
     """One worker's. The public numbers are for reading.
 
     Attributes:
@@ -73,8 +74,7 @@ class Forecast:
 
     __slots__ = (
         "_backlog", "_backlog_s", "_fleet", "_links", "_prefill", "_since_s", "_step", "_stepped_s",
-        "attention_s", "behind_s", "context_s", "pool", "prompt_s", "ready_s", "sequence_s", "step_s",
-        "token_s",
+        "pool",
     )  # fmt: skip
 
     def __init__(self, fleet: Fleet | None = None) -> None:

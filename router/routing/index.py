@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baton.blocks import BlockReport
 from baton.errors import InvariantError
@@ -53,6 +54,18 @@ class _Holder:
     is_blank: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Columns:
+    """Sets of columns as lookups want them, until one is given to another: those in use, and these by what is known of
+    them; and the slots by column.
+    """
+
+    live: Words
+    whole: Words
+    ragged: Words
+    slots: NDArray[np.int64]
+
+
 class PrefixIndex:
     """Block key to the set of its holders.
 
@@ -68,14 +81,16 @@ class PrefixIndex:
     """
 
     def __init__(self, *, max_blocks: int = 4_000_000, hot: HotPart | None = None) -> None:
-        self._table = BlockTable(max_blocks=max_blocks, hot=hot or hot_part())
-        self._expected = ExpectedBlocks()
+        hot = hot or hot_part()
+        self._table = BlockTable(max_blocks=max_blocks, hot=hot)
+        self._expected = ExpectedBlocks(hot=hot, num_columns=self._table.num_columns)
         self._holders: dict[WorkerId, _Holder] = {}
         self._free_slots: list[int] = []
         self._free_columns = list(range(self._table.num_columns))
         self._live = self._ragged = 0
         self._slot_of: dict[int, int] = {}
         self._column_of: dict[int, int] = {}
+        self._columns: _Columns | None = None
         self.counts = IndexCounts()
 
     def __len__(self) -> int:
@@ -134,26 +149,22 @@ class PrefixIndex:
 
     def expect(self, chain: Prints, slots: Iterable[int], now_s: float) -> None:
         """Remembers that the workers at `slots` are about to hold the whole chain."""
-        columns = 0
-        for slot in slots:
-            columns |= 1 << self._column_of[slot]
-        self._expected.note(chain, columns, now_s)
+        self._expected.note(chain, {self._column_of[slot] for slot in slots}, now_s)
 
     def held_blocks(self, chain: Prints, now_s: float) -> dict[int, int]:
         """How many leading blocks of the chain each holder has or is about to have, by slot; those with none are left out."""
         if not len(chain):
             return {}
-        whole, ragged = self._live & ~self._ragged, self._live & self._ragged
-        depths = self._table.depths(chain, self._words(whole), self._words(ragged))
-        for column, depth in self._expected.depths(chain, self._live, now_s).items():
-            depths[column] = max(depth, depths[column])
-        columns = np.flatnonzero(depths)
-        held = zip(columns.tolist(), depths[columns].tolist(), strict=True)
-        return {self._slot_of[column]: depth for column, depth in held}
+        known = self._columns or self._known_columns()
+        depths = self._table.depths(chain, known.whole, known.ragged)
+        self._expected.deepen(depths, chain, known.live, now_s)
+        columns = depths.nonzero()[0]
+        return dict(zip(known.slots[columns].tolist(), depths[columns].tolist(), strict=True))
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when the bookkeeping of holders, columns or the table is broken."""
         self._table.check_integrity()
+        self._expected.check_integrity()
         holders = self._holders.values()
         by_slot = {holder.slot: holder.column for holder in holders}
         if by_slot != self._column_of or self._slot_of != {c: s for s, c in by_slot.items()}:
@@ -170,7 +181,7 @@ class PrefixIndex:
         if report.removed:
             removed = prints_of(report.removed)
             self._table.discard(removed, holder.column)
-            self._expected.withdraw(removed.tolist(), holder.column)
+            self._expected.withdraw(removed, holder.column)
             self.counts.events += len(removed)
         if report.stored:
             stored = prints_of(report.stored)
@@ -192,22 +203,37 @@ class PrefixIndex:
         self._column_of[holder.slot] = holder.column
         self._live |= 1 << holder.column
         self._ragged |= holder.ragged << holder.column
+        self._columns = None
 
     def _vacate(self, holder: _Holder) -> None:
         """Its column is cleared later, together with others."""
         del self._slot_of[holder.column], self._column_of[holder.slot]
         self._live &= ~(1 << holder.column)
         self._ragged &= self._live
+        self._columns = None
 
     def _find_columns(self) -> None:
         total = self._table.num_columns
         if (total - len(self._slot_of)) * _SPARE_SHARE >= total:
             self._table.keep_columns(self._words(self._live))
-            self._expected.forget(~self._live)
+            self._expected.keep_columns(self._words(self._live))
             self._free_columns = [c for c in range(total) if not self._live >> c & 1]
         else:
             self._table.widen()
+            self._expected.widen()
             self._free_columns = list(range(total, self._table.num_columns))
+
+    def _known_columns(self) -> "_Columns":
+        slots = np.zeros(self._table.num_columns, np.int64)
+        for column, slot in self._slot_of.items():
+            slots[column] = slot
+        self._columns = _Columns(
+            live=self._words(self._live),
+            whole=self._words(self._live & ~self._ragged),
+            ragged=self._words(self._live & self._ragged),
+            slots=slots,
+        )
+        return self._columns
 
     def _words(self, columns: int) -> Words:
         return np.frombuffer(columns.to_bytes(self._table.num_columns // 8, "little"), np.uint64)

@@ -10,8 +10,9 @@ from random import Random
 
 from baton.errors import ConfigError
 from baton.ids import WorkerId
+from router.routing.local import LocalPrefill
 from router.routing.policy import Demand, Policy
-from router.routing.predictive import LocalPrefill, Predictive
+from router.routing.predictive import Predictive
 from router.routing.separable import Separable
 from router.routing.view import WorkerView
 

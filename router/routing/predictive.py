@@ -10,47 +10,26 @@ The cost of a choice is in seconds:
 The cheapest choice wins; within a millisecond the lighter one, and then chance. A short or mostly cached prompt may so be
 computed by the decode worker itself, within the bounds of `LocalPrefill`.
 
-One look at each worker gives both sides' costs (`router.routing.costs`). The link from P to D is charged for the best few of
+One look at each worker gives both sides' costs (`router.routing.shortlist`). The link from P to D is charged for the best few of
 either side only, in ascending order, until no pair can become cheaper: a link can but add. So a decision takes time in
 proportion to the number of workers, not of pairs.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from random import Random
 
-from router.routing.costs import (
-    Entry,
-    both_costs,
-    decode_costs,
-    predict,
-    prefill_costs,
-    prompt_parts,
-    queue_s,
-    unhidden_s,
-)
+from baton.ids import WorkerIdentity
+from router.routing.costs import Entry, predict, prompt_parts
+from router.routing.local import ANYWHERE, LocalPrefill
 from router.routing.policy import Considered, Demand, Pair, RouteKind, Unavailable
 from router.routing.separable import NO_DECODER, Rank
+from router.routing.shortlist import Shortlister
+from router.routing.shortlist import shortlister as fastest_shortlister
+from router.routing.side import Side
 from router.routing.view import WorkerView
 
 _RESOLUTION_S = 0.001
-_SHORTLIST = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalPrefill:
-    """When a decode worker may compute a prompt although there are prefill workers.
-
-    Attributes:
-        max_tokens: Most tokens that it computes of a prompt; 0 forbids it.
-        max_stall_s: Longest time for which sequences that decode there may be held up, by this prompt and those that
-            wait there to be computed.
-        margin_s: What has to be gained by it: whoever joins the batch next is not asked.
-    """
-
-    max_tokens: int = 512
-    max_stall_s: float = 0.05
-    margin_s: float = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,31 +83,62 @@ class _Choice:
         )
 
 
+class _Field:
+    """The workers of one layout by what they can do, prepared for many decisions."""
+
+    __slots__ = ("decoders", "prefillers", "takers")
+
+    def __init__(self, members: Sequence[WorkerView], full: Set[WorkerIdentity]) -> None:
+        decoders = [w for w in members if w.can_decode and w.identity not in full]
+        self.prefillers = Side(tuple(worker for worker in members if worker.can_prefill))
+        self.decoders = Side(tuple(decoders))
+        self.takers = Side(tuple(worker for worker in decoders if worker.takes_kv))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What was prepared for the workers of the last decision: mostly the next one is among the same."""
+
+    workers: Collection[WorkerView]
+    full: Set[WorkerIdentity]
+    fields: Sequence[_Field]
+
+    def fits(self, workers: Collection[WorkerView], demand: Demand) -> bool:
+        """Whether it can be used again. Only what cannot change is known again."""
+        same = workers is self.workers and isinstance(workers, tuple)
+        return same and demand.full == self.full
+
+
 class Predictive:
-    """See the module (a `router.routing.policy.Policy`). Keeps nothing: what it predicts from hangs on the views.
+    """See the module (a `router.routing.policy.Policy`). What it predicts from hangs on the views.
 
     Args:
         local: When a decode worker may compute a prompt.
+        shortlister: Who prices the workers; the fastest there is if None.
     """
 
     uses_prefix = True
     uses_session = False
 
-    def __init__(self, local: LocalPrefill) -> None:
+    def __init__(self, local: LocalPrefill, shortlister: Shortlister | None = None) -> None:
         self._local = local
+        self._best = shortlister or fastest_shortlister()
+        self._known = _Known(workers=(), full=frozenset(), fields=())
 
     def pair(
         self, workers: Collection[WorkerView], demand: Demand, rng: Random
     ) -> Pair | Unavailable:
         """The pair, or the single worker, whose cost is least."""
-        decoders = demand.decoders(workers)
-        if not decoders:
+        if not self._known.fits(workers, demand):
+            prepared = [_Field(members, demand.full) for members in _groups(workers)]
+            self._known = _Known(workers=workers, full=demand.full, fields=prepared)
+        fields = self._known.fields
+        if not any(len(field.decoders) for field in fields):
             return NO_DECODER
-        choices: list[_Choice] = []
-        for members in _groups(workers):
-            choices += self._choices(members, demand, rng)
+        choices = [c for field in fields for c in self._choices(field, demand, rng)]
         if not choices:
-            grounds = Weighed(alone=both_costs(decoders, demand, rng)[:_SHORTLIST])
+            everywhere = Side(tuple(demand.decoders(workers)))
+            grounds = Weighed(alone=self._best.both(everywhere, demand, rng, ANYWHERE))
             choices = [_alone(grounds, RouteKind.NO_PREFILLER)]
         return min(choices, key=lambda choice: choice.rank).pair(demand)
 
@@ -137,62 +147,33 @@ class Predictive:
     ) -> Pair:
         """The P whose cost is least with this D, link included."""
         taker: Entry = (0, 0, 0.0, 0.0, decode)
-        ranked = prefill_costs(workers, demand, rng)[:_SHORTLIST]
+        ranked = self._best.prefill(Side(tuple(workers)), demand, rng)
         choice = _handed_over(Weighed(prefillers=ranked, decoders=[taker]), demand)
         assert choice is not None
         return replace(choice, kind=RouteKind.TAKE_OVER).pair(demand)
 
-    def _choices(
-        self, members: Sequence[WorkerView], demand: Demand, rng: Random
-    ) -> Iterator[_Choice]:
+    def _choices(self, field: _Field, demand: Demand, rng: Random) -> Iterator[_Choice]:
         """At most two: the best pair, and the best worker that would do both. None if nobody prefills for others."""
-        prefillers = [worker for worker in members if worker.can_prefill]
-        decoders = demand.decoders(members)
-        takers = [worker for worker in decoders if worker.takes_kv]
-        if not prefillers:
+        if not len(field.prefillers):
             return
-        alone = self._self_sufficient(decoders, demand)
         grounds = Weighed(
-            prefillers=prefill_costs(prefillers, demand, rng)[:_SHORTLIST],
-            decoders=decode_costs(takers, demand, rng)[:_SHORTLIST],
-            alone=both_costs(alone, demand, rng)[:_SHORTLIST],
+            prefillers=self._best.prefill(field.prefillers, demand, rng),
+            decoders=self._best.decode(field.takers, demand, rng),
+            alone=self._best.both(field.decoders, demand, rng, self._local),
         )
         pair = _handed_over(grounds, demand)
         if pair is not None:
             yield pair
-        if alone:
+        if grounds.alone:
             choice = _alone(grounds, RouteKind.ON_DECODE)
             yield choice if choice.prefill.can_prefill else choice.dearer(self._local.margin_s)
-
-    def _self_sufficient(self, decoders: Sequence[WorkerView], demand: Demand) -> list[WorkerView]:
-        """Those that may compute the prompt themselves: hybrid workers always, decode workers if little is to be computed
-        and those who decode there can bear it.
-        """
-        held, enough = demand.held, demand.tokens - self._local.max_tokens
-        return [
-            worker
-            for worker in decoders
-            if worker.can_prefill
-            or (held.get(worker.slot, 0) >= enough and self._bears(worker, demand))
-        ]
-
-    def _bears(self, decode: WorkerView, demand: Demand) -> bool:
-        if demand.uncached(decode) > self._local.max_tokens:
-            return False  # of a prompt that is held whole, the last token is computed all the same
-        if decode.sequences == 0:
-            return True
-        stall_s = queue_s(decode, demand.now_s) + prompt_parts(decode, demand)[1]
-        return stall_s <= self._local.max_stall_s
 
 
 def _groups(workers: Collection[WorkerView]) -> Collection[list[WorkerView]]:
     """The workers by layout."""
     groups: dict[int, list[WorkerView]] = {}
     for worker in workers:
-        if worker.layout_group in groups:
-            groups[worker.layout_group].append(worker)
-        else:
-            groups[worker.layout_group] = [worker]
+        groups.setdefault(worker.layout_group, []).append(worker)
     return groups.values()
 
 
@@ -200,13 +181,19 @@ def _handed_over(grounds: Weighed, demand: Demand) -> _Choice | None:
     """The best pair, links included; both sides come best first."""
     best: tuple[Rank, WorkerView, WorkerView] | None = None
     bound_s = float("inf")
+    decoders = grounds.decoders
+    sizes = [demand.uncached(entry[-1]) * entry[-1].kv_token_bytes for entry in decoders]
     for _, p_legs, _, p_s, prefill in grounds.prefillers:
-        for _, d_legs, chance, d_s, decode in grounds.decoders:
+        if not decoders or p_s + decoders[0][3] > bound_s:
+            continue
+        window_s, forecast = prompt_parts(prefill, demand)[1], prefill.forecast
+        for (_, d_legs, chance, d_s, decode), size_bytes in zip(decoders, sizes, strict=True):
             if p_s + d_s > bound_s:
                 break
             if prefill is decode:
                 continue  # that is no pair; who would do both is weighed apart
-            cost_s = p_s + d_s + unhidden_s(prefill, decode, demand)
+            link = forecast.link_to(decode.slot)
+            cost_s = p_s + d_s + link.unhidden_s(size_bytes, window_s)
             rank = (_rounded(cost_s), p_legs + d_legs, chance)
             if best is None or rank < best[0]:
                 best = rank, prefill, decode

@@ -8,6 +8,7 @@ a lookup is two cache lines at most, and a removal leaves no trace.
 Three methods are hot: they are written in C (`table.c`), and here for machines without a compiler.
 """
 
+import ctypes
 from typing import Protocol
 
 import numpy as np
@@ -44,8 +45,10 @@ def prints_of(keys: bytes) -> Prints:
     return prints
 
 
-class Memory:
+class Memory(ctypes.Structure):
     """A bucket's prints, 0 where empty, stand before its sets: close together, for looking one up is waiting for memory.
+
+    Its counts lie in a record as `table.c` has it.
 
     Attributes:
         cells: `[buckets + 1, WIDTH * (1 + words)]`; the last bucket stays empty, for blocks that nobody holds.
@@ -55,13 +58,27 @@ class Memory:
         limit: So many may be used before the table has to grow.
     """
 
+    num_words: int
+    used: int
+    limit: int
+
+    _fields_ = (
+        ("cells_address", ctypes.c_void_p),
+        ("last_bucket", ctypes.c_uint64),
+        ("num_words", ctypes.c_int64),
+        ("used", ctypes.c_int64),
+        ("limit", ctypes.c_int64),
+    )
+
     def __init__(self, prints: Prints, sets: NDArray[np.uint64], *, used: int, limit: int) -> None:
+        super().__init__()
         buckets, self.num_words = len(prints), sets.shape[2]
         self.cells = np.zeros((buckets + 1, WIDTH * (1 + self.num_words)), np.uint64)
         self.prints = self.cells[:, :WIDTH]
         self.sets = self.cells[:, WIDTH:].reshape(buckets + 1, WIDTH, self.num_words)
         self.prints[:-1], self.sets[:-1] = prints, sets
         self.used, self.limit = used, limit
+        self.cells_address, self.last_bucket = self.cells.ctypes.data, buckets - 1
 
     @property
     def num_buckets(self) -> int:
@@ -206,13 +223,15 @@ class BlockTable:
     Args:
         max_blocks: Prints held at most.
         hot: Who does the hot part.
+        num_columns: Columns to begin with, a multiple of 64.
     """
 
-    def __init__(self, *, max_blocks: int, hot: HotPart) -> None:
+    def __init__(self, *, max_blocks: int, hot: HotPart, num_columns: int = WORD_BITS) -> None:
         self._max_blocks = max_blocks
         self._hot = hot
         prints = np.zeros((_FIRST_BUCKETS, WIDTH), np.uint64)
-        self._memory = self._made_of(prints, prints[:, :, None], 0)
+        sets = np.zeros((*prints.shape, num_columns // WORD_BITS), np.uint64)
+        self._memory = self._made_of(prints, sets, 0)
 
     def __len__(self) -> int:
         return self._memory.used

@@ -18,16 +18,6 @@ _LIBRARY = Library(
 )
 
 
-class _Table(ctypes.Structure):
-    _fields_ = (
-        ("cells", ctypes.c_void_p),
-        ("mask", ctypes.c_uint64),
-        ("words", ctypes.c_int64),
-        ("used", ctypes.c_int64),
-        ("limit", ctypes.c_int64),
-    )
-
-
 class NativeHotPart:
     """See `table.c`."""
 
@@ -45,26 +35,32 @@ class NativeHotPart:
 
     def whole(self, memory: Memory, prints: Prints, live: Words, depths: Depths) -> None:
         """See HotPart."""
-        table = ctypes.byref(_of(memory))
-        self._whole(table, prints.ctypes.data, len(prints), live.ctypes.data, depths.ctypes.data)
+        self._whole(
+            ctypes.byref(memory),
+            prints.ctypes.data,
+            len(prints),
+            live.ctypes.data,
+            depths.ctypes.data,
+        )
 
     def ragged(self, memory: Memory, prints: Prints, live: Words, depths: Depths) -> None:
         """See HotPart."""
-        table = ctypes.byref(_of(memory))
-        self._ragged(table, prints.ctypes.data, len(prints), live.ctypes.data, depths.ctypes.data)
+        self._ragged(
+            ctypes.byref(memory),
+            prints.ctypes.data,
+            len(prints),
+            live.ctypes.data,
+            depths.ctypes.data,
+        )
 
     def add(self, memory: Memory, prints: Prints, begin: int, column: int) -> int:
         """See HotPart."""
-        table = _of(memory)
-        done = self._add(ctypes.byref(table), prints.ctypes.data, begin, len(prints), column)
-        memory.used = table.used
-        return int(done)
+        address = prints.ctypes.data
+        return int(self._add(ctypes.byref(memory), address, begin, len(prints), column))
 
     def discard(self, memory: Memory, prints: Prints, column: int) -> None:
         """See HotPart."""
-        table = _of(memory)
-        self._discard(ctypes.byref(table), prints.ctypes.data, len(prints), column)
-        memory.used = table.used
+        self._discard(ctypes.byref(memory), prints.ctypes.data, len(prints), column)
 
 
 @cache
@@ -75,13 +71,3 @@ def hot_part() -> HotPart:
     except (OSError, CannotBuildError) as error:
         _log.warning("the prefix index does without its C functions", reason=str(error))
         return PlainHotPart()
-
-
-def _of(memory: Memory) -> _Table:
-    return _Table(
-        cells=memory.cells.ctypes.data,
-        mask=memory.num_buckets - 1,
-        words=memory.num_words,
-        used=memory.used,
-        limit=memory.limit,
-    )

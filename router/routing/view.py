@@ -4,6 +4,7 @@ The router's own counts lead, because a report is always older than the last dec
 beyond them: the work of other routers.
 """
 
+import ctypes
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -16,14 +17,18 @@ from baton.rpc.convert import WorkerHello
 from router.breaker import Breaker
 from router.routing.forecast import Fleet, Forecast
 from router.routing.index import Heard, PrefixIndex
+from router.routing.numbers import WorkerNumbers
+from router.routing.side import Side
 
 _READY = "ready"
 _LEFT_OUT = "left out"
 
 
-@dataclass(slots=True, eq=False)
-class WorkerView:
+@dataclass(eq=False)
+class WorkerView(WorkerNumbers):
     """One connected worker. The dispatcher's legs count up and down on it.
+
+    The numbers that decisions read lie in a record (`router.routing.numbers`) and begin at 0.
 
     Attributes:
         hello: What it said of itself.
@@ -57,30 +62,19 @@ class WorkerView:
 
     hello: WorkerHello
     address: str
-    slot: int
+    slot: int = field()  # in the record
     layout_group: int
-    progress_s: float
-    heard_s: float
+    progress_s: float = field()  # in the record
+    heard_s: float = field()  # in the record
     load: WorkerLoad = field(default_factory=WorkerLoad)
     breaker: Breaker = field(default_factory=Breaker)
-    draining: bool = False
-    legs: int = 0
     prefill_tokens: int = 0
-    decode_sequences: int = 0
-    decode_tokens: int = 0
     prefills: int = 0
     tbt_targets: dict[float, int] = field(default_factory=dict)
-    foreign_prefill_tokens: int = 0
-    foreign_sequences: int = 0
     last_pick: int = 0
     forecast: Forecast = field(default_factory=Forecast)
-    used_tokens: int = 0
-    reported_context_tokens: int = 0
-    can_prefill: bool = field(init=False)
     can_decode: bool = field(init=False)
     takes_kv: bool = field(init=False)
-    capacity_tokens: int = field(init=False)
-    max_sequences: int = field(init=False)
     kv_token_bytes: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +85,7 @@ class WorkerView:
         self.capacity_tokens = hello.num_blocks * layout.block_tokens
         self.max_sequences = hello.max_num_seqs
         self.kv_token_bytes = layout.page_bytes / layout.block_tokens
+        self.forecast_address = ctypes.addressof(self.forecast)
 
     @property
     def identity(self) -> WorkerIdentity:
@@ -163,7 +158,9 @@ class ClusterView:
         self._stall_timeout_s = stall_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._workers: dict[WorkerId, WorkerView] = {}
+        self._everybody: Side[WorkerView] = Side(())
         self._breakers: dict[WorkerId, Breaker] = {}
+        self._open: set[Breaker] = set()
         self._groups: dict[KvLayout, int] = {}
         self._layouts: dict[int, KvLayout] | None = None
         self._fleet = Fleet()
@@ -204,9 +201,10 @@ class ClusterView:
             heard_s=now_s,
             forecast=self._fleet.newcomer(),
             # Kept over restarts: a worker that dies of every request comes back with its record.
-            breaker=self._breakers.setdefault(identity.worker_id, Breaker()),
+            breaker=self._breakers.setdefault(identity.worker_id, Breaker(open_ones=self._open)),
         )
         self._workers[identity.worker_id] = worker
+        self._everybody = Side(tuple(self._workers.values()))
         self._layouts = None
         return worker
 
@@ -218,30 +216,34 @@ class ClusterView:
         worker.forecast.retire()
         self._index.retire(identity)
         self._layouts = None
-        return self._workers.pop(identity.worker_id)
+        del self._workers[identity.worker_id]
+        self._everybody = Side(tuple(self._workers.values()))
+        return worker
 
     def report_blocks(self, identity: WorkerIdentity, report: BlockReport) -> bool:
         """Takes a worker's report on its blocks; whether it has to send a snapshot because something was missed."""
         return self._index.apply(identity, report) is Heard.GAP
 
-    def usable(self, now_s: float) -> list[WorkerView]:
+    def usable(self, now_s: float) -> tuple[WorkerView, ...]:
         """Those that may be given new work: neither draining nor stalled nor suspected, nor left out for failing. Where
         all of a kind fail they are tried all the same: left out, they would serve nobody.
         """
-        # What `state` says, written out: this is asked for each request, of every worker.
-        moved_s, heard_s = now_s - self._stall_timeout_s, now_s - self._silence_timeout_s
-        ready = [
+        heard_s, moved_s = now_s - self._silence_timeout_s, now_s - self._stall_timeout_s
+        if not self._open and self._everybody.all_ready(heard_s, moved_s):
+            return self._everybody.workers
+        # What `state` says, written out: this may be asked for each request, of every worker.
+        ready = tuple(
             worker
             for worker in self._workers.values()
             if not worker.draining
             and worker.heard_s >= heard_s
             and (worker.legs == 0 or worker.progress_s >= moved_s)
-        ]
+        )
         trusted = [worker for worker in ready if worker.breaker.allows(now_s)]
         if len(trusted) == len(ready):
             return ready
         kinds = {worker.kind for worker in trusted}
-        return [w for w in ready if w.breaker.allows(now_s) or w.kind not in kinds]
+        return tuple(w for w in ready if w.breaker.allows(now_s) or w.kind not in kinds)
 
     def suspected(self, worker: WorkerView, now_s: float) -> bool:
         """Whether it has been silent for too long."""

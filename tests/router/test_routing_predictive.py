@@ -8,8 +8,9 @@ from baton.generation import WorkerLoad
 from baton.ids import LayerName, LegId, Role
 from router.routing.fetch import PoolLink
 from router.routing.index import PrefixIndex
+from router.routing.local import LocalPrefill
 from router.routing.policy import Demand, Pair, RouteKind
-from router.routing.predictive import LocalPrefill, Predictive
+from router.routing.predictive import Predictive
 from router.routing.view import ClusterView
 from tests.router.workers import hello, layout
 

@@ -1,0 +1,76 @@
+"""The numbers of a worker that every decision reads, kept where C can read them too (`pricing.c`).
+
+To Python they are ordinary attributes of `router.routing.view.WorkerView` and `router.routing.forecast.Forecast`, which
+say what each one means. Kept as records, a hundred workers are some dozens of cache lines and priced within microseconds;
+as Python objects they are a thousand, which a busy process finds cold each time.
+"""
+
+import ctypes
+
+
+class ForecastNumbers(ctypes.Structure):
+    """See `Forecast`."""
+
+    __slots__ = ()
+
+    prompt_s: float
+    token_s: float
+    attention_s: float
+    step_s: float
+    sequence_s: float
+    context_s: float
+    ready_s: float
+    behind_s: float
+
+    _fields_ = (
+        ("prompt_s", ctypes.c_double),
+        ("token_s", ctypes.c_double),
+        ("attention_s", ctypes.c_double),
+        ("step_s", ctypes.c_double),
+        ("sequence_s", ctypes.c_double),
+        ("context_s", ctypes.c_double),
+        ("ready_s", ctypes.c_double),
+        ("behind_s", ctypes.c_double),
+    )
+
+    __hash__ = object.__hash__
+
+
+class WorkerNumbers(ctypes.Structure):
+    """See `WorkerView`. `forecast_address` is that of its `ForecastNumbers`. All are 0 at first."""
+
+    forecast_address: int
+    progress_s: float
+    heard_s: float
+    slot: int
+    legs: int
+    decode_sequences: int
+    decode_tokens: int
+    foreign_prefill_tokens: int
+    foreign_sequences: int
+    used_tokens: int
+    reported_context_tokens: int
+    capacity_tokens: int
+    max_sequences: int
+    draining: bool
+    can_prefill: bool
+
+    _fields_ = (
+        ("forecast_address", ctypes.c_void_p),
+        ("progress_s", ctypes.c_double),
+        ("heard_s", ctypes.c_double),
+        ("slot", ctypes.c_int64),
+        ("legs", ctypes.c_int64),
+        ("decode_sequences", ctypes.c_int64),
+        ("decode_tokens", ctypes.c_int64),
+        ("foreign_prefill_tokens", ctypes.c_int64),
+        ("foreign_sequences", ctypes.c_int64),
+        ("used_tokens", ctypes.c_int64),
+        ("reported_context_tokens", ctypes.c_int64),
+        ("capacity_tokens", ctypes.c_int64),
+        ("max_sequences", ctypes.c_int64),
+        ("draining", ctypes.c_bool),
+        ("can_prefill", ctypes.c_bool),
+    )
+
+    __hash__ = object.__hash__
