@@ -23,7 +23,7 @@ def take_token_prompt(body: bytes) -> tuple[bytes, PackedTokens] | None:
         return None
     try:
         fields = _FIELDS.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # too deep: the check says so
         return None
     tokens = _token_array(bytes(fields.get("prompt", b"")))
     if tokens is None:

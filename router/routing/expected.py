@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from router.routing.table import Prints, bits_of
 
 _EVERY = 32
@@ -63,7 +66,7 @@ class ExpectedBlocks:
             if not lost or high == 0:
                 continue
             if high - low == 1:
-                depth = positions[low] + 1
+                depth = int(positions[low]) + 1
                 depths.update(dict.fromkeys(bits_of(lost), depth))
                 continue
             middle = (low + high) // 2
@@ -75,11 +78,11 @@ class ExpectedBlocks:
 
 
 @lru_cache(maxsize=1024)
-def _noted(num_blocks: int) -> list[int]:
+def _noted(num_blocks: int) -> NDArray[np.intp]:
     """Positions of a chain that are noted; which they are does not depend on its length, but for the last."""
     if num_blocks <= _EVERY:
-        return list(range(num_blocks))
+        return np.arange(num_blocks)
     noted = [*range(_EVERY), *range(2 * _EVERY - 1, num_blocks, _EVERY)]
     if noted[-1] != num_blocks - 1:
         noted.append(num_blocks - 1)
-    return noted
+    return np.array(noted)

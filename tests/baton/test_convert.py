@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,7 @@ SAMPLING = st.builds(
     stop_token_ids=st.lists(COUNT, max_size=3).map(tuple),
     max_tokens=COUNT,
     ignore_eos=st.booleans(),
+    prompt_logprobs=st.none() | st.integers(0, 20),
 )
 LOGPROBS = st.builds(
     TokenLogprobs,
@@ -111,3 +113,24 @@ def test_an_error_keeps_its_type_and_param() -> None:
     back = convert.failure_from_proto(convert.failure_to_proto(error))
     assert type(back) is InvalidRequestError
     assert (back.message, back.param) == ("too many", "n")
+
+
+@pytest.mark.parametrize("top", [0, 3])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_a_prompts_log_probabilities_survive_the_wire(count: int, top: int):
+    likeliest = tuple((token, -0.5 * token) for token in range(top))
+    scores = tuple(
+        TokenLogprobs(logprob=-0.25 * i, rank=i + 1, top=likeliest) for i in range(count)
+    )
+    message = convert.prompt_logprobs_to_proto(scores)
+    assert message is not None
+    assert convert.prompt_logprobs_from_proto(message) == scores
+
+
+def test_columns_that_do_not_fit_each_other_are_refused():
+    scores = (TokenLogprobs(logprob=-1.0, rank=1, top=((1, -1.0), (2, -2.0))),)
+    message = convert.prompt_logprobs_to_proto(scores)
+    assert message is not None
+    message.top_tokens.pop()
+    with pytest.raises(ValueError, match="likeliest"):
+        convert.prompt_logprobs_from_proto(message)

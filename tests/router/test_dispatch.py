@@ -19,7 +19,14 @@ from baton.errors import (
     WorkerLostError,
     disposition,
 )
-from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample, WorkerLoad
+from baton.generation import (
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    TokenLogprobs,
+    TokenSample,
+    WorkerLoad,
+)
 from baton.ids import RequestId, Role
 from router.attempts import Patience
 from router.breaker import Circuit
@@ -92,11 +99,11 @@ class Core:
             actions += self(WorkerJoined(hello=greeting, address=f"unix:{name}"))
         return actions
 
-    def submit(self, *, samples=(0,), max_tokens=4, deadline_s=60.0, tokens=range(10)):
+    def submit(self, *, samples=(0,), max_tokens=4, deadline_s=60.0, tokens=range(10), scored=None):
         prompt = Prompt(
             prompt_tokens=tuple(tokens),
             samples=samples,
-            sampling=SamplingParams(max_tokens=max_tokens),
+            sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored),
         )
         job = GenerationJob(request_id=REQUEST, prompt=prompt, deadline_s=deadline_s)
         return self(Submitted(job=job))
@@ -138,7 +145,7 @@ def cancelled(actions):
     return {action.leg_id for action in actions if isinstance(action, SendCancel)}
 
 
-def first_tokens(to: SendPrefill, *tokens: TokenSample):
+def first_tokens(to: SendPrefill, *tokens: TokenSample, scores=None):
     return FirstTokensArrived(
         worker=to.worker,
         leg_id=to.leg_id,
@@ -146,6 +153,7 @@ def first_tokens(to: SendPrefill, *tokens: TokenSample):
         cached_tokens=3,
         queue_s=0.1,
         prefill_s=0.5,
+        prompt_logprobs=scores,
     )
 
 
@@ -520,6 +528,52 @@ def test_samples_that_have_tokens_are_resumed_one_by_one(core):
     prompts = {a.prompt.samples: a.prompt for a in actions if isinstance(a, SendPrefill)}
     assert prompts.keys() == {(0,), (1,)}
     assert prompts[1,].output_tokens == (100,)
+
+
+SCORES = (TokenLogprobs(logprob=-1.0, rank=2, top=()),)
+
+
+def scores_in(actions):
+    return [action.prompt_logprobs for action in actions if isinstance(action, Emit)]
+
+
+def test_a_prompts_scores_reach_the_client_with_its_first_tokens_and_only_then(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core, scored=0)
+    assert scores_in(core(first_tokens(p, drawn(0, 0, 4), scores=SCORES))) == [SCORES]
+    core(handed_off(p))
+    assert scores_in(core(decoded(d, drawn(0, 1, 4)))) == [None]
+
+
+def test_a_resumed_prompt_is_not_scored_again(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core, scored=0)
+    core(first_tokens(p, drawn(0, 0, 4), scores=SCORES))
+    again = sent(core(WorkerLost(worker=d.worker, reason="killed")), SendPrefill)
+    assert again.prompt.sampling.prompt_logprobs is None
+    assert scores_in(core(first_tokens(again, drawn(0, 1, 4)))) == [None]
+
+
+def test_a_prompt_that_was_lost_before_its_first_token_is_still_scored(core):
+    core.join("p0", "d0", "d1")
+    _, d = start_pair(core, scored=2)
+    again = sent(core(WorkerLost(worker=d.worker, reason="killed")), SendPrefill)
+    assert again.prompt.sampling.prompt_logprobs == 2
+
+
+def test_a_prompt_that_is_computed_where_it_is_decoded_is_scored_too(core):
+    core.join("h0")
+    to = sent(core.submit(scored=0), SendGenerate)
+    prefilled = LocallyPrefilled(
+        worker=to.worker,
+        leg_id=to.leg_id,
+        cached_tokens=0,
+        queue_s=0.1,
+        prefill_s=0.5,
+        prompt_logprobs=SCORES,
+    )
+    core(prefilled)
+    assert scores_in(core(decoded(to, drawn(0, 0, 4)))) == [SCORES]
 
 
 def test_samples_without_a_token_are_retried_as_a_group(core):

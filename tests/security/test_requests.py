@@ -173,3 +173,45 @@ async def test_one_bad_request_among_good_ones_fails_alone():
         replies = [await served.chat(), await served.chat(**bad), await served.chat()]
         assert [reply.status_code for reply in replies] == [200, 400, 200]
         assert json.loads(replies[1].content)["error"]["param"] == "logit_bias"
+
+
+POSTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+)
+
+
+@pytest.mark.parametrize("route", POSTS)
+async def test_every_endpoint_has_the_limits_of_size_and_depth(route: str):
+    async with serve(max_body_bytes=1_000_000) as served:
+        large = await served.http.post(route, content=b" " * 1_000_001)
+        assert large.status_code == 413
+        for opened in (b"[", b'{"a":'):
+            deep = await served.http.post(route, content=b'{"unknown":' + opened * 100_000)
+            assert deep.status_code == 400
+            assert "error" in deep.json()
+        await _still_serves(served)
+
+
+@pytest.mark.parametrize("route", ["/v1/responses", "/v1/messages"])
+async def test_every_way_to_ask_has_the_same_bounds(route: str):
+    asked = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    asked |= {"input": "x"}
+    stops = "stop_sequences" if route == "/v1/messages" else "stop"
+    too_much: list[dict[str, Any]] = [
+        {stops: ["x"] * 17},
+        {"logit_bias": {str(i): 1 for i in range(1025)}},
+        {"stop_token_ids": [1] * 1025},
+        {"messages": asked["messages"] * 4097, "input": asked["messages"] * 4097},
+        {"chat_template_kwargs": {"tokenize": True}, "temperature": 9},
+    ]
+    async with serve() as served:
+        for fields in too_much:
+            reply = await served.http.post(route, json=asked | fields)
+            assert reply.status_code == 400, fields.keys()
+        assert served.generator.jobs == []
