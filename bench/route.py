@@ -14,7 +14,7 @@ process grew by while it was filled.
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -41,10 +41,12 @@ from router.attempts import Patience
 from router.dispatch import Dispatcher
 from router.events import (
     ClientGone,
+    Heard,
     SendAction,
     SendExpect,
     SendGenerate,
     SendPrefill,
+    StepTokens,
     Submitted,
     WorkerJoined,
 )
@@ -177,11 +179,14 @@ class _Router:
     def hear(self, worker: _Worker, frame: bytes) -> None:
         """A worker's frame came."""
         identity = worker.hello.identity
+        events: Sequence[Heard]
         if worker.hello.role.decodes:
             events = decode_events(identity, decode_pb2.DecodeFrame.FromString(frame))
         else:
             events = prefill_events(identity, prefill_pb2.PrefillFrame.FromString(frame))
         for event in events:
+            if isinstance(event, StepTokens):
+                raise RuntimeError("nothing is generated here")
             actions = self.dispatcher.handle(event, time.monotonic())
             if actions:
                 raise RuntimeError(f"the index wants {actions}")
