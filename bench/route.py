@@ -186,7 +186,7 @@ class _Router:
             events = prefill_events(identity, prefill_pb2.PrefillFrame.FromString(frame))
         for event in events:
             if isinstance(event, StepTokens):
-                raise RuntimeError(f"these frames report blocks only: {event}")
+                raise RuntimeError("nothing is generated here")
             actions = self.dispatcher.handle(event, time.monotonic())
             if actions:
                 raise RuntimeError(f"the index wants {actions}")

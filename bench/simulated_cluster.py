@@ -177,7 +177,7 @@ class _Run:
         placement = Placement(
             view=view,
             index=index,
-            policy=policy_named(policy),
+            policy=policy_named(policy, rng=Random(seed)),
             secret=_SECRET,
             rng=Random(seed),
         )

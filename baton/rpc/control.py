@@ -70,6 +70,14 @@ class ControlService(pb_grpc.ControlServicer):
         drained = await self._drain(request.timeout_s)
         return pb.DrainReply(drained=drained, left=self._left())
 
+    async def Explain(  # noqa: N802
+        self,
+        request: pb.ExplainRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext[pb.ExplainRequest, pb.ExplainReply],
+    ) -> pb.ExplainReply:
+        """Refused: routers decide who serves what."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a worker decides nothing: ask a router")
+
 
 def _status(state: WorkerState) -> pb.WorkerStatus:
     return pb.WorkerStatus(

@@ -92,8 +92,8 @@ class AtRandom:
     uses_prefix = False
     uses_session = False
 
-    def __init__(self) -> None:
-        self._rng = Random()
+    def __init__(self, rng: Random | None = None) -> None:
+        self._rng = rng or Random()
 
     def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
         """Drawn anew each time."""
@@ -133,29 +133,33 @@ class Session:
         return 0.0
 
 
-_PRICES: dict[str, Callable[[], PrefixAffinity | LeastLoaded | RoundRobin | AtRandom | Session]] = {
+_PRICES: dict[str, Callable[[], PrefixAffinity | LeastLoaded | RoundRobin | Session]] = {
     "prefix_affinity": PrefixAffinity,
     "least_loaded": LeastLoaded,
     "round_robin": RoundRobin,
-    "random": AtRandom,
     "session": Session,
 }
 
 
-def policy_named(name: str, local_prefill: LocalPrefill | None = None) -> Policy:
+def policy_named(
+    name: str, local_prefill: LocalPrefill | None = None, rng: Random | None = None
+) -> Policy:
     """The policy of that name.
 
     Args:
         name: As in the configuration.
         local_prefill: When `predictive` may have a decode worker compute a prompt.
+        rng: What `random` draws from; one of its own if None.
 
     Raises:
         ConfigError: There is none.
     """
     if name == "predictive":
         return Predictive(local_prefill or LocalPrefill())
+    if name == "random":
+        return Separable(AtRandom(rng))
     if name not in _PRICES:
-        names = ", ".join(("predictive", *_PRICES))
+        names = ", ".join(("predictive", "random", *_PRICES))
         raise ConfigError(f"unknown policy {name!r}; there are {names}", param="router.policy")
     return Separable(_PRICES[name]())
 

@@ -32,7 +32,13 @@ REPLY = pb.ExplainReply(
 
 
 class FakeControl(control_pb2_grpc.ControlServicer):
-    def Explain(self, request, context):  # noqa: N802  # as gRPC names it
+    def Status(self, request, context):  # noqa: N802  # as gRPC names it
+        raise NotImplementedError
+
+    def Drain(self, request, context):  # noqa: N802
+        raise NotImplementedError
+
+    def Explain(self, request, context):  # noqa: N802
         return REPLY if request.request_id == "cmpl-1" else pb.ExplainReply()
 
 

@@ -51,6 +51,9 @@ class FakeControl(control_pb2_grpc.ControlServicer):
     def Drain(self, request, context):  # noqa: N802
         raise NotImplementedError
 
+    def Explain(self, request, context):  # noqa: N802
+        raise NotImplementedError
+
 
 @pytest.fixture
 def router(home) -> Iterator[RuntimeDir]:

@@ -200,7 +200,11 @@ async def test_every_endpoint_has_the_limits_of_size_and_depth(route: str):
 
 @pytest.mark.parametrize("route", ["/v1/responses", "/v1/messages"])
 async def test_every_way_to_ask_has_the_same_bounds(route: str):
-    asked = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "x"}],
+    }
     asked |= {"input": "x"}
     stops = "stop_sequences" if route == "/v1/messages" else "stop"
     too_much: list[dict[str, Any]] = [
