@@ -36,18 +36,25 @@ TIMEOUT_S = 30
 
 
 class Watched(UcxWorker):
-    """Says when so many messages are being received."""
+    """Can be told to wait before a message until the sender has stopped."""
 
-    def __init__(self, context: UcxContext, count: int) -> None:
+    def __init__(self, context: UcxContext) -> None:
         super().__init__(context)
+        self._left = 0
+        self.reached, self.sender_stopped, self.begun = (threading.Event() for _ in range(3))
+
+    def hold_before(self, count: int) -> None:
+        """Waits before the `count`th message from now."""
         self._left = count
-        self.reached = threading.Event()
 
     def receive(self, found, places):
-        request = super().receive(found, places)
         self._left -= 1
-        if not self._left:
-            self.reached.set()
+        if self._left:
+            return super().receive(found, places)
+        self.reached.set()
+        assert self.sender_stopped.wait(TIMEOUT_S)
+        request = super().receive(found, places)
+        self.begun.set()
         return request
 
 
@@ -89,7 +96,7 @@ class Both:
 @pytest.fixture
 def both() -> Iterator[Both]:
     context = UcxContext()
-    sender, receiver = UcxWorker(context), Watched(context, 4)
+    sender, receiver = UcxWorker(context), Watched(context)
     memory = [np.zeros(LAYOUT.region_bytes(BLOCKS), np.uint8) for _ in range(2)]
     memory[0][:] = np.random.default_rng(0).integers(0, 256, len(memory[0]), np.uint8)
     reader = HeadReader(
@@ -118,8 +125,11 @@ def test_a_frame_of_which_half_came_cannot_land_after_the_session_has_ended(both
     both.send_frame(1)
     both.progress_until(lambda: bool(both.answers))
     both.source[:] += 1
+    both.receiver.hold_before(2)  # the head is here, the body is about to come
     both.send_frame(2)
-    both.progress_until(both.receiver.reached.is_set)  # and then the sender stops
+    both.progress_until(both.receiver.reached.is_set)
+    both.receiver.sender_stopped.set()
+    assert both.receiver.begun.wait(TIMEOUT_S)
     assert not both.requests[-1].done()
     both.end()
     both.target[:] = 0
