@@ -231,8 +231,7 @@ class TransferLedger:
 
     def _may_join(self, transfer: Transfer, session: SessionId) -> bool:
         """Whether the attempt still waits for what the session brings."""
-        lost = transfer.state is _S.ORPHANED and not transfer.reassigned
-        waits = transfer.state in (*_LIVE, _S.ASKED, _S.ORPHANED) and not lost
+        waits = transfer.state in (*_LIVE, _S.ASKED, _S.ORPHANED) and not transfer.unclaimed
         return waits and transfer.parts.fits(self._peers.link(session))
 
     def _join(self, transfer: Transfer, session: SessionId, now_s: float) -> list[LedgerAction]:
@@ -353,7 +352,8 @@ class TransferLedger:
         writer = transfer.parts.writer(event.session, said.attempt)
         if writer is not None:
             return self._writer_stopped(transfer, writer, error, now_s)
-        if said.attempt != transfer.attempt or not self._is_awaited(transfer, event):
+        current = said.attempt == transfer.attempt and not transfer.unclaimed
+        if not current or not self._is_awaited(transfer, event):
             self.refused += 1
             return []
         if transfer.state is _S.ASKED:

@@ -78,6 +78,11 @@ class Transfer:
         """The attempt that counts now."""
         return self.permit.attempt
 
+    @property
+    def unclaimed(self) -> bool:
+        """Whether its attempt is lost, and the router has not named another one yet."""
+        return self.state is _S.ORPHANED and not self.reassigned
+
     def move(self, state: TransferState, now_s: float) -> None:
         """Enters `state`.
 

@@ -208,16 +208,17 @@ async def test_all_ranks_together_hand_over_and_start(tmp_path: Path, sending: i
 
 async def test_one_killed_rank_loses_the_attempt_and_another_worker_takes_it_over(tmp_path: Path):
     async with world(tmp_path, 1) as cluster:
-        done, slow = await cluster.prefill_worker(2)
+        living, killed = ranks = await cluster.prefill_worker(2)
         asked = await cluster.announce()
-        await done.tell("prefill", permit=asked, layers=len(LAYERS))
-        await slow.tell("prefill", permit=asked, layers=1)
+        for rank in ranks:
+            await rank.tell("prefill", permit=asked, layers=1)
+        for rank in ranks:
+            await rank.heard("wrote")  # both are in the middle of it
         (receiver,) = cluster.receivers
-        await slow.heard("wrote")
-        slow.child.kill()
-        await slow.child.wait()
+        killed.child.kill()
+        await killed.child.wait()
         assert await receiver.heard("writer lost") == {"what": "writer lost", "attempt": 1}
-        assert (await done.heard("failed"))["code"] == "worker_lost"
+        assert (await living.heard("failed"))["code"] == "worker_lost"
         (other,) = await cluster.prefill_worker(1, identity=("q", 3))
         again = await cluster.announce("reassign", source=worker("q", 3), attempt=2)
         await other.tell("prefill", permit=again, layers=len(LAYERS))
