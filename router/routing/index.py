@@ -62,7 +62,7 @@ class _Columns:
 
     live: Words
     whole: Words
-    ragged: Words
+    ragged: Words | None
     slots: NDArray[np.int64]
 
 
@@ -230,7 +230,7 @@ class PrefixIndex:
         self._columns = _Columns(
             live=self._words(self._live),
             whole=self._words(self._live & ~self._ragged),
-            ragged=self._words(self._live & self._ragged),
+            ragged=self._words(self._live & self._ragged) if self._ragged else None,
             slots=slots,
         )
         return self._columns
