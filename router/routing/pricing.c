@@ -231,10 +231,6 @@ void baton_weigh(const Field *f, const Demand *d, uint64_t seed, Weighed *w) {
 
 /* Whether all may be given work, as far as their numbers tell: `ClusterView.usable`. */
 bool baton_all_ready(const Worker *const *workers, int64_t count, double heard_s, double moved_s) {
-    for (int64_t at = 0; at < count; at++) { /* a decision mostly follows, which reads the same records */
-        __builtin_prefetch(workers[at]);
-        __builtin_prefetch(&workers[at]->draining);
-    }
     for (int64_t at = 0; at < count; at++) {
         const Worker *w = workers[at];
         if (w->draining || !(w->heard_s >= heard_s) || !(w->legs == 0 || w->progress_s >= moved_s)) return false;
