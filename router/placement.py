@@ -173,8 +173,8 @@ class Placement:
     def _held_tokens(self, job: Job, now_s: float) -> dict[int, int]:
         held: dict[int, int] = {}
         for group, layout in self._view.layouts().items():
-            blocks = self._index.held_blocks(self._chain(job, group, layout), now_s)
-            held.update({slot: depth * layout.block_tokens for slot, depth in blocks.items()})
+            chain = self._chain(job, group, layout)
+            held |= self._index.held_blocks(chain, now_s, unit=layout.block_tokens)
         return held
 
     def _remember(self, job: Job, pair: Pair, demand: Demand) -> None:

@@ -3,6 +3,7 @@
 from math import exp, log
 
 from baton.errors import InvariantError
+from router.routing.numbers import LinkNumbers
 
 _PRIOR_BYTES_PER_S = 10e9
 _PRIOR_LATENCY_S = 0.002
@@ -14,7 +15,7 @@ _LARGEST_MOVE = log(4.0)
 """How far one hand-off can move an estimate: a stall is no news about the link."""
 
 
-class Link:
+class Link(LinkNumbers):
     """Bandwidth and fixed cost of handing KV over, for one pair of workers or for all of them.
 
     Pages leave layer by layer while the prompt is computed, so mostly only the last ones are seen to take time: such a
@@ -25,11 +26,12 @@ class Link:
         like: Where to begin; an ordinary fast network if None.
     """
 
-    __slots__ = ("_log_bandwidth", "bytes_per_s", "latency_s", "measured")
+    __slots__ = ("_log_bandwidth", "measured")
 
     def __init__(self, like: "Link | None" = None) -> None:
-        self.bytes_per_s: float = _PRIOR_BYTES_PER_S if like is None else like.bytes_per_s
-        self.latency_s: float = _PRIOR_LATENCY_S if like is None else like.latency_s
+        super().__init__()
+        self.bytes_per_s = _PRIOR_BYTES_PER_S if like is None else like.bytes_per_s
+        self.latency_s = _PRIOR_LATENCY_S if like is None else like.latency_s
         self.measured = 0
         self._log_bandwidth = log(self.bytes_per_s)
 

@@ -1,7 +1,7 @@
 """What a request would cost on each worker, in seconds: the terms that `router.routing.predictive` adds up.
 
-The terms one by one, and passes over many workers. `router.routing.shortlist` has the same passes in C; a change to one is
-a change to both.
+The terms one by one, and passes over many workers. `pricing.c` has the same in C; a change to one is a change to both, and a
+test holds them against each other.
 """
 
 from collections.abc import Iterable

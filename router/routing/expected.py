@@ -1,13 +1,11 @@
 """What this router has just sent where: blocks that a worker is about to hold, until its own report says so."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from router.routing.table import BlockTable, Depths, HotPart, Prints, Words
+from router.routing.table import BlockTable, Depths, HotPart, Places, Prints, Words
 
 _EVERY = 32
 _LIFE_S = 30.0
@@ -39,7 +37,7 @@ class ExpectedBlocks:
             width, is_old = self._recent.num_columns, now_s - self._since_s < 2 * _LIFE_S
             self._older = self._recent if is_old else self._empty(width)
             self._recent, self._since_s = self._empty(width), now_s
-        noted = prints[_noted(len(prints)).positions]
+        noted = prints[_noted(len(prints))]
         for column in columns:
             self._recent.add(noted, column)
 
@@ -63,12 +61,10 @@ class ExpectedBlocks:
         """Raises `depths`, by column, to how many leading blocks are expected at each worker of the set `live`."""
         if now_s - self._since_s >= 2 * _LIFE_S:
             return
-        noted = _noted(len(prints))
-        blocks, nobody = prints[noted.positions], np.zeros_like(live)
+        places = _noted(len(prints))
         for notes in (self._recent, self._older):
             if len(notes):
-                expected = noted.depths[notes.depths(blocks, live, nobody)]
-                np.maximum(depths, expected, out=depths)
+                notes.deepen(depths, prints, live, places)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a table of notes is broken."""
@@ -79,24 +75,10 @@ class ExpectedBlocks:
         return BlockTable(max_blocks=2 * _MAX_NOTED, hot=self._hot, num_columns=num_columns)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Noted:
-    """Which blocks of a chain are noted.
-
-    Attributes:
-        positions: Of those, ascending.
-        depths: The depth that so many leading ones of them stand for.
-    """
-
-    positions: NDArray[np.intp]
-    depths: Depths
-
-
 @lru_cache(maxsize=1024)
-def _noted(num_blocks: int) -> _Noted:
-    """Which they are does not depend on the length of the chain, but for the last."""
+def _noted(num_blocks: int) -> Places:
+    """Positions of a chain that are noted; which they are does not depend on its length, but for the last."""
     noted = [*range(min(_EVERY, num_blocks)), *range(2 * _EVERY - 1, num_blocks, _EVERY)]
     if num_blocks > _EVERY and noted[-1] != num_blocks - 1:
         noted.append(num_blocks - 1)
-    positions = np.array(noted, np.intp)
-    return _Noted(positions=positions, depths=np.append(0, positions + 1).astype(np.int32))
+    return np.array(noted, np.int64)

@@ -5,6 +5,8 @@ reports; the policy `predictive` reads the flat numbers, which are there so that
 multiplications.
 """
 
+import ctypes
+
 from baton.errors import InvariantError
 from baton.ids import LegId
 from router.routing.bandwidth import Link
@@ -73,15 +75,18 @@ class Forecast(ForecastNumbers):
     """
 
     __slots__ = (
-        "_backlog", "_backlog_s", "_fleet", "_links", "_prefill", "_since_s", "_step", "_stepped_s",
+        "_backlog", "_backlog_s", "_fleet", "_link_addresses", "_links", "_prefill", "_since_s", "_step", "_stepped_s",
         "pool",
     )  # fmt: skip
 
     def __init__(self, fleet: Fleet | None = None) -> None:
+        super().__init__()
         self._fleet = fleet or Fleet()
         self._prefill: Fit | None = None
         self._step: Fit | None = None
         self._links: dict[int, Link] = {}
+        self._link_addresses = (ctypes.c_void_p * 0)()
+        self.fleet_link_address = ctypes.addressof(self._fleet.link)
         self._backlog: dict[LegId, float] = {}
         self._backlog_s = 0.0
         self._since_s = 0.0
@@ -172,7 +177,7 @@ class Forecast(ForecastNumbers):
     def handed_off(self, slot: int, size_bytes: int, window_s: float, unhidden_s: float) -> None:
         """KV went from here to the worker with that slot; see `Link.handed_off`."""
         if slot not in self._links:
-            self._links[slot] = Link(self._fleet.link)
+            self._add_link(slot)
         self._links[slot].handed_off(size_bytes, window_s, unhidden_s)
         self._fleet.link.handed_off(size_bytes, window_s, unhidden_s)
 
@@ -185,6 +190,14 @@ class Forecast(ForecastNumbers):
             link.check_integrity()
         if abs(sum(self._backlog.values()) - self._backlog_s) > 1e-6 * (1.0 + self._backlog_s):
             raise InvariantError(f"backlog of {self._backlog_s} s for {self._backlog}")
+
+    def _add_link(self, slot: int) -> None:
+        self._links[slot] = Link(self._fleet.link)
+        num_links = max(len(self._link_addresses), slot + 1)
+        addresses = (ctypes.c_void_p * num_links)(*self._link_addresses)
+        addresses[slot] = ctypes.addressof(self._links[slot])
+        self.links_address, self.num_links = ctypes.addressof(addresses), num_links
+        self._link_addresses = addresses
 
     def _plan(self) -> None:
         if not self._backlog:

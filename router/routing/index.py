@@ -62,7 +62,7 @@ class _Columns:
 
     live: Words
     whole: Words
-    ragged: Words
+    ragged: Words | None
     slots: NDArray[np.int64]
 
 
@@ -151,15 +151,18 @@ class PrefixIndex:
         """Remembers that the workers at `slots` are about to hold the whole chain."""
         self._expected.note(chain, {self._column_of[slot] for slot in slots}, now_s)
 
-    def held_blocks(self, chain: Prints, now_s: float) -> dict[int, int]:
-        """How many leading blocks of the chain each holder has or is about to have, by slot; those with none are left out."""
+    def held_blocks(self, chain: Prints, now_s: float, *, unit: int = 1) -> dict[int, int]:
+        """How many leading blocks of the chain each holder has or is about to have, by slot; those with none are left out.
+        With `unit` a block counts for so many, as tokens do.
+        """
         if not len(chain):
             return {}
         known = self._columns or self._known_columns()
         depths = self._table.depths(chain, known.whole, known.ragged)
         self._expected.deepen(depths, chain, known.live, now_s)
         columns = depths.nonzero()[0]
-        return dict(zip(known.slots[columns].tolist(), depths[columns].tolist(), strict=True))
+        held = depths[columns] * unit
+        return dict(zip(known.slots[columns].tolist(), held.tolist(), strict=True))
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when the bookkeeping of holders, columns or the table is broken."""
@@ -230,7 +233,7 @@ class PrefixIndex:
         self._columns = _Columns(
             live=self._words(self._live),
             whole=self._words(self._live & ~self._ragged),
-            ragged=self._words(self._live & self._ragged),
+            ragged=self._words(self._live & self._ragged) if self._ragged else None,
             slots=slots,
         )
         return self._columns

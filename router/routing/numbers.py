@@ -8,11 +8,27 @@ as Python objects they are a thousand, which a busy process finds cold each time
 import ctypes
 
 
-class ForecastNumbers(ctypes.Structure):
-    """See `Forecast`."""
+class LinkNumbers(ctypes.Structure):
+    """See `router.routing.bandwidth.Link`."""
 
     __slots__ = ()
 
+    bytes_per_s: float
+    latency_s: float
+
+    _fields_ = (("bytes_per_s", ctypes.c_double), ("latency_s", ctypes.c_double))
+
+
+class ForecastNumbers(ctypes.Structure):
+    """See `Forecast`. `links_address` is that of an array of addresses of `LinkNumbers`, by slot, with 0 for what
+    `fleet_link_address` stands for.
+    """
+
+    __slots__ = ()
+
+    links_address: int
+    fleet_link_address: int
+    num_links: int
     prompt_s: float
     token_s: float
     attention_s: float
@@ -23,6 +39,9 @@ class ForecastNumbers(ctypes.Structure):
     behind_s: float
 
     _fields_ = (
+        ("links_address", ctypes.c_void_p),
+        ("fleet_link_address", ctypes.c_void_p),
+        ("num_links", ctypes.c_int64),
         ("prompt_s", ctypes.c_double),
         ("token_s", ctypes.c_double),
         ("attention_s", ctypes.c_double),
@@ -42,6 +61,7 @@ class WorkerNumbers(ctypes.Structure):
     forecast_address: int
     progress_s: float
     heard_s: float
+    kv_token_bytes: float
     slot: int
     legs: int
     decode_sequences: int
@@ -59,6 +79,7 @@ class WorkerNumbers(ctypes.Structure):
         ("forecast_address", ctypes.c_void_p),
         ("progress_s", ctypes.c_double),
         ("heard_s", ctypes.c_double),
+        ("kv_token_bytes", ctypes.c_double),
         ("slot", ctypes.c_int64),
         ("legs", ctypes.c_int64),
         ("decode_sequences", ctypes.c_int64),

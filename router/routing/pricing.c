@@ -4,14 +4,23 @@
 #include <stdint.h>
 
 #define NEVER_S 1e6
+#define RESOLUTION_S 0.001
+#define SHORTLIST 8
 
 typedef struct {
+    double bytes_per_s, latency_s;
+} Link;
+
+typedef struct {
+    const Link *const *links; /* by slot; null where none has been used */
+    const Link *fleet_link;   /* what is known of all */
+    int64_t num_links;
     double prompt_s, token_s, attention_s, step_s, sequence_s, context_s, ready_s, behind_s;
 } Forecast;
 
 typedef struct {
     const Forecast *forecast;
-    double progress_s, heard_s;
+    double progress_s, heard_s, kv_token_bytes;
     int64_t slot, legs, decode_sequences, decode_tokens, foreign_prefill_tokens, foreign_sequences;
     int64_t used_tokens, reported_context_tokens, capacity_tokens, max_sequences;
     bool draining, can_prefill;
@@ -86,17 +95,34 @@ static double prefill_s(const Worker *w, const Demand *d) {
     return queue_s(w, d) + computing + computing * (double)sequences(w);
 }
 
-static double decode_s(const Worker *w, const Demand *d) {
+static double tbt_s(const Worker *w, const Demand *d) {
     const Forecast *f = w->forecast;
     int64_t context = w->decode_tokens > w->reported_context_tokens ? w->decode_tokens : w->reported_context_tokens;
-    int64_t used = w->decode_tokens > w->used_tokens ? w->decode_tokens : w->used_tokens;
     int64_t joined = sequences(w) + d->samples;
-    double tbt = f->step_s + f->sequence_s * (double)joined + f->context_s * (double)(context + d->tokens);
-    double lasting = (double)d->output_tokens * tbt;
-    int64_t lacking = used + d->tokens - cached(w, d) - w->capacity_tokens, crowd = joined - w->max_sequences;
-    if (lacking <= 0 && crowd <= 0) return lasting;
-    if (!sequences(w) || !used) return lasting + NEVER_S;
-    return lasting + lasting * larger((double)lacking / (double)used, (double)crowd / (double)sequences(w));
+    return f->step_s + f->sequence_s * (double)joined + f->context_s * (double)(context + d->tokens);
+}
+
+static double room_s(const Worker *w, const Demand *d) {
+    int64_t used = w->decode_tokens > w->used_tokens ? w->decode_tokens : w->used_tokens;
+    int64_t lacking = used + d->tokens - cached(w, d) - w->capacity_tokens;
+    int64_t crowd = sequences(w) + d->samples - w->max_sequences;
+    if (lacking <= 0 && crowd <= 0) return 0.0;
+    if (!sequences(w) || !used) return NEVER_S;
+    double share = larger((double)lacking / (double)used, (double)crowd / (double)sequences(w));
+    return (double)d->output_tokens * tbt_s(w, d) * share;
+}
+
+static double decode_s(const Worker *w, const Demand *d) {
+    return (double)d->output_tokens * tbt_s(w, d) + room_s(w, d);
+}
+
+static double unhidden_s(const Worker *p, const Worker *decode, const Demand *d) {
+    if (p == decode) return 0.0;
+    const Forecast *f = p->forecast;
+    const Link *link = decode->slot < f->num_links ? f->links[decode->slot] : 0;
+    if (!link) link = f->fleet_link;
+    double size_bytes = (double)(d->tokens - cached(decode, d)) * decode->kv_token_bytes;
+    return link->latency_s + larger(0.0, size_bytes / link->bytes_per_s - computing_s(p, d));
 }
 
 /* Whether a worker may compute the prompt itself: router/routing/local.py. */
@@ -106,27 +132,101 @@ static bool may_do_both(const Worker *w, const Demand *d, int64_t max_tokens, do
     return sequences(w) == 0 || queue_s(w, d) + computing_s(w, d) <= max_stall_s;
 }
 
-int64_t baton_price_prefill(const Worker *const *workers, int64_t count, const Demand *d, uint64_t seed, Entry *best,
-                            int64_t most) {
-    Shortlist list = {best, 0, most, seed};
-    for (int64_t at = 0; at < count; at++) enter(&list, at, workers[at]->legs, prefill_s(workers[at], d));
-    return list.count;
+typedef struct {
+    const Worker *const *workers;
+    int64_t count;
+} Side;
+
+/* The workers of one layout by what they can do, and the bounds for doing both. */
+typedef struct {
+    Side prefillers, takers, decoders;
+    int64_t max_tokens;
+    double max_stall_s;
+} Field;
+
+/* One way to run a request: its rank, who (-1: there is no such way), and all parts of its cost as in `Predicted`. */
+typedef struct {
+    int64_t milliseconds, legs;
+    double chance;
+    int64_t prefill, decode;
+    double queue_s, fetch_s, prefill_s, unhidden_s, room_s, tbt_s, harm_s;
+} Option;
+
+typedef struct {
+    Entry prefillers[SHORTLIST], takers[SHORTLIST], alone[SHORTLIST];
+    int64_t num_prefillers, num_takers, num_alone;
+    Option pair, single;
+} Weighed;
+
+static void predict(Option *option, const Worker *p, const Worker *decode, const Demand *d) {
+    option->queue_s = queue_s(p, d);
+    option->fetch_s = 0.0;
+    option->prefill_s = computing_s(p, d);
+    option->unhidden_s = unhidden_s(p, decode, d);
+    option->room_s = room_s(decode, d);
+    option->tbt_s = tbt_s(decode, d);
+    option->harm_s = option->prefill_s * (double)sequences(p);
 }
 
-int64_t baton_price_decode(const Worker *const *workers, int64_t count, const Demand *d, uint64_t seed, Entry *best,
-                           int64_t most) {
-    Shortlist list = {best, 0, most, seed};
-    for (int64_t at = 0; at < count; at++) enter(&list, at, workers[at]->legs, decode_s(workers[at], d));
-    return list.count;
+static bool outranks(const Option *a, const Option *b) {
+    if (a->milliseconds != b->milliseconds) return a->milliseconds < b->milliseconds;
+    if (a->legs != b->legs) return a->legs < b->legs;
+    return a->chance < b->chance;
 }
 
-int64_t baton_price_both(const Worker *const *workers, int64_t count, const Demand *d, uint64_t seed, Entry *best,
-                         int64_t most, int64_t max_tokens, double max_stall_s) {
-    Shortlist list = {best, 0, most, seed};
-    for (int64_t at = 0; at < count; at++)
-        if (may_do_both(workers[at], d, max_tokens, max_stall_s))
-            enter(&list, at, workers[at]->legs, prefill_s(workers[at], d) + decode_s(workers[at], d));
-    return list.count;
+/* The best pair of those on the shortlists, links included. */
+static void hand_over(const Field *f, const Demand *d, Weighed *w) {
+    double bound_s = 1.0 / 0.0;
+    w->pair.prefill = -1;
+    for (int64_t i = 0; i < w->num_prefillers; i++) {
+        const Entry *ours = &w->prefillers[i];
+        const Worker *p = f->prefillers.workers[ours->at];
+        for (int64_t j = 0; j < w->num_takers; j++) {
+            const Entry *theirs = &w->takers[j];
+            const Worker *decode = f->takers.workers[theirs->at];
+            if (ours->cost_s + theirs->cost_s > bound_s) break;
+            if (p == decode) continue;
+            double cost_s = ours->cost_s + theirs->cost_s + unhidden_s(p, decode, d);
+            Option option = {(int64_t)(cost_s / RESOLUTION_S), ours->legs + theirs->legs, theirs->chance,
+                             ours->at, theirs->at, 0, 0, 0, 0, 0, 0, 0};
+            if (w->pair.prefill >= 0 && !outranks(&option, &w->pair)) continue;
+            w->pair = option;
+            bound_s = cost_s + RESOLUTION_S;
+        }
+    }
+    if (w->pair.prefill >= 0)
+        predict(&w->pair, f->prefillers.workers[w->pair.prefill], f->takers.workers[w->pair.decode], d);
+}
+
+/* All of a decision among the workers of one layout: see router/routing/weighing.py. */
+void baton_weigh(const Field *f, const Demand *d, uint64_t seed, Weighed *w) {
+    Shortlist list = {w->prefillers, 0, SHORTLIST, seed};
+    for (int64_t at = 0; at < f->prefillers.count; at++) {
+        const Worker *p = f->prefillers.workers[at];
+        enter(&list, at, p->legs, prefill_s(p, d));
+    }
+    w->num_prefillers = list.count;
+    list = (Shortlist){w->takers, 0, SHORTLIST, list.seed};
+    for (int64_t at = 0; at < f->takers.count; at++) {
+        const Worker *taker = f->takers.workers[at];
+        enter(&list, at, taker->legs, decode_s(taker, d));
+    }
+    w->num_takers = list.count;
+    list = (Shortlist){w->alone, 0, SHORTLIST, list.seed};
+    for (int64_t at = 0; at < f->decoders.count; at++) {
+        const Worker *both = f->decoders.workers[at];
+        if (may_do_both(both, d, f->max_tokens, f->max_stall_s))
+            enter(&list, at, both->legs, prefill_s(both, d) + decode_s(both, d));
+    }
+    w->num_alone = list.count;
+    hand_over(f, d, w);
+    w->single.prefill = -1;
+    if (!w->num_alone) return;
+    const Entry *best = &w->alone[0];
+    const Worker *single = f->decoders.workers[best->at];
+    w->single = (Option){(int64_t)(best->cost_s / RESOLUTION_S), best->legs, best->chance, best->at, best->at,
+                         0, 0, 0, 0, 0, 0, 0};
+    predict(&w->single, single, single, d);
 }
 
 /* Whether all may be given work, as far as their numbers tell: `ClusterView.usable`. */

@@ -36,6 +36,24 @@ class AskedRecord(ctypes.Structure):
     )
 
 
+class SideRecord(ctypes.Structure):
+    """Some workers."""
+
+    _fields_ = (("workers", ctypes.c_void_p), ("count", ctypes.c_int64))
+
+
+class FieldRecord(ctypes.Structure):
+    """The workers of one layout, and the bounds for doing both."""
+
+    _fields_ = (
+        ("prefillers", SideRecord),
+        ("takers", SideRecord),
+        ("decoders", SideRecord),
+        ("max_tokens", ctypes.c_int64),
+        ("max_stall_s", ctypes.c_double),
+    )
+
+
 @cache
 def pricing_library() -> ctypes.CDLL | None:
     """The functions, typed; None where they cannot be built, and the reason is logged, once."""
@@ -45,16 +63,8 @@ def pricing_library() -> ctypes.CDLL | None:
         _log.warning("workers are priced without C functions", reason=str(error))
         return None
     pointer, number, seconds = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-    shortlist = (pointer, number, pointer, ctypes.c_uint64, pointer, number)
-    library.baton_price_prefill.argtypes = shortlist
-    library.baton_price_decode.argtypes = shortlist
-    library.baton_price_both.argtypes = (*shortlist, number, seconds)
-    for price in (
-        library.baton_price_prefill,
-        library.baton_price_decode,
-        library.baton_price_both,
-    ):
-        price.restype = number
+    library.baton_weigh.argtypes = [pointer, pointer, ctypes.c_uint64, pointer]
+    library.baton_weigh.restype = None
     library.baton_all_ready.argtypes = [pointer, number, seconds, seconds]
     library.baton_all_ready.restype = ctypes.c_bool
     return library

@@ -55,33 +55,45 @@ static inline void prefetch(const Table *t, const uint64_t *prints, int64_t at, 
 }
 
 static inline void note(uint64_t columns, int64_t word, int64_t depth, int32_t *depths) {
-    for (; columns; columns &= columns - 1) depths[word * 64 + __builtin_ctzll(columns)] = (int32_t)depth;
+    for (; columns; columns &= columns - 1) {
+        int32_t *known = depths + word * 64 + __builtin_ctzll(columns);
+        if (*known < depth) *known = (int32_t)depth;
+    }
 }
 
+/* A chain, or those of its prints that stand at `places` if that is given. */
+typedef struct {
+    const uint64_t *prints;
+    const int64_t *places;
+} Chain;
+
 /* Between positions `low` and `high`, whose sets are known, some columns end: finds where, by halves. */
-static void split(const Table *t, const uint64_t *prints, int64_t low, int64_t high, const uint64_t *at_low,
+static void split(const Table *t, Chain chain, int64_t low, int64_t high, const uint64_t *at_low,
                   const uint64_t *at_high, int32_t *depths) {
     uint64_t ends = 0;
     for (int64_t word = 0; word < t->words; word++) ends |= at_low[word] & ~at_high[word];
     if (!ends) return;
     if (high - low == 1) {
-        for (int64_t word = 0; word < t->words; word++) note(at_low[word] & ~at_high[word], word, high, depths);
+        int64_t depth = chain.places && high ? chain.places[high - 1] + 1 : high;
+        for (int64_t word = 0; word < t->words; word++) note(at_low[word] & ~at_high[word], word, depth, depths);
         return;
     }
     int64_t middle = low + (high - low) / 2;
-    Place place = place_of(t, prints[middle]);
+    Place place = place_of(t, chain.prints[chain.places ? chain.places[middle] : middle]);
     uint64_t here[t->words];
     for (int64_t word = 0; word < t->words; word++) here[word] = place.set ? at_low[word] & place.set[word] : 0;
-    split(t, prints, low, middle, at_low, here, depths);
-    split(t, prints, middle, high, here, at_high, depths);
+    split(t, chain, low, middle, at_low, here, depths);
+    split(t, chain, middle, high, here, at_high, depths);
 }
 
-/* Leading prints that each column of `live` holds, into `depths` (zeroed by the caller), where holding one means to hold
- * those before it. Looks at a number of prints that grows with the logarithm of theirs, for each depth that there is. */
-void baton_table_whole(const Table *t, const uint64_t *prints, int64_t count, const uint64_t *live, int32_t *depths) {
+/* Raises `depths` to how many leading prints each column of `live` holds, where holding one means to hold those before it.
+ * Looks at a number of prints that grows with the logarithm of theirs, for each depth that there is. With `places`, of which
+ * there are `count`, only at the prints that stand there. */
+void baton_table_whole(const Table *t, const uint64_t *prints, int64_t count, const uint64_t *live, int32_t *depths,
+                       const int64_t *places) {
     uint64_t none[t->words];
     for (int64_t word = 0; word < t->words; word++) none[word] = 0;
-    split(t, prints, -1, count, live, none, depths);
+    split(t, (Chain){prints, places}, -1, count, live, none, depths);
 }
 
 /* The same where that does not follow: looks at all prints, until nobody holds more. */

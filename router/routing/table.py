@@ -26,6 +26,9 @@ Words = NDArray[np.uint64]
 Depths = NDArray[np.int32]
 """How many leading blocks each column holds, by column."""
 
+Places = NDArray[np.int64]
+"""Positions in a chain, ascending."""
+
 WIDTH = 8
 WORD_BITS = 64
 _CROWDED = 5
@@ -94,14 +97,17 @@ class Memory(ctypes.Structure):
 class HotPart(Protocol):
     """What is done to a `Memory` for every report and every decision."""
 
-    def whole(self, memory: Memory, prints: Prints, live: Words, depths: Depths) -> None:
-        """Writes how many leading prints each column of `live` holds, where holding one means to hold those before it.
+    def whole(
+        self, memory: Memory, prints: Prints, live: Words, depths: Depths, places: Places | None
+    ) -> None:
+        """Raises `depths` to how many leading prints each column of `live` holds, where holding one means to hold those
+        before it. With `places` only the prints that stand there are looked at.
 
         Takes time with the logarithm of the chain, for each different depth.
         """
 
     def ragged(self, memory: Memory, prints: Prints, live: Words, depths: Depths) -> None:
-        """The same where that does not follow. Takes time with the chain."""
+        """The same where that does not follow; `depths` of `live` are 0. Takes time with the chain."""
 
     def add(self, memory: Memory, prints: Prints, begin: int, column: int) -> int:
         """Adds `column` to the sets of the prints from `begin` on; returns the first one for which there is no place."""
@@ -113,18 +119,21 @@ class HotPart(Protocol):
 class PlainHotPart:
     """In Python: chains by numpy, single blocks without it, as each is several times faster its own way."""
 
-    def whole(self, memory: Memory, prints: Prints, live: Words, depths: Depths) -> None:
+    def whole(
+        self, memory: Memory, prints: Prints, live: Words, depths: Depths, places: Places | None
+    ) -> None:
         """See HotPart."""
-        blocks = prints.tolist()
-        # Spans (low, high] of positions with the sets at both ends; -1 stands for the empty chain. The left one of two is
-        # looked at first: of a column that ends in both the deeper end counts.
+        blocks = (prints if places is None else prints[places]).tolist()
+        # Spans (low, high] of positions with the sets at both ends; -1 stands for the empty chain.
         spans = [(-1, len(blocks), _number(live), 0)]
         while spans:
             low, high, at_low, at_high = spans.pop()
             if not at_low & ~at_high:
                 continue
             if high - low == 1:
-                depths[bits_of(at_low & ~at_high)] = high
+                columns = bits_of(at_low & ~at_high)
+                depth = high if places is None or high == 0 else places[high - 1] + 1
+                depths[columns] = np.maximum(depths[columns], depth)
                 continue
             middle = low + (high - low) // 2
             place = _find(memory, blocks[middle])
@@ -264,19 +273,25 @@ class BlockTable:
         """Takes `column` out of the sets of all `prints`; empty sets are forgotten."""
         self._hot.discard(self._memory, prints, column)
 
-    def depths(self, prints: Prints, whole: Words, ragged: Words) -> Depths:
+    def depths(self, prints: Prints, whole: Words, ragged: Words | None) -> Depths:
         """How many leading blocks of a chain, not empty, the columns hold.
 
         Args:
             prints: Of the chain.
             whole: Columns of which it is known that to hold a block is to hold those before it.
-            ragged: Other columns.
+            ragged: Other columns, if there are any.
         """
         depths = np.zeros(self.num_columns, np.int32)
-        self._hot.whole(self._memory, prints, whole, depths)
-        if ragged.any():
+        self._hot.whole(self._memory, prints, whole, depths, None)
+        if ragged is not None:
             self._hot.ragged(self._memory, prints, ragged, depths)
         return depths
+
+    def deepen(self, depths: Depths, prints: Prints, whole: Words, places: Places) -> None:
+        """Raises `depths` to what the table knows of the columns `whole`, where of a chain only the prints at `places` are
+        in the table.
+        """
+        self._hot.whole(self._memory, prints, whole, depths, places)
 
     def keep_columns(self, live: Words) -> None:
         """Takes every column that is not in `live` out of all sets, and forgets empty ones. Looks at the whole table."""

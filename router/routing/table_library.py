@@ -6,7 +6,7 @@ from pathlib import Path
 
 from baton.native import CannotBuildError, Library, build
 from baton.telemetry.logs import get_logger
-from router.routing.table import Depths, HotPart, Memory, PlainHotPart, Prints, Words
+from router.routing.table import Depths, HotPart, Memory, Places, PlainHotPart, Prints, Words
 
 _log = get_logger(__name__)
 
@@ -25,42 +25,36 @@ class NativeHotPart:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._whole, self._ragged = library.baton_table_whole, library.baton_table_ragged
         self._add, self._discard = library.baton_table_add, library.baton_table_discard
-        for depths in (self._whole, self._ragged):
-            depths.argtypes = [pointer, pointer, number, pointer, pointer]
-            depths.restype = None
+        self._whole.argtypes = [pointer, pointer, number, pointer, pointer, pointer]
+        self._ragged.argtypes = [pointer, pointer, number, pointer, pointer]
+        self._whole.restype = self._ragged.restype = None
         self._add.argtypes = [pointer, pointer, number, number, number]
         self._add.restype = number
         self._discard.argtypes = [pointer, pointer, number, number]
         self._discard.restype = None
 
-    def whole(self, memory: Memory, prints: Prints, live: Words, depths: Depths) -> None:
+    def whole(
+        self, memory: Memory, prints: Prints, live: Words, depths: Depths, places: Places | None
+    ) -> None:
         """See HotPart."""
+        count, at = (len(prints), None) if places is None else (len(places), _address(places))
         self._whole(
-            ctypes.byref(memory),
-            prints.ctypes.data,
-            len(prints),
-            live.ctypes.data,
-            depths.ctypes.data,
+            ctypes.byref(memory), _address(prints), count, _address(live), _address(depths), at
         )
 
     def ragged(self, memory: Memory, prints: Prints, live: Words, depths: Depths) -> None:
         """See HotPart."""
-        self._ragged(
-            ctypes.byref(memory),
-            prints.ctypes.data,
-            len(prints),
-            live.ctypes.data,
-            depths.ctypes.data,
-        )
+        at = _address(prints)
+        self._ragged(ctypes.byref(memory), at, len(prints), _address(live), _address(depths))
 
     def add(self, memory: Memory, prints: Prints, begin: int, column: int) -> int:
         """See HotPart."""
-        address = prints.ctypes.data
-        return int(self._add(ctypes.byref(memory), address, begin, len(prints), column))
+        at = _address(prints)
+        return int(self._add(ctypes.byref(memory), at, begin, len(prints), column))
 
     def discard(self, memory: Memory, prints: Prints, column: int) -> None:
         """See HotPart."""
-        self._discard(ctypes.byref(memory), prints.ctypes.data, len(prints), column)
+        self._discard(ctypes.byref(memory), _address(prints), len(prints), column)
 
 
 @cache
@@ -71,3 +65,8 @@ def hot_part() -> HotPart:
     except (OSError, CannotBuildError) as error:
         _log.warning("the prefix index does without its C functions", reason=str(error))
         return PlainHotPart()
+
+
+def _address(array: Prints | Depths | Places) -> int:
+    # `array.ctypes` runs some Python of its own, which a decision has no time for.
+    return int(array.__array_interface__["data"][0])

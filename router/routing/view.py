@@ -75,7 +75,6 @@ class WorkerView(WorkerNumbers):
     forecast: Forecast = field(default_factory=Forecast)
     can_decode: bool = field(init=False)
     takes_kv: bool = field(init=False)
-    kv_token_bytes: float = field(init=False)
 
     def __post_init__(self) -> None:
         hello, layout = self.hello, self.hello.layout

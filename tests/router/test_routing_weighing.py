@@ -1,4 +1,4 @@
-"""The shortlists in C are held against those in Python: the same workers at the same cost, to the last bit."""
+"""Weighing in C is held against weighing in Python: the same workers at the same cost, to the last bit."""
 
 from random import Random
 
@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from baton.ids import LegId, Role
 from router.routing.index import PrefixIndex
 from router.routing.local import ANYWHERE, LocalPrefill
+from router.routing.native_weighing import NativeWeigher, fastest_weigher
 from router.routing.policy import Demand, Pair, Unavailable
 from router.routing.predictive import Predictive
 from router.routing.pricing_library import pricing_library
-from router.routing.shortlist import SHORTLIST, NativeShortlister, PlainShortlister, shortlister
-from router.routing.side import Side
-from router.routing.view import ClusterView, WorkerView
+from router.routing.view import ClusterView
+from router.routing.weighing import Field, Option, PlainWeigher
 from tests.router.workers import hello
 
 counts = st.integers(0, 300)
@@ -25,11 +25,11 @@ LOCAL = LocalPrefill(max_tokens=2000, max_stall_s=0.5)
 
 
 @pytest.fixture(scope="module")
-def native() -> NativeShortlister:
+def native() -> NativeWeigher:
     library = pricing_library()
     if library is None:
         pytest.skip("no C compiler")
-    return NativeShortlister(library)
+    return NativeWeigher(library)
 
 
 def cluster_of(draw: st.DataObject) -> ClusterView:
@@ -65,36 +65,31 @@ def demand_of(draw: st.DataObject, view: ClusterView) -> Demand:
     )
 
 
-def ranks(entries) -> list[tuple[int, int]]:
-    return [(milliseconds, legs) for milliseconds, legs, *_ in entries]
-
-
 def what(chosen: Pair | Unavailable) -> tuple[object, ...]:
     if isinstance(chosen, Unavailable):
         return (chosen.reason,)
     return chosen.prefill, chosen.decode, chosen.kind, chosen.predicted
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_both_ways_list_the_same_costs(native, data):
+def rank_of(option: Option | None) -> tuple[float, int] | None:
+    return None if option is None else option.rank[:2]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from([LOCAL, ANYWHERE]))
+def test_both_ways_find_the_same_costs(native, data, local):
     view = cluster_of(data)
-    demand, plain = demand_of(data, view), PlainShortlister()
-    side: Side[WorkerView] = Side(tuple(view.workers))
-    for ours, theirs, local in (
-        (native.prefill, plain.prefill, ()),
-        (native.decode, plain.decode, ()),
-        (native.both, plain.both, (LOCAL,)),
-        (native.both, plain.both, (ANYWHERE,)),
-    ):
-        found, everybody = ours(side, demand, Random(1), *local), {}
-        for worker in side.workers:
-            for entry in theirs(Side((worker,)), demand, Random(0), *local):
-                everybody[worker] = entry
-        assert {who: cost_s for *_, cost_s, who in found}.items() <= {
-            who: entry[3] for who, entry in everybody.items()
-        }.items()
-        assert ranks(found) == sorted(ranks(everybody.values()))[:SHORTLIST]
+    for number, worker in enumerate(view.workers):
+        worker.legs = 1 << number  # so that no sum of two is another's, and chance decides nothing
+    field, demand = Field(tuple(view.workers), frozenset()), demand_of(data, view)
+    ours = native.weigh(field, demand, Random(1), local)
+    theirs = PlainWeigher().weigh(field, demand, Random(2), local)
+    assert ours.grounds.considered() == theirs.grounds.considered()
+    assert ours.grounds.why() == theirs.grounds.why()
+    for mine, other in ((ours.pair, theirs.pair), (ours.alone, theirs.alone)):
+        assert rank_of(mine) == rank_of(other)
+        if mine is not None and other is not None:
+            assert mine.predicted == other.predicted
 
 
 @settings(max_examples=150, deadline=None)
@@ -106,7 +101,7 @@ def test_both_ways_choose_the_same_workers_where_no_two_are_equal(native, data):
     demand = demand_of(data, view)
     chosen = [
         Predictive(LOCAL, way).pair(tuple(view.workers), demand, Random(seed))
-        for seed, way in enumerate((native, PlainShortlister()))
+        for seed, way in enumerate((native, PlainWeigher()))
     ]
     assert what(chosen[0]) == what(chosen[1])
 
@@ -114,24 +109,26 @@ def test_both_ways_choose_the_same_workers_where_no_two_are_equal(native, data):
 def test_equals_are_drawn_by_chance(native):
     view = ClusterView(PrefixIndex(max_blocks=100), silence_timeout_s=1e9)
     for number in range(4):
-        view.join(hello(f"p{number}", Role.PREFILL), f"unix:{number}", 0.0)
-    side, demand, rng = Side(tuple(view.workers)), Demand(tokens=100, samples=1, held={}), Random(0)
-    first = {native.prefill(side, demand, rng)[0][-1].slot for _ in range(100)}
-    assert first == {0, 1, 2, 3}
+        view.join(hello(f"h{number}", Role.HYBRID), f"unix:{number}", 0.0)
+    field, demand = Field(tuple(view.workers), frozenset()), Demand(tokens=9, samples=1, held={})
+    rng = Random(0)
+    options = [native.weigh(field, demand, rng, LOCAL).alone for _ in range(100)]
+    assert {option.decode.slot for option in options if option} == {0, 1, 2, 3}
 
 
 def test_what_is_held_at_a_slot_that_nobody_here_has_is_ignored(native):
     view = ClusterView(PrefixIndex(max_blocks=100), silence_timeout_s=1e9)
-    worker = view.join(hello("p0", Role.PREFILL), "unix:p0", 0.0)
-    entries = [
-        native.prefill(Side((worker,)), Demand(tokens=100, samples=1, held=held), Random(0))
-        for held in ({}, {1000: 50})
-    ]
-    assert ranks(entries[0]) == ranks(entries[1])
+    worker = view.join(hello("h0", Role.HYBRID), "unix:h0", 0.0)
+    field = Field((worker,), frozenset())
+    ranks = {
+        rank_of(native.weigh(field, demand, Random(0), LOCAL).alone)
+        for demand in (Demand(tokens=9, samples=1, held=held) for held in ({}, {1000: 5}))
+    }
+    assert len(ranks) == 1
 
 
 def test_the_native_way_is_taken_where_it_can_be_built(native):
-    assert isinstance(shortlister(), type(native))
+    assert isinstance(fastest_weigher(), type(native))
 
 
 def test_workers_that_come_and_go_are_seen_by_the_next_decision():
