@@ -1,0 +1,249 @@
+"""What is said in the pool about blocks, replicas, puts and leases. Plain frozen data, shared by node, directory and client."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.ids import BlockKey, WorkerIdentity
+
+
+class Tier(Enum):
+    """Where on a node a block lies; the faster one first."""
+
+    DRAM = "dram"
+    SSD = "ssd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Whose a block is. Quotas go by the tenant, flushes by any of the three.
+
+    Attributes:
+        tenant: Who is billed for its bytes.
+        scope: The cache scope of its key, salt included.
+        model: Fingerprint of the model that computed it.
+    """
+
+    tenant: str
+    scope: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which blocks a flush means; an empty field means any.
+
+    Attributes:
+        tenant: Only this tenant's.
+        scope: Only of this cache scope.
+        model: Only of the model with this fingerprint.
+    """
+
+    tenant: str = ""
+    scope: str = ""
+    model: str = ""
+
+    def covers(self, owner: Owner) -> bool:
+        """Whether blocks of `owner` are meant."""
+        return (
+            self.tenant in ("", owner.tenant)
+            and self.scope in ("", owner.scope)
+            and self.model in ("", owner.model)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One copy of a block.
+
+    Attributes:
+        node: Who holds it.
+        tier: Where.
+        epoch: Of the place it lies in; another epoch there is another block.
+    """
+
+    node: WorkerIdentity
+    tier: Tier
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A block that a node holds from now on, or holds in another place.
+
+    Attributes:
+        key: The block.
+        owner: Whose it is.
+        size_bytes: Its bytes.
+        tier: Where it lies.
+        epoch: Of that place.
+    """
+
+    key: BlockKey
+    owner: Owner
+    size_bytes: int
+    tier: Tier
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryChanges:
+    """What has changed in one node's blocks; a key is in one of the two at most.
+
+    Attributes:
+        stored: Held from now on, or in another place than before.
+        removed: Held no longer.
+    """
+
+    stored: tuple[Stored, ...] = ()
+    removed: tuple[BlockKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    """What a node says of itself when it renews its lease.
+
+    Attributes:
+        node: Its name and start.
+        address: Where its `Pool` service answers other nodes.
+        failure_domain: Replicas of a block are spread over these: a rack, a zone, a host.
+        free_bytes: That could be put without evicting.
+        capacity_bytes: Of its memory.
+        sick: It takes no new blocks.
+    """
+
+    node: WorkerIdentity
+    address: str
+    failure_domain: str = ""
+    free_bytes: int = 0
+    capacity_bytes: int = 0
+    sick: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutItem:
+    """A place to write one block to.
+
+    Attributes:
+        key: The block.
+        slot: Index of the place in the slab.
+        epoch: Of the place.
+    """
+
+    key: BlockKey
+    slot: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutGrant:
+    """Leave to write, until the put is committed, abandoned or too old.
+
+    Attributes:
+        put_id: Names the put.
+        items: Of the asked keys those that nobody holds or is writing.
+    """
+
+    put_id: str
+    items: tuple[PutItem, ...]
+
+
+class RefusalReason(Enum):
+    """Why a node does not take blocks."""
+
+    FULL = "full"
+    SICK = "sick"
+    DRAINING = "draining"
+    OVER_QUOTA = "over_quota"
+    TOO_LARGE = "too_large"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A put that is not taken: an outcome, not a fault.
+
+    Attributes:
+        reason: Why.
+        detail: For people.
+    """
+
+    reason: RefusalReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBlock:
+    """A block in the slab that may be read while its lease holds.
+
+    Attributes:
+        key: The block.
+        slot: Where it lies.
+        epoch: Of that place.
+        checksums: One 64-bit number per layer, little-endian: the xxh3 of the layer's bytes.
+    """
+
+    key: BlockKey
+    slot: int
+    epoch: int
+    checksums: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLease:
+    """The leading blocks of a chain, kept where they are for a while.
+
+    Attributes:
+        lease_id: Names the lease; empty where nothing is held.
+        blocks: In chain order.
+        lease_s: For how long, from when it was granted, on the node's clock.
+    """
+
+    lease_id: str
+    blocks: tuple[HeldBlock, ...] = ()
+    lease_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerUsage:
+    """What one tenant's blocks take."""
+
+    tenant: str
+    dram_bytes: int = 0
+    ssd_bytes: int = 0
+    blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUsage:
+    """Counts of one node, for metrics and `baton pool top`; those of what happened only grow.
+
+    Attributes:
+        slots_total: Places in the slab.
+        slots_free: Of them without a block.
+        ssd_blocks: Blocks on the disk.
+        leases: Given and not over.
+        puts: Reserved and not over.
+        hit_blocks: Blocks that readers asked for and got.
+        missed_blocks: And did not get.
+        stored_blocks: Committed.
+        evicted_blocks: Given up for others, out of the last tier.
+        demoted_blocks: Moved from memory to disk.
+        promoted_blocks: And back.
+        zombie_puts: Puts whose writer never came back.
+        corrupt_blocks: Dropped for a wrong checksum.
+        owners: By tenant.
+    """
+
+    slots_total: int
+    slots_free: int
+    ssd_blocks: int = 0
+    leases: int = 0
+    puts: int = 0
+    hit_blocks: int = 0
+    missed_blocks: int = 0
+    stored_blocks: int = 0
+    evicted_blocks: int = 0
+    demoted_blocks: int = 0
+    promoted_blocks: int = 0
+    zombie_puts: int = 0
+    corrupt_blocks: int = 0
+    owners: tuple[OwnerUsage, ...] = field(default=())
