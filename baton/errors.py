@@ -136,6 +136,12 @@ class DrainingError(UnavailableError):
     code = "draining"
 
 
+class PoolUnavailableError(UnavailableError):
+    """The KV pool, or its directory, cannot be reached; whoever asked does without. Never ends a request."""
+
+    code = "pool_unavailable"
+
+
 class DeadlineError(BatonError):
     """The request outlived its deadline."""
 
@@ -246,6 +252,7 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     UnavailableError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     WorkerLostError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     DrainingError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
+    PoolUnavailableError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     DeadlineError: _row(504, "DEADLINE_EXCEEDED", "timeout_error", retryable=True),
     CancelledByPeerError: _row(499, "CANCELLED", "cancelled_error"),
     TransferError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),

@@ -120,6 +120,19 @@ class NodeState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flushes:
+    """Flushes that a node has yet to carry out.
+
+    Attributes:
+        count: Of all flushes so far.
+        selections: The latest of them. A node that missed more than the directory remembers is told to drop everything.
+    """
+
+    count: int
+    selections: tuple[Selection, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PutItem:
     """A place to write one block to.
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from baton.ids import BlockKey, WorkerIdentity
-from kvpool.messages import DirectoryChanges, NodeState, Replica, Selection
+from kvpool.messages import DirectoryChanges, Flushes, NodeState, Replica, Selection
 
 
 class Directory(Protocol):
@@ -22,11 +22,16 @@ class Directory(Protocol):
         One round trip, whatever the chain's length. Grants nothing and leaves no trace.
         """
 
-    async def renew(self, state: NodeState, lease_s: float) -> int:
+    async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Flushes:
         """Says that a node lives, for `lease_s` from now; what its lease covers is void once it has ended.
 
+        Args:
+            state: Of the node.
+            lease_s: For how long.
+            flushes: How many flushes the node has carried out.
+
         Returns:
-            How often the pool has been flushed; `flushes` says what by.
+            The later ones, for the node to carry out in its own memory.
         """
 
     async def nodes(self) -> tuple[NodeState, ...]:
@@ -36,7 +41,4 @@ class Directory(Protocol):
         """All replicas of this start of a node are void, at once."""
 
     async def flush(self, selection: Selection) -> int:
-        """Voids every replica that `selection` covers, on all nodes. Returns the number of flushes so far, this one included."""
-
-    async def flushes(self, since: int) -> tuple[Selection, ...]:
-        """The flushes after the first `since`, for nodes to carry out in their own memory."""
+        """Voids every replica that `selection` covers, on all nodes. Returns the number of flushes so far."""

@@ -63,6 +63,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 TENANT_SOURCES = ("file", "redis")
 BACKENDS = ("cuda_ipc", "shm", "nixl", "ucx")
+EVICTIONS = ("lru", "s3fifo", "cost")
+DIRECTORIES = ("memory", "redis")
 
 RULES: tuple[Rule, ...] = (
     _one_of("model.dtype", DTYPES),
@@ -125,6 +127,23 @@ RULES: tuple[Rule, ...] = (
         holds=lambda v: bool(v) and set(v) <= set(BACKENDS),
         demand=f"must name at least one of: {', '.join(BACKENDS)}",
     ),
+    _one_of("pool.eviction", EVICTIONS),
+    _one_of("pool.ssd_eviction", EVICTIONS),
+    _one_of("pool.directory", DIRECTORIES),
+    Rule(path="pool.redis_prefix", holds=bool, demand="must not be empty"),
+    *(
+        Rule(path=path, holds=lambda v: 0 < v <= 1, demand="must be above 0 and at most 1")
+        for path in ("pool.high_watermark", "pool.low_watermark")
+    ),
+    *_at_least(1, "pool.memory_bytes", "pool.publish_queue_blocks", "pool.tenant_bytes"),
+    *_at_least(0, "pool.ssd_bytes", "pool.replicate_after_hits"),
+    *_above_zero(
+        "pool.redis_timeout_s",
+        "pool.node_lease_s",
+        "pool.put_timeout_s",
+        "pool.lease_s",
+        "pool.lookup_timeout_s",
+    ),
     *_at_least(0, "cluster.prefill_workers", "cluster.decode_workers", "cluster.hybrid_workers"),
     Rule(
         path="cluster.metrics_port",
@@ -169,6 +188,13 @@ def contradiction(config: BatonConfig) -> str | None:
         return "admin.port needs admin.api_keys: nobody is an operator without a key"
     if config.tenants.source == "redis" and not config.tenants.redis_url:
         return "tenants.source is redis, which needs tenants.redis_url"
+    pool = config.pool
+    if pool.directory == "redis" and not pool.redis_url:
+        return "pool.directory is redis, which needs pool.redis_url"
+    if pool.low_watermark > pool.high_watermark:
+        return "pool.low_watermark must not be above pool.high_watermark"
+    if bool(pool.ssd_dir) != bool(pool.ssd_bytes):
+        return "pool.ssd_dir and pool.ssd_bytes belong together"
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
     started_here = cluster.prefill_workers + cluster.decode_workers + cluster.hybrid_workers

@@ -206,6 +206,60 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """The pooled KV store: one node per host, which that host's workers share.
+
+    Attributes:
+        enabled: Whether there is one.
+        memory_bytes: Of this host's slab; None for a quarter of the memory that is free at start, 4 GiB at most.
+        address: Where the node's service listens; empty for a Unix socket beside the workers'. Nodes of other hosts need
+            `host:port`.
+        advertise_address: Where nodes of other hosts reach it, if not at `address`.
+        failure_domain: What fails together with this node: a rack, a zone. Replicas are spread over these.
+        ssd_dir: Directory of the SSD tier; empty for none. It survives restarts.
+        ssd_bytes: That it may take.
+        eviction: What goes first when memory is full: `lru`, `s3fifo` or `cost`.
+        ssd_eviction: The same of the disk.
+        high_watermark: Share of the slab above which blocks are moved down before anybody asks for room.
+        low_watermark: Share at which that stops.
+        directory: `memory` or `redis`; several nodes need the latter.
+        redis_url: Of the directory.
+        redis_prefix: Begins all its keys; clusters that share a Redis need different ones.
+        redis_timeout_s: How long anybody waits for it before going on without.
+        node_lease_s: A node that is silent for this long is taken for dead, and its blocks for lost.
+        put_timeout_s: A put that is not committed by then is given up.
+        lease_s: For how long a reader's blocks stay.
+        lookup_timeout_s: How long a request waits for the pool's answer before it is computed without.
+        publish_queue_blocks: Blocks of one worker that may wait to be put; the oldest are dropped.
+        replicate_after_hits: A block that other hosts fetched this often within a minute is kept there; 0 never.
+        tenant_bytes: KV bytes that one tenant may hold on this node, where the tenants document does not say.
+    """
+
+    enabled: bool = True
+    memory_bytes: int | None = None
+    address: str = ""
+    advertise_address: str = ""
+    failure_domain: str = ""
+    ssd_dir: str = ""
+    ssd_bytes: int = 0
+    eviction: str = "s3fifo"
+    ssd_eviction: str = "s3fifo"
+    high_watermark: float = 0.95
+    low_watermark: float = 0.9
+    directory: str = "memory"
+    redis_url: str = ""
+    redis_prefix: str = "baton"
+    redis_timeout_s: float = 0.25
+    node_lease_s: float = 10.0
+    put_timeout_s: float = 10.0
+    lease_s: float = 30.0
+    lookup_timeout_s: float = 0.05
+    publish_queue_blocks: int = 1024
+    replicate_after_hits: int = 3
+    tenant_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """One worker process.
 
@@ -302,6 +356,7 @@ class BatonConfig:
     audit: AuditConfig = field(default_factory=AuditConfig)
     admin: AdminConfig = field(default_factory=AdminConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 from baton.rpc.v1 import pool_pb2 as baton_dot_rpc_dot_v1_dot_pool__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -34,60 +35,103 @@ class PoolStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Lookup = channel.unary_unary(
-                '/baton.rpc.v1.Pool/Lookup',
-                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LookupRequest.SerializeToString,
-                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LookupReply.FromString,
+        self.Attach = channel.unary_unary(
+                '/baton.rpc.v1.Pool/Attach',
+                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.AttachPoolRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.AttachPoolReply.FromString,
                 _registered_method=True)
-        self.ReservePut = channel.unary_unary(
-                '/baton.rpc.v1.Pool/ReservePut',
+        self.Reserve = channel.unary_unary(
+                '/baton.rpc.v1.Pool/Reserve',
                 request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReservePutRequest.SerializeToString,
                 response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReservePutReply.FromString,
                 _registered_method=True)
-        self.CommitPut = channel.unary_unary(
-                '/baton.rpc.v1.Pool/CommitPut',
+        self.Commit = channel.unary_unary(
+                '/baton.rpc.v1.Pool/Commit',
                 request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.CommitPutRequest.SerializeToString,
                 response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.CommitPutReply.FromString,
                 _registered_method=True)
-        self.LeaseGet = channel.unary_unary(
-                '/baton.rpc.v1.Pool/LeaseGet',
-                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseGetRequest.SerializeToString,
-                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseGetReply.FromString,
+        self.Abandon = channel.unary_unary(
+                '/baton.rpc.v1.Pool/Abandon',
+                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.AbandonPutRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.AbandonPutReply.FromString,
+                _registered_method=True)
+        self.Lease = channel.unary_unary(
+                '/baton.rpc.v1.Pool/Lease',
+                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseBlocksRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseBlocksReply.FromString,
+                _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/baton.rpc.v1.Pool/Renew',
+                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.RenewLeasesRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.RenewLeasesReply.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
                 '/baton.rpc.v1.Pool/Release',
-                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReleaseReply.FromString,
+                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReleaseLeasesRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReleaseLeasesReply.FromString,
+                _registered_method=True)
+        self.ReportCorrupt = channel.unary_unary(
+                '/baton.rpc.v1.Pool/ReportCorrupt',
+                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptReply.FromString,
+                _registered_method=True)
+        self.Fetch = channel.unary_unary(
+                '/baton.rpc.v1.Pool/Fetch',
+                request_serializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.FromString,
+                _registered_method=True)
+        self.Watch = channel.stream_stream(
+                '/baton.rpc.v1.Pool/Watch',
+                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.WatchRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.WatchReply.FromString,
                 _registered_method=True)
         self.Flush = channel.unary_unary(
                 '/baton.rpc.v1.Pool/Flush',
-                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.FlushRequest.SerializeToString,
-                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.FlushReply.FromString,
+                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.FlushPoolRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.FlushPoolReply.FromString,
+                _registered_method=True)
+        self.Usage = channel.unary_unary(
+                '/baton.rpc.v1.Pool/Usage',
+                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageReply.FromString,
                 _registered_method=True)
 
 
 class PoolServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Lookup(self, request, context):
+    def Attach(self, request, context):
+        """For workers of this host.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reserve(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReservePut(self, request, context):
+    def Commit(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CommitPut(self, request, context):
+    def Abandon(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LeaseGet(self, request, context):
+    def Lease(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,7 +143,34 @@ class PoolServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportCorrupt(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fetch(self, request, context):
+        """For nodes of other hosts: a signed FetchBlocks there, a signed FetchedBlocks back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request_iterator, context):
+        """For routers: a greeting, then which blocks are held here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Flush(self, request, context):
+        """For operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Usage(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,35 +179,65 @@ class PoolServicer:
 
 def add_PoolServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Lookup': grpc.unary_unary_rpc_method_handler(
-                    servicer.Lookup,
-                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LookupRequest.FromString,
-                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LookupReply.SerializeToString,
+            'Attach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.AttachPoolRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.AttachPoolReply.SerializeToString,
             ),
-            'ReservePut': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReservePut,
+            'Reserve': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reserve,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReservePutRequest.FromString,
                     response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReservePutReply.SerializeToString,
             ),
-            'CommitPut': grpc.unary_unary_rpc_method_handler(
-                    servicer.CommitPut,
+            'Commit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Commit,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.CommitPutRequest.FromString,
                     response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.CommitPutReply.SerializeToString,
             ),
-            'LeaseGet': grpc.unary_unary_rpc_method_handler(
-                    servicer.LeaseGet,
-                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseGetRequest.FromString,
-                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseGetReply.SerializeToString,
+            'Abandon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abandon,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.AbandonPutRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.AbandonPutReply.SerializeToString,
+            ),
+            'Lease': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lease,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseBlocksRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseBlocksReply.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.RenewLeasesRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.RenewLeasesReply.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
-                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReleaseRequest.FromString,
-                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReleaseReply.SerializeToString,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReleaseLeasesRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReleaseLeasesReply.SerializeToString,
+            ),
+            'ReportCorrupt': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportCorrupt,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptReply.SerializeToString,
+            ),
+            'Fetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.SerializeToString,
+            ),
+            'Watch': grpc.stream_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.WatchRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.WatchReply.SerializeToString,
             ),
             'Flush': grpc.unary_unary_rpc_method_handler(
                     servicer.Flush,
-                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.FlushRequest.FromString,
-                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.FlushReply.SerializeToString,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.FlushPoolRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.FlushPoolReply.SerializeToString,
+            ),
+            'Usage': grpc.unary_unary_rpc_method_handler(
+                    servicer.Usage,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -150,7 +251,7 @@ class Pool:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Lookup(request,
+    def Attach(request,
             target,
             options=(),
             channel_credentials=None,
@@ -163,9 +264,9 @@ class Pool:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/baton.rpc.v1.Pool/Lookup',
-            baton_dot_rpc_dot_v1_dot_pool__pb2.LookupRequest.SerializeToString,
-            baton_dot_rpc_dot_v1_dot_pool__pb2.LookupReply.FromString,
+            '/baton.rpc.v1.Pool/Attach',
+            baton_dot_rpc_dot_v1_dot_pool__pb2.AttachPoolRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_pool__pb2.AttachPoolReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -177,7 +278,7 @@ class Pool:
             _registered_method=True)
 
     @staticmethod
-    def ReservePut(request,
+    def Reserve(request,
             target,
             options=(),
             channel_credentials=None,
@@ -190,7 +291,7 @@ class Pool:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/baton.rpc.v1.Pool/ReservePut',
+            '/baton.rpc.v1.Pool/Reserve',
             baton_dot_rpc_dot_v1_dot_pool__pb2.ReservePutRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_pool__pb2.ReservePutReply.FromString,
             options,
@@ -204,7 +305,7 @@ class Pool:
             _registered_method=True)
 
     @staticmethod
-    def CommitPut(request,
+    def Commit(request,
             target,
             options=(),
             channel_credentials=None,
@@ -217,7 +318,7 @@ class Pool:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/baton.rpc.v1.Pool/CommitPut',
+            '/baton.rpc.v1.Pool/Commit',
             baton_dot_rpc_dot_v1_dot_pool__pb2.CommitPutRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_pool__pb2.CommitPutReply.FromString,
             options,
@@ -231,7 +332,7 @@ class Pool:
             _registered_method=True)
 
     @staticmethod
-    def LeaseGet(request,
+    def Abandon(request,
             target,
             options=(),
             channel_credentials=None,
@@ -244,9 +345,63 @@ class Pool:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/baton.rpc.v1.Pool/LeaseGet',
-            baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseGetRequest.SerializeToString,
-            baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseGetReply.FromString,
+            '/baton.rpc.v1.Pool/Abandon',
+            baton_dot_rpc_dot_v1_dot_pool__pb2.AbandonPutRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_pool__pb2.AbandonPutReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Pool/Lease',
+            baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseBlocksRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseBlocksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Pool/Renew',
+            baton_dot_rpc_dot_v1_dot_pool__pb2.RenewLeasesRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_pool__pb2.RenewLeasesReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -272,8 +427,89 @@ class Pool:
             request,
             target,
             '/baton.rpc.v1.Pool/Release',
-            baton_dot_rpc_dot_v1_dot_pool__pb2.ReleaseRequest.SerializeToString,
-            baton_dot_rpc_dot_v1_dot_pool__pb2.ReleaseReply.FromString,
+            baton_dot_rpc_dot_v1_dot_pool__pb2.ReleaseLeasesRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_pool__pb2.ReleaseLeasesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportCorrupt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Pool/ReportCorrupt',
+            baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Pool/Fetch',
+            baton_dot_rpc_dot_v1_dot_common__pb2.Signed.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_common__pb2.Signed.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.rpc.v1.Pool/Watch',
+            baton_dot_rpc_dot_v1_dot_pool__pb2.WatchRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_pool__pb2.WatchReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -299,8 +535,35 @@ class Pool:
             request,
             target,
             '/baton.rpc.v1.Pool/Flush',
-            baton_dot_rpc_dot_v1_dot_pool__pb2.FlushRequest.SerializeToString,
-            baton_dot_rpc_dot_v1_dot_pool__pb2.FlushReply.FromString,
+            baton_dot_rpc_dot_v1_dot_pool__pb2.FlushPoolRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_pool__pb2.FlushPoolReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Usage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Pool/Usage',
+            baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageReply.FromString,
             options,
             channel_credentials,
             insecure,
