@@ -3,7 +3,13 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvpool.accounts import Allowance
 from kvpool.limits import NodeLimits
@@ -70,6 +76,11 @@ class Interleavings(RuleBasedStateMachine):
     def lease(self, text, lease_s, by):
         self.world.lease(text, lease_s, by=by)
 
+    @rule(text=TEXTS, tenant=TENANTS, by=WORKERS)
+    def put_and_lease(self, text, tenant, by):
+        self.world.put(text, tenant)
+        self.world.lease(text, 60.0, by=by)
+
     @rule(data=st.data())
     def release(self, data):
         if self.world.readers:
@@ -123,9 +134,11 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=60, stateful_step_count=40)
+TestInterleavings.settings = settings(max_examples=150, stateful_step_count=50)
 
 
 @pytest.mark.slow
-class TestManyInterleavings(Interleavings.TestCase):
-    settings = settings(max_examples=3000, stateful_step_count=60)
+def test_thousands_of_interleavings():
+    run_state_machine_as_test(
+        Interleavings, settings=settings(max_examples=3000, stateful_step_count=60)
+    )
