@@ -21,7 +21,11 @@ class Gated:
         self.gates = [threading.Event() for _ in range(self.num_layers)]
         self.entered = [threading.Event() for _ in range(self.num_layers)]
         self.after: Callable[[int], None] = lambda layer_index: None
-        for gate in self.gates if is_open else ():
+        if is_open:
+            self.open()
+
+    def open(self) -> None:
+        for gate in self.gates:
             gate.set()
 
     def copy_in(self, layer_index, source, slots, pages):
@@ -193,7 +197,7 @@ def test_nothing_is_written_once_a_step_has_ended():
     with reading(world, gated) as reader:
         reader.begin([fetch(SEQ, (1, 2))])
         assert gated.entered[0].wait(TIMEOUT_S)
-        opener = threading.Thread(target=lambda: [gate.set() for gate in gated.gates])
+        opener = threading.Thread(target=gated.open)
         opener.start()
         outcome = reader.finish()
         left = bytes(world.arena)
