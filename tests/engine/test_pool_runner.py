@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from baton.clock import ManualClock
 from baton.errors import CorruptKvError
 from baton.generation import Prompt, SamplingParams
+from baton.hashing import chain_keys, root_key
 from baton.ids import BlockKey, SeqId
 from engine.cache.arena import KvArena
 from engine.loop import EngineLoop
@@ -83,7 +84,7 @@ class Granting(Desk):
 
     def wanted(self, seq_id, keys) -> None:
         super().wanted(seq_id, keys)
-        self._engine.lease(seq_id, wanted=True)
+        self._engine.lease(seq_id, keys, wanted=True)
 
 
 class Pooled:
@@ -102,6 +103,7 @@ class Pooled:
             num_blocks=NUM_BLOCKS,
             vocab_size=spec.vocab_size,
         )
+        self.layout = layout
         self.slab = slab or Slab(layout)
         self.sink, self.desk, self.events = Sink(), Granting(self), list[SeqEvent]()
         clock = ManualClock()
@@ -123,11 +125,16 @@ class Pooled:
         self.scheduler = scheduler
 
     def submit(self, command: Generate | Prefill) -> None:
-        self.lease(command.seq_id)
+        root = root_key(bytes(32), scope="", layout=self.layout)
+        keys = chain_keys(bytes(32), root, command.prompt.tokens, BLOCK_TOKENS)
+        self.lease(command.seq_id, keys)
         self.loop.submit(command)
 
-    def lease(self, seq_id: SeqId, *, wanted: bool = False) -> None:
-        blocks = tuple(self.slab.held.values())
+    def lease(self, seq_id: SeqId, keys: Sequence[BlockKey], *, wanted: bool = False) -> None:
+        held = takewhile(lambda block: block is not None, map(self.slab.held.get, keys))
+        blocks = tuple(block for block in held if block is not None)
+        if not blocks:
+            return
         lease = BlockLease(lease_id=seq_id, blocks=blocks, lease_s=60)
         self.leases.add(seq_id, lease, asked_s=0.0, wanted=wanted)
 
