@@ -142,3 +142,4 @@ class WorkerLoad:
     step_s: float = 0.0
     step_sequences: int = 0
     step_context_tokens: int = 0
+    pool_hit_tokens: int = 0

@@ -1,9 +1,14 @@
-"""What a pool node needs from outside: the directory of the whole pool, and a disk below its memory."""
+"""What the pool needs from outside: for a node, the directory of the whole pool and a disk below its memory; for a worker, the
+pages of its arena and somebody who talks to the node.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from baton.ids import BlockKey, WorkerIdentity
+from baton.ids import BlockKey, SeqId, WorkerIdentity
+from kv_transfer.page_copy import Pages
+from kv_transfer.plan import Numbers
+from kvpool.hashed_copy import Hashes
 from kvpool.messages import DirectoryChanges, Flushes, NodeState, Replica, Selection
 
 
@@ -42,3 +47,40 @@ class Directory(Protocol):
 
     async def flush(self, selection: Selection) -> int:
         """Voids every replica that `selection` covers, on all nodes. Returns the number of flushes so far."""
+
+
+class ArenaPages(Protocol):
+    """The pages of one engine's KV arena, as the threads see them that copy between it and a slab.
+
+    `HostPages` is for memory that the processor reads. An arena on a GPU needs more: its layers' pages are packed by a kernel
+    into one pinned buffer on the host (or out of it), on a stream of its own, in turns of a few MiB so that packing a turn and
+    copying the one before it overlap; hashes are of the pinned buffer. Torch has no place here, so that implementation belongs
+    to the engine's side and is handed in.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a block."""
+
+    def copy_in(self, layer_index: int, source: Pages, slots: Numbers, pages: Numbers) -> Hashes:
+        """Copies rows `slots` of one layer of a slab, `[num_slots, page_layer_bytes]`, to the arena's `pages`; blocks.
+
+        Returns:
+            The xxh3 of what has arrived, per page.
+        """
+
+    def copy_out(self, layer_index: int, pages: Numbers, target: Pages, slots: Numbers) -> Hashes:
+        """The same the other way."""
+
+
+class NodeDesk(Protocol):
+    """Whoever talks to this host's node for the copying threads. Called from any thread; must neither block nor raise."""
+
+    def wanted(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+        """A sequence will need these blocks again: lease them and give the lease to `ReadLeases.add`."""
+
+    def released(self, lease_ids: Sequence[str]) -> None:
+        """Nobody here reads under these leases any more."""
+
+    def corrupt(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks do not have the checksums they were leased with."""

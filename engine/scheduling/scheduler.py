@@ -346,6 +346,7 @@ class Scheduler:
             preemptions=self._preemptions,
             prefix_hit_tokens=self._admission.hit_tokens,
             prefix_query_tokens=self._admission.query_tokens,
+            pool_hit_tokens=self._admission.pooled_tokens,
             prefill_tokens_pending=roster.prefill_tokens_pending,
         )
 
