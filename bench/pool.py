@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from baton.config.schema import PoolConfig
 from baton.ids import BlockKey
 from bench.report import Report
 from kvpool.eviction.select import POLICIES
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "chain_blocks": arguments.chain_blocks,
             "chains": arguments.chains,
             "slots": arguments.slots,
-            "eviction": NodeLimits(num_slots=1, slot_bytes=1).eviction,
+            "eviction": PoolConfig().eviction,
         },
     )
     for eviction in POLICIES:

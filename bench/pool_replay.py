@@ -4,7 +4,7 @@ Each request reads what is held of the beginning of its prompt and then puts the
 kept: no byte is copied. What one of several ledgers holds helps none of the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.ids import BlockKey
@@ -40,35 +40,58 @@ def unique_blocks(requests: Sequence[TracedRequest]) -> int:
     return len({block for request in requests for block in request.blocks})
 
 
+Routing = Callable[[Sequence[NodeLedger], Sequence[BlockKey], int], int]
+"""Chooses the node of a request by what it asks for and its number."""
+
+
+def in_turn(ledgers: Sequence[NodeLedger], keys: Sequence[BlockKey], number: int) -> int:  # noqa: ARG001
+    """The next node for each request: a router that balances load and does not know who holds what."""
+    return number % len(ledgers)
+
+
+def to_longest(ledgers: Sequence[NodeLedger], keys: Sequence[BlockKey], number: int) -> int:
+    """The node that holds most of the prompt's beginning, however busy it is; of equals the next one in turn."""
+    held = [ledger.held(keys) for ledger in ledgers]
+    turns = [(number + offset) % len(ledgers) for offset in range(len(ledgers))]
+    return max(turns, key=held.__getitem__)
+
+
 def replay(
-    requests: Sequence[TracedRequest], *, eviction: str, num_slots: int, num_nodes: int = 1
+    requests: Sequence[TracedRequest],
+    *,
+    eviction: str,
+    num_slots: int,
+    num_nodes: int = 1,
+    route: Routing = in_turn,
 ) -> Hits:
-    """Sends every request to one node, the next one for each: a router that does not know who holds what.
+    """Sends each request to one node.
 
     Args:
         requests: In the order of their arrival.
         eviction: Name of the policy.
         num_slots: Blocks that fit all nodes together; each has the same part.
         num_nodes: How many nodes there are.
+        route: Which one a request goes to.
     """
     limits = NodeLimits(num_slots=num_slots // num_nodes, slot_bytes=1, eviction=eviction)
     ledgers = [NodeLedger(limits, f"n{number}") for number in range(num_nodes)]
     asked = hits = 0
     for number, request in enumerate(requests):
-        asked += len(request.blocks)
-        hits += _serve(ledgers[number % num_nodes], request)
+        keys = [BlockKey(block.to_bytes(16)) for block in request.blocks]
+        asked += len(keys)
+        hits += _serve(ledgers[route(ledgers, keys, number)], keys, request.at_s)
     for ledger in ledgers:
         ledger.check_integrity()
     return Hits(asked_blocks=asked, hit_blocks=hits)
 
 
-def _serve(ledger: NodeLedger, request: TracedRequest) -> int:
-    keys = [BlockKey(block.to_bytes(16)) for block in request.blocks]
-    lease = ledger.lease(keys, _LEASE_S, request.at_s)
+def _serve(ledger: NodeLedger, keys: Sequence[BlockKey], now_s: float) -> int:
+    lease = ledger.lease(keys, _LEASE_S, now_s)
     hits = len(lease.blocks)
-    put = ledger.reserve(keys[hits:], _OWNER, request.at_s, first=hits)
+    positions = range(hits, len(keys))
+    put = ledger.reserve(keys[hits:], _OWNER, now_s, positions=positions)
     if isinstance(put, PutGrant) and put.items:
-        ledger.commit(put.put_id, [b"sum"] * len(put.items), request.at_s)
+        ledger.commit(put.put_id, [b"sum"] * len(put.items), now_s)
     if lease.lease_id:
         ledger.release(lease.lease_id)
     ledger.take_changes()

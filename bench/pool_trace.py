@@ -5,19 +5,22 @@ The blocks of a trace (Mooncake's format, `bench.trace`; 512 tokens each) go thr
 
 - With room for everything: the share of blocks that any cache could find.
 - By capacity and eviction policy.
-- One pool for all against as many local caches of the same bytes in all. Requests go to the local caches in turn, the next one to
-  the next, as a router does that balances load and does not know who holds what.
+- One pool for all against local caches that have the same bytes together. Requests go to these in turn, as a router sends them
+  that balances load and does not know who holds what; or (`cache_aware`) to the cache that holds the longest beginning of the
+  prompt, however busy it is. Real routers lie between.
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.pool_replay import replay, unique_blocks
+from baton.config.schema import PoolConfig
+from bench.pool_replay import in_turn, replay, to_longest, unique_blocks
 from bench.report import Report
 from bench.trace import TRACE_BLOCK_TOKENS, TracedRequest, read_trace
 from kvpool.eviction.select import POLICIES
 
+_DEFAULT = PoolConfig().eviction
 _LOCAL_TOKENS = 3_000_000
 """Of each local cache where one pool is compared with them; Mooncake's paper compares with this."""
 
@@ -34,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "capacities_blocks": arguments.capacities,
             "local_caches": arguments.caches,
             "local_tokens": arguments.local_tokens,
-            "local_routing": "in turn",
+            "local_routing": "in turn; cache-aware: the longest held prefix",
+            "eviction": _DEFAULT,
         },
     )
     _without_bound(report, requests)
@@ -70,16 +74,23 @@ def _against_local(
 ) -> None:
     slots = local_tokens // TRACE_BLOCK_TOKENS * caches
     print(f"\n{caches} caches of {local_tokens} tokens each, against one pool of {slots} blocks")
-    gains = {}
+    print("          in turn   longest      pool")
     for eviction in POLICIES:
         pool = replay(requests, eviction=eviction, num_slots=slots).ratio
-        local = replay(requests, eviction=eviction, num_slots=slots, num_nodes=caches).ratio
-        gains[eviction] = pool / local
         report.figures[f"global_hit_ratio_{eviction}"] = pool
-        report.figures[f"local_hit_ratio_{eviction}"] = local
-        report.figures[f"global_over_local_hit_ratio_{eviction}"] = gains[eviction]
-        print(f"{eviction:8} {local:6.1%} {pool:6.1%}  {gains[eviction]:.2f} x", flush=True)
-    report.figures["global_over_local_hit_ratio"] = gains["lru"]
+        local = []
+        for name, route in (("", in_turn), ("_cache_aware", to_longest)):
+            hits = replay(
+                requests, eviction=eviction, num_slots=slots, num_nodes=caches, route=route
+            )
+            local.append(hits.ratio)
+            report.figures[f"local_hit_ratio{name}_{eviction}"] = hits.ratio
+            report.figures[f"global_over_local_hit_ratio{name}_{eviction}"] = pool / hits.ratio
+        gains = (f"{ratio:6.1%} {pool / ratio:.2f}x" for ratio in local)
+        print(f"{eviction:8}", *gains, f"{pool:6.1%}", flush=True)
+    for name in ("", "_cache_aware"):
+        gain = report.figures[f"global_over_local_hit_ratio{name}_{_DEFAULT}"]
+        report.figures[f"global_over_local_hit_ratio{name}"] = gain
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

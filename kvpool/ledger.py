@@ -116,20 +116,20 @@ class NodeLedger:
         owner: Owner,
         now_s: float,
         *,
-        first: int = 0,
+        positions: Sequence[int] = (),
         size_bytes: int | None = None,
         writer: WorkerIdentity | None = None,
     ) -> PutGrant | Refused:
         """Gives places to write to for blocks that nobody holds or is writing, for `put_timeout_s`.
 
         Evicts as needed, but none of `keys`, nor what other tenants have within their share. Where there is room for a part,
-        the beginning of the text is granted.
+        the first of `keys` are granted.
 
         Args:
-            keys: Consecutive blocks of one text.
+            keys: Blocks, those of one text in its order.
             owner: Whose they are.
             now_s: The time.
-            first: How many blocks of the text are before `keys[0]`.
+            positions: How many blocks of its text are before each; as many as keys, or none where `keys` is a whole text.
             size_bytes: Of each; a whole slot where it is not said.
             writer: Who will write; its puts end with it (`worker_gone`).
 
@@ -141,7 +141,7 @@ class NodeLedger:
         if refused is not None:
             return refused
         holding = self._accounts.holding(owner, size_bytes)
-        return self._intake.reserve(keys, holding, first, writer, now_s)
+        return self._intake.reserve(keys, holding, positions, writer, now_s)
 
     def commit(
         self,

@@ -73,7 +73,11 @@ class World:
 
     def reserve(self, text: str, tenant: str = "t", *, first: int = 0, by: str = "w"):
         outcome = self.ledger.reserve(
-            chain(text, first), owner(tenant), self.now_s, first=first, writer=worker(by)
+            chain(text, first),
+            owner(tenant),
+            self.now_s,
+            positions=range(first, len(text)),
+            writer=worker(by),
         )
         if isinstance(outcome, PutGrant) and outcome.items:
             for item in outcome.items:
@@ -239,7 +243,8 @@ class World:
             reader.lease = max(reader.lease, now, key=lambda lease: len(lease.blocks))
             for block in reader.lease.blocks:
                 assert self.slots[block.slot] == bytes_of(block.key) == block.checksums
-                assert self.epochs["slot", block.slot] <= block.epoch
+                assert self.epochs.get(("slot", block.slot), 0) <= block.epoch
+                self.epochs["slot", block.slot] = block.epoch
         usage = self.ledger.usage()
         assert usage.slots_total - usage.slots_free <= self.limits.num_slots
         assert usage.ssd_blocks <= self.limits.num_extents
