@@ -41,11 +41,12 @@ class Writer:
 
 @dataclass
 class Reader:
-    """A lease as its reader knows it."""
+    """A lease as its reader knows it, and those of its blocks that were flushed or found corrupt meanwhile."""
 
     lease: BlockLease
     until_s: float
     worker: WorkerIdentity
+    gone: set[BlockKey] = field(default_factory=set)
 
 
 @dataclass
@@ -213,11 +214,13 @@ class World:
         after = {stored.key for stored in self.ledger.stored()}
         assert count == len(before - after)
         self.pinned &= after
+        self._lost(before - after)
         self.run()
         return count
 
     def drop(self, dropped: list[BlockKey]):
         self.pinned -= set(dropped)
+        self._lost(set(dropped))
         self.ledger.drop(dropped)
         self.run()
 
@@ -229,6 +232,10 @@ class World:
     def unpin(self, text: str):
         self.pinned -= set(chain(text))
         self.ledger.unpin(chain(text))
+
+    def _lost(self, keys: set[BlockKey]):
+        for reader in self.readers.values():
+            reader.gone |= keys
 
     def _check_seen(self):
         stored = {entry.key: entry for entry in self.ledger.stored()}
@@ -243,6 +250,7 @@ class World:
             reader.lease = max(reader.lease, now, key=lambda lease: len(lease.blocks))
             for block in reader.lease.blocks:
                 assert self.slots[block.slot] == bytes_of(block.key) == block.checksums
+                assert block.key in reader.gone or block.key in self.directory
                 assert self.epochs.get(("slot", block.slot), 0) <= block.epoch
                 self.epochs["slot", block.slot] = block.epoch
         usage = self.ledger.usage()
