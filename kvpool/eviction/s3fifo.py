@@ -83,7 +83,7 @@ class S3Fifo:
             self._main[key] = 0
             return None
         self._ghosts[key] = None
-        if len(self._ghosts) > max(len(self._main), 1):
+        while len(self._ghosts) > max(len(self._main), 1):
             self._ghosts.popitem(last=False)
         return key
 

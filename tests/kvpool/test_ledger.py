@@ -1,5 +1,7 @@
 """What a node promises of its blocks, one promise at a time. Bytes, readers and writers are checked by the world around it."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.errors import InvariantError
@@ -12,12 +14,15 @@ from tests.kvpool.ledger_world import SLOT_BYTES, World, bytes_of, chain, key, o
 
 
 def limits(num_slots: int = 8, num_extents: int = 0, **others) -> NodeLimits:
-    return NodeLimits(
+    small = NodeLimits(
         num_slots=num_slots,
         num_extents=num_extents,
         slot_bytes=SLOT_BYTES,
-        **({"eviction": "lru", "ssd_eviction": "lru", "put_timeout_s": 10.0} | others),
+        eviction="lru",
+        ssd_eviction="lru",
+        put_timeout_s=10.0,
     )
+    return replace(small, **others)
 
 
 def world(num_slots: int = 8, num_extents: int = 0, **others) -> World:
@@ -180,6 +185,7 @@ def test_the_last_blocks_of_a_text_go_first():
 
 def test_a_block_that_is_too_large_is_refused_by_name():
     refused = world().ledger.reserve(chain("a"), owner(), 0.0, size_bytes=SLOT_BYTES + 1)
+    assert isinstance(refused, Refused)
     assert refused.reason is RefusalReason.TOO_LARGE
     assert "block_bytes" in refused.detail
 
@@ -344,6 +350,7 @@ def test_an_answer_that_comes_twice_changes_nothing():
     node = two_tiers()
     node.put("abc")
     (move,) = node.moves
+    assert isinstance(move, Demote)
     node.answer()
     before = node.ledger.usage()
     node.ledger.written(move, node.now_s)
@@ -453,6 +460,8 @@ def test_changes_nobody_took_do_not_pile_up():
     node = NodeLedger(limits(4), "n")
     for number in range(100):
         put = node.reserve(chain(f"{number:04}"), owner(), 0.0)
+        assert isinstance(put, PutGrant)
         node.commit(put.put_id, [b"x"] * 4, 0.0)
     changes = node.take_replica_changes(limit=1000)
+    assert changes is not None
     assert (len(changes.stored), len(changes.removed)) == (4, 0)
