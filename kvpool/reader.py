@@ -15,10 +15,10 @@ import numpy as np
 
 from baton.clock import Clock
 from baton.errors import BatonError, CorruptKvError, LeaseExpiredError, TransferError
-from baton.ids import BlockId, BlockKey, SeqId
+from baton.ids import BlockKey, SeqId
 from baton.pages import FetchOutcome, PageFetch
 from kv_transfer.page_copy import Pages
-from kv_transfer.plan import Numbers, check_pages
+from kv_transfer.plan import Numbers
 from kvpool.hashed_copy import Hashes, load_library
 from kvpool.host_pages import check_layers, turns
 from kvpool.ports import ArenaPages, NodeDesk
@@ -36,7 +36,7 @@ class _Job:
     slots: Numbers
     pages: Numbers
     expected: Hashes
-    lease_ids: frozenset[str]
+    lease_id: str
     error: BatonError | None = None
 
 
@@ -115,36 +115,32 @@ class PoolReader:
             self._changed.notify_all()
 
     def _resolve(self, fetch: PageFetch, slab: Sequence[Pages] | None) -> _Job:
-        found = self._leases.find(fetch.seq_id, fetch.keys)
-        pages = np.array(fetch.blocks, dtype=np.int64)
+        found = self._leases.find(fetch.seq_id, fetch.keys, first_block=fetch.first_block)
+        none = np.zeros(0, dtype=np.int64)
         job = _Job(
             fetch=fetch,
-            slots=np.array([readable.held.slot for readable in found], dtype=np.int64),
-            pages=pages,
+            slots=none if found is None else found.slots,
+            pages=np.array(fetch.blocks, dtype=np.int64),
             expected=np.zeros((0, 0), dtype=np.uint64),
-            lease_ids=frozenset(readable.lease_id for readable in found),
+            lease_id="" if found is None else found.lease_id,
         )
-        if slab is None or len(found) < len(fetch.keys):
+        if slab is None or found is None or len(found.keys) < len(fetch.keys):
             job.error = LeaseExpiredError("the leave to read blocks of the pool is over")
-            return job
-        try:
-            check_pages(tuple(BlockId(slot) for slot in job.slots.tolist()), len(slab[0]))
-            job.expected = self._expected([readable.held.checksums for readable in found])
-        except TransferError as error:
-            job.error = error
+        elif job.slots.min() < 0 or job.slots.max() >= len(slab[0]):
+            job.error = TransferError(
+                f"a leased block lies outside the slab of {len(slab[0])} slots"
+            )
+        else:
+            self._expect(job, found.checksums)
         return job
 
-    def _expected(self, checksums: Sequence[bytes]) -> Hashes:
-        """One number per layer and block.
-
-        Raises:
-            TransferError: Some block has another number of layers.
-        """
+    def _expect(self, job: _Job, checksums: Sequence[bytes]) -> None:
         num_layers = self._arena.num_layers
-        if any(len(of_block) != 8 * num_layers for of_block in checksums):
-            raise TransferError(f"blocks of the pool do not have checksums of {num_layers} layers")
+        if set(map(len, checksums)) != {8 * num_layers}:
+            job.error = TransferError(f"leased blocks do not have checksums of {num_layers} layers")
+            return
         numbers = np.frombuffer(b"".join(checksums), dtype="<u8").reshape(-1, num_layers)
-        return np.ascontiguousarray(numbers.T, dtype=np.uint64)
+        job.expected = np.ascontiguousarray(numbers.T, dtype=np.uint64)
 
     def await_layer(self, layer_index: int) -> frozenset[SeqId]:
         """See KvSource. Gives up what makes no progress for too long."""
@@ -230,7 +226,7 @@ class PoolReader:
             self._turns_done += 1
 
     def _check_lease(self, job: _Job) -> None:
-        if not self._leases.hold(job.lease_ids):
+        if not self._leases.holds(job.lease_id):
             raise LeaseExpiredError("the leave to read blocks of the pool ended meanwhile")
 
     def _fail(self, job: _Job, error: BatonError) -> None:

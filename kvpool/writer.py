@@ -63,10 +63,11 @@ class PoolWriter:
         check_pages(tuple(BlockId(placed.slot) for placed in places), len(slab[0]))
         fresh = [place for place, placed in enumerate(places) if self._is_unchanged(placed)]
         sums = self._copy([places[place] for place in fresh], slab)
+        raw, size = sums.astype("<u8").tobytes(), 8 * len(slab)
         written = [b""] * len(places)
-        for place, of_block in zip(fresh, sums, strict=True):
+        for row, place in enumerate(fresh):
             if self._is_unchanged(places[place]):
-                written[place] = of_block.astype("<u8").tobytes()
+                written[place] = raw[row * size : (row + 1) * size]
         return written
 
     def _copy(self, places: Sequence[Placed], slab: Sequence[Pages]) -> Hashes:

@@ -1,5 +1,7 @@
 """A slab, an arena and everything between them, in plain memory."""
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +18,7 @@ from kvpool.read_leases import ReadLeases
 
 SEQ, OTHER = SeqId("w/1"), SeqId("w/2")
 NUM_SLOTS, NUM_PAGES = 8, 6
+TIMEOUT_S = 30
 
 
 def layout(num_layers: int = 3) -> KvLayout:
@@ -93,3 +96,30 @@ def fetch(seq_id: SeqId, *placed: tuple[int, int], first_block: int = 0) -> Page
         keys=tuple(key(number) for number, _ in placed),
         blocks=tuple(BlockId(page) for _, page in placed),
     )
+
+
+class Gated:
+    """An arena that copies a layer only once it is let; `after` runs when a layer has been copied."""
+
+    def __init__(self, host: HostPages, *, is_open: bool = False) -> None:
+        self._host = host
+        self.num_layers = host.num_layers
+        self.gates = [threading.Event() for _ in range(self.num_layers)]
+        self.entered = [threading.Event() for _ in range(self.num_layers)]
+        self.after: Callable[[int], None] = lambda layer_index: None
+        if is_open:
+            self.open()
+
+    def open(self) -> None:
+        for gate in self.gates:
+            gate.set()
+
+    def copy_in(self, layer_index, source, slots, pages):
+        self.entered[layer_index].set()
+        assert self.gates[layer_index].wait(TIMEOUT_S)
+        hashes = self._host.copy_in(layer_index, source, slots, pages)
+        self.after(layer_index)
+        return hashes
+
+    def copy_out(self, layer_index, pages, target, slots):
+        return self._host.copy_out(layer_index, pages, target, slots)

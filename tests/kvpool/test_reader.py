@@ -1,5 +1,5 @@
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -7,36 +7,17 @@ import pytest
 from baton.errors import CorruptKvError, LeaseExpiredError, TransferError, disposition
 from kvpool.messages import BlockLease, HeldBlock
 from kvpool.reader import PoolReader
-from tests.kvpool.arena_world import NUM_SLOTS, OTHER, SEQ, ArenaWorld, fetch, key, layout
-
-TIMEOUT_S = 30
-
-
-class Gated:
-    """An arena that copies a layer only once it is let; `after` runs when a layer has been copied."""
-
-    def __init__(self, world: ArenaWorld, *, is_open: bool = False) -> None:
-        self._host = world.host
-        self.num_layers = world.host.num_layers
-        self.gates = [threading.Event() for _ in range(self.num_layers)]
-        self.entered = [threading.Event() for _ in range(self.num_layers)]
-        self.after: Callable[[int], None] = lambda layer_index: None
-        if is_open:
-            self.open()
-
-    def open(self) -> None:
-        for gate in self.gates:
-            gate.set()
-
-    def copy_in(self, layer_index, source, slots, pages):
-        self.entered[layer_index].set()
-        assert self.gates[layer_index].wait(TIMEOUT_S)
-        hashes = self._host.copy_in(layer_index, source, slots, pages)
-        self.after(layer_index)
-        return hashes
-
-    def copy_out(self, layer_index, pages, target, slots):
-        return self._host.copy_out(layer_index, pages, target, slots)
+from tests.kvpool.arena_world import (
+    NUM_SLOTS,
+    OTHER,
+    SEQ,
+    TIMEOUT_S,
+    ArenaWorld,
+    Gated,
+    fetch,
+    key,
+    layout,
+)
 
 
 @contextmanager
@@ -70,7 +51,7 @@ def test_leased_blocks_come_into_the_pages_layer_by_layer():
 def test_a_layer_is_awaited_while_the_next_is_still_on_its_way():
     world = ArenaWorld()
     world.lease(SEQ, 1)
-    gated = Gated(world)
+    gated = Gated(world.host)
     with reading(world, gated) as reader:
         reader.begin([fetch(SEQ, (1, 2))])
         for layer_index in range(3):
@@ -123,7 +104,7 @@ def test_a_lease_that_ended_between_offer_and_begin_fails_the_fetch_and_touches_
 def test_a_lease_that_ends_while_a_layer_is_copied_fails_the_fetch():
     world = ArenaWorld()
     world.lease(SEQ, 1)
-    gated = Gated(world, is_open=True)
+    gated = Gated(world.host, is_open=True)
     gated.after = lambda layer_index: world.clock.advance(10 if layer_index == 1 else 0)
     with reading(world, gated) as reader:
         reader.begin([fetch(SEQ, (1, 2))])
@@ -177,7 +158,7 @@ def test_checksums_of_another_number_of_layers_are_refused():
 def test_what_makes_no_progress_is_given_up_and_writes_nothing_after_the_end():
     world = ArenaWorld()
     world.lease(SEQ, 1)
-    gated = Gated(world)
+    gated = Gated(world.host)
     gated.gates[0].set()
     with reading(world, gated, stalled_after_s=0.0) as reader:
         reader.begin([fetch(SEQ, (1, 2))])
@@ -193,7 +174,7 @@ def test_what_makes_no_progress_is_given_up_and_writes_nothing_after_the_end():
 def test_nothing_is_written_once_a_step_has_ended():
     world = ArenaWorld()
     world.lease(SEQ, 1)
-    gated = Gated(world)
+    gated = Gated(world.host)
     with reading(world, gated) as reader:
         reader.begin([fetch(SEQ, (1, 2))])
         assert gated.entered[0].wait(TIMEOUT_S)
@@ -219,7 +200,7 @@ def test_the_same_fetch_can_be_begun_again():
 def test_an_arena_that_breaks_fails_the_fetch_and_not_the_thread():
     world = ArenaWorld()
     world.lease(SEQ, 1)
-    gated = Gated(world, is_open=True)
+    gated = Gated(world.host, is_open=True)
 
     def break_after(layer_index):
         raise KeyError(layer_index)
