@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from baton.ids import BlockKey, WorkerIdentity
-from kvpool.messages import DirectoryChanges, Flushes, NodeState, Replica, Selection
+from kvpool.messages import DirectoryChanges, NodeState, Renewal, Replica, Selection
 
 
 class Directory(Protocol):
@@ -14,7 +14,7 @@ class Directory(Protocol):
     """
 
     async def publish(self, node: WorkerIdentity, changes: DirectoryChanges) -> None:
-        """Takes one node's changes, in the order in which the node says them."""
+        """Takes one node's changes, in the order in which the node says them. Those of a node without a lease are passed over."""
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[tuple[Replica, ...]]:
         """Replicas of the leading blocks of a chain that some living node holds: one entry per block, none of them empty.
@@ -22,7 +22,7 @@ class Directory(Protocol):
         One round trip, whatever the chain's length. Grants nothing and leaves no trace.
         """
 
-    async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Flushes:
+    async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Renewal:
         """Says that a node lives, for `lease_s` from now; what its lease covers is void once it has ended.
 
         Args:
@@ -31,7 +31,7 @@ class Directory(Protocol):
             flushes: How many flushes the node has carried out.
 
         Returns:
-            The later ones, for the node to carry out in its own memory.
+            The later ones, for the node to carry out in its own memory, and whether the node has to publish all it holds.
         """
 
     async def nodes(self) -> tuple[NodeState, ...]:
