@@ -102,6 +102,7 @@ class Prompt:
         samples: Sample indices to draw, each its own random stream.
         sampling: How.
         cache_scope: Tenant scope of the prefix cache.
+        tenant: Who is billed for the blocks that are kept of it.
     """
 
     prompt_tokens: Tokens
@@ -109,6 +110,7 @@ class Prompt:
     samples: tuple[int, ...] = (0,)
     sampling: SamplingParams
     cache_scope: str = ""
+    tenant: str = ""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -140,3 +142,4 @@ class WorkerLoad:
     step_s: float = 0.0
     step_sequences: int = 0
     step_context_tokens: int = 0
+    pool_hit_tokens: int = 0

@@ -62,6 +62,7 @@ class DecodeFrameBuilder:
                 queue_s=tell.queue_s,
                 prefill_s=tell.prefill_s,
                 prompt_logprobs=prompt_logprobs_to_proto(tell.prompt_logprobs),
+                pooled_tokens=tell.pooled_tokens,
             )
         )
 

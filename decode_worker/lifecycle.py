@@ -116,6 +116,7 @@ class _Leg:
     xfer_id: XferId | None = None
     started_s: float = 0.0
     cached_tokens: int = 0
+    pooled_tokens: int = 0
 
 
 class DecodeLifecycle:
@@ -301,7 +302,8 @@ class DecodeLifecycle:
         leg = self._seqs.get(event.seq_id)
         if leg is not None and leg.state is _L.QUEUED:
             self._move(leg, _L.PREFILLING)
-            leg.started_s, leg.cached_tokens = now_s, event.cached_tokens
+            leg.started_s = now_s
+            leg.cached_tokens, leg.pooled_tokens = event.cached_tokens, event.pooled_tokens
 
     def _sampled(self, event: Sampled, now_s: float) -> list[DecodeAction]:
         leg = self._seqs.get(event.seq_id)
@@ -327,6 +329,7 @@ class DecodeLifecycle:
             leg_id=leg.leg_id,
             prompt_tokens=len(leg.prompt.tokens),
             cached_tokens=leg.cached_tokens,
+            pooled_tokens=leg.pooled_tokens,
             queue_s=leg.started_s - leg.arrived_s,
             prefill_s=now_s - leg.started_s,
             prompt_logprobs=event.prompt_logprobs,

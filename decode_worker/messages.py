@@ -100,6 +100,7 @@ class TellPrefilled:
     queue_s: float
     prefill_s: float
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    pooled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

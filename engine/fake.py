@@ -8,9 +8,10 @@ from baton.errors import EngineError
 from baton.generation import TokenLogprobs
 from baton.ids import BlockId, SeqId
 from engine.host import EventFan
+from engine.layer_walk import LayerWalk
 from engine.loop import EngineLoop
 from engine.messages import Command, StepEvents
-from engine.ports import LayerSink
+from engine.ports import BlockOutlet, KvSource, LayerSink
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Drawn, Row, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
@@ -43,21 +44,40 @@ class FakeRunner:
         self._vocab_size = limits.vocab_size
         self._sink = sink
         self._num_layers = num_layers
+        self._source: KvSource | None = None
         self.pages = [[_BLANK] * limits.block_tokens for _ in range(limits.num_blocks)]
         self.plans: deque[StepPlan] = deque(maxlen=1000)
         self.failing: set[SeqId] = set()
+
+    def fetch_from(self, source: KvSource) -> None:
+        """See StepRunner."""
+        self._source = source
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See StepRunner."""
         self.plans.append(plan)
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
-        drawn = tuple(self._compute(row) for row in plan.rows)
-        if self._sink is not None and plan.exports:
-            for layer_index in range(self._num_layers):
-                self._sink.layer_ready(layer_index, plan.exports)
+        walk = LayerWalk(plan, self._source, self._sink)
+        with walk:
+            drawn = self._walk(plan, walk)
         scores = tuple(self._score(row) for row in plan.rows)
-        return StepResult(drawn=drawn, scores=scores)
+        lost = walk.outcome.failed if walk.outcome is not None else {}
+        failed = tuple(
+            (place, lost[row.seq.seq_id])
+            for place, row in enumerate(plan.rows)
+            if row.seq.seq_id in lost
+        )
+        return StepResult(drawn=drawn, scores=scores, failed=failed, fetched=walk.outcome)
+
+    def _walk(self, plan: StepPlan, walk: LayerWalk) -> tuple[tuple[Drawn, ...], ...]:
+        """All layers share one page here: it is complete once the last one has been brought."""
+        for layer_index in range(self._num_layers):
+            walk.before(layer_index)
+        drawn = tuple(self._compute(row) for row in plan.rows)
+        for layer_index in range(self._num_layers):
+            walk.after(layer_index)
+        return drawn
 
     def _score(self, row: Row) -> tuple[TokenLogprobs, ...]:
         """What stands for the log-probability of a token here: its own id, negated."""
@@ -112,6 +132,14 @@ class FakeEngine:
             scheduler, runner, emit=self._fan.deliver, clock=clock or ManualClock()
         )
         self.is_closed = False
+
+    def connect_pool(self, source: KvSource, outlet: BlockOutlet) -> None:
+        """See ThreadEngineHost."""
+        self._loop.connect_pool(source, outlet)
+
+    def generation(self, block: BlockId) -> int:
+        """See ThreadEngineHost."""
+        return self.scheduler.generation(block)
 
     def step(self) -> bool:
         """One turn of the loop; whether a step was computed."""

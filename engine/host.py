@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from baton.clock import Clock, MonotonicClock
 from baton.errors import InvariantError
+from baton.ids import BlockId
 from engine.loop import EngineLoop
 from engine.messages import Command, SeqEvent, StepEvents
+from engine.ports import BlockOutlet, KvSource
 from engine.scheduling.plan import StepRunner
 from engine.scheduling.scheduler import Scheduler
 
@@ -64,6 +66,7 @@ class ThreadEngineHost:
         self, scheduler: Scheduler, runner: StepRunner, clock: Clock | None = None
     ) -> None:
         self._fan = EventFan()
+        self._scheduler = scheduler
         self._loop = EngineLoop(
             scheduler, runner, emit=self._fan.deliver, clock=clock or MonotonicClock()
         )
@@ -72,6 +75,14 @@ class ThreadEngineHost:
     def start(self) -> None:
         """Starts the thread. Attach the owners first: an event that nobody listens for ends the loop."""
         self._thread.start()
+
+    def connect_pool(self, source: KvSource, outlet: BlockOutlet) -> None:
+        """Blocks are fetched from `source`, and full pages offered to `outlet`. Before `start`."""
+        self._loop.connect_pool(source, outlet)
+
+    def generation(self, block: BlockId) -> int:
+        """How often a page has been handed out; see `BlockManager.generation`. May be called from any thread."""
+        return self._scheduler.generation(block)
 
     def submit(self, command: Command) -> None:
         """See EnginePort."""

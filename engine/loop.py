@@ -9,6 +9,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, EngineError
 from baton.generation import WorkerLoad
 from engine.messages import Command, SeqEvent, StepEvents
+from engine.ports import BlockOutlet, KvSource
 from engine.scheduling.plan import Row, StepPlan, StepResult, StepRunner
 from engine.scheduling.scheduler import Scheduler
 
@@ -47,9 +48,17 @@ class EngineLoop:
         self._busy_since_s: float | None = None
         self._failure: BaseException | None = None
         self._is_closing = False
+        self._outlet: BlockOutlet | None = None
         self._decode_s = 0.0
         self._decode_sequences = 0
         self._decode_context_tokens = 0
+
+    def connect_pool(self, source: KvSource, outlet: BlockOutlet) -> None:
+        """Blocks are fetched from `source` and offered to `outlet` from now on. Before `run`."""
+        self._scheduler.fetch_from(source)
+        self._runner.fetch_from(source)
+        self._scheduler.note_published()
+        self._outlet = outlet
 
     def submit(self, command: Command) -> None:
         """Queues a command from any thread."""
@@ -105,8 +114,9 @@ class EngineLoop:
         self._busy_since_s = begun_s = self._clock.now_s()
         result = self._execute(plan)
         self._busy_since_s = self._clock.now_s()
-        self._took(plan, self._busy_since_s - begun_s)
+        self._took(plan, result, self._busy_since_s - begun_s)
         self._tell(self._fail_rows(plan, result) + self._scheduler.apply(plan, result))
+        self._publish()
         return True
 
     def _drain(self) -> list[SeqEvent]:
@@ -134,8 +144,13 @@ class EngineLoop:
                 StepEvents(step=scheduler.step, events=tuple(events), load=load, blocks=blocks)
             )
 
-    def _took(self, plan: StepPlan, seconds: float) -> None:
+    def _publish(self) -> None:
+        if self._outlet is not None and (pages := self._scheduler.take_published()):
+            self._outlet.offer(pages)
+
+    def _took(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Remembers how long a step took that did nothing but decode: routers predict from it."""
+        self._scheduler.measured(plan, result, seconds)
         if all(row.num_tokens == 1 for row in plan.rows):
             self._decode_s = seconds
             self._decode_sequences = len(plan.rows)
@@ -194,6 +209,7 @@ def _only(plan: StepPlan, row: Row) -> StepPlan:
         rows=(row,),
         copies=tuple(copy for copy in plan.copies if copy[1] in seq.blocks),
         exports=tuple(export for export in plan.exports if export.seq_id == seq.seq_id),
+        fetches=tuple(fetch for fetch in plan.fetches if fetch.blocks[0] in seq.blocks),
     )
 
 

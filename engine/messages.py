@@ -79,11 +79,13 @@ class PrefillStarted:
     Attributes:
         num_blocks: Pages that the whole prompt takes.
         cached_tokens: Leading tokens found in this engine's prefix cache.
+        pooled_tokens: Those after them that are fetched from a pool.
     """
 
     seq_id: SeqId
     num_blocks: int
     cached_tokens: int
+    pooled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

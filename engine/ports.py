@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.ids import BlockId, SeqId
+from baton.ids import BlockId, BlockKey, SeqId
+from baton.pages import FetchOutcome, PageFetch, PublishedPage
 from engine.messages import Command, StepEvents
 
 
@@ -30,6 +31,48 @@ class LayerSink(Protocol):
 
     def layer_ready(self, layer_index: int, exports: Sequence[PageExport]) -> None:
         """The pages of `exports` now hold their KV in layer `layer_index` (an index into `KvLayout.layers`)."""
+
+
+class KvSource(Protocol):
+    """Where KV blocks can be fetched from instead of being computed: a pool. Thread-safe.
+
+    Called on the engine's thread, so nothing here asks anybody over a network. Only `await_layer` and `finish` may block, and
+    both only for as long as bytes are being copied on this machine. Per step: `begin`, `await_layer` for every layer in order,
+    `finish`; a step that is executed again begins its fetches again.
+    """
+
+    def offer(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> int:
+        """How many leading blocks of the chain `keys` could be fetched now; 0 where nothing is known of the sequence."""
+
+    def want(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+        """The sequence gave up its pages and will need these blocks again; they are got ready, if that can be done."""
+
+    def begin(self, fetches: Sequence[PageFetch]) -> None:
+        """Starts to copy what was offered, one layer of all fetches after the other. Does not wait and does not raise."""
+
+    def await_layer(self, layer_index: int) -> frozenset[SeqId]:
+        """Waits until each fetch has that layer in its pages, verified, or has failed.
+
+        Returns:
+            Sequences whose fetch has failed, in this layer or before: what is computed for them means nothing.
+        """
+
+    def finish(self) -> FetchOutcome:
+        """Ends the fetches that were begun; those that are not complete have failed. Nothing is written to a page of
+        theirs once this has returned.
+        """
+
+    def forget(self, seq_id: SeqId) -> None:
+        """The sequence needs nothing more, or is gone. Right at any moment, also for one that nobody knows."""
+
+
+class BlockOutlet(Protocol):
+    """Takes pages that hold a full block from now on, to copy them elsewhere. Must not block and must not raise."""
+
+    def offer(self, pages: Sequence[PublishedPage]) -> None:
+        """These came to be published in the last step, each after the one before it in its text. Nothing keeps them:
+        read `PublishedPage.generation`.
+        """
 
 
 class ArenaMemory(Protocol):

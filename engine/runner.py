@@ -1,18 +1,20 @@
 """Computes the steps that the scheduler plans: copies, layers, sampling. One per rank, on the engine loop's thread."""
 
-from collections.abc import Callable
-
 import torch
 
-from baton.errors import EngineError
+from baton.errors import BatonError, EngineError
 from baton.generation import TokenLogprobs
+from baton.pages import FetchOutcome
 from engine.cache.arena import KvArena
+from engine.layer_walk import LayerWalk
 from engine.models.decoder import Decoder
 from engine.models.inputs import InputBuilder
-from engine.ports import LayerSink
+from engine.ports import KvSource, LayerSink
 from engine.sampling.prompt_scores import PromptScorer
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Drawn, Row, StepPlan, StepResult
+
+_NOT_FINITE = "the model's scores are not finite, no token can be drawn from them"
 
 
 class ModelRunner:
@@ -28,9 +30,14 @@ class ModelRunner:
         self._model = model
         self._arena = arena
         self._sink = sink
+        self._source: KvSource | None = None
         self._inputs = InputBuilder(arena.layout.block_tokens, arena.num_blocks, model.device)
         self._sampler = Sampler(model.spec.eos_token_ids)
         self._scorer = PromptScorer(model.head, model.spec.vocab_size)
+
+    def fetch_from(self, source: KvSource) -> None:
+        """Plans may have fetches from now on, and `source` brings them."""
+        self._source = source
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -49,32 +56,40 @@ class ModelRunner:
         if not plan.rows:
             return StepResult(drawn=())
         step = self._inputs.build(plan.rows)
-        hidden = self._model.hidden(step, self._arena, self._layer_done(plan))
+        walk = LayerWalk(plan, self._source, self._sink)
+        with walk:
+            hidden = self._model.hidden(step, self._arena, walk)
         sampling = [row for row in plan.rows if row.samples]
         drawn = iter(self._draw(hidden[: len(sampling)], sampling) if sampling else ())
         scores = self._scorer.score(hidden[len(sampling) :], plan.rows)
-        return _result(plan, tuple(next(drawn) if row.samples else () for row in plan.rows), scores)
+        by_row = tuple(next(drawn) if row.samples else () for row in plan.rows)
+        return _result(plan, by_row, scores, walk.outcome)
 
     def _draw(self, hidden: torch.Tensor, rows: list[Row]) -> list[tuple[Drawn, ...]]:
         """Apart from what is scored, so that nobody's tokens depend on whether somebody scores."""
         return self._sampler.sample(self._model.head(hidden), rows)
-
-    def _layer_done(self, plan: StepPlan) -> Callable[[int], None] | None:
-        sink = self._sink
-        if sink is None or not plan.exports:
-            return None
-        return lambda layer_index: sink.layer_ready(layer_index, plan.exports)
 
 
 def _result(
     plan: StepPlan,
     drawn: tuple[tuple[Drawn, ...], ...],
     scores: tuple[tuple[TokenLogprobs, ...], ...],
+    fetched: FetchOutcome | None,
 ) -> StepResult:
-    """Of rows that should have drawn, those that did not have failed."""
-    failed = [
-        (place, EngineError("the model's scores are not finite, no token can be drawn from them"))
-        for place, row in enumerate(plan.rows)
-        if row.samples and not drawn[place]
-    ]
-    return StepResult(drawn=drawn, scores=scores, failed=tuple(failed))
+    """Rows whose pages were not brought have failed, and of those that should have drawn, those that did not."""
+    lost = fetched.failed if fetched is not None else {}
+    failed: list[tuple[int, BatonError]] = []
+    for place, row in enumerate(plan.rows):
+        if (error := lost.get(row.seq.seq_id)) is not None:
+            failed.append((place, error))
+        elif row.samples and not drawn[place]:
+            failed.append((place, EngineError(_NOT_FINITE)))
+    if lost:
+        drawn = _without(drawn, {place for place, _ in failed})
+    return StepResult(drawn=drawn, scores=scores, failed=tuple(failed), fetched=fetched)
+
+
+def _without(
+    drawn: tuple[tuple[Drawn, ...], ...], places: set[int]
+) -> tuple[tuple[Drawn, ...], ...]:
+    return tuple(() if place in places else tokens for place, tokens in enumerate(drawn))

@@ -1,10 +1,26 @@
-"""What a pool node needs from outside: the directory of the whole pool, and a disk below its memory."""
+"""What the pool needs from outside: for a node, the directory of the whole pool and a disk below its memory; for a worker, the
+pages of its arena and somebody who talks to the node.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from baton.ids import BlockKey, WorkerIdentity
-from kvpool.messages import DirectoryChanges, NodeState, Renewal, Replica, Selection
+from baton.ids import BlockKey, SeqId, WorkerIdentity
+from kv_transfer.page_copy import Pages
+from kv_transfer.plan import Numbers
+from kvpool.actions import DiskBlock
+from kvpool.hashed_copy import Hashes
+from kvpool.messages import (
+    BlockLease,
+    DirectoryChanges,
+    NodeState,
+    Owner,
+    PutGrant,
+    Refused,
+    Renewal,
+    Replica,
+    Selection,
+)
 
 
 class Directory(Protocol):
@@ -42,3 +58,91 @@ class Directory(Protocol):
 
     async def flush(self, selection: Selection) -> int:
         """Voids every replica that `selection` covers, on all nodes. Returns the number of flushes so far."""
+
+
+class ArenaPages(Protocol):
+    """The pages of one engine's KV arena, as the threads see them that copy between it and a slab.
+
+    `HostPages` is for memory that the processor reads. An arena on a GPU needs more: its layers' pages are packed by a kernel
+    into one pinned buffer on the host (or out of it), on a stream of its own, in turns of a few MiB so that packing a turn and
+    copying the one before it overlap; hashes are of the pinned buffer. Torch has no place here, so that implementation belongs
+    to the engine's side and is handed in.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a block."""
+
+    def copy_in(self, layer_index: int, source: Pages, slots: Numbers, pages: Numbers) -> Hashes:
+        """Copies rows `slots` of one layer of a slab, `[num_slots, page_layer_bytes]`, to the arena's `pages`; blocks.
+
+        Returns:
+            The xxh3 of what has arrived, per page.
+        """
+
+    def copy_out(self, layer_index: int, pages: Numbers, target: Pages, slots: Numbers) -> Hashes:
+        """The same the other way."""
+
+
+class NodeDesk(Protocol):
+    """Whoever talks to this host's node for the copying threads. Called from any thread; must neither block nor raise."""
+
+    def wanted(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+        """A sequence will need these blocks again: lease them and give the lease to `ReadLeases.add`."""
+
+    def released(self, lease_ids: Sequence[str]) -> None:
+        """Nobody here reads under these leases any more."""
+
+    def corrupt(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks do not have the checksums they were leased with."""
+
+
+class PoolClient(Protocol):
+    """A worker's way to the node of its host. asyncio; a node that is away raises `PoolUnavailableError` and nothing else."""
+
+    def slab(self) -> list[Pages] | None:
+        """The slab, one array `[num_slots, page_layer_bytes]` per layer; None while no node is there."""
+
+    async def lease(self, keys: Sequence[BlockKey], lease_s: float, wait_s: float) -> BlockLease:
+        """Keeps the leading blocks of a text where they are; what is on the disk is waited for, for `wait_s`."""
+
+    async def renew(self, lease_ids: Sequence[str], lease_s: float) -> tuple[str, ...]:
+        """Prolongs leases; returns those that are over."""
+
+    async def release(self, lease_ids: Sequence[str]) -> None:
+        """Nobody reads under these any more."""
+
+    async def reserve(
+        self, keys: Sequence[BlockKey], owner: Owner, first: int
+    ) -> PutGrant | Refused:
+        """Places for blocks that nobody holds; `first` blocks of their text come before them."""
+
+    async def commit(self, put_id: str, checksums: Sequence[bytes]) -> int:
+        """The places of a grant are written: one entry per place, an empty one where nothing was. How many are held now."""
+
+    async def corrupt(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks do not have the checksums they were leased with."""
+
+
+class ExtentStore(Protocol):
+    """A disk below a node's memory. Blocks: called on threads of its own. A fault is an `OSError`, a wrong block a `CorruptKvError`."""
+
+    def write(self, block: DiskBlock, data: memoryview) -> None:
+        """Writes a block to its extent, so that a restart finds all of it or nothing."""
+
+    def read(self, block: DiskBlock, into: memoryview) -> None:
+        """Reads a block, verified against its checksums.
+
+        Raises:
+            CorruptKvError: The extent holds something else.
+            OSError: It cannot be read.
+        """
+
+    def erase(self, extent: int, epoch: int) -> None:
+        """The extent holds nothing any more, also after a restart."""
+
+    def recover(self) -> list[DiskBlock]:
+        """What the disk held when it was opened."""
+
+    def close(self) -> None:
+        """Lets go of the files."""

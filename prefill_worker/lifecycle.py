@@ -101,6 +101,7 @@ class _Leg:
     state: LegState = _L.QUEUED
     started_s: float = 0.0
     cached_tokens: int = 0
+    pooled_tokens: int = 0
 
 
 class PrefillLifecycle:
@@ -246,7 +247,7 @@ class PrefillLifecycle:
             return []
         if leg.state is _L.QUEUED:
             self._begin(leg, now_s)
-            leg.cached_tokens = event.cached_tokens
+            leg.cached_tokens, leg.pooled_tokens = event.cached_tokens, event.pooled_tokens
         return self._transfer(Started(xfer_id=leg.xfer_id), now_s)
 
     def _sampled(self, event: Sampled, now_s: float) -> list[PrefillAction]:
@@ -259,6 +260,7 @@ class PrefillLifecycle:
             tokens=event.tokens,
             prompt_tokens=leg.prompt_tokens,
             cached_tokens=leg.cached_tokens,
+            pooled_tokens=leg.pooled_tokens,
             queue_s=leg.started_s - leg.arrived_s,
             prefill_s=now_s - leg.started_s,
             prompt_logprobs=event.prompt_logprobs,

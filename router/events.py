@@ -94,6 +94,12 @@ class FirstTokensArrived:
     queue_s: float
     prefill_s: float
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    pooled_tokens: int = 0
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of the prompt that were not computed: they were cached there, or in the pool."""
+        return self.cached_tokens + self.pooled_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +112,12 @@ class LocallyPrefilled:
     queue_s: float
     prefill_s: float
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    pooled_tokens: int = 0
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of the prompt that were not computed: they were cached there, or in the pool."""
+        return self.cached_tokens + self.pooled_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

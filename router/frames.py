@@ -114,6 +114,7 @@ def _first_tokens(worker: WorkerIdentity, message: prefill_pb2.FirstTokens) -> E
         queue_s=message.queue_s,
         prefill_s=message.prefill_s,
         prompt_logprobs=_prompt_logprobs(message),
+        pooled_tokens=message.pooled_tokens,
     )
 
 
@@ -137,6 +138,7 @@ def _prefilled(worker: WorkerIdentity, message: decode_pb2.LocalPrefill) -> Even
         queue_s=message.queue_s,
         prefill_s=message.prefill_s,
         prompt_logprobs=_prompt_logprobs(message),
+        pooled_tokens=message.pooled_tokens,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from baton.errors import InvariantError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import RequestId
-from router.events import HandedOff
+from router.events import FirstTokensArrived, HandedOff, LocallyPrefilled
 from router.ports import Timing
 from router.routing.policy import Pair
 from router.routing.table import Prints
@@ -43,6 +43,7 @@ class Stopwatch:
     handoff_s: float = 0.0
     unhidden_s: float = 0.0
     cached_tokens: int = 0
+    pooled_tokens: int = 0
     blocks_sent: int = 0
     bytes_sent: int = 0
     retries: int = 0
@@ -65,11 +66,11 @@ class Stopwatch:
         else:
             self.retries += 1
 
-    def prefilled(self, queue_s: float, prefill_s: float, cached_tokens: int) -> None:
+    def prefilled(self, event: FirstTokensArrived | LocallyPrefilled) -> None:
         """First tokens come; the times are the worker's."""
         if self.first_token_s is None:
-            self.queue_s, self.prefill_s = queue_s, prefill_s
-            self.cached_tokens = cached_tokens
+            self.queue_s, self.prefill_s = event.queue_s, event.prefill_s
+            self.cached_tokens, self.pooled_tokens = event.cached_tokens, event.pooled_tokens
 
     def decode_began(self, now_s: float) -> None:
         """D drew its first token."""
@@ -202,6 +203,7 @@ class Job:
             total_s=last_s - watch.submitted_s + self.waited_s,
             prompt_tokens=len(self.prompt.prompt_tokens),
             cached_tokens=watch.cached_tokens,
+            pooled_tokens=watch.pooled_tokens,
             output_tokens=sum(len(log.tokens) for log in self._logs.values()),
             blocks_sent=watch.blocks_sent,
             bytes_sent=watch.bytes_sent,

@@ -77,6 +77,7 @@ class RouterMetrics:
         self._queue_wait.labels(self._model_name, slo_class).observe(timing.admission_s)
         self._prompt_tokens.inc(timing.prompt_tokens)
         self._cached_tokens.inc(timing.cached_tokens)
+        self._pooled_tokens.inc(timing.pooled_tokens)
         self._generation_tokens.inc(timing.output_tokens)
         self._end_to_end.observe(timing.total_s)
         self._queue.observe(timing.queue_s)
@@ -118,6 +119,9 @@ class RouterMetrics:
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self._cached_tokens = self._counter(
             "baton_prompt_tokens_cached", "Prompt tokens whose KV a prefix cache held."
+        )
+        self._pooled_tokens = self._counter(
+            "baton_prompt_tokens_pooled", "Prompt tokens whose KV was fetched from the pool."
         )
         self._handoff_bytes = self._counter("baton_handoff_bytes", "KV bytes handed over.")
         self._retries = self._counter(

@@ -75,12 +75,13 @@ class Timing:
         decode_s: From the first token to the last.
         total_s: From the job's arrival to its last token.
         prompt_tokens: Tokens of the prompt.
-        cached_tokens: Those whose KV a prefix cache held.
+        cached_tokens: Those whose KV the prefill worker's own cache held.
         output_tokens: Generated tokens over all samples.
         blocks_sent: Pages pushed.
         bytes_sent: Bytes pushed.
         retries: Attempts that were lost before they gave a token.
         resumptions: Attempts that were lost later, and continued on other workers from the tokens given.
+        pooled_tokens: Tokens of the prompt whose KV was fetched from the pool.
     """
 
     prefill_worker: str
@@ -102,6 +103,12 @@ class Timing:
     resumptions: int = 0
     decode_queue_s: float = 0.0
     admission_s: float = 0.0
+    pooled_tokens: int = 0
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of the prompt that were not computed for this job."""
+        return self.cached_tokens + self.pooled_tokens
 
 
 GenerationEvent = Tokens | Timing

@@ -170,6 +170,7 @@ def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:
         step_s=load.step_s,
         step_sequences=load.step_sequences,
         step_context_tokens=load.step_context_tokens,
+        pool_hit_tokens=load.pool_hit_tokens,
     )
 
 
@@ -191,6 +192,7 @@ def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
         step_s=message.step_s,
         step_sequences=message.step_sequences,
         step_context_tokens=message.step_context_tokens,
+        pool_hit_tokens=message.pool_hit_tokens,
     )
 
 
@@ -280,6 +282,7 @@ def prompt_to_proto(
         samples=prompt.samples,
         sampling=sampling_to_proto(prompt.sampling),
         cache_scope=prompt.cache_scope,
+        tenant=prompt.tenant,
         trace_parent=trace_parent,
     )
 
@@ -296,6 +299,7 @@ def prompt_from_proto(message: pb.GenerationRequest) -> Prompt:
         samples=tuple(message.samples),
         sampling=sampling_from_proto(message.sampling),
         cache_scope=message.cache_scope,
+        tenant=message.tenant,
     )
 
 

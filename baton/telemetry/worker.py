@@ -33,6 +33,9 @@ class WorkerMetrics:
         self._queries = Counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up there", registry=registry
         )
+        self._pool_hits = Counter(
+            "baton_pool_hits", "Prompt tokens fetched from the pool", registry=registry
+        )
         self._draining = Gauge("baton_draining", "1 while the worker drains", registry=registry)
         self._transfers = Gauge(
             "baton_transfers_in_flight", "Hand-offs that are not over", registry=registry
@@ -105,6 +108,7 @@ class WorkerMetrics:
         before, self._observed = self._observed, load
         self._preemptions.inc(load.preemptions - before.preemptions)
         self._hits.inc(load.prefix_hit_tokens - before.prefix_hit_tokens)
+        self._pool_hits.inc(load.pool_hit_tokens - before.pool_hit_tokens)
         self._queries.inc(load.prefix_query_tokens - before.prefix_query_tokens)
         self._draining.set(load.draining)
         self._transfers.set(transfers_in_flight)

@@ -19,11 +19,12 @@ class BlockManager:
     *free*; the three counts always sum to the total. A cached page is given away, longest unused first, when no free one
     is left, so `available` is free and cached together.
 
-    Not thread-safe: one owner.
+    Not thread-safe: one owner, but for `generation`.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._references = [0] * num_blocks
+        self._generations = [0] * num_blocks
         self._free = [BlockId(block) for block in reversed(range(num_blocks))]
         self._tree = PrefixTree()
 
@@ -51,6 +52,12 @@ class BlockManager:
     def num_available(self) -> int:
         """Pages that could be taken now."""
         return len(self._free) + self._tree.num_idle
+
+    def generation(self, block: BlockId) -> int:
+        """How often the page has been handed out. It is raised before anybody may write the page, so whoever reads the same
+        number before and after he reads the page, from any thread, has read what stood there at first.
+        """
+        return self._generations[block]
 
     def match(self, keys: Iterable[BlockKey]) -> list[BlockId]:
         """Pages of the longest held prefix of `keys`. Nothing is referenced: pass them to `take` at once."""
@@ -153,6 +160,7 @@ class BlockManager:
         if block is None:
             raise InvariantError("a page was taken where none was left")
         self._references[block] = 1
+        self._generations[block] += 1
         return block
 
     def check_integrity(self, held: Iterable[BlockId]) -> None:

@@ -4,8 +4,8 @@ The runner calls it once per step with the flat tokens of all rows; it writes th
 logits for the rows that sample.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,6 +17,16 @@ from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.config import ModelSpec
+
+
+class LayerHooks(Protocol):
+    """Who takes part in a step between its layers."""
+
+    def before(self, layer_index: int) -> None:
+        """A layer is about to read its pages; returns once it may."""
+
+    def after(self, layer_index: int) -> None:
+        """A layer's pages hold the step's keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,23 +72,23 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, step: DecoderInput, arena: KvArena, layer_done: Callable[[int], None] | None = None
+        self, step: DecoderInput, arena: KvArena, hooks: LayerHooks | None = None
     ) -> torch.Tensor:
         """Computes one step.
 
         Args:
             step: Its tokens.
             arena: Where KV lives; the pages of the step's rows are written.
-            layer_done: Called with a layer's index once its pages hold the step's keys and values.
+            hooks: Called around the attention of each layer.
 
         Returns:
             Logits `[num_logits, vocab]` float32.
         """
-        return self.head(self.hidden(step, arena, layer_done))
+        return self.head(self.hidden(step, arena, hooks))
 
     @torch.inference_mode()
     def hidden(
-        self, step: DecoderInput, arena: KvArena, layer_done: Callable[[int], None] | None = None
+        self, step: DecoderInput, arena: KvArena, hooks: LayerHooks | None = None
     ) -> torch.Tensor:
         """The same up to the output head: `[num_logits, hidden]`, normalised."""
         rotation = self.rotary(step.positions)
@@ -87,9 +97,11 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             norm = layer.input_norm
             x = norm(residual) if x is None else norm.add(x, residual)
+            if hooks is not None:
+                hooks.before(index)
             x = layer.attention(x, rotation, arena.layer(index), step.batch)
-            if layer_done is not None:
-                layer_done(index)
+            if hooks is not None:
+                hooks.after(index)
             if (
                 layer is self.layers[-1]
             ):  # no KV depends on what follows: only tokens that sample go on

@@ -19,11 +19,13 @@ class Admission:
 
     Attributes:
         hit_tokens: Tokens of admitted texts that were found in the prefix cache.
-        query_tokens: Tokens of admitted texts. Neither counts what comes back from a preemption.
+        pooled_tokens: Those that are fetched from a pool.
+        query_tokens: Tokens of admitted texts. None of them counts what comes back from a preemption.
     """
 
     def __init__(self, roster: Roster, pager: Pager) -> None:
         self.hit_tokens = 0
+        self.pooled_tokens = 0
         self.query_tokens = 0
         self._roster = roster
         self._pager = pager
@@ -58,8 +60,10 @@ class Admission:
 
     def _admit(self, branch: Branch) -> SeqEvent:
         seq = branch.seq
+        cached = self._pager.cached_tokens(branch)
         if not branch.was_admitted:
-            self.hit_tokens += seq.num_computed
+            self.hit_tokens += cached
+            self.pooled_tokens += seq.num_computed - cached
             self.query_tokens += len(seq.tokens)
         branch.was_admitted = True
         if branch.awaits_kv:
@@ -68,6 +72,11 @@ class Admission:
                 seq_id=seq.seq_id, blocks=tuple(seq.blocks), held_blocks=branch.num_published
             )
         self._roster.move(branch, State.PREFILLING)
+        if branch.fetch is None and self._pager.fetching is not None:
+            self._pager.fetching.settle(branch.request)
         return PrefillStarted(
-            seq_id=seq.seq_id, num_blocks=len(seq.blocks), cached_tokens=seq.num_computed
+            seq_id=seq.seq_id,
+            num_blocks=len(seq.blocks),
+            cached_tokens=cached,
+            pooled_tokens=seq.num_computed - cached,
         )

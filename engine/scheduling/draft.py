@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from baton.pages import PageFetch
 from engine.ports import PageExport
 from engine.scheduling.pager import Copy
 from engine.scheduling.plan import Row, StepPlan
@@ -27,6 +28,7 @@ class StepDraft:
         self.branches: list[Branch] = []
         self._rows: list[Row] = []
         self._exports: list[PageExport] = []
+        self._fetches: list[PageFetch] = []
         self._block_tokens = block_tokens
 
     def add_decodes(self, running: Sequence[Branch]) -> None:
@@ -39,7 +41,7 @@ class StepDraft:
         self.budget -= len(running)
 
     def add_chunk(self, branch: Branch) -> None:
-        """As much of a prompt as the budget allows; the rest of it draws the first tokens."""
+        """As much of a prompt as the budget allows; the rest of it draws the first tokens. What it fetches comes meanwhile."""
         seq = branch.seq
         left = len(seq.tokens) - seq.num_computed
         size = min(self.budget, left)
@@ -55,11 +57,14 @@ class StepDraft:
         )
         self.branches.append(branch)
         self.budget -= size
+        if branch.fetch is not None:
+            self._fetches.append(branch.fetch)
+            branch.fetch = None
         if branch.request.mode is Mode.PREFILL:
             self._export(branch, seq.num_computed + size)
 
     def _export(self, branch: Branch, computed: int) -> None:
-        """Pages that are complete once `computed` tokens are; the first time this includes the cached ones."""
+        """Pages that are complete once `computed` tokens are; the first time this includes those that are cached or fetched."""
         seq, first = branch.seq, branch.num_exported
         is_last = computed == len(seq.tokens)
         end = len(seq.blocks) if is_last else computed // self._block_tokens
@@ -77,4 +82,5 @@ class StepDraft:
             rows=tuple(self._rows),
             copies=tuple(self.copies),
             exports=tuple(self._exports),
+            fetches=tuple(self._fetches),
         )

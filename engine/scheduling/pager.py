@@ -6,7 +6,10 @@ from baton.generation import TokenSample
 from baton.hashing import chain_keys, root_key
 from baton.ids import BlockId, BlockKey
 from baton.layout import KvLayout
+from baton.pages import PublishedPage
 from engine.cache.blocks import BlockManager
+from engine.ports import KvSource
+from engine.scheduling.fetching import Fetching
 from engine.scheduling.request import Branch, Mode
 from engine.scheduling.sequence import Sequence
 
@@ -21,6 +24,9 @@ class Pager:
         layout: Their layout; part of every key.
         secret: The cluster secret, 32 bytes; keys every block.
         share_prefixes: Whether full pages are published and matched.
+
+    Attributes:
+        fetching: Gets blocks from a pool; None without one.
     """
 
     def __init__(
@@ -31,26 +37,64 @@ class Pager:
         self._layout = layout
         self._secret = secret
         self._share_prefixes = share_prefixes
+        self._published: list[PublishedPage] | None = None
+        self.fetching: Fetching | None = None
+
+    def fetch_from(self, source: KvSource) -> None:
+        """What is not held here is fetched from `source` where that is quicker than computing it."""
+        if self._share_prefixes:
+            self.fetching = Fetching(source, self._block_tokens)
+
+    def note_published(self) -> None:
+        """From now on remembers which pages are published, for `take_published`."""
+        if self._share_prefixes:
+            self._published = []
+
+    def take_published(self) -> list[PublishedPage]:
+        """Pages that were computed here and published since the last call."""
+        if not self._published:
+            return []
+        taken, self._published = self._published, []
+        return taken
 
     def hold(self, branch: Branch, *, headroom: int) -> bool:
         """Takes pages for everything `branch` has to compute, cached prefix first; False when there is no room.
 
         At least the last token is left to compute, because the next one is drawn from its logits; and every token where the
-        logits of all are wanted.
+        logits of all are wanted. What follows the cached prefix is fetched where there is a pool and it pays; the pages of
+        what waits for KV from elsewhere never are.
         """
         seq = branch.seq
-        matched: list[BlockId] = []
-        if self._share_prefixes and branch.request.scores is None:
-            num_matchable = (len(seq.tokens) - 1) // self._block_tokens
-            matched = self.blocks.match(self._keys(branch, num_matchable)[:num_matchable])
+        keys = self._usable_keys(branch)
+        matched = self.blocks.match(keys)
         num_fresh = -(-len(seq.tokens) // self._block_tokens) - len(matched)
         taken = self.blocks.take(matched, num_fresh, headroom=headroom)
         if taken is None:
             return False
         seq.blocks = taken
-        seq.num_computed = len(matched) * self._block_tokens
-        branch.num_published = len(matched)
+        branch.num_published = branch.num_brought = len(matched)
+        if self.fetching is not None and not branch.awaits_kv:
+            branch.fetch = self.fetching.plan(branch, keys, len(matched))
+            branch.num_brought += len(branch.fetch.keys) if branch.fetch is not None else 0
+        seq.num_computed = branch.num_brought * self._block_tokens
         return True
+
+    def _usable_keys(self, branch: Branch) -> list[BlockKey]:
+        """Keys of the blocks whose KV need not be computed if it is somewhere."""
+        if not self._share_prefixes or branch.request.scores is not None:
+            return []
+        num_usable = (len(branch.seq.tokens) - 1) // self._block_tokens
+        return self._keys(branch, num_usable)[:num_usable]
+
+    def give_up(self, branch: Branch) -> None:
+        """Takes all pages away from a branch that will come back for them."""
+        self.release(branch)
+        if self.fetching is not None:
+            self.fetching.gave_up(branch, self._usable_keys(branch))
+
+    def cached_tokens(self, branch: Branch) -> int:
+        """Leading tokens of a branch whose pages were taken just now that are held here."""
+        return branch.num_published * self._block_tokens
 
     def needs_page(self, branch: Branch) -> bool:
         """Whether the KV of the last token has no place of its own yet."""
@@ -116,7 +160,20 @@ class Pager:
             if held != own:
                 blocks[index] = held
                 self._put_away(branch, own)
+            elif self._published is not None and index >= branch.num_brought:
+                self._published.append(self._published_page(branch, index))
         branch.num_published = num_full
+
+    def _published_page(self, branch: Branch, index: int) -> PublishedPage:
+        prompt, block = branch.request.prompt, branch.seq.blocks[index]
+        return PublishedPage(
+            key=branch.keys[index],
+            block=block,
+            generation=self.blocks.generation(block),
+            index=index,
+            scope=prompt.cache_scope,
+            tenant=prompt.tenant,
+        )
 
     def _put_away(self, branch: Branch, own: BlockId) -> None:
         if branch.request.mode is Mode.PREFILL:
@@ -132,7 +189,8 @@ class Pager:
         self.blocks.release(seq.blocks)
         self.blocks.release(branch.parked)
         seq.blocks, branch.parked = [], []
-        seq.num_computed = branch.num_published = branch.num_exported = 0
+        seq.num_computed = branch.num_published = branch.num_brought = branch.num_exported = 0
+        branch.fetch = None
         branch.shares_tail = False
 
     def _keys(self, branch: Branch, num_full: int) -> list[BlockKey]:

@@ -6,7 +6,8 @@ from typing import Protocol
 from baton.errors import BatonError
 from baton.generation import TokenLogprobs
 from baton.ids import BlockId
-from engine.ports import PageExport
+from baton.pages import FetchOutcome, PageFetch
+from engine.ports import KvSource, PageExport
 from engine.scheduling.sequence import Sequence
 
 
@@ -38,12 +39,14 @@ class StepPlan:
         rows: Decodes first, then prefill chunks.
         copies: Pages (source, target) to copy in every layer before anything is computed (copy on write).
         exports: Prefilled pages that leave this engine, told to the layer sink after each layer.
+        fetches: Pages whose KV is brought while the step runs: a layer's before that layer reads them.
     """
 
     step: int
     rows: tuple[Row, ...]
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
     exports: tuple[PageExport, ...] = ()
+    fetches: tuple[PageFetch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +65,13 @@ class StepResult:
         drawn: For each row of the plan, one `Drawn` per entry of `row.samples`; nothing for a row that failed.
         scores: For each row of the plan, one entry per `row.num_scored`; empty when no row has any.
         failed: Rows, by their place in the plan, that could not be computed, and why. The others are not touched by it.
+        fetched: How the plan's fetches went; None without any. Their rows are among `failed` where they failed.
     """
 
     drawn: tuple[tuple[Drawn, ...], ...]
     scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
     failed: tuple[tuple[int, BatonError], ...] = ()
+    fetched: FetchOutcome | None = None
 
 
 class StepRunner(Protocol):
@@ -78,3 +83,6 @@ class StepRunner(Protocol):
         Raises:
             EngineError: The step cannot be computed, be it for one row. Nothing but the pages of the plan's rows was written.
         """
+
+    def fetch_from(self, source: KvSource) -> None:
+        """Plans may have fetches from now on, and `source` brings them."""

@@ -7,6 +7,7 @@ from enum import Enum, auto
 from baton.errors import InvariantError
 from baton.generation import FinishReason, Prompt, TokenLogprobs
 from baton.ids import BlockId, BlockKey, SeqId
+from baton.pages import PageFetch
 from engine.scheduling.sequence import Sequence
 
 
@@ -117,6 +118,8 @@ class Branch:
         state: Where it stands; changed by the roster only.
         keys: Keys of the leading full blocks of `seq.tokens`, as far as they were needed.
         num_published: Leading pages that are held in the prefix tree.
+        num_brought: Leading full pages whose KV was not computed here but brought, from a pool or another engine.
+        fetch: What is to be fetched in its first step, until that is planned.
         num_exported: Leading pages that were handed to the layer sink.
         parked: Own pages whose place an equal shared page took while a transfer may still read them.
         shares_tail: Whether the last page may be referenced by a sibling that will write into it too.
@@ -129,6 +132,8 @@ class Branch:
     state: State = State.WAITING
     keys: list[BlockKey] = field(default_factory=list)
     num_published: int = 0
+    num_brought: int = 0
+    fetch: PageFetch | None = None
     num_exported: int = 0
     parked: list[BlockId] = field(default_factory=list)
     shares_tail: bool = False

@@ -9,10 +9,11 @@ so that those still running go on decoding.
 from collections.abc import Iterable
 
 from baton.blocks import BlockChanges
-from baton.errors import BatonError, InvalidRequestError, InvariantError
+from baton.errors import BatonError, InvalidRequestError, InvariantError, TransferError
 from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import BlockId, SeqId
 from baton.layout import KvLayout
+from baton.pages import PublishedPage
 from engine.cache.blocks import BlockManager
 from engine.messages import (
     Abort,
@@ -28,6 +29,7 @@ from engine.messages import (
     SeqEvent,
     Start,
 )
+from engine.ports import KvSource
 from engine.scheduling.admission import Admission
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.limits import Limits
@@ -90,6 +92,27 @@ class Scheduler:
         """Number of the last step."""
         return self._steps
 
+    def fetch_from(self, source: KvSource) -> None:
+        """From now on blocks are fetched from `source` where that is predicted to be quicker than computing them."""
+        self._pager.fetch_from(source)
+
+    def note_published(self) -> None:
+        """From now on `take_published` has something to tell."""
+        self._pager.note_published()
+
+    def take_published(self) -> list[PublishedPage]:
+        """Full pages that were computed here and came to be shared since the last call."""
+        return self._pager.take_published()
+
+    def generation(self, block: BlockId) -> int:
+        """See `BlockManager.generation`. May be called from any thread."""
+        return self._blocks.generation(block)
+
+    def measured(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Learns from how long a step took."""
+        if self._pager.fetching is not None:
+            self._pager.fetching.measured(plan, result, seconds)
+
     def handle(self, command: Command) -> list[SeqEvent]:
         """Takes one command; returns what is to be told at once.
 
@@ -119,6 +142,8 @@ class Scheduler:
             return self._end_with(known, InvariantError(f"sequence {seq_id} was submitted twice"))
         refusal = self._limits.refusal(prompt, decodes_here=mode is not Mode.PREFILL)
         if refusal is not None:
+            if self._pager.fetching is not None:
+                self._pager.fetching.forget(seq_id)
             return [Failed(seq_id=seq_id, error=refusal)]
         request = Request(
             seq_id=seq_id,
@@ -152,6 +177,7 @@ class Scheduler:
             return self._end_with(request, InvalidRequestError(wrong))
         leader.seq.num_computed = len(leader.seq.tokens)
         request.has_kv = True
+        leader.num_brought = len(leader.seq.tokens) // self._limits.block_tokens
         self._pager.publish(leader)
         self._fan_out(leader, command.first_tokens)
         return []
@@ -200,7 +226,7 @@ class Scheduler:
         victim = self._roster.youngest()
         if victim is None:
             raise InvariantError("a running sequence found no page and nobody to take one from")
-        self._pager.release(victim)
+        self._pager.give_up(victim)
         self._roster.move(victim, State.WAITING)
         self._preemptions += 1
 
@@ -227,10 +253,16 @@ class Scheduler:
                 sampled.setdefault(seq.seq_id, []).extend(tokens)
                 if branch.request.scores is not None:
                     scored[seq.seq_id] = branch.request.hand_out_scores()
+        for fetch in plan.fetches:
+            self._settle(self._requests.get(fetch.seq_id))
         return [
             Sampled(seq_id=seq_id, tokens=tuple(tokens), prompt_logprobs=scored.get(seq_id))
             for seq_id, tokens in sampled.items()
         ]
+
+    def _settle(self, request: Request | None) -> None:
+        if request is not None and self._pager.fetching is not None:
+            self._pager.fetching.settle(request)
 
     def _receive(self, branch: Branch, drawn: tuple[Drawn, ...]) -> tuple[TokenSample, ...]:
         request, seq = branch.request, branch.seq
@@ -274,19 +306,22 @@ class Scheduler:
         self._roster.move(branch, State.ENDED)
         if not branch.request.branches:
             del self._requests[branch.request.seq_id]
+            self._settle(branch.request)
 
     def fail(self, seq: Sequence, error: BatonError) -> list[SeqEvent]:
         """Ends the request that `seq` belongs to, because its row could not be computed; nobody else is touched.
 
-        What it read or wrote may be why: its pages are not kept, lest every later prompt that begins like it fails too.
+        What it read or wrote may be why: its pages are not kept, lest every later prompt that begins like it fails too. Not so
+        where pages could not be brought from elsewhere: those were never published.
         """
         request = self._requests.get(seq.seq_id)
         if request is None:
             return []
         texts = [branch.seq.blocks for branch in request.branches]
         events = self._end_with(request, error)
-        for blocks in texts:
-            self._blocks.discard(blocks)
+        if not isinstance(error, TransferError):
+            for blocks in texts:
+                self._blocks.discard(blocks)
         return events
 
     def _end_with(self, request: Request, error: BatonError) -> list[SeqEvent]:
@@ -311,6 +346,7 @@ class Scheduler:
             preemptions=self._preemptions,
             prefix_hit_tokens=self._admission.hit_tokens,
             prefix_query_tokens=self._admission.query_tokens,
+            pool_hit_tokens=self._admission.pooled_tokens,
             prefill_tokens_pending=roster.prefill_tokens_pending,
         )
 

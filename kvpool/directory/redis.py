@@ -45,6 +45,7 @@ _MOST_AT_ONCE = 1024
 """Blocks per script: Redis serves nobody else meanwhile."""
 
 _Reply = TypeVar("_Reply")
+_Args = list[str | bytes | int]
 
 
 class RedisDirectory:
@@ -71,7 +72,7 @@ class RedisDirectory:
             turn = slice(begin, begin + _MOST_AT_ONCE)
             removed = b"".join(changes.removed[turn])
             stored = b"".join(map(_stored_bytes, changes.stored[turn]))
-            args = [self._prefix, _name(node), _RECORD_LIFE_MS, removed, stored]
+            args: _Args = [self._prefix, _name(node), _RECORD_LIFE_MS, removed, stored]
             await _answer(self._publish(args=args))
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Replicas]:
@@ -88,7 +89,7 @@ class RedisDirectory:
 
     async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Renewal:
         """See `Directory`."""
-        args = [self._prefix, _name(state.node), _state_bytes(state), _ms(lease_s), flushes]
+        args: _Args = [self._prefix, _name(state.node), _state_bytes(state), _ms(lease_s), flushes]
         anew, count, missed, *words = await _answer(self._renew(args=args))
         selections = tuple(_selection(word) for word in reversed(words))
         if missed > len(selections):
@@ -108,7 +109,7 @@ class RedisDirectory:
         """See `Directory`."""
         hashes = b"".join(map(_hash, (selection.tenant, selection.scope, selection.model)))
         words = json.dumps([selection.tenant, selection.scope, selection.model])
-        args = [self._prefix, hashes, words, _REMEMBERED_FLUSHES]
+        args: _Args = [self._prefix, hashes, words, _REMEMBERED_FLUSHES]
         return int(await _answer(self._flush(args=args)))
 
 

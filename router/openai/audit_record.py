@@ -33,7 +33,7 @@ def audit_record(
         job=visit.runs[0].job.request_id if visit.runs else "",
         error="" if visit.error is None else visit.error.code,
         prompt_tokens=visit.prompt_tokens,
-        cached_tokens=sum(timing.cached_tokens for timing in timings),
+        cached_tokens=sum(timing.reused_tokens for timing in timings),
         output_tokens=visit.output_tokens,
         duration_s=round(now_s - visit.arrived_s, 6),
         first_token_s=round(timings[0].first_token_s, 6) if timings else None,

@@ -132,7 +132,7 @@ def usage_of(runs: Sequence[JobRun]) -> Usage:
     """Token counts over all jobs of a request."""
     prompt_tokens = sum(len(run.job.prompt.prompt_tokens) for run in runs)
     output_tokens = sum(run.output_tokens for run in runs)
-    cached = sum(run.timing.cached_tokens for run in runs if run.timing is not None)
+    cached = sum(run.timing.reused_tokens for run in runs if run.timing is not None)
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=output_tokens,

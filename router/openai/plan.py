@@ -105,6 +105,7 @@ def _prompt(
             prompt_logprobs=wanted.prompt_logprobs,
         ),
         cache_scope=narrow_scope(tenant.cache_scope, body.cache_salt),
+        tenant=tenant.tenant_id,
     )
 
 

@@ -50,6 +50,7 @@ class TimingReply(BaseModel):
     total_s: float
     prompt_tokens: int
     cached_tokens: int
+    pooled_tokens: int = 0
     output_tokens: int
     blocks_sent: int
     bytes_sent: int

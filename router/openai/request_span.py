@@ -44,7 +44,7 @@ class RequestSpan:
         self._record(names.ADMISSION, submitted_s, let_in_s)
         self._record(names.ROUTE, let_in_s, let_in_s + timing.route_s)
         self._said |= {
-            names.CACHED_TOKENS: timing.cached_tokens,
+            names.CACHED_TOKENS: timing.reused_tokens,
             names.RETRIES: timing.retries,
             names.RESUMPTIONS: timing.resumptions,
         }

@@ -8,10 +8,10 @@ multiplications.
 import ctypes
 
 from baton.errors import InvariantError
+from baton.fit import Fit
 from baton.ids import LegId
 from router.routing.bandwidth import Link
 from router.routing.fetch import NO_POOL, PoolLink
-from router.routing.fit import Fit
 from router.routing.numbers import ForecastNumbers
 
 _PREFILL_PRIOR = (0.005, 1e-4, 1e-9)

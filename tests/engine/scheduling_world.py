@@ -9,6 +9,7 @@ from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample
 from baton.ids import LayerName, SeqId
 from baton.layout import KvLayout
 from engine.fake import FakeRunner
+from engine.fake_pool import FakePool
 from engine.messages import (
     Command,
     Failed,
@@ -77,12 +78,14 @@ class World:
     limits: Limits
     eos_ids: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
+    pool: FakePool | None = None
+    num_layers: int = 1
     events: list[SeqEvent] = field(default_factory=list)
     output: dict[tuple[str, int], list[TokenSample]] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self):
-        self.runner = FakeRunner(self.limits)
+        self.runner = FakeRunner(self.limits, num_layers=self.num_layers)
         self.scheduler = Scheduler(
             self.limits,
             layout=layout(self.limits.block_tokens),
@@ -90,6 +93,16 @@ class World:
             eos_ids=self.eos_ids,
             enable_prefix_caching=self.enable_prefix_caching,
         )
+        if self.pool is not None:
+            self.connect(self.pool)
+
+    def connect(self, pool: FakePool) -> None:
+        """Reads from and writes to `pool`, as a loop does it."""
+        self.source = pool.source(self.runner.pages)
+        self.outlet = pool.outlet(self.runner.pages, self.scheduler.generation)
+        self.scheduler.fetch_from(self.source)
+        self.runner.fetch_from(self.source)
+        self.scheduler.note_published()
 
     def tell(self, *commands: Command) -> list[SeqEvent]:
         told = [event for command in commands for event in self.scheduler.handle(command)]
@@ -102,10 +115,14 @@ class World:
             self.check_plan(plan)
             self.plans.append(plan)
             result = self.runner.execute(plan)
+            for place, error in result.failed:
+                events = events + self.scheduler.fail(plan.rows[place].seq, error)
             if failing_row is not None and failing_row < len(plan.rows):
                 seq = plan.rows[failing_row].seq
                 events = events + self.scheduler.fail(seq, EngineError("told to fail"))
             events = events + self.scheduler.apply(plan, result)
+            if self.pool is not None:
+                self.outlet.offer(self.scheduler.take_published())
         self.scheduler.check_integrity()
         return self._note(events)
 
@@ -146,6 +163,10 @@ class World:
             assert len(pages) == last + 1 - first
             assert not pages & written
             written |= pages
+        fetched = [page for fetch in plan.fetches for page in fetch.blocks]
+        assert len(set(fetched)) == len(fetched)
+        assert not written & set(fetched)
+        assert not set(fetched) & {page for copy in plan.copies for page in copy}
         sources = {source for source, _ in plan.copies}
         targets = [target for _, target in plan.copies]
         assert len(set(targets)) == len(targets)
@@ -172,6 +193,10 @@ class World:
     def cached_tokens(self, seq_id: str) -> int:
         """What the first prefill of a sequence found in the cache."""
         return self.told(PrefillStarted, seq_id)[0].cached_tokens
+
+    def pooled_tokens(self, seq_id: str) -> int:
+        """What the first prefill of a sequence got from the pool."""
+        return self.told(PrefillStarted, seq_id)[0].pooled_tokens
 
     def error_of(self, seq_id: str):
         (failed,) = self.told(Failed, seq_id)

@@ -202,6 +202,7 @@ class WorkerLoad(_message.Message):
     STEP_S_FIELD_NUMBER: _builtins.int
     STEP_SEQUENCES_FIELD_NUMBER: _builtins.int
     STEP_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    POOL_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     blocks_total: _builtins.int
@@ -219,6 +220,8 @@ class WorkerLoad(_message.Message):
     """The last step that only decoded: how long it took, for how many sequences with how much context."""
     step_sequences: _builtins.int
     step_context_tokens: _builtins.int
+    pool_hit_tokens: _builtins.int
+    """of the tokens asked for, those fetched from the pool"""
     def __init__(
         self,
         *,
@@ -237,10 +240,11 @@ class WorkerLoad(_message.Message):
         step_s: _builtins.float = ...,
         step_sequences: _builtins.int = ...,
         step_context_tokens: _builtins.int = ...,
+        pool_hit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "draining", b"draining", "preemptions", b"preemptions", "prefill_tokens_pending", b"prefill_tokens_pending", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "running", b"running", "step_context_tokens", b"step_context_tokens", "step_s", b"step_s", "step_sequences", b"step_sequences", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "draining", b"draining", "pool_hit_tokens", b"pool_hit_tokens", "preemptions", b"preemptions", "prefill_tokens_pending", b"prefill_tokens_pending", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "running", b"running", "step_context_tokens", b"step_context_tokens", "step_s", b"step_s", "step_sequences", b"step_sequences", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -419,6 +423,7 @@ class GenerationRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     leg_id: _builtins.int
     request_id: _builtins.str
     """for logs and traces only, never a key"""
@@ -430,6 +435,8 @@ class GenerationRequest(_message.Message):
     """tenant scope of the prefix cache"""
     trace_parent: _builtins.str
     """the request's own span in W3C's form; empty when it is not traced"""
+    tenant: _builtins.str
+    """who is billed for the blocks that the pool keeps of it"""
     @_builtins.property
     def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """sample indices, each with its own random stream"""
@@ -447,10 +454,11 @@ class GenerationRequest(_message.Message):
         sampling: Global___Sampling | None = ...,
         cache_scope: _builtins.str = ...,
         trace_parent: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "leg_id", b"leg_id", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "trace_parent", b"trace_parent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "leg_id", b"leg_id", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "tenant", b"tenant", "trace_parent", b"trace_parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -170,10 +170,12 @@ class LocalPrefill(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    POOLED_TOKENS_FIELD_NUMBER: _builtins.int
     leg_id: _builtins.int
     cached_tokens: _builtins.int
     queue_s: _builtins.float
     prefill_s: _builtins.float
+    pooled_tokens: _builtins.int
     @_builtins.property
     def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
         """where the request asks for them"""
@@ -186,10 +188,11 @@ class LocalPrefill(_message.Message):
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
+        pooled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "leg_id", b"leg_id", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "leg_id", b"leg_id", "pooled_tokens", b"pooled_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

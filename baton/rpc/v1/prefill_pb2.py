@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/rpc/v1/prefill.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"\x81\x01\n\rSubmitPrefill\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.baton.rpc.v1.GenerationRequest\x12$\n\x06permit\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\x12\x18\n\x10transfer_address\x18\x03 \x01(\t\"\xa7\x01\n\x0ePrefillCommand\x12-\n\x06submit\x18\x01 \x01(\x0b\x32\x1b.baton.rpc.v1.SubmitPrefillH\x00\x12&\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.CancelH\x00\x12\x33\n\rsend_snapshot\x18\x03 \x01(\x0b\x32\x1a.baton.rpc.v1.SendSnapshotH\x00\x42\t\n\x07\x63ommand\"\xbb\x01\n\x0b\x46irstTokens\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.baton.rpc.v1.SampledToken\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x35\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1c.baton.rpc.v1.PromptLogprobs\"\x8f\x01\n\tHandedOff\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62locks_sent\x18\x02 \x01(\r\x12\x12\n\nbytes_sent\x18\x03 \x01(\x04\x12\x16\n\x0ereserve_wait_s\x18\x04 \x01(\x01\x12\x12\n\nunhidden_s\x18\x05 \x01(\x01\x12\x1d\n\x15link_bytes_per_second\x18\x06 \x01(\x01\"\x92\x02\n\x0cPrefillFrame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.baton.rpc.v1.WorkerHello\x12/\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x19.baton.rpc.v1.FirstTokens\x12+\n\nhanded_off\x18\x03 \x03(\x0b\x32\x17.baton.rpc.v1.HandedOff\x12\'\n\x06\x66\x61iled\x18\x04 \x03(\x0b\x32\x17.baton.rpc.v1.LegFailed\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x18.baton.rpc.v1.WorkerLoad\x12)\n\x06\x62locks\x18\x06 \x01(\x0b\x32\x19.baton.rpc.v1.BlockEvents2P\n\x07Prefill\x12\x45\n\x05Serve\x12\x1c.baton.rpc.v1.PrefillCommand\x1a\x1a.baton.rpc.v1.PrefillFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/rpc/v1/prefill.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"\x81\x01\n\rSubmitPrefill\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1f.baton.rpc.v1.GenerationRequest\x12$\n\x06permit\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.Signed\x12\x18\n\x10transfer_address\x18\x03 \x01(\t\"\xa7\x01\n\x0ePrefillCommand\x12-\n\x06submit\x18\x01 \x01(\x0b\x32\x1b.baton.rpc.v1.SubmitPrefillH\x00\x12&\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x14.baton.rpc.v1.CancelH\x00\x12\x33\n\rsend_snapshot\x18\x03 \x01(\x0b\x32\x1a.baton.rpc.v1.SendSnapshotH\x00\x42\t\n\x07\x63ommand\"\xd2\x01\n\x0b\x46irstTokens\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.baton.rpc.v1.SampledToken\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x35\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1c.baton.rpc.v1.PromptLogprobs\x12\x15\n\rpooled_tokens\x18\x07 \x01(\r\"\x8f\x01\n\tHandedOff\x12\x0e\n\x06leg_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62locks_sent\x18\x02 \x01(\r\x12\x12\n\nbytes_sent\x18\x03 \x01(\x04\x12\x16\n\x0ereserve_wait_s\x18\x04 \x01(\x01\x12\x12\n\nunhidden_s\x18\x05 \x01(\x01\x12\x1d\n\x15link_bytes_per_second\x18\x06 \x01(\x01\"\x92\x02\n\x0cPrefillFrame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.baton.rpc.v1.WorkerHello\x12/\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x19.baton.rpc.v1.FirstTokens\x12+\n\nhanded_off\x18\x03 \x03(\x0b\x32\x17.baton.rpc.v1.HandedOff\x12\'\n\x06\x66\x61iled\x18\x04 \x03(\x0b\x32\x17.baton.rpc.v1.LegFailed\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x18.baton.rpc.v1.WorkerLoad\x12)\n\x06\x62locks\x18\x06 \x01(\x0b\x32\x19.baton.rpc.v1.BlockEvents2P\n\x07Prefill\x12\x45\n\x05Serve\x12\x1c.baton.rpc.v1.PrefillCommand\x1a\x1a.baton.rpc.v1.PrefillFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,11 +37,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLCOMMAND']._serialized_start=204
   _globals['_PREFILLCOMMAND']._serialized_end=371
   _globals['_FIRSTTOKENS']._serialized_start=374
-  _globals['_FIRSTTOKENS']._serialized_end=561
-  _globals['_HANDEDOFF']._serialized_start=564
-  _globals['_HANDEDOFF']._serialized_end=707
-  _globals['_PREFILLFRAME']._serialized_start=710
-  _globals['_PREFILLFRAME']._serialized_end=984
-  _globals['_PREFILL']._serialized_start=986
-  _globals['_PREFILL']._serialized_end=1066
+  _globals['_FIRSTTOKENS']._serialized_end=584
+  _globals['_HANDEDOFF']._serialized_start=587
+  _globals['_HANDEDOFF']._serialized_end=730
+  _globals['_PREFILLFRAME']._serialized_start=733
+  _globals['_PREFILLFRAME']._serialized_end=1007
+  _globals['_PREFILL']._serialized_start=1009
+  _globals['_PREFILL']._serialized_end=1089
 # @@protoc_insertion_point(module_scope)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvariantError
-from router.routing.fit import Fit
+from baton.fit import Fit
 
 PRIOR = (0.005, 1e-4, 1e-9)
 SIZES = [(uncached, cached) for uncached in (64, 500, 4000, 20_000) for cached in (0, 10_000)]

@@ -1,4 +1,4 @@
-"""Learns how long a worker takes for a piece of work, from what it took before."""
+"""Learns how long a piece of work takes, from what it took before."""
 
 from collections.abc import Sequence
 from math import exp, isfinite, log

@@ -1,0 +1,65 @@
+"""What an engine and the threads that copy to and from the pool tell each other about KV pages. Plain frozen data.
+
+A block is what its key says, wherever it lies; a page is a place in one engine's arena. `engine.ports` says how the two are
+brought together.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError
+from baton.ids import BlockId, BlockKey, SeqId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageFetch:
+    """Blocks of one text that are brought into pages instead of being computed.
+
+    Attributes:
+        seq_id: Whose pages they are.
+        first_block: Index in the text of the first block below.
+        keys: The blocks, in order.
+        blocks: The pages they go to, as many. Nobody else reads or writes these meanwhile.
+    """
+
+    seq_id: SeqId
+    first_block: int
+    keys: tuple[BlockKey, ...]
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchOutcome:
+    """How the fetches of one step went.
+
+    Attributes:
+        num_blocks: Blocks that were brought, verified, in all their layers.
+        seconds: From the beginning until the last of them was there.
+        failed: Sequences whose pages do not all hold what their keys say, and why.
+    """
+
+    num_blocks: int = 0
+    seconds: float = 0.0
+    failed: Mapping[SeqId, BatonError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedPage:
+    """A full page that came to be shared, and may be copied for as long as it is not handed out again.
+
+    Attributes:
+        key: What it holds.
+        block: The page.
+        generation: Of the page when it was published. Whoever finds another one after it has copied the page has copied
+            something else.
+        index: Of the block in its text.
+        scope: The tenant scope that went into its key.
+        tenant: Who is billed for it.
+    """
+
+    key: BlockKey
+    block: BlockId
+    generation: int
+    index: int
+    scope: str
+    tenant: str = ""

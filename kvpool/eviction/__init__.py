@@ -1,0 +1,1 @@
+"""Which block goes first when a tier of a pool node is full."""

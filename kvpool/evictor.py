@@ -1,0 +1,153 @@
+"""Makes room on a node: whose blocks go, which of them, and whether to the disk or for good.
+
+Room that somebody waits for is made at once: what is on the disk too leaves memory, the rest is given up. Room ahead of need is
+made by copying blocks to the disk once memory is fuller than the high watermark; without a disk there is no use in it.
+"""
+
+from itertools import groupby
+
+from kvpool.accounts import Account, Accounts
+from kvpool.block_book import BlockBook
+from kvpool.counts import Counts
+from kvpool.disk_health import DiskHealth
+from kvpool.eviction.policy import MayGo
+from kvpool.fairness import Claim, share_out
+from kvpool.limits import NodeLimits
+from kvpool.moves import Moves
+from kvpool.places import Place, PlaceState
+from kvpool.shelf import Shelf
+
+
+class Evictor:
+    """Chooses tenants by fairness (`kvpool.fairness`) and their blocks by policy (`kvpool.eviction`).
+
+    Never touched: what is leased, pinned, being written, or on its way between the tiers.
+    """
+
+    def __init__(
+        self,
+        *,
+        book: BlockBook,
+        accounts: Accounts,
+        moves: Moves,
+        health: DiskHealth,
+        limits: NodeLimits,
+        counts: Counts,
+    ) -> None:
+        self._book = book
+        self._accounts = accounts
+        self._moves = moves
+        self._health = health
+        self._limits = limits
+        self._counts = counts
+
+    def make_slots(self, wanted: int, account: Account, now_s: float) -> int:
+        """Frees slots for `account` until `wanted` are free. Returns how many of these there are."""
+        memory = self._book.memory
+        short = wanted - memory.num_free
+        if short > 0:
+            for slot in self._choose(memory, short, now_s, account, wanted):
+                self._drop(slot)
+        return min(wanted, memory.num_free)
+
+    def trim(self, account: Account, excess: int) -> None:
+        """Gives up `excess` blocks of one tenant, in all tiers, those that are on the disk alone first."""
+        book, target = self._book, account.blocks - excess
+        for shelf in (book.disk, book.memory):
+            while account.blocks > target:
+                places = shelf.victims(account, account.blocks - target, self._gate(shelf))
+                if not places:
+                    break
+                for place in places:
+                    self._drop(place)
+
+    def make_headroom(self, now_s: float) -> None:
+        """Begins to move blocks to the disk if memory is fuller than the high watermark."""
+        if not self._health.usable(now_s):
+            return
+        memory, limits = self._book.memory, self._limits
+        used = memory.num_taken - self._moves.num_leaving
+        if used <= limits.high_watermark * limits.num_slots:
+            return
+        excess = used - int(limits.low_watermark * limits.num_slots)
+        slots = self._choose(memory, excess, now_s, None, 0)
+        copied = [slot for slot in slots if self._book.disk.readable(slot.key)]
+        for slot in copied:
+            self._drop(slot)
+        fresh = [slot for slot in slots if slot.state is PlaceState.RESIDENT]
+        for account, its_slots in groupby(fresh, key=lambda slot: slot.holding.account):
+            self._demote(list(its_slots), account, now_s)
+
+    def _demote(self, slots: list[Place], account: Account, now_s: float) -> None:
+        book = self._book
+        short = len(slots) - book.disk.num_free
+        if short > 0:
+            for extent in self._choose(book.disk, short, now_s, account, len(slots)):
+                self._drop(extent)
+        for slot in slots:
+            if not book.disk.num_free:
+                book.memory.admit((slot,))  # all of the disk is in use: it stays
+                continue
+            extent = book.take(book.disk, slot.key, slot.holding, slot.position, PlaceState.FILLING)
+            self._moves.demote(slot, extent)
+
+    def _choose(
+        self, shelf: Shelf, need: int, now_s: float, asking: Account | None, incoming: int
+    ) -> list[Place]:
+        """At most `need` resident blocks, which their policies have given up."""
+        chosen: list[Place] = []
+        gate = self._gate(shelf)
+        claims = self._claims(shelf, now_s, asking, incoming)
+        while len(chosen) < need and claims:
+            gives = share_out([claim for _, claim in claims], need - len(chosen))
+            able = []
+            for (account, claim), give in zip(claims, gives, strict=True):
+                places = shelf.victims(account, give, gate) if give else []
+                chosen += places
+                claim.taken -= len(places)
+                if len(places) == give:
+                    able.append((account, claim))
+            if not any(gives):
+                break
+            claims = able
+        return chosen
+
+    def _claims(
+        self, shelf: Shelf, now_s: float, asking: Account | None, incoming: int
+    ) -> list[tuple[Account, Claim]]:
+        """What each tenant has in a tier, and what it must be left because of who is asking for room."""
+        claims = []
+        share = self._share(shelf, now_s, asking)
+        for account in self._accounts:
+            taken = shelf.stake(account).taken
+            if account is asking:
+                claims.append((account, Claim(taken + incoming, account.weight, incoming)))
+            elif taken:
+                floor = 0 if self._idle(account, now_s) else int(share * account.weight)
+                claims.append((account, Claim(taken, account.weight, floor)))
+        return claims
+
+    def _share(self, shelf: Shelf, now_s: float, asking: Account | None) -> float:
+        """Places per weight that nobody need give; 0 where nobody in particular asks."""
+        if asking is None:
+            return 0.0
+        weights = [
+            account.weight
+            for account in self._accounts
+            if account is asking or (shelf.stake(account).taken and not self._idle(account, now_s))
+        ]
+        return shelf.num_places / sum(weights)
+
+    def _idle(self, account: Account, now_s: float) -> bool:
+        return now_s - account.active_s > self._limits.idle_s
+
+    def _gate(self, shelf: Shelf) -> MayGo:
+        named, may_go = shelf.named, self._book.may_go
+        return lambda key: may_go(named[key])
+
+    def _drop(self, place: Place) -> None:
+        """A block whose policy has given it up leaves its tier."""
+        book = self._book
+        book.give_up(place, victim=True)
+        if book.readable(place.key) is None:
+            self._counts.evicted_blocks += 1

@@ -1,0 +1,530 @@
+"""A pool node's book of blocks: what lies where, who may write and read it, whose it is, and what goes when room is short.
+
+    writer   reserve ──▶ places to write to ──▶ commit ──▶ held          in memory, then on the disk, then gone
+    reader   lease   ──▶ blocks that stay where they are ──▶ release
+    shell    take_actions ──▶ copies between memory and disk ──▶ written, loaded, io_failed
+             take_changes, take_replica_changes ──▶ routers, the directory
+
+Nothing here touches a byte of a block. A slot or extent is used again only once nobody can be reading or writing it any more, and
+then under another epoch (`kvpool.places` has the states).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from baton.blocks import BlockChanges
+from baton.errors import InvariantError
+from baton.ids import BlockKey, WorkerIdentity
+from kvpool.accounts import Account, Accounts, Allowance, Holding
+from kvpool.actions import Demote, DiskBlock, NodeAction, Promote
+from kvpool.block_book import BlockBook
+from kvpool.counts import Counts
+from kvpool.disk_health import DiskHealth
+from kvpool.eviction.select import POLICIES
+from kvpool.evictor import Evictor
+from kvpool.leases import Lease, LeaseBook
+from kvpool.limits import NodeLimits
+from kvpool.messages import (
+    BlockLease,
+    DirectoryChanges,
+    HeldBlock,
+    NodeUsage,
+    Owner,
+    OwnerUsage,
+    PutGrant,
+    PutItem,
+    RefusalReason,
+    Refused,
+    Selection,
+    Stored,
+    Tier,
+)
+from kvpool.moves import Moves
+from kvpool.places import Place, PlaceState
+from kvpool.puts import Put, PutBook
+
+_S = PlaceState
+_NOTHING_LEASED = BlockLease(lease_id="")
+
+
+class NodeLedger:
+    """Pure: no sockets, no clock, no bytes. Time comes in as `now_s` (monotonic seconds). Not thread-safe: one owner.
+
+    What names a put, a lease or a copy that is over has no effect.
+
+    Args:
+        limits: Sizes and durations.
+        name: Begins the ids of puts and leases; no other start of any node has it.
+        on_disk: What the disk held when the node started.
+
+    Raises:
+        InvariantError: `on_disk` has an extent or a block twice, or an extent that does not exist.
+    """
+
+    def __init__(self, limits: NodeLimits, name: str, on_disk: Sequence[DiskBlock] = ()) -> None:
+        self._limits = limits
+        self._counts = Counts()
+        self._accounts = Accounts(
+            block_bytes=limits.slot_bytes,
+            usual=limits.usual,
+            policies=(POLICIES[limits.eviction], POLICIES[limits.ssd_eviction]),
+        )
+        first_epoch = 1 + max((block.epoch for block in on_disk), default=0)
+        self._book = BlockBook(limits.num_slots, limits.num_extents, first_epoch)
+        health = DiskHealth(present=limits.num_extents > 0)
+        self._moves = Moves(self._book, health, self._counts)
+        self._puts = PutBook(name, limits.put_timeout_s)
+        self._leases = LeaseBook(name)
+        self._evictor = Evictor(
+            book=self._book,
+            accounts=self._accounts,
+            moves=self._moves,
+            health=health,
+            limits=limits,
+            counts=self._counts,
+        )
+        self._refuses: RefusalReason | None = None
+        for block in on_disk:
+            self._book.restore(block, self._accounts.holding(block.owner, block.size_bytes))
+
+    @property
+    def refuses(self) -> RefusalReason | None:
+        """Why the node takes no new blocks, if it does not."""
+        return self._refuses
+
+    def refuse(self, reason: RefusalReason | None) -> None:
+        """From now on the node takes no new blocks, because it is sick or will stop; None: it takes them again.
+
+        What it holds it serves all the same. A disk that fails needs no word: `io_failed` says enough.
+        """
+        self._refuses = reason
+
+    def allow(self, tenant: str, allowance: Allowance | None) -> None:
+        """Sets what a tenant may take; None for what is usual."""
+        self._accounts.allow(tenant, allowance)
+
+    def reserve(
+        self,
+        keys: Sequence[BlockKey],
+        owner: Owner,
+        now_s: float,
+        *,
+        first: int = 0,
+        size_bytes: int | None = None,
+        writer: WorkerIdentity | None = None,
+    ) -> PutGrant | Refused:
+        """Gives places to write to for blocks that nobody holds or is writing, for `put_timeout_s`.
+
+        Evicts as needed, but none of `keys`, nor what other tenants have within their share. Where there is room for a part,
+        the beginning of the text is granted.
+
+        Args:
+            keys: Consecutive blocks of one text.
+            owner: Whose they are.
+            now_s: The time.
+            first: How many blocks of the text are before `keys[0]`.
+            size_bytes: Of each; a whole slot where it is not said.
+            writer: Who will write; its puts end with it (`worker_gone`).
+
+        Returns:
+            The places, none of them where everything is held already; or why nothing is taken.
+        """
+        size_bytes = self._limits.slot_bytes if size_bytes is None else size_bytes
+        refused = self._refusal(size_bytes)
+        if refused is not None:
+            return refused
+        holding = self._accounts.holding(owner, size_bytes)
+        holding.account.active_s = now_s
+        wanted, held = self._split(keys, first)
+        if not wanted:
+            return PutGrant(put_id="", items=())
+        room = self._make_room(len(wanted), holding.account, held, now_s)
+        if isinstance(room, Refused):
+            return room
+        return self._grant(wanted[:room], holding, writer, now_s)
+
+    def commit(
+        self,
+        put_id: str,
+        checksums: Sequence[bytes],
+        now_s: float,
+        owners: Sequence[Owner] | None = None,
+    ) -> int:
+        """The writer is done: its blocks are held from now on.
+
+        Args:
+            put_id: The put.
+            checksums: One per place of the grant, each with a 64-bit number per layer; empty where nothing was written.
+            now_s: The time.
+            owners: Whose the blocks turned out to be, where that was not known when they were reserved.
+
+        Returns:
+            How many blocks are held now; 0 for a put that is over, or was too late.
+        """
+        self._expire_puts(now_s)
+        put = self._puts.close(put_id)
+        if put is None:
+            return 0
+        written = []
+        for index, (place, sums) in enumerate(zip(put.places, checksums, strict=False)):
+            if sums and place.state is _S.RESERVED:
+                if owners is not None:
+                    self._rehouse(place, owners[index])
+                place.checksums = sums
+                written.append(place)
+        if len(written) < len(put.places):
+            self._stop_writing(place for place in put.places if not place.checksums)
+        self._book.settle(written)
+        self._counts.stored_blocks += len(written)
+        self._evictor.make_headroom(now_s)
+        return len(written)
+
+    def abandon(self, put_id: str) -> None:
+        """The writer has stopped, and what it wrote is void."""
+        put = self._puts.close(put_id)
+        if put is not None:
+            self._stop_writing(put.places)
+
+    def lease(
+        self,
+        keys: Sequence[BlockKey],
+        lease_s: float,
+        now_s: float,
+        *,
+        reader: WorkerIdentity | None = None,
+    ) -> BlockLease:
+        """Keeps the leading blocks of a chain where they are, for `lease_s`.
+
+        Those on the disk are read into memory as far as there is room, and belong to the lease: `leased` has them once they
+        are there, `loading` says how many are on their way.
+
+        Args:
+            keys: Blocks of a text, from its beginning.
+            lease_s: For how long.
+            now_s: The time.
+            reader: Who reads; its leases end with it (`worker_gone`).
+        """
+        chain = self._leading(keys)
+        for place in chain:
+            place.users += 1
+            place.holding.account.active_s = now_s
+        places = self._promote(chain, now_s)
+        num_ready = _num_readable(places)
+        self._counts.hit_blocks += num_ready
+        self._counts.missed_blocks += len(keys) - len(places)
+        if not places:
+            return _NOTHING_LEASED
+        self._book.memory.touch(places)
+        return _told(self._leases.open(places, lease_s, now_s, reader), num_ready)
+
+    def leased(self, lease_id: str) -> BlockLease:
+        """What a lease holds that can be read by now."""
+        lease = self._leases.find(lease_id)
+        return _NOTHING_LEASED if lease is None else _told(lease, _num_readable(lease.places))
+
+    def loading(self, lease_id: str) -> int:
+        """Blocks of a lease that are still read from the disk."""
+        lease = self._leases.find(lease_id)
+        if lease is None:
+            return 0
+        return sum(place.state is _S.FILLING for place in lease.places)
+
+    def renew(self, lease_id: str, lease_s: float, now_s: float) -> bool:
+        """Has a lease end `lease_s` from now. Returns False if it is over."""
+        self._expire_leases(now_s)
+        lease = self._leases.find(lease_id)
+        if lease is None:
+            return False
+        lease.until_s, lease.lease_s = now_s + lease_s, lease_s
+        return True
+
+    def release(self, lease_id: str) -> None:
+        """The reader is done."""
+        lease = self._leases.close(lease_id)
+        if lease is not None:
+            self._end(lease)
+
+    def held(self, keys: Iterable[BlockKey]) -> int:
+        """How many of the leading blocks of a chain are held, in whichever tier. Grants nothing and leaves no trace."""
+        count = 0
+        for key in keys:
+            if self._book.readable(key) is None:
+                break
+            count += 1
+        return count
+
+    def drop(self, keys: Iterable[BlockKey]) -> int:
+        """A reader found other bytes than were put: the blocks are held no longer. Returns how many were."""
+        dropped = [key for key in dict.fromkeys(keys) if self._book.readable(key) is not None]
+        for key in dropped:
+            self._give_up(key)
+        self._counts.corrupt_blocks += len(dropped)
+        return len(dropped)
+
+    def flush(self, selection: Selection) -> int:
+        """Gives up all blocks that `selection` covers, pinned ones and those being put too. Returns how many were held.
+
+        Who reads one may finish; its place is free after that.
+        """
+        covered = self._accounts.covered(selection)
+        held = 0
+        for shelf in (self._book.memory, self._book.disk):
+            for place in [p for p in shelf.named.values() if p.holding in covered]:
+                held += self._book.readable(place.key) is not None
+                self._give_up(place.key)
+        return held
+
+    def pin(self, keys: Iterable[BlockKey]) -> int:
+        """Has those of the blocks that are held stay until they are unpinned or flushed. Returns how many these are."""
+        held = [key for key in keys if self._book.readable(key) is not None]
+        self._book.pinned.update(held)
+        return len(held)
+
+    def unpin(self, keys: Iterable[BlockKey]) -> None:
+        """Blocks may be evicted again."""
+        self._book.pinned.difference_update(keys)
+
+    def worker_gone(self, worker: WorkerIdentity) -> None:
+        """A worker neither reads nor writes any more: its process is over, or its access was taken away."""
+        for put in self._puts.by(worker):
+            self.abandon(put.put_id)
+        for lease in self._leases.by(worker):
+            self.release(lease.lease_id)
+
+    def sweep(self, now_s: float) -> None:
+        """Ends what is over; call it a few times per second, whether or not there is new work."""
+        self._expire_puts(now_s)
+        for put in self._puts.take_dead(now_s):
+            self._stop_writing(put.places)
+        self._expire_leases(now_s)
+        self._evictor.make_headroom(now_s)
+        self._accounts.forget_empty()
+
+    def written(self, action: Demote, now_s: float) -> None:
+        """A block was copied to the disk."""
+        self._moves.written(action)
+        self._evictor.make_headroom(now_s)
+
+    def loaded(self, action: Promote) -> None:
+        """A block was read from the disk, and its checksums are right."""
+        self._moves.loaded(action)
+
+    def io_failed(self, action: Demote | Promote, now_s: float) -> None:
+        """A block could not be written, or not be read; nothing is under way in its slot and extent any more."""
+        self._moves.failed(action, now_s)
+
+    def take_actions(self) -> list[NodeAction]:
+        """What the shell has to do now, in this order where it touches the same extent."""
+        actions, self._book.actions = self._book.actions, []
+        return actions
+
+    def take_changes(self) -> BlockChanges | None:
+        """Which blocks came to be held and which were given up since the last call, for routers; None for none."""
+        return self._book.changes.take() if self._book.changes else None
+
+    def take_replica_changes(self, limit: int = 4096) -> DirectoryChanges | None:
+        """What the directory has yet to be told, at most `limit` blocks; None for nothing."""
+        replicas = self._book.replicas
+        return replicas.take(self._book.stored, limit) if replicas else None
+
+    def stored(self) -> Iterator[Stored]:
+        """Everything that is held, for a directory that has forgotten this node."""
+        for key in dict.fromkeys((*self._book.memory.named, *self._book.disk.named)):
+            stored = self._book.stored(key)
+            if stored is not None:
+                yield stored
+
+    def usage(self) -> NodeUsage:
+        """Counts for metrics and `baton pool top`."""
+        counts, memory, slot_bytes = self._counts, self._book.memory, self._limits.slot_bytes
+        return NodeUsage(
+            slots_total=memory.num_places,
+            slots_free=memory.num_free,
+            ssd_blocks=self._book.disk.num_taken,
+            leases=len(self._leases),
+            puts=len(self._puts),
+            hit_blocks=counts.hit_blocks,
+            missed_blocks=counts.missed_blocks,
+            stored_blocks=counts.stored_blocks,
+            evicted_blocks=counts.evicted_blocks,
+            demoted_blocks=counts.demoted_blocks,
+            promoted_blocks=counts.promoted_blocks,
+            zombie_puts=counts.zombie_puts,
+            corrupt_blocks=counts.corrupt_blocks,
+            owners=tuple(
+                OwnerUsage(
+                    tenant=account.tenant,
+                    dram_bytes=account.memory.taken * slot_bytes,
+                    ssd_bytes=account.disk.taken * slot_bytes,
+                    blocks=account.blocks,
+                )
+                for account in self._accounts
+            ),
+        )
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError if the book contradicts itself."""
+        self._accounts.check_integrity()
+        self._book.check_integrity(self._accounts)
+        self._moves.check_integrity()
+        self._puts.check_integrity()
+        users = sum(len(lease.places) for lease in self._leases) + 2 * len(self._moves)
+        shelves = (self._book.memory, self._book.disk)
+        if users != sum(place.users for shelf in shelves for place in shelf.places()):
+            raise InvariantError("places are in use for other reasons than leases and moves")
+
+    def _refusal(self, size_bytes: int) -> Refused | None:
+        if self._refuses is not None:
+            return Refused(reason=self._refuses)
+        slot_bytes = self._limits.slot_bytes
+        if size_bytes > slot_bytes:
+            detail = f"block_bytes: {size_bytes} do not fit the pool's slots of {slot_bytes}"
+            return Refused(reason=RefusalReason.TOO_LARGE, detail=detail)
+        return None
+
+    def _split(
+        self, keys: Sequence[BlockKey], first: int
+    ) -> tuple[list[tuple[int, BlockKey]], list[Place]]:
+        """Blocks that nobody has, with their positions; and the places of those that are held."""
+        memory, disk = self._book.memory.named, self._book.disk.named
+        wanted: dict[BlockKey, int] = {}
+        held = []
+        for position, key in enumerate(keys, first):
+            place = memory.get(key) or disk.get(key)
+            if place is None:
+                wanted.setdefault(key, position)
+            elif place.readable:
+                held.append(place)
+        return [(position, key) for key, position in wanted.items()], held
+
+    def _make_room(
+        self, count: int, account: Account, held: list[Place], now_s: float
+    ) -> int | Refused:
+        """Room for at most `count` blocks, without giving up any of `held`."""
+        for place in held:
+            place.users += 1
+        try:
+            room = self._within_quota(count, account)
+            if not room:
+                detail = f"tenant {account.tenant} may hold {account.max_blocks} blocks here"
+                return Refused(reason=RefusalReason.OVER_QUOTA, detail=detail)
+            room = self._evictor.make_slots(room, account, now_s)
+            return room or Refused(reason=RefusalReason.FULL, detail="all blocks are in use")
+        finally:
+            for place in held:
+                self._book.release(place)
+
+    def _within_quota(self, count: int, account: Account) -> int:
+        if account.max_blocks is None:
+            return count
+        excess = account.blocks + min(count, account.max_blocks) - account.max_blocks
+        if excess > 0:
+            self._evictor.trim(account, excess)
+        return max(0, min(count, account.max_blocks - account.blocks))
+
+    def _grant(
+        self,
+        wanted: list[tuple[int, BlockKey]],
+        holding: Holding,
+        writer: WorkerIdentity | None,
+        now_s: float,
+    ) -> PutGrant:
+        book = self._book
+        places = [
+            book.take(book.memory, key, holding, position, _S.RESERVED) for position, key in wanted
+        ]
+        put = self._puts.open(places, writer, now_s)
+        items = tuple(
+            PutItem(key=place.key, slot=place.index, epoch=place.epoch) for place in places
+        )
+        return PutGrant(put_id=put.put_id, items=items)
+
+    def _rehouse(self, place: Place, owner: Owner) -> None:
+        if owner != place.holding.owner:
+            holding = self._accounts.holding(owner, place.holding.size_bytes)
+            self._book.rehouse(place, holding)
+
+    def _stop_writing(self, places: Iterable[Place]) -> None:
+        """Nobody writes to these places any more; blocks that were to lie there are not held."""
+        for place in places:
+            if place.state is _S.RESERVED:
+                self._book.give_up(place)
+            self._book.free(place)
+
+    def _leading(self, keys: Sequence[BlockKey]) -> list[Place]:
+        """Where the leading blocks are read, or will soon be."""
+        memory, disk = self._book.memory, self._book.disk
+        chain = []
+        for key in keys:
+            place = memory.named.get(key)
+            if place is None:
+                place = disk.readable(key)
+            elif place.state is _S.RESERVED:
+                place = None
+            if place is None:
+                break
+            chain.append(place)
+        return chain
+
+    def _promote(self, chain: list[Place], now_s: float) -> list[Place]:
+        """The chain with slots in the place of extents, as far as there is room; each place is in use once."""
+        book = self._book
+        on_disk = [place for place in chain if place.tier is Tier.SSD]
+        if not on_disk:
+            return chain
+        room = self._evictor.make_slots(len(on_disk), on_disk[0].holding.account, now_s)
+        book.disk.touch(on_disk[:room])
+        places: list[Place] = []
+        for place in chain:
+            if place.tier is Tier.SSD and not room:
+                break
+            if place.tier is Tier.SSD:
+                room -= 1
+                places.append(self._load(place))
+            else:
+                places.append(place)
+        for place in chain[len(places) :]:
+            book.release(place)
+        return places
+
+    def _load(self, extent: Place) -> Place:
+        book = self._book
+        slot = book.take(book.memory, extent.key, extent.holding, extent.position, _S.FILLING)
+        slot.users += 1
+        self._moves.promote(extent, slot)
+        book.release(extent)
+        return slot
+
+    def _give_up(self, key: BlockKey) -> None:
+        for shelf in (self._book.memory, self._book.disk):
+            place = shelf.named.get(key)
+            if place is not None:
+                self._book.give_up(place)
+
+    def _expire_puts(self, now_s: float) -> None:
+        late: list[Put] = self._puts.take_late(now_s)
+        self._counts.zombie_puts += len(late)
+        for put in late:
+            for place in put.places:
+                if place.state is _S.RESERVED:
+                    self._book.give_up(place)
+
+    def _expire_leases(self, now_s: float) -> None:
+        for lease in self._leases.take_ended(now_s):
+            self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        for place in lease.places:
+            self._book.release(place)
+
+
+def _num_readable(places: Sequence[Place]) -> int:
+    """How many leading blocks can be read."""
+    return next((at for at, place in enumerate(places) if not place.readable), len(places))
+
+
+def _told(lease: Lease, count: int) -> BlockLease:
+    blocks = tuple(
+        HeldBlock(key=place.key, slot=place.index, epoch=place.epoch, checksums=place.checksums)
+        for place in lease.places[:count]
+    )
+    return BlockLease(lease_id=lease.lease_id, blocks=blocks, lease_s=lease.lease_s)
