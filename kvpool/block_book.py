@@ -38,7 +38,10 @@ class BlockBook:
 
     def readable(self, key: BlockKey) -> Place | None:
         """Where `key` is read, if it is held."""
-        return self.memory.readable(key) or self.disk.readable(key)
+        place = self.memory.named.get(key)
+        if place is not None and place.readable:
+            return place
+        return self.disk.readable(key)
 
     def stored(self, key: BlockKey) -> Stored | None:
         """What the directory should say of `key`; None where it is not held."""
@@ -100,25 +103,34 @@ class BlockBook:
         slot.move(_S.RESIDENT)
         self.memory.admit((slot,))
 
-    def give_up(self, place: Place, *, victim: bool = False) -> None:
+    def give_up(self, place: Place, *, victim: bool = False) -> bool:
         """A block leaves a tier. Its place is free once nobody uses it, or writes to it.
 
         Args:
             place: Where it lies, or was going to.
             victim: Its eviction policy knows.
+
+        Returns:
+            Whether the block can be read in the other tier.
         """
-        shelf = self._shelf(place)
-        was_readable = place.readable
+        in_memory, key = place.tier is Tier.DRAM, place.key
+        shelf, others = (self.memory, self.disk) if in_memory else (self.disk, self.memory)
         if place.state is _S.RESIDENT and not victim:
             shelf.untrack(place)
-        del shelf.named[place.key]
-        self._forget(place, was_readable=was_readable)
+        del shelf.named[key]
+        other = others.named.get(key)
+        if other is None:
+            place.holding.account.blocks -= 1
+        is_held = other is not None and other.readable
+        if place.readable:
+            self._left(key, in_memory=in_memory, is_held=is_held)
         if place.state is _S.RESERVED:
             place.move(_S.QUARANTINED)
         elif place.users:
             place.move(_S.CONDEMNED)
         else:
             self.free(place)
+        return is_held
 
     def free(self, place: Place) -> None:
         """A place that nobody uses any more."""
@@ -161,18 +173,12 @@ class BlockBook:
         if account.blocks != len(billed):
             raise InvariantError(f"{account.tenant!r} is billed {account.blocks} of {len(billed)}")
 
-    def _forget(self, place: Place, *, was_readable: bool) -> None:
-        key = place.key
-        other = self._other(self._shelf(place)).named.get(key)
-        if other is None:
-            place.holding.account.blocks -= 1
-        if not was_readable:
-            return
-        if other is None or not other.readable:
+    def _left(self, key: BlockKey, *, in_memory: bool, is_held: bool) -> None:
+        if not is_held:
             self.changes.removed(key)
             self.replicas.removed(key)
             self.pinned.discard(key)
-        elif place.tier is Tier.DRAM:
+        elif in_memory:
             self.replicas.moved(key)
 
     def _shelf(self, place: Place) -> Shelf:

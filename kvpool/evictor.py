@@ -13,6 +13,7 @@ from kvpool.disk_health import DiskHealth
 from kvpool.eviction.policy import MayGo
 from kvpool.fairness import Claim, share_out
 from kvpool.limits import NodeLimits
+from kvpool.messages import Tier
 from kvpool.moves import Moves
 from kvpool.places import Place, PlaceState
 from kvpool.shelf import Shelf
@@ -147,7 +148,8 @@ class Evictor:
 
     def _drop(self, place: Place) -> None:
         """A block whose policy has given it up leaves its tier."""
-        book = self._book
-        book.give_up(place, victim=True)
-        if book.readable(place.key) is None:
+        is_held = self._book.give_up(place, victim=True)
+        if not is_held:
             self._counts.evicted_blocks += 1
+        elif place.tier is Tier.DRAM:
+            self._counts.demoted_blocks += 1

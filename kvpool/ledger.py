@@ -14,36 +14,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from baton.blocks import BlockChanges
 from baton.errors import InvariantError
 from baton.ids import BlockKey, WorkerIdentity
-from kvpool.accounts import Account, Accounts, Allowance, Holding
+from kvpool.accounts import Accounts, Allowance
 from kvpool.actions import Demote, DiskBlock, NodeAction, Promote
 from kvpool.block_book import BlockBook
 from kvpool.counts import Counts
 from kvpool.disk_health import DiskHealth
 from kvpool.eviction.select import POLICIES
 from kvpool.evictor import Evictor
-from kvpool.leases import Lease, LeaseBook
+from kvpool.intake import Intake
+from kvpool.leases import LeaseBook
+from kvpool.lending import Lending
 from kvpool.limits import NodeLimits
 from kvpool.messages import (
     BlockLease,
     DirectoryChanges,
-    HeldBlock,
     NodeUsage,
     Owner,
     OwnerUsage,
     PutGrant,
-    PutItem,
     RefusalReason,
     Refused,
     Selection,
     Stored,
-    Tier,
 )
 from kvpool.moves import Moves
-from kvpool.places import Place, PlaceState
-from kvpool.puts import Put, PutBook
-
-_S = PlaceState
-_NOTHING_LEASED = BlockLease(lease_id="")
+from kvpool.puts import PutBook
 
 
 class NodeLedger:
@@ -72,14 +67,27 @@ class NodeLedger:
         self._book = BlockBook(limits.num_slots, limits.num_extents, first_epoch)
         health = DiskHealth(present=limits.num_extents > 0)
         self._moves = Moves(self._book, health, self._counts)
-        self._puts = PutBook(name, limits.put_timeout_s)
-        self._leases = LeaseBook(name)
+        self._puts, self._leases = PutBook(name, limits.put_timeout_s), LeaseBook(name)
         self._evictor = Evictor(
             book=self._book,
             accounts=self._accounts,
             moves=self._moves,
             health=health,
             limits=limits,
+            counts=self._counts,
+        )
+        self._intake = Intake(
+            book=self._book,
+            accounts=self._accounts,
+            puts=self._puts,
+            evictor=self._evictor,
+            counts=self._counts,
+        )
+        self._lending = Lending(
+            book=self._book,
+            leases=self._leases,
+            moves=self._moves,
+            evictor=self._evictor,
             counts=self._counts,
         )
         self._refuses: RefusalReason | None = None
@@ -108,20 +116,20 @@ class NodeLedger:
         owner: Owner,
         now_s: float,
         *,
-        first: int = 0,
+        positions: Sequence[int] = (),
         size_bytes: int | None = None,
         writer: WorkerIdentity | None = None,
     ) -> PutGrant | Refused:
         """Gives places to write to for blocks that nobody holds or is writing, for `put_timeout_s`.
 
         Evicts as needed, but none of `keys`, nor what other tenants have within their share. Where there is room for a part,
-        the beginning of the text is granted.
+        the first of `keys` are granted.
 
         Args:
-            keys: Consecutive blocks of one text.
+            keys: Blocks, those of one text in its order.
             owner: Whose they are.
             now_s: The time.
-            first: How many blocks of the text are before `keys[0]`.
+            positions: How many blocks of its text are before each; as many as keys, or none where `keys` is a whole text.
             size_bytes: Of each; a whole slot where it is not said.
             writer: Who will write; its puts end with it (`worker_gone`).
 
@@ -133,14 +141,7 @@ class NodeLedger:
         if refused is not None:
             return refused
         holding = self._accounts.holding(owner, size_bytes)
-        holding.account.active_s = now_s
-        wanted, held = self._split(keys, first)
-        if not wanted:
-            return PutGrant(put_id="", items=())
-        room = self._make_room(len(wanted), holding.account, held, now_s)
-        if isinstance(room, Refused):
-            return room
-        return self._grant(wanted[:room], holding, writer, now_s)
+        return self._intake.reserve(keys, holding, positions, writer, now_s)
 
     def commit(
         self,
@@ -160,29 +161,13 @@ class NodeLedger:
         Returns:
             How many blocks are held now; 0 for a put that is over, or was too late.
         """
-        self._expire_puts(now_s)
-        put = self._puts.close(put_id)
-        if put is None:
-            return 0
-        written = []
-        for index, (place, sums) in enumerate(zip(put.places, checksums, strict=False)):
-            if sums and place.state is _S.RESERVED:
-                if owners is not None:
-                    self._rehouse(place, owners[index])
-                place.checksums = sums
-                written.append(place)
-        if len(written) < len(put.places):
-            self._stop_writing(place for place in put.places if not place.checksums)
-        self._book.settle(written)
-        self._counts.stored_blocks += len(written)
+        committed = self._intake.commit(put_id, checksums, owners, now_s)
         self._evictor.make_headroom(now_s)
-        return len(written)
+        return committed
 
     def abandon(self, put_id: str) -> None:
         """The writer has stopped, and what it wrote is void."""
-        put = self._puts.close(put_id)
-        if put is not None:
-            self._stop_writing(put.places)
+        self._intake.abandon(put_id)
 
     def lease(
         self,
@@ -203,45 +188,23 @@ class NodeLedger:
             now_s: The time.
             reader: Who reads; its leases end with it (`worker_gone`).
         """
-        chain = self._leading(keys)
-        for place in chain:
-            place.users += 1
-            place.holding.account.active_s = now_s
-        places = self._promote(chain, now_s)
-        num_ready = _num_readable(places)
-        self._counts.hit_blocks += num_ready
-        self._counts.missed_blocks += len(keys) - len(places)
-        if not places:
-            return _NOTHING_LEASED
-        self._book.memory.touch(places)
-        return _told(self._leases.open(places, lease_s, now_s, reader), num_ready)
+        return self._lending.lease(keys, lease_s, reader, now_s)
 
     def leased(self, lease_id: str) -> BlockLease:
         """What a lease holds that can be read by now."""
-        lease = self._leases.find(lease_id)
-        return _NOTHING_LEASED if lease is None else _told(lease, _num_readable(lease.places))
+        return self._lending.leased(lease_id)
 
     def loading(self, lease_id: str) -> int:
         """Blocks of a lease that are still read from the disk."""
-        lease = self._leases.find(lease_id)
-        if lease is None:
-            return 0
-        return sum(place.state is _S.FILLING for place in lease.places)
+        return self._lending.loading(lease_id)
 
     def renew(self, lease_id: str, lease_s: float, now_s: float) -> bool:
         """Has a lease end `lease_s` from now. Returns False if it is over."""
-        self._expire_leases(now_s)
-        lease = self._leases.find(lease_id)
-        if lease is None:
-            return False
-        lease.until_s, lease.lease_s = now_s + lease_s, lease_s
-        return True
+        return self._lending.renew(lease_id, lease_s, now_s)
 
     def release(self, lease_id: str) -> None:
         """The reader is done."""
-        lease = self._leases.close(lease_id)
-        if lease is not None:
-            self._end(lease)
+        self._lending.release(lease_id)
 
     def held(self, keys: Iterable[BlockKey]) -> int:
         """How many of the leading blocks of a chain are held, in whichever tier. Grants nothing and leaves no trace."""
@@ -285,17 +248,13 @@ class NodeLedger:
 
     def worker_gone(self, worker: WorkerIdentity) -> None:
         """A worker neither reads nor writes any more: its process is over, or its access was taken away."""
-        for put in self._puts.by(worker):
-            self.abandon(put.put_id)
-        for lease in self._leases.by(worker):
-            self.release(lease.lease_id)
+        self._intake.writer_gone(worker)
+        self._lending.reader_gone(worker)
 
     def sweep(self, now_s: float) -> None:
         """Ends what is over; call it a few times per second, whether or not there is new work."""
-        self._expire_puts(now_s)
-        for put in self._puts.take_dead(now_s):
-            self._stop_writing(put.places)
-        self._expire_leases(now_s)
+        self._intake.expire(now_s)
+        self._lending.expire(now_s)
         self._evictor.make_headroom(now_s)
         self._accounts.forget_empty()
 
@@ -381,150 +340,8 @@ class NodeLedger:
             return Refused(reason=RefusalReason.TOO_LARGE, detail=detail)
         return None
 
-    def _split(
-        self, keys: Sequence[BlockKey], first: int
-    ) -> tuple[list[tuple[int, BlockKey]], list[Place]]:
-        """Blocks that nobody has, with their positions; and the places of those that are held."""
-        memory, disk = self._book.memory.named, self._book.disk.named
-        wanted: dict[BlockKey, int] = {}
-        held = []
-        for position, key in enumerate(keys, first):
-            place = memory.get(key) or disk.get(key)
-            if place is None:
-                wanted.setdefault(key, position)
-            elif place.readable:
-                held.append(place)
-        return [(position, key) for key, position in wanted.items()], held
-
-    def _make_room(
-        self, count: int, account: Account, held: list[Place], now_s: float
-    ) -> int | Refused:
-        """Room for at most `count` blocks, without giving up any of `held`."""
-        for place in held:
-            place.users += 1
-        try:
-            room = self._within_quota(count, account)
-            if not room:
-                detail = f"tenant {account.tenant} may hold {account.max_blocks} blocks here"
-                return Refused(reason=RefusalReason.OVER_QUOTA, detail=detail)
-            room = self._evictor.make_slots(room, account, now_s)
-            return room or Refused(reason=RefusalReason.FULL, detail="all blocks are in use")
-        finally:
-            for place in held:
-                self._book.release(place)
-
-    def _within_quota(self, count: int, account: Account) -> int:
-        if account.max_blocks is None:
-            return count
-        excess = account.blocks + min(count, account.max_blocks) - account.max_blocks
-        if excess > 0:
-            self._evictor.trim(account, excess)
-        return max(0, min(count, account.max_blocks - account.blocks))
-
-    def _grant(
-        self,
-        wanted: list[tuple[int, BlockKey]],
-        holding: Holding,
-        writer: WorkerIdentity | None,
-        now_s: float,
-    ) -> PutGrant:
-        book = self._book
-        places = [
-            book.take(book.memory, key, holding, position, _S.RESERVED) for position, key in wanted
-        ]
-        put = self._puts.open(places, writer, now_s)
-        items = tuple(
-            PutItem(key=place.key, slot=place.index, epoch=place.epoch) for place in places
-        )
-        return PutGrant(put_id=put.put_id, items=items)
-
-    def _rehouse(self, place: Place, owner: Owner) -> None:
-        if owner != place.holding.owner:
-            holding = self._accounts.holding(owner, place.holding.size_bytes)
-            self._book.rehouse(place, holding)
-
-    def _stop_writing(self, places: Iterable[Place]) -> None:
-        """Nobody writes to these places any more; blocks that were to lie there are not held."""
-        for place in places:
-            if place.state is _S.RESERVED:
-                self._book.give_up(place)
-            self._book.free(place)
-
-    def _leading(self, keys: Sequence[BlockKey]) -> list[Place]:
-        """Where the leading blocks are read, or will soon be."""
-        memory, disk = self._book.memory, self._book.disk
-        chain = []
-        for key in keys:
-            place = memory.named.get(key)
-            if place is None:
-                place = disk.readable(key)
-            elif place.state is _S.RESERVED:
-                place = None
-            if place is None:
-                break
-            chain.append(place)
-        return chain
-
-    def _promote(self, chain: list[Place], now_s: float) -> list[Place]:
-        """The chain with slots in the place of extents, as far as there is room; each place is in use once."""
-        book = self._book
-        on_disk = [place for place in chain if place.tier is Tier.SSD]
-        if not on_disk:
-            return chain
-        room = self._evictor.make_slots(len(on_disk), on_disk[0].holding.account, now_s)
-        book.disk.touch(on_disk[:room])
-        places: list[Place] = []
-        for place in chain:
-            if place.tier is Tier.SSD and not room:
-                break
-            if place.tier is Tier.SSD:
-                room -= 1
-                places.append(self._load(place))
-            else:
-                places.append(place)
-        for place in chain[len(places) :]:
-            book.release(place)
-        return places
-
-    def _load(self, extent: Place) -> Place:
-        book = self._book
-        slot = book.take(book.memory, extent.key, extent.holding, extent.position, _S.FILLING)
-        slot.users += 1
-        self._moves.promote(extent, slot)
-        book.release(extent)
-        return slot
-
     def _give_up(self, key: BlockKey) -> None:
         for shelf in (self._book.memory, self._book.disk):
             place = shelf.named.get(key)
             if place is not None:
                 self._book.give_up(place)
-
-    def _expire_puts(self, now_s: float) -> None:
-        late: list[Put] = self._puts.take_late(now_s)
-        self._counts.zombie_puts += len(late)
-        for put in late:
-            for place in put.places:
-                if place.state is _S.RESERVED:
-                    self._book.give_up(place)
-
-    def _expire_leases(self, now_s: float) -> None:
-        for lease in self._leases.take_ended(now_s):
-            self._end(lease)
-
-    def _end(self, lease: Lease) -> None:
-        for place in lease.places:
-            self._book.release(place)
-
-
-def _num_readable(places: Sequence[Place]) -> int:
-    """How many leading blocks can be read."""
-    return next((at for at, place in enumerate(places) if not place.readable), len(places))
-
-
-def _told(lease: Lease, count: int) -> BlockLease:
-    blocks = tuple(
-        HeldBlock(key=place.key, slot=place.index, epoch=place.epoch, checksums=place.checksums)
-        for place in lease.places[:count]
-    )
-    return BlockLease(lease_id=lease.lease_id, blocks=blocks, lease_s=lease.lease_s)

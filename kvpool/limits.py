@@ -25,8 +25,8 @@ class NodeLimits:
     num_slots: int
     slot_bytes: int
     num_extents: int = 0
-    eviction: str = "s3fifo"
-    ssd_eviction: str = "s3fifo"
+    eviction: str = "cost"
+    ssd_eviction: str = "cost"
     high_watermark: float = 0.95
     low_watermark: float = 0.9
     put_timeout_s: float = 10.0

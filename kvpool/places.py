@@ -15,24 +15,24 @@ Each time a place is taken it gets another epoch, which no place of this node ha
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 
 from baton.errors import InvariantError
 from baton.ids import BlockKey
-from kvpool.accounts import Holding
+from kvpool.accounts import Holding, Stake
 from kvpool.messages import Tier
 
 
-class PlaceState(Enum):
-    """What a place is there for at the moment."""
+class PlaceState(IntEnum):
+    """What a place is there for at the moment. Integers, since they are looked up whenever a block comes or goes."""
 
-    FREE = "free"
-    RESERVED = "reserved"
-    FILLING = "filling"
-    RESIDENT = "resident"
-    DEMOTING = "demoting"
-    QUARANTINED = "quarantined"
-    CONDEMNED = "condemned"
+    FREE = 0
+    RESERVED = 1
+    FILLING = 2
+    RESIDENT = 3
+    DEMOTING = 4
+    QUARANTINED = 5
+    CONDEMNED = 6
 
 
 _S = PlaceState
@@ -59,6 +59,7 @@ class Place:
         epoch: Of the block in it.
         key: The block.
         holding: Whose it is.
+        stake: What its tenant has in this tier.
         position: How many blocks of its text are before it.
         state: Where the place stands.
         checksums: Of the block's layers, once it is resident.
@@ -70,6 +71,7 @@ class Place:
     epoch: int
     key: BlockKey
     holding: Holding
+    stake: Stake
     position: int
     state: PlaceState = PlaceState.FREE
     checksums: bytes = b""
@@ -92,7 +94,7 @@ class Place:
             InvariantError: The table has no such transition.
         """
         if state not in TRANSITIONS[self.state]:
-            raise InvariantError(f"{self.tier} {self.index}: {self.state} to {state}")
+            raise InvariantError(f"{self.tier} {self.index}: {self.state.name} to {state.name}")
         self.state = state
 
     def check_integrity(self) -> None:

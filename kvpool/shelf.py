@@ -50,16 +50,18 @@ class Shelf:
 
     def take(self, key: BlockKey, holding: Holding, position: int, state: PlaceState) -> Place:
         """Takes a free place for a block that has none in this tier. The caller has seen to it that there is one."""
+        stake = self.stake(holding.account)
+        stake.taken += 1
         epoch = next(self._epochs)
         if self._free:
             _, place = self._free.popitem()
-            place.epoch, place.key, place.holding, place.position = epoch, key, holding, position
+            place.epoch, place.key, place.position = epoch, key, position
+            place.holding, place.stake = holding, stake
         else:
-            place = Place(self.tier, len(self._made), epoch, key, holding, position)
+            place = Place(self.tier, len(self._made), epoch, key, holding, stake, position)
             self._made.append(place)
         place.move(state)
         self.named[key] = place
-        self.stake(holding.account).taken += 1
         return place
 
     def restore(
@@ -70,25 +72,27 @@ class Shelf:
         Raises:
             InvariantError: There is no such place, or it is in use, or the block lies elsewhere.
         """
+        stake = self.stake(holding.account)
         for made in range(len(self._made), min(index + 1, self.num_places)):
-            self._free[made] = Place(self.tier, made, 0, key, holding, position)
+            self._free[made] = Place(self.tier, made, 0, key, holding, stake, position)
             self._made.append(self._free[made])
         place = self._free.pop(index, None)
         if place is None or key in self.named:
             raise InvariantError(
                 f"{self.tier} {index} does not exist or is in use, or its block is"
             )
-        place.epoch, place.key, place.holding, place.position = epoch, key, holding, position
+        place.epoch, place.key, place.position = epoch, key, position
+        place.holding, place.stake = holding, stake
         place.move(_S.FILLING)
         self.named[key] = place
-        self.stake(holding.account).taken += 1
+        stake.taken += 1
         return place
 
     def free(self, place: Place) -> None:
         """Gives a place back whose block is not named here any more."""
         place.move(_S.FREE)
         place.checksums = b""
-        self.stake(place.holding.account).taken -= 1
+        place.stake.taken -= 1
         self._free[place.index] = place
 
     def admit(self, places: Sequence[Place]) -> None:
@@ -103,16 +107,16 @@ class Shelf:
 
     def touch(self, places: Sequence[Place]) -> None:
         """Blocks of one text, in its order, were asked for."""
-        keys: dict[Account, list[BlockKey]] = {}
+        keys: dict[Stake, list[BlockKey]] = {}
         for place in places:
             if place.state is _S.RESIDENT:
-                keys.setdefault(place.holding.account, []).append(place.key)
-        for account, its_keys in keys.items():
-            self.stake(account).policy.used(its_keys)
+                keys.setdefault(place.stake, []).append(place.key)
+        for stake, its_keys in keys.items():
+            stake.policy.used(its_keys)
 
     def untrack(self, place: Place) -> None:
         """A resident block is about to go for another reason than want of room."""
-        self.stake(place.holding.account).policy.removed(place.key)
+        place.stake.policy.removed(place.key)
 
     def victims(self, account: Account, count: int, may_go: MayGo) -> list[Place]:
         """Resident blocks of `account` that go first; its policy has given them up."""
@@ -121,9 +125,9 @@ class Shelf:
 
     def rehouse(self, place: Place, holding: Holding) -> None:
         """The place's block turns out to be somebody else's."""
-        self.stake(place.holding.account).taken -= 1
-        self.stake(holding.account).taken += 1
-        place.holding = holding
+        place.stake.taken -= 1
+        place.holding, place.stake = holding, self.stake(holding.account)
+        place.stake.taken += 1
 
     def places(self) -> Iterator[Place]:
         """All that were ever taken."""
@@ -144,5 +148,4 @@ class Shelf:
 
     def _admit_run(self, places: Sequence[Place]) -> None:
         if places:
-            policy = self.stake(places[0].holding.account).policy
-            policy.admitted([place.key for place in places], places[0].position)
+            places[0].stake.policy.admitted([p.key for p in places], places[0].position)

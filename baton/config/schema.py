@@ -242,8 +242,8 @@ class PoolConfig:
     failure_domain: str = ""
     ssd_dir: str = ""
     ssd_bytes: int = 0
-    eviction: str = "s3fifo"
-    ssd_eviction: str = "s3fifo"
+    eviction: str = "cost"
+    ssd_eviction: str = "cost"
     high_watermark: float = 0.95
     low_watermark: float = 0.9
     directory: str = "memory"

@@ -2,7 +2,7 @@
 
 A block's worth is `age + reads x cost`. Its cost is what computing it again would take, and grows with its place in the text:
 each token attends to all before it. The age is the worth of the last block that went, so that what is not read any more falls
-behind whatever comes, however dear it was.
+behind whatever comes, however dear it was. Blocks of a node are of one size, so worth is not divided by it.
 """
 
 import heapq
@@ -31,10 +31,9 @@ class _Valued:
 class CostAware:
     """Keeps what would be dear to compute again.
 
-    Blocks of a node are of one size, so worth is not divided by it.
-
-    Promises: a block goes before those ahead of it in its text, as long as texts are told from their beginning: told together, a
-    block is worth at least what those behind it are, and of equals the last one goes first.
+    Promises: told together, a block is worth at least what those behind it are, and of equals the last one goes first; so from
+    the first time that a text was read to its end a block goes before those ahead of it. A text that was put in pieces goes by
+    worth before that: the beginning, which is cheap, first.
     """
 
     def __init__(self, blocks_to_double: float = _BLOCKS_TO_DOUBLE) -> None:

@@ -10,8 +10,9 @@ from kvpool.eviction.policy import MayGo
 class LeastRecentlyUsed:
     """The block that nobody has read or put for the longest time goes first.
 
-    Promises: a block goes before those ahead of it in its text, as long as texts are told from their beginning. Of blocks told
-    together the last one counts as the oldest, and whoever reads a block reads those ahead of it.
+    Promises: of blocks told together the last one of the text goes first, and whoever reads a block reads those ahead of it; so
+    from the first time that a text was read to its end a block goes before those ahead of it. Before that a text that was put
+    in pieces goes by pieces, the oldest first.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 A node asks one policy per tenant and tier (`kvpool.accounts`); whose block goes is settled before (`kvpool.fairness`). Blocks of a
 chain are told together and in chain order. A block is useless without those before it, so within what each policy promises
-the later block of a chain goes first; every reader of a block reads those before it too, which makes that cheap.
+the later block of a chain goes first; that every reader of a block reads those before it too makes this cheap.
 """
 
 from collections.abc import Callable, Sequence

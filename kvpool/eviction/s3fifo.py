@@ -1,7 +1,7 @@
 """S3-FIFO: three queues, first in first out (Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction,
 SOSP '23).
 
-New blocks enter a small queue. Those that were read while they passed through it move on to the main queue; the others leave,
+New blocks enter a small queue. Those that were read twice while they passed through it move on to the main queue; the others leave,
 and only their keys are remembered. Whoever comes back while remembered goes straight to the main queue, where a block that was
 read is put at the back again instead of leaving. So what is read once, which most prompts are, passes through a tenth of the
 memory only.
@@ -15,6 +15,7 @@ from kvpool.eviction.policy import MayGo
 
 _SMALL_SHARE = 0.1
 _MAX_READS = 3
+_READS_TO_STAY = 2
 
 
 class S3Fifo:
@@ -63,12 +64,14 @@ class S3Fifo:
 
     def victims(self, count: int, may_go: MayGo) -> list[BlockKey]:
         """See `EvictionPolicy`."""
+        small, main = self._small, self._main
         chosen: list[BlockKey] = []
         # Each block is looked at until its reads are used up, and once more to find that it may not go.
-        looks = len(self) * (_MAX_READS + 2)
-        while len(chosen) < count and looks > 0 and len(self) > 0:
-            looks -= 1
-            is_small = len(self._small) >= _SMALL_SHARE * len(self) or not self._main
+        for _ in range(len(self) * (_MAX_READS + 2)):
+            total = len(small) + len(main)
+            if len(chosen) >= count or not total:
+                break
+            is_small = not main or len(small) >= _SMALL_SHARE * total
             key = self._look_small(may_go) if is_small else self._look_main(may_go)
             if key is not None:
                 chosen.append(key)
@@ -76,11 +79,11 @@ class S3Fifo:
 
     def _look_small(self, may_go: MayGo) -> BlockKey | None:
         key, reads = self._small.popitem(last=False)
-        if reads > 0 or not may_go(key):
+        if reads >= _READS_TO_STAY or not may_go(key):
             self._main[key] = 0
             return None
         self._ghosts[key] = None
-        if len(self._ghosts) > max(len(self._main), 1):
+        while len(self._ghosts) > max(len(self._main), 1):
             self._ghosts.popitem(last=False)
         return key
 

@@ -41,11 +41,12 @@ class Writer:
 
 @dataclass
 class Reader:
-    """A lease as its reader knows it."""
+    """A lease as its reader knows it, and those of its blocks that were flushed or found corrupt meanwhile."""
 
     lease: BlockLease
     until_s: float
     worker: WorkerIdentity
+    gone: set[BlockKey] = field(default_factory=set)
 
 
 @dataclass
@@ -73,7 +74,11 @@ class World:
 
     def reserve(self, text: str, tenant: str = "t", *, first: int = 0, by: str = "w"):
         outcome = self.ledger.reserve(
-            chain(text, first), owner(tenant), self.now_s, first=first, writer=worker(by)
+            chain(text, first),
+            owner(tenant),
+            self.now_s,
+            positions=range(first, len(text)),
+            writer=worker(by),
         )
         if isinstance(outcome, PutGrant) and outcome.items:
             for item in outcome.items:
@@ -209,11 +214,13 @@ class World:
         after = {stored.key for stored in self.ledger.stored()}
         assert count == len(before - after)
         self.pinned &= after
+        self._lost(before - after)
         self.run()
         return count
 
     def drop(self, dropped: list[BlockKey]):
         self.pinned -= set(dropped)
+        self._lost(set(dropped))
         self.ledger.drop(dropped)
         self.run()
 
@@ -225,6 +232,10 @@ class World:
     def unpin(self, text: str):
         self.pinned -= set(chain(text))
         self.ledger.unpin(chain(text))
+
+    def _lost(self, keys: set[BlockKey]):
+        for reader in self.readers.values():
+            reader.gone |= keys
 
     def _check_seen(self):
         stored = {entry.key: entry for entry in self.ledger.stored()}
@@ -239,7 +250,9 @@ class World:
             reader.lease = max(reader.lease, now, key=lambda lease: len(lease.blocks))
             for block in reader.lease.blocks:
                 assert self.slots[block.slot] == bytes_of(block.key) == block.checksums
-                assert self.epochs["slot", block.slot] <= block.epoch
+                assert block.key in reader.gone or block.key in self.directory
+                assert self.epochs.get(("slot", block.slot), 0) <= block.epoch
+                self.epochs["slot", block.slot] = block.epoch
         usage = self.ledger.usage()
         assert usage.slots_total - usage.slots_free <= self.limits.num_slots
         assert usage.ssd_blocks <= self.limits.num_extents

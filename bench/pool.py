@@ -1,0 +1,81 @@
+"""What the pool costs on one host: `python -m bench.pool [--json FILE]`.
+
+Commits: chains are reserved and committed at a node's ledger whose memory is full, so that each block pushes out another one, and
+what routers and directory are to be told is taken after each chain. No byte is copied; one core, one tenant.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from baton.config.schema import PoolConfig
+from baton.ids import BlockKey
+from bench.report import Report
+from kvpool.eviction.select import POLICIES
+from kvpool.ledger import NodeLedger
+from kvpool.limits import NodeLimits
+from kvpool.messages import Owner, PutGrant
+
+_OWNER = Owner(tenant="bench", scope="bench", model="bench")
+_CHECKSUMS = b"\0" * 8 * 32
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    arguments = _arguments(argv)
+    report = Report(
+        benchmark="pool",
+        settings={
+            "chain_blocks": arguments.chain_blocks,
+            "chains": arguments.chains,
+            "slots": arguments.slots,
+            "eviction": PoolConfig().eviction,
+        },
+    )
+    for eviction in POLICIES:
+        rate = commits_per_s(eviction, arguments.slots, arguments.chain_blocks, arguments.chains)
+        report.figures[f"commits_per_s_{eviction}"] = rate
+        print(f"{eviction:8} {rate:10,.0f} commits/s")
+    default = str(report.settings["eviction"])
+    report.figures["commits_per_s"] = report.figures[f"commits_per_s_{default}"]
+    if arguments.json:
+        report.write(arguments.json)
+
+
+def commits_per_s(eviction: str, slots: int, chain_blocks: int, chains: int) -> float:
+    """Blocks that a full node takes per second, by the median chain."""
+    limits = NodeLimits(num_slots=slots, slot_bytes=1, eviction=eviction)
+    ledger = NodeLedger(limits, "bench")
+    to_fill = -(-slots // chain_blocks)
+    seconds = [_put_chain(ledger, number, chain_blocks) for number in range(to_fill + chains)]
+    ledger.check_integrity()
+    return chain_blocks / median(seconds[to_fill:])
+
+
+def _put_chain(ledger: NodeLedger, number: int, chain_blocks: int) -> float:
+    keys = [BlockKey(number.to_bytes(8) + at.to_bytes(8)) for at in range(chain_blocks)]
+    checksums = [_CHECKSUMS] * chain_blocks
+    begin_s = time.perf_counter()
+    put = ledger.reserve(keys, _OWNER, 0.0)
+    assert isinstance(put, PutGrant)
+    committed = ledger.commit(put.put_id, checksums, 0.0)
+    ledger.take_changes()
+    ledger.take_replica_changes(limit=2 * chain_blocks)
+    seconds = time.perf_counter() - begin_s
+    assert committed == chain_blocks
+    return seconds
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--chain-blocks", type=int, default=2000)
+    parser.add_argument("--chains", type=int, default=40)
+    parser.add_argument("--slots", type=int, default=20_000)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
