@@ -28,7 +28,8 @@ from baton.telemetry.logs import get_logger
 from baton.telemetry.tracing import NotTraced, Tracer
 from baton.telemetry.worker import WorkerMetrics
 from decode_worker.frames import DecodeFrameBuilder
-from decode_worker.lifecycle import OWNER, DecodeLifecycle
+from decode_worker.legs import OWNER
+from decode_worker.lifecycle import DecodeLifecycle
 from decode_worker.messages import (
     Cancel,
     DecodeAction,

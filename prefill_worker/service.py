@@ -52,7 +52,8 @@ from kv_transfer.pusher import Pusher
 from kv_transfer.session import OpenedSession, PeerSession
 from kv_transfer.ticket import Permit, TicketOffice, refuse_holder
 from prefill_worker.frames import PrefillFrameBuilder
-from prefill_worker.lifecycle import OWNER, PrefillLifecycle
+from prefill_worker.legs import OWNER
+from prefill_worker.lifecycle import PrefillLifecycle
 from prefill_worker.links import LinkMetrics
 from prefill_worker.messages import (
     Cancel,

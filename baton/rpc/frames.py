@@ -13,10 +13,14 @@ import grpc
 
 from baton.errors import OverloadedError
 from baton.generation import WorkerLoad
+from baton.ids import LegId
 from baton.telemetry.logs import get_logger
 
 StreamId = NewType("StreamId", int)
 """One router's stream, as the worker counts them."""
+
+LegKey = tuple[StreamId, LegId]
+"""One leg: routers number theirs themselves."""
 
 LOAD_INTERVAL_S = 0.2
 HEARTBEAT_S = 0.5
