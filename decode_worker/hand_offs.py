@@ -11,7 +11,7 @@ from decode_worker.legs import LegState, LegTable
 from decode_worker.messages import DecodeAction, TellFailed, TellWriterLost
 from engine.messages import Abort, Reserve, Reserved, Start
 from kv_transfer.ledger import TransferLedger
-from kv_transfer.messages import (
+from kv_transfer.ledger_messages import (
     EndSession,
     Expected,
     FreePages,

@@ -34,7 +34,7 @@ from decode_worker.messages import (
 from engine.messages import Abort, Failed, Generate, PrefillStarted, Released, Reserved, Sampled
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.ledger import TransferLedger
-from kv_transfer.messages import (
+from kv_transfer.ledger_messages import (
     Expected,
     FromPeer,
     PagesGone,

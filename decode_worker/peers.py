@@ -12,16 +12,15 @@ from decode_worker.accounts import LegAccounts
 from decode_worker.messages import DecodeEvent
 from kv_transfer.handshake import Endpoint, SessionOffer
 from kv_transfer.heads import LinkPlan
-from kv_transfer.messages import (
+from kv_transfer.ledger_messages import (
     EndSession,
     FromPeer,
     PeerFenced,
-    SessionId,
     SessionLost,
     SessionOpened,
-    ToDecode,
     ToPeer,
 )
+from kv_transfer.messages import SessionId, ToDecode
 from kv_transfer.ports import KvReceiver
 from kv_transfer.session_service import TransferService
 

@@ -40,7 +40,7 @@ from engine.ports import EnginePort
 from kv_transfer.checksum import PageHashes
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.handshake import Endpoint, SessionOffer
-from kv_transfer.messages import EndSession, ToPeer, VerifyPages
+from kv_transfer.ledger_messages import EndSession, ToPeer, VerifyPages
 from kv_transfer.ports import KvReceiver
 from kv_transfer.ticket import TicketOffice
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from baton.telemetry.logs import get_logger
 from kv_transfer.checksum import PageHashes, find_corruption
-from kv_transfer.messages import PagesVerified, VerifyPages
+from kv_transfer.ledger_messages import PagesVerified, VerifyPages
 
 _log = get_logger(__name__)
 

@@ -25,7 +25,7 @@ from engine.messages import StepEvents
 from engine.ports import EnginePort
 from kv_transfer.checksum import PageHashes
 from kv_transfer.handshake import Endpoint
-from kv_transfer.messages import PushDone, Send, StartPush
+from kv_transfer.outbox_messages import PushDone, Send, StartPush
 from kv_transfer.ports import KvSender
 from kv_transfer.ticket import TicketOffice
 from prefill_worker.accounts import LegAccounts
