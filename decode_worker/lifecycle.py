@@ -50,7 +50,7 @@ from engine.messages import (
 )
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.ledger import TransferLedger
-from kv_transfer.messages import (
+from kv_transfer.ledger_messages import (
     EndSession,
     Expected,
     FreePages,

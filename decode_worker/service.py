@@ -51,18 +51,17 @@ from kv_transfer.convert import check_permit
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.handshake import Endpoint, SessionOffer
 from kv_transfer.heads import LinkPlan
-from kv_transfer.messages import (
+from kv_transfer.ledger_messages import (
     EndSession,
     FromPeer,
     PagesVerified,
     PeerFenced,
-    SessionId,
     SessionLost,
     SessionOpened,
-    ToDecode,
     ToPeer,
     VerifyPages,
 )
+from kv_transfer.messages import SessionId, ToDecode
 from kv_transfer.ports import KvReceiver
 from kv_transfer.session_service import TransferService
 from kv_transfer.ticket import Permit, TicketOffice

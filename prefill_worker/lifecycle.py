@@ -33,7 +33,8 @@ from engine.messages import (
     Reserved,
     Sampled,
 )
-from kv_transfer.messages import (
+from kv_transfer.outbox import Outbox
+from kv_transfer.outbox_messages import (
     Drew,
     Exported,
     FromDecode,
@@ -47,7 +48,6 @@ from kv_transfer.messages import (
     PushDone,
     Started,
 )
-from kv_transfer.outbox import Outbox
 from kv_transfer.plan import Export
 from kv_transfer.ticket import refuse_holder
 from prefill_worker.messages import (

@@ -37,16 +37,8 @@ from engine.ports import EnginePort
 from kv_transfer.backends import offered
 from kv_transfer.checksum import Hashes, PageHashes
 from kv_transfer.handshake import Endpoint, refused_field
-from kv_transfer.messages import (
-    FromDecode,
-    GrantRefused,
-    PeerDown,
-    PeerUp,
-    PushDone,
-    Send,
-    StartPush,
-    ToPrefill,
-)
+from kv_transfer.messages import GrantRefused, ToPrefill
+from kv_transfer.outbox_messages import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
 from kv_transfer.ports import KvSender
 from kv_transfer.pusher import Pusher
 from kv_transfer.session import OpenedSession, PeerSession

@@ -15,9 +15,9 @@ from router.job import Job
 from router.legs import LegTable
 from router.placement import Placement
 from router.ports import GenerationJob
-from router.progress import Broken, Orphaned, Over, Settling, Verdict
 from router.routing.policy import Pair, Unavailable
 from router.routing.view import ClusterView
+from router.verdicts import Broken, Orphaned, Over, Settling, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,8 +229,7 @@ class Attempts:
             return list(self._legs.take_over(flight, pair, permit, now_s))
         # Between these two rungs there is room for a third: D fetches what a pool holds of the prompt.
         short = flight.asked.num_tokens <= self._patience.recompute_tokens
-        broken = Broken(flight=flight, error=orphaned.error, blamed=orphaned.blamed)
-        return self._retry(broken, now_s, decode.identity if short or pair is None else None)
+        return self._retry(orphaned, now_s, decode.identity if short or pair is None else None)
 
     def _retry(
         self, broken: Broken, now_s: float, pinned: WorkerIdentity | None = None

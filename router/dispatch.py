@@ -36,8 +36,9 @@ from router.events import (
 from router.flight import FlightState
 from router.legs import LegTable
 from router.placement import Placement
-from router.progress import Advance, FlightProgress
+from router.progress import FlightProgress
 from router.routing.view import ClusterView, WorkerView
+from router.steps import Advance, advance
 
 _DEAF_S = 1.0
 """After such a pause between two ticks this router cannot tell who was silent: it heard nobody."""
@@ -102,7 +103,7 @@ class Dispatcher:
 
     def advance(self, step: StepTokens, now_s: float) -> Advance:
         """Takes a step's tokens the short way; `others` of what comes back are for `handle`."""
-        return self._progress.step(step, now_s)
+        return advance(self._legs, step, now_s)
 
     def give_up(self, event: Event, error: InvariantError) -> list[Action]:
         """Ends the job that `event` belongs to, after `handle` raised `error` for it."""

@@ -24,42 +24,42 @@ from kv_transfer.fan_out import FanOut, FanOutAction, ForRank
 from kv_transfer.handshake import Endpoint, SessionOffer
 from kv_transfer.heads import LinkPlan
 from kv_transfer.ledger import TransferLedger
-from kv_transfer.messages import (
-    Drew,
+from kv_transfer.ledger_messages import (
     EndSession,
     Expected,
-    Exported,
     FreePages,
-    FromDecode,
     FromPeer,
-    HandOver,
-    HandOverFailed,
     LedgerAction,
     LedgerEvent,
-    Opened,
     PagesGone,
     PagesReserved,
     PagesVerified,
-    PeerDown,
     PeerFenced,
-    PeerUp,
-    PushDone,
     Reassigned,
     ReservePages,
-    Send,
-    SessionId,
     SessionLost,
     SessionOpened,
     StartDecoding,
-    Started,
-    StartPush,
-    ToDecode,
     ToPeer,
-    ToPrefill,
     TransferFailed,
     VerifyPages,
     Withdrawn,
     WriterLost,
+)
+from kv_transfer.messages import SessionId, ToDecode, ToPrefill
+from kv_transfer.outbox_messages import (
+    Drew,
+    Exported,
+    FromDecode,
+    HandOver,
+    HandOverFailed,
+    Opened,
+    PeerDown,
+    PeerUp,
+    PushDone,
+    Send,
+    Started,
+    StartPush,
 )
 from kv_transfer.plan import Export, Grant
 from kv_transfer.pusher import Pusher

@@ -13,26 +13,28 @@ from kv_transfer.messages import (
     AbortRequest,
     Commit,
     Committed,
+    Granted,
+    GrantRefused,
+    Quiesced,
+    Reserve,
+    ToPrefill,
+)
+from kv_transfer.outbox import Outbox, OutboxState
+from kv_transfer.outbox_messages import (
     Drew,
     Exported,
     FromDecode,
     GivenUp,
-    Granted,
-    GrantRefused,
     HandOver,
     HandOverFailed,
     Opened,
     PeerDown,
     PeerUp,
     PushDone,
-    Quiesced,
-    Reserve,
     Send,
     Started,
     StartPush,
-    ToPrefill,
 )
-from kv_transfer.outbox import Outbox, OutboxState
 from kv_transfer.plan import Export, Grant
 from tests.kv_transfer.permits import permit
 
