@@ -158,14 +158,16 @@ class _Prefiller:
         free_s = clock()
         while True:
             prompt = await self.prompts.get()
-            self.pending_tokens -= prompt.tokens
             key = (id(prompt.frames), prompt.leg_id)
             if key in self.cancelled:
                 self.cancelled.remove(key)
+                self.pending_tokens -= prompt.tokens
                 continue
             # Counted from when the one before was to be done, so that late wake-ups do not add up.
             free_s = max(free_s, clock() - 0.005) + prompt.tokens / self.pace.prefill_tokens_per_s
             await asyncio.sleep(max(0.0, free_s - clock()))
+            # As an engine counts: what is being computed is not computed yet.
+            self.pending_tokens -= prompt.tokens
             self.steps += 1
             first = common_pb2.SampledToken(token=TOKEN)
             prompt.frames.put_nowait(
@@ -188,7 +190,7 @@ class _Prefiller:
         return common_pb2.WorkerLoad(
             waiting=self.prompts.qsize(),
             steps=self.steps,
-            prefill_tokens_pending=max(0, self.pending_tokens),
+            prefill_tokens_pending=self.pending_tokens,
         )
 
 
