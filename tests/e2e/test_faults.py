@@ -119,6 +119,19 @@ def test_a_client_that_leaves_frees_both_legs(cluster: Served) -> None:
     assert _metric(cluster, "baton_client_disconnects_total") == 1
 
 
+def test_a_router_that_is_asked_to_leave_finishes_its_streams(cluster: Served) -> None:
+    stream = _Stream(cluster, max_tokens=1500)
+    stream.start()
+    assert stream.begun.wait(30)
+    router = cluster.child("router")
+    router.terminate()
+    assert stream.is_alive(), "it was asked in mid-stream"
+    stream.join(60)
+    assert stream.lines[-1] == "data: [DONE]"
+    assert len(stream.tokens()) == 1500
+    assert_gone([router])
+
+
 def test_a_killed_router_is_restarted_on_the_same_port(cluster: Served) -> None:
     victim = cluster.child("router")
     victim.kill()
