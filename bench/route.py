@@ -14,12 +14,13 @@ process grew by while it was filled.
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from random import Random
 from statistics import quantiles
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -236,10 +237,7 @@ class _NoChats:
     """A renderer that nobody asks."""
 
     chat_template = None
-
-    def apply_chat_template(self, conversation: object, **options: object) -> str:
-        """Not here."""
-        raise NotImplementedError
+    special_tokens_map: Mapping[str, str] = MappingProxyType({})
 
 
 def _command(action: SendAction) -> bytes:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from router.chat_template import ChatMessage, Rendering
 from router.openai.dialogue import Dialogue
 from router.openai.fields import (
     MAX_MESSAGES,
@@ -21,7 +22,6 @@ from router.openai.fields import (
 )
 from router.openai.requests import DrawingBody
 from router.openai.tools import FunctionName
-from router.tokenizer import ChatMessage, Rendering
 
 
 class TextBlock(Part):

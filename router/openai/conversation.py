@@ -6,9 +6,9 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from router.chat_template import Rendering
 from router.openai.dialogue import Dialogue
 from router.openai.fields import MAX_MESSAGES, MAX_PARTS, REFUSED, UNSUPPORTED, Part
-from router.tokenizer import Rendering
 
 
 class TextPart(Part):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.tokenizer import ChatMessage, Rendering
+from router.chat_template import ChatMessage, Rendering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from router.chat_template import ChatMessage, Rendering
 from router.openai.dialogue import Dialogue
 from router.openai.fields import (
     MAX_MESSAGES,
@@ -22,7 +23,6 @@ from router.openai.fields import (
 from router.openai.requests import DrawingBody, Logprobs, check_moderation
 from router.openai.template_arguments import TemplateArguments, check_template_arguments
 from router.openai.tools import FunctionName, JsonObjectFormat, PlainText, check_format
-from router.tokenizer import ChatMessage, Rendering
 
 LOGPROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log-probabilities."""

@@ -31,11 +31,11 @@ from tests.router.tiny_tokenizers import CHAT_TEMPLATE, byte_level, token_id
 MODEL = "tiny"
 
 
-def tiny_tokenizer() -> Tokenizer:
+def tiny_tokenizer(chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
     """Byte-level, with a chat template, without files."""
     backend = byte_level()
     renderer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    renderer.chat_template = CHAT_TEMPLATE
+    renderer.chat_template = chat_template
     return Tokenizer(backend, renderer, threads=1)
 
 
@@ -81,11 +81,12 @@ async def serve(
     parts: dict[str, Any] | None = None,
     decisions: DecisionLog | None = None,
     revision: str | None = None,
+    chat_template: str = CHAT_TEMPLATE,
     **router: Any,
 ) -> AsyncIterator[Served]:
     """An application with a client that calls it directly. A fault that it raises is answered, not passed on."""
     generator = generator or FakeGenerator()
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(chat_template)
     registry = new_registry()
     settings = AppSettings(
         model_names=(MODEL, "tiny-alias"),

@@ -290,10 +290,9 @@ async def test_counts_and_latencies_are_measured():
 
 
 async def test_the_models_template_is_told_what_the_client_says_for_it():
-    async with serve() as served:
+    template = "{{ mood }} {{ reasoning_effort }} {{ messages[0]['content'] }}"
+    async with serve(chat_template=template) as served:
         served.says("x")
-        renderer = served.tokenizer._renderer
-        renderer.chat_template = "{{ mood }} {{ reasoning_effort }} {{ messages[0]['content'] }}"
         await served.chat(chat_template_kwargs={"mood": "sad"}, reasoning_effort="low")
         prompt = served.generator.jobs[0].prompt.prompt_tokens
         assert await served.tokenizer.decode(prompt) == "sad low hi"
