@@ -13,7 +13,7 @@ from baton.errors import (
     WorkerLostError,
 )
 from baton.ids import RequestId, WorkerIdentity
-from router.attempts import Attempts, Patience
+from router.attempts import Attempts, Patience, Restarts
 from router.events import (
     Action,
     AskForSnapshot,
@@ -70,6 +70,11 @@ class Dispatcher:
     def in_flight(self) -> int:
         """Jobs accepted and not ended."""
         return self._attempts.num_jobs
+
+    @property
+    def restarts(self) -> Restarts:
+        """How often attempts were lost and made again."""
+        return self._attempts.restarts
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """What to do about `event`.

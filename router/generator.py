@@ -13,7 +13,7 @@ from baton.telemetry.logs import get_logger
 from router.admission.pace import LearnedPace
 from router.admission.room import WorkerRoom
 from router.arrivals import Arrivals
-from router.attempts import Patience
+from router.attempts import Patience, Restarts
 from router.clockwork import Clockwork
 from router.dispatch import Dispatcher
 from router.events import (
@@ -204,6 +204,11 @@ class ClusterGenerator:
     def waiting(self) -> Mapping[str, int]:
         """Jobs in line, by the name of their SLO class."""
         return self.intake.waiting()
+
+    @property
+    def restarts(self) -> Restarts:
+        """How often attempts at jobs were lost and made again."""
+        return self._dispatcher.restarts
 
     def workers(self) -> list[WorkerReport]:
         """See `router.ports.Overview`."""
