@@ -13,68 +13,17 @@ After M. Shreedhar and G. Varghese, "Efficient fair queueing using deficit round
 All of it ends with the line: once nobody waits, nobody has a debt or savings to show for the past.
 """
 
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections import deque
 from heapq import heappop, heappush
 from itertools import count
 from math import ceil
 
 from baton.errors import InvariantError
-from baton.ids import RequestId
 from router.admission.applicant import Applicant
+from router.admission.flow import SAVED_TOKENS, Flow
 from router.tenants.tenant import Tenant, TenantId
 
-QUANTUM_TOKENS = 128
-"""What a tenant of weight 1 is given in a round: less than most requests cost, so that a turn is mostly one request. Rounds in
-which nobody could send anything cost no time."""
-
-SAVED_TOKENS = 32 * 1024
-"""What is saved for a tenant of weight 1 at most; who was never seen has saved all of it."""
-
 _MAX_FLOWS = 4096
-
-
-@dataclass(slots=True, eq=False)
-class _Flow:
-    """One tenant's part of the line.
-
-    Attributes:
-        credit: What it may send before its turn is over; below 0 it is in debt.
-        saved: What it may take without waiting for the round.
-        left_at: The round in which it last left the line.
-        listed: Whether it is on one of the line's lists.
-    """
-
-    tenant_id: TenantId
-    weight: float
-    saved: float = 0.0
-    credit: float = 0.0
-    left_at: float = 0.0
-    listed: bool = False
-    cost: int = 0
-    waiting: OrderedDict[RequestId, Applicant] = field(default_factory=OrderedDict)
-
-    @property
-    def quantum(self) -> float:
-        return QUANTUM_TOKENS * self.weight
-
-    @property
-    def most_saved(self) -> float:
-        return SAVED_TOKENS * self.weight
-
-    @property
-    def balance(self) -> float:
-        return self.saved + self.credit
-
-    def use_savings(self) -> None:
-        """A new turn, or as much of one as there is."""
-        taken = min(self.saved, self.quantum - self.credit)
-        self.credit += taken
-        self.saved -= taken
-
-    def save(self, tokens: float) -> None:
-        """Puts something by."""
-        self.saved = min(self.saved + tokens, self.most_saved)
 
 
 class FairLine:
@@ -85,11 +34,11 @@ class FairLine:
     """
 
     def __init__(self) -> None:
-        self._flows: dict[TenantId, _Flow] = {}
-        self._savers: list[tuple[float, int, _Flow]] = []
+        self._flows: dict[TenantId, Flow] = {}
+        self._savers: list[tuple[float, int, Flow]] = []
         """Those who have savings left, as a heap: they go before the round, who has most (for its weight) first."""
         self._entries = count()
-        self._ring: deque[_Flow] = deque()
+        self._ring: deque[Flow] = deque()
         self._rounds = 0.0
         self._length = 0
 
@@ -122,32 +71,28 @@ class FairLine:
         """To the end of its tenant's part. A tenant whose weight has changed has the new one from now on."""
         if not self._length:
             self._begin_anew()
-        flow = self._flow(applicant.tenant)
-        flow.waiting[applicant.request_id] = applicant
-        flow.cost += applicant.cost
+        self._flow(applicant.tenant).put(applicant)
         self._length += 1
 
     def head(self) -> Applicant | None:
         """Who is next. Stays the same until somebody is taken, leaves, or a tenant that was away comes."""
         flow = self._turn()
-        return None if flow is None else next(iter(flow.waiting.values()))
+        return None if flow is None else flow.first()
 
     def pop(self) -> Applicant:
         """Takes the head, of which there must be one."""
         flow = self._turn()
         if flow is None:
             raise InvariantError("nobody is in line")
-        _, applicant = flow.waiting.popitem(last=False)
+        applicant = flow.first()
+        flow.drop(applicant)
         flow.credit -= applicant.cost
-        flow.cost -= applicant.cost
         self._length -= 1
         return applicant
 
     def remove(self, applicant: Applicant) -> None:
         """Out of the line, from wherever it stands; at no cost."""
-        flow = self._flows[applicant.tenant.tenant_id]
-        del flow.waiting[applicant.request_id]
-        flow.cost -= applicant.cost
+        self._flows[applicant.tenant.tenant_id].drop(applicant)
         self._length -= 1
 
     def charge(self, tenant_id: TenantId, tokens: float) -> None:
@@ -177,28 +122,26 @@ class FairLine:
         if any(not 0 <= flow.saved <= flow.most_saved for flow in self._flows.values()):
             raise InvariantError("a tenant has saved less than nothing, or too much")
 
-    def _flow(self, tenant: Tenant) -> _Flow:
+    def _flow(self, tenant: Tenant) -> Flow:
         """The tenant's, on one of the lists."""
         flow = self._flows.get(tenant.tenant_id)
         if flow is None:
             self._forget_some()
-            flow = _Flow(tenant_id=tenant.tenant_id, weight=tenant.weight)
-            flow.saved = flow.most_saved
-            flow.left_at = self._rounds
+            flow = Flow(tenant_id=tenant.tenant_id, weight=tenant.weight)
+            flow.saved, flow.left_at = flow.most_saved, self._rounds
             self._flows[tenant.tenant_id] = flow
-        flow.weight = tenant.weight
-        flow.saved = min(flow.saved, flow.most_saved)
+        flow.reweigh(tenant.weight)
         if not flow.listed:
             self._come_back(flow)
             self._queue_up(flow)
         return flow
 
-    def _come_back(self, flow: _Flow) -> None:
+    def _come_back(self, flow: Flow) -> None:
         """It is to be listed, and has what was saved for it meanwhile."""
         flow.listed = True
         flow.save((self._rounds - flow.left_at) * flow.quantum)
 
-    def _turn(self) -> _Flow | None:
+    def _turn(self) -> Flow | None:
         """Whose turn it is: somebody in line and credit left. Moves on those who cannot go on."""
         turns = 0
         while self._length:
@@ -216,7 +159,7 @@ class FairLine:
                 turns = 0
         return None
 
-    def _end_turn(self, flow: _Flow) -> None:
+    def _end_turn(self, flow: Flow) -> None:
         """Finds a place for a tenant that was first on its list: first its savings, then the round, then the door."""
         if not flow.waiting and flow.credit + flow.saved >= 0:
             flow.save(flow.credit)
@@ -227,7 +170,7 @@ class FairLine:
             self._rounds += 1 / (len(self._ring) + 1)
         self._queue_up(flow)
 
-    def _queue_up(self, flow: _Flow) -> None:
+    def _queue_up(self, flow: Flow) -> None:
         """To its place among those who have saved something, or to the end of the round."""
         if flow.saved > 0:
             entry = (-flow.saved / flow.weight, next(self._entries), flow)
@@ -236,7 +179,7 @@ class FairLine:
         else:
             self._ring.append(flow)
 
-    def _listed(self) -> list[_Flow]:
+    def _listed(self) -> list[Flow]:
         return [*(flow for _, _, flow in self._savers), *self._ring]
 
     def _balance(self, tenant: Tenant) -> float:
