@@ -41,7 +41,7 @@ class Outbox:
         self._whole = plan_link(layout, layout)
         self._sendings: dict[XferId, Sending] = {}
         self._peers: dict[WorkerIdentity, PeerUp] = {}
-        self._numbers = itertools.count(1)
+        self._push_ids = itertools.count(1)
         self.stale = 0
         """Messages of peers about attempts that are over here."""
 
@@ -81,7 +81,7 @@ class Outbox:
         permit = event.permit
         if permit.xfer_id in self._sendings:
             raise InvariantError(f"hand-off {permit.xfer_id} was opened twice")
-        shipment = Shipment(permit, num_layers=self._num_layers, numbers=self._numbers)
+        shipment = Shipment(permit, num_layers=self._num_layers, push_ids=self._push_ids)
         self._sendings[permit.xfer_id] = Sending(permit=permit, shipment=shipment)
         return []
 

@@ -46,16 +46,18 @@ class _Outstanding:
 class Shipment:
     """Pure. Pushes begin once it is known which of the peer's pages they go to (`grant`)."""
 
-    def __init__(self, permit: Permit, *, num_layers: int, numbers: Iterator[int]) -> None:
+    def __init__(self, permit: Permit, *, num_layers: int, push_ids: Iterator[int]) -> None:
         """Nothing is exported yet.
 
         Args:
             permit: Of the hand-off.
             num_layers: Of the local arena.
-            numbers: For exports and pushes; no other shipment of this worker gets the same.
+            push_ids: That no other shipment of this worker gets.
         """
         self._permit = permit
-        self._numbers = numbers
+        self._push_ids = push_ids
+        # Of this prompt alone: a worker's pushes outgrow 32 bits within weeks.
+        self._num_exports = 0
         # [num_layers, num_blocks]: 0 where not exported, `_LANDED`, or the number of the latest export.
         self._exported: npt.NDArray[np.int32] = np.zeros(
             (num_layers, permit.num_blocks), dtype=np.int32
@@ -114,7 +116,8 @@ class Shipment:
         """
         num_layers, num_blocks = self._exported.shape
         check_export(export, num_blocks=num_blocks, num_layers=num_layers)
-        number, row = next(self._numbers), self._row(export)
+        self._num_exports += 1
+        number, row = self._num_exports, self._row(export)
         self._landed -= int(np.count_nonzero(row[self._held_of(export) :] == _LANDED))
         row[:] = number
         self._waiting.append(_Waiting(number=number, export=export))
@@ -209,7 +212,7 @@ class Shipment:
         layer, plan = item.export.layer_index, plan_pages(item.export, grant)
         if plan is None or self._link is None or self._link.target_layers[layer] is None:
             return []
-        push_id = next(self._numbers)
+        push_id = next(self._push_ids)
         self._outstanding[push_id] = _Outstanding(
             number=item.number,
             layer_index=layer,
