@@ -101,4 +101,5 @@ class TellFailed:
     error: BatonError
 
 
-PrefillAction = Command | Connect | Send | StartPush | TellFirstTokens | TellHandedOff | TellFailed
+Tell = TellFirstTokens | TellHandedOff | TellFailed
+PrefillAction = Command | Connect | Send | StartPush | Tell
