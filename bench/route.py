@@ -35,7 +35,8 @@ from baton.hashing import KEY_BYTES, chain_keys, root_key
 from baton.ids import BlockKey, Incarnation, LayerName, RequestId, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.block_feed import MAX_KEYS_PER_REPORT
-from baton.rpc.convert import WorkerHello, blocks_to_proto
+from baton.rpc.hello import WorkerHello
+from baton.rpc.reports import blocks_to_proto
 from baton.rpc.v1 import decode_pb2, prefill_pb2
 from baton.tokens import PackedTokens
 from bench.report import Report

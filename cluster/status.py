@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.generation import WorkerLoad
-from baton.rpc.convert import load_from_proto, role_from_proto
+from baton.rpc.hello import role_from_proto
+from baton.rpc.reports import load_from_proto
 from baton.rpc.v1.control_pb2 import StatusReply, StatusRequest
 from baton.rpc.v1.control_pb2 import WorkerStatus as WorkerStatusMessage
 from cluster import control_line

@@ -2,14 +2,8 @@
 
 from baton.blocks import BlockReport
 from baton.generation import TokenLogprobs, WorkerLoad
-from baton.rpc.convert import (
-    blocks_to_proto,
-    failure_to_proto,
-    finish_to_proto,
-    load_to_proto,
-    logprobs_to_proto,
-    prompt_logprobs_to_proto,
-)
+from baton.rpc.generation import finish_to_proto, logprobs_to_proto, prompt_logprobs_to_proto
+from baton.rpc.reports import blocks_to_proto, failure_to_proto, load_to_proto
 from baton.rpc.v1 import common_pb2, decode_pb2
 from decode_worker.messages import TellFailed, TellPrefilled, TellTokens, TellWriterLost
 

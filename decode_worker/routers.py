@@ -10,8 +10,9 @@ from baton.errors import InvalidRequestError, TicketError
 from baton.generation import WorkerLoad
 from baton.ids import LegId, RequestId
 from baton.rpc.block_feed import HeldBlocks
-from baton.rpc.convert import WorkerHello, hello_to_proto, prompt_from_proto
 from baton.rpc.frames import StreamId
+from baton.rpc.generation import prompt_from_proto
+from baton.rpc.hello import WorkerHello, hello_to_proto
 from baton.rpc.router_streams import RouterStreams
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import decode_pb2 as pb

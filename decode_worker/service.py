@@ -14,7 +14,7 @@ from baton.clock import Clock
 from baton.config.schema import TransferConfig
 from baton.errors import InvariantError
 from baton.generation import WorkerLoad
-from baton.rpc.convert import WorkerHello
+from baton.rpc.hello import WorkerHello
 from baton.rpc.mailbox import Mailbox
 from baton.telemetry.leg_spans import LegSpans
 from baton.telemetry.logs import get_logger

@@ -2,13 +2,8 @@
 
 from baton.blocks import BlockReport
 from baton.generation import WorkerLoad
-from baton.rpc.convert import (
-    blocks_to_proto,
-    failure_to_proto,
-    load_to_proto,
-    prompt_logprobs_to_proto,
-    sample_to_proto,
-)
+from baton.rpc.generation import prompt_logprobs_to_proto, sample_to_proto
+from baton.rpc.reports import blocks_to_proto, failure_to_proto, load_to_proto
 from baton.rpc.v1 import common_pb2, prefill_pb2
 from prefill_worker.messages import TellFailed, TellFirstTokens, TellHandedOff
 

@@ -15,7 +15,7 @@ from baton.clock import Clock
 from baton.errors import InvariantError
 from baton.generation import WorkerLoad
 from baton.ids import BlockId
-from baton.rpc.convert import WorkerHello
+from baton.rpc.hello import WorkerHello
 from baton.rpc.mailbox import Mailbox
 from baton.telemetry.leg_spans import LegSpans
 from baton.telemetry.logs import get_logger

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
 
-from baton.rpc.convert import WorkerHello
+from baton.rpc.hello import WorkerHello
 from router.ports import ServedModel
 
 
