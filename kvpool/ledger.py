@@ -135,6 +135,9 @@ class NodeLedger:
 
         Returns:
             The places, none of them where everything is held already; or why nothing is taken.
+
+        Raises:
+            ValueError: There are other than as many positions as keys, or none.
         """
         size_bytes = self._limits.slot_bytes if size_bytes is None else size_bytes
         refused = self._refusal(size_bytes)
