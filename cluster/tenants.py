@@ -9,7 +9,7 @@ from pathlib import Path
 from baton.config import env
 from baton.config.load import load
 from baton.errors import ConfigError
-from router.redis_link import open_redis
+from baton.redis_link import open_redis
 from router.tenants.document import parse
 from router.tenants.keys import check_strength, hash_key, new_key
 from router.tenants.sources import RedisSource

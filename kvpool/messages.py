@@ -120,15 +120,18 @@ class NodeState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flushes:
-    """Flushes that a node has yet to carry out.
+class Renewal:
+    """What a directory answers to a node that renews its lease.
 
     Attributes:
-        count: Of all flushes so far.
-        selections: The latest of them. A node that missed more than the directory remembers is told to drop everything.
+        anew: The node was not known, be it for the first time, because its lease had ended, or because the directory lost its
+            memory: whatever the node holds has to be published again.
+        flushes: How many flushes there have been.
+        selections: Those that the node has not carried out. Who missed more than the directory remembers is told to drop all.
     """
 
-    count: int
+    anew: bool
+    flushes: int
     selections: tuple[Selection, ...] = ()
 
 

@@ -8,8 +8,19 @@ from typing import Protocol
 from baton.ids import BlockKey, SeqId, WorkerIdentity
 from kv_transfer.page_copy import Pages
 from kv_transfer.plan import Numbers
+from kvpool.actions import DiskBlock
 from kvpool.hashed_copy import Hashes
-from kvpool.messages import DirectoryChanges, Flushes, NodeState, Replica, Selection
+from kvpool.messages import (
+    BlockLease,
+    DirectoryChanges,
+    NodeState,
+    Owner,
+    PutGrant,
+    Refused,
+    Renewal,
+    Replica,
+    Selection,
+)
 
 
 class Directory(Protocol):
@@ -19,7 +30,7 @@ class Directory(Protocol):
     """
 
     async def publish(self, node: WorkerIdentity, changes: DirectoryChanges) -> None:
-        """Takes one node's changes, in the order in which the node says them."""
+        """Takes one node's changes, in the order in which the node says them. Those of a node without a lease are passed over."""
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[tuple[Replica, ...]]:
         """Replicas of the leading blocks of a chain that some living node holds: one entry per block, none of them empty.
@@ -27,7 +38,7 @@ class Directory(Protocol):
         One round trip, whatever the chain's length. Grants nothing and leaves no trace.
         """
 
-    async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Flushes:
+    async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Renewal:
         """Says that a node lives, for `lease_s` from now; what its lease covers is void once it has ended.
 
         Args:
@@ -36,7 +47,7 @@ class Directory(Protocol):
             flushes: How many flushes the node has carried out.
 
         Returns:
-            The later ones, for the node to carry out in its own memory.
+            The later ones, for the node to carry out in its own memory, and whether the node has to publish all it holds.
         """
 
     async def nodes(self) -> tuple[NodeState, ...]:
@@ -84,3 +95,54 @@ class NodeDesk(Protocol):
 
     def corrupt(self, keys: Sequence[BlockKey]) -> None:
         """These blocks do not have the checksums they were leased with."""
+
+
+class PoolClient(Protocol):
+    """A worker's way to the node of its host. asyncio; a node that is away raises `PoolUnavailableError` and nothing else."""
+
+    def slab(self) -> list[Pages] | None:
+        """The slab, one array `[num_slots, page_layer_bytes]` per layer; None while no node is there."""
+
+    async def lease(self, keys: Sequence[BlockKey], lease_s: float, wait_s: float) -> BlockLease:
+        """Keeps the leading blocks of a text where they are; what is on the disk is waited for, for `wait_s`."""
+
+    async def renew(self, lease_ids: Sequence[str], lease_s: float) -> tuple[str, ...]:
+        """Prolongs leases; returns those that are over."""
+
+    async def release(self, lease_ids: Sequence[str]) -> None:
+        """Nobody reads under these any more."""
+
+    async def reserve(
+        self, keys: Sequence[BlockKey], owner: Owner, first: int
+    ) -> PutGrant | Refused:
+        """Places for blocks that nobody holds; `first` blocks of their text come before them."""
+
+    async def commit(self, put_id: str, checksums: Sequence[bytes]) -> int:
+        """The places of a grant are written: one entry per place, an empty one where nothing was. How many are held now."""
+
+    async def corrupt(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks do not have the checksums they were leased with."""
+
+
+class ExtentStore(Protocol):
+    """A disk below a node's memory. Blocks: called on threads of its own. A fault is an `OSError`, a wrong block a `CorruptKvError`."""
+
+    def write(self, block: DiskBlock, data: memoryview) -> None:
+        """Writes a block to its extent, so that a restart finds all of it or nothing."""
+
+    def read(self, block: DiskBlock, into: memoryview) -> None:
+        """Reads a block, verified against its checksums.
+
+        Raises:
+            CorruptKvError: The extent holds something else.
+            OSError: It cannot be read.
+        """
+
+    def erase(self, extent: int, epoch: int) -> None:
+        """The extent holds nothing any more, also after a restart."""
+
+    def recover(self) -> list[DiskBlock]:
+        """What the disk held when it was opened."""
+
+    def close(self) -> None:
+        """Lets go of the files."""

@@ -15,9 +15,9 @@ import msgspec
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import TenantsConfig
 from baton.errors import UnavailableError
+from baton.redis_link import asked, open_redis
 from baton.telemetry.logs import get_logger
 from router.admission.given import Totals
-from router.redis_link import asked, open_redis
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import BatonConfig, TenantsConfig
 from baton.errors import UnavailableError
+from baton.redis_link import open_redis
 from baton.telemetry.logs import get_logger
 from router.audit import AuditLog
 from router.guardrails.chain import GuardChain
@@ -26,7 +27,6 @@ from router.limits.local import LocalLimiter
 from router.limits.metrics import LimitMetrics
 from router.limits.ports import Limiter
 from router.limits.shared import RedisLimiter
-from router.redis_link import open_redis
 from router.tenants.directory import TenantDirectory
 from router.tenants.reload import ReloadMetrics, TenantReloader
 from router.tenants.sources import FileSource, RedisSource, TenantSource

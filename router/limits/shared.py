@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from baton.redis_link import asked
 from router.limits.bucket import BucketSize
 from router.limits.ledger import CONCURRENCY_RETRY_S
 from router.limits.ports import Granted, GrantId, Level, Levels, LimitKind, Refused, Usage
-from router.redis_link import asked
 from router.tenants.tenant import Limits, Tenant, TenantId
 
 if TYPE_CHECKING:

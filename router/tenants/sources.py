@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from baton.errors import ConfigError
-from router.redis_link import asked
+from baton.redis_link import asked
 from router.tenants.document import TenantsDocument, parse
 
 if TYPE_CHECKING:

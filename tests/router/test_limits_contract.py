@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import pytest
 
 from baton.clock import ManualClock
+from baton.redis_link import open_redis
 from router.limits.local import LocalLimiter
 from router.limits.ports import Granted, GrantId, Limiter, LimitKind, Refused
 from router.limits.shared import RedisLimiter
-from router.redis_link import open_redis
 from router.tenants.tenant import Limits, Tenant, TenantId
-from tests.router.redis_servers import KINDS, a_redis
+from tests.redis_servers import KINDS, a_redis
 
 LEASE_S = 600.0
 

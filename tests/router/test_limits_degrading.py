@@ -14,7 +14,7 @@ from router.limits.local import LocalLimiter
 from router.limits.metrics import LimitMetrics
 from router.limits.ports import Granted, GrantId, Refused
 from router.tenants.tenant import Tenant
-from tests.router.redis_servers import REDIS_SERVER, real_redis
+from tests.redis_servers import REDIS_SERVER, real_redis
 from tests.router.test_limits_contract import grant, tenant
 
 
@@ -163,8 +163,8 @@ async def test_a_tenant_without_limits_does_not_wait_for_redis():
 @pytest.mark.redis
 @pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 async def test_a_redis_that_is_killed_and_comes_back_costs_no_request(tmp_path):
+    from baton.redis_link import open_redis
     from router.limits.shared import RedisLimiter
-    from router.redis_link import open_redis
 
     clock, registry = ManualClock(), new_registry()
     asks = tenant(requests_per_minute=1, request_burst=4, max_concurrency=100)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from baton.redis_link import open_redis
 from router.limits.ports import Granted, Refused
 from router.limits.shared import RedisLimiter
-from router.redis_link import open_redis
-from tests.router.redis_servers import KINDS, a_redis
+from tests.redis_servers import KINDS, a_redis
 from tests.router.test_limits_contract import grant, tenant
 
 LEASE_S = 5.0

@@ -8,9 +8,9 @@ import pytest
 
 from baton.config.schema import TenantsConfig
 from baton.errors import UnavailableError
-from router.redis_link import open_redis
+from baton.redis_link import open_redis
 from router.sharing import ShareExchange, sharing
-from tests.router.redis_servers import KINDS, a_redis, real_redis
+from tests.redis_servers import KINDS, a_redis, real_redis
 
 pytestmark = pytest.mark.timeout(60)
 KEY = "baton:given"

@@ -14,7 +14,7 @@ from router.limits.degrading import DegradingLimiter
 from router.limits.local import LocalLimiter
 from router.tenancy import open_tenancy
 from router.tenants.keys import hash_key
-from tests.router.redis_servers import KINDS, a_redis
+from tests.redis_servers import KINDS, a_redis
 from tests.router.served import serve
 
 DOCUMENT = f"""

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from baton.errors import AuthenticationError, ConfigError, UnavailableError
+from baton.redis_link import open_redis
 from baton.telemetry.metrics import new_registry
-from router.redis_link import open_redis
 from router.tenants.directory import TenantDirectory
 from router.tenants.keys import hash_key
 from router.tenants.reload import ReloadMetrics, TenantReloader
 from router.tenants.sources import FileSource, RedisSource, TenantSource
-from tests.router.redis_servers import KINDS, a_redis
+from tests.redis_servers import KINDS, a_redis
 from tests.router.test_tenants_web_tokens import jwks, token
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from baton.config.schema import AdminConfig, BatonConfig, LogConfig, RouterConfig, TenantsConfig
 from baton.errors import ConfigError, WorkerLostError
+from baton.redis_link import open_redis
 from baton.telemetry.metrics import new_registry
 from router.audit import AuditLog
-from router.redis_link import open_redis
 from router.tenancy import open_tenancy
 from tests.router.served import serve
 from tests.router.test_openai_limits import parts

@@ -120,8 +120,12 @@ class ReservePutRequest(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
-    POSITIONS_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
+    first: _builtins.int
+    """so many blocks of the text come before"""
+    block_bytes: _builtins.int
     @_builtins.property
     def writer(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -130,10 +134,6 @@ class ReservePutRequest(_message.Message):
 
     @_builtins.property
     def owner(self) -> Global___BlockOwner: ...
-    @_builtins.property
-    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """how many blocks of its text are before each; none where the keys are a whole text"""
-
     def __init__(
         self,
         *,
@@ -141,11 +141,12 @@ class ReservePutRequest(_message.Message):
         node: _common_pb2.WorkerIdentity | None = ...,
         owner: Global___BlockOwner | None = ...,
         keys: _builtins.bytes = ...,
-        positions: _abc.Iterable[_builtins.int] | None = ...,
+        first: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "owner", b"owner", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "node", b"node", "owner", b"owner", "positions", b"positions", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "first", b"first", "keys", b"keys", "node", b"node", "owner", b"owner", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

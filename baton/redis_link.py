@@ -1,4 +1,4 @@
-"""The one place where routers open Redis, which is optional: limits and tenants that several routers share.
+"""The one place where Redis is opened, which is optional: limits and tenants that several routers share, the pool's directory.
 
 Redis is asked on the way of requests, so it is asked not for long, and again only where the connection was lost, as when
 it was restarted: whoever asks has an answer of its own for when there is none. Needs the `redis` extra.
@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 _Reply = TypeVar("_Reply")
 
 
-def open_redis(url: str, timeout_s: float) -> "Redis":
+def open_redis(
+    url: str, timeout_s: float, *, setting: str = "tenants.redis_url", text: bool = True
+) -> "Redis":
     """A client that connects when it is first asked, and after a fault again.
 
     Args:
         url: `redis://`, `rediss://` (TLS) or `unix://`, with user and password if there are.
         timeout_s: How long to wait for a connection, and for a reply.
+        setting: Where the URL was given.
+        text: Whether replies are text; bytes otherwise.
 
     Raises:
         ConfigError: redis-py is not installed, or the URL is none of these.
@@ -41,13 +45,12 @@ def open_redis(url: str, timeout_s: float) -> "Redis":
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=retry.Retry(backoff.NoBackoff(), 1, supported_errors=(lost,)),
-            decode_responses=True,
+            decode_responses=text,
         )
     except ValueError:
         # The URL may hold a password, and so may the text of the error.
         raise ConfigError(
-            "tenants.redis_url: must begin with redis://, rediss:// or unix://",
-            param="tenants.redis_url",
+            f"{setting}: must begin with redis://, rediss:// or unix://", param=setting
         ) from None
     return client
 

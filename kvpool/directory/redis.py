@@ -1,0 +1,187 @@
+"""The directory of a pool with several nodes, in Redis: one small record per block, one script per step.
+
+A record holds the block's replicas and four-byte hashes of whose it is (`record.lua`), about 150 bytes of Redis' memory with
+key and expiry for a block with one replica. A node has a number there for as long as its lease holds; when it ends, all its replicas are void with it,
+without anybody touching them. Records go by themselves after a week, should nobody remove them: a backstop, nothing else.
+
+The scripts make their keys' names from the prefix, so the directory lies on one Redis, not spread over a cluster of them.
+"""
+
+import json
+import struct
+from collections.abc import Awaitable, Iterator, Sequence
+from importlib import resources
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+import xxhash
+
+from baton.errors import PoolUnavailableError, UnavailableError
+from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
+from baton.redis_link import asked
+from kvpool.messages import (
+    DirectoryChanges,
+    NodeState,
+    Renewal,
+    Replica,
+    Selection,
+    Stored,
+    Tier,
+)
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+Replicas = tuple[Replica, ...]
+
+_REPLICA = struct.Struct("<4sBIH")
+"""Number of the node, tier, and the lower and upper part of the epoch."""
+
+_TIERS = {Tier.DRAM: b"\x00", Tier.SSD: b"\x01"}
+_TIERS_BACK = (Tier.DRAM, Tier.SSD)
+_RECORD_LIFE_MS = 7 * 24 * 3600 * 1000
+_REMEMBERED_FLUSHES = 64
+_MOST_AT_ONCE = 1024
+"""Blocks per script: Redis serves nobody else meanwhile."""
+
+_Reply = TypeVar("_Reply")
+_Args = list[str | bytes | int]
+
+
+class RedisDirectory:
+    """A `Directory` that several nodes share. Every method raises `PoolUnavailableError` when Redis gives no answer.
+
+    Args:
+        redis: Whose replies are bytes.
+        prefix: Of all keys; clusters that share a Redis need different ones.
+    """
+
+    def __init__(self, redis: "Redis", *, prefix: str) -> None:
+        self._prefix = f"{prefix}:pool"
+        self._lookup = redis.register_script(_script("lookup.lua"))
+        self._publish = redis.register_script(_script("publish.lua"))
+        self._renew = redis.register_script(_script("renew.lua"))
+        self._retire = redis.register_script(_script("retire.lua"))
+        self._nodes = redis.register_script(_script("nodes.lua"))
+        self._flush = redis.register_script(_script("flush.lua"))
+
+    async def publish(self, node: WorkerIdentity, changes: DirectoryChanges) -> None:
+        """See `Directory`."""
+        parts = max(len(changes.stored), len(changes.removed))
+        for begin in range(0, parts, _MOST_AT_ONCE):
+            turn = slice(begin, begin + _MOST_AT_ONCE)
+            removed = b"".join(changes.removed[turn])
+            stored = b"".join(map(_stored_bytes, changes.stored[turn]))
+            args: _Args = [self._prefix, _name(node), _RECORD_LIFE_MS, removed, stored]
+            await _answer(self._publish(args=args))
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[Replicas]:
+        """See `Directory`."""
+        if not keys:
+            return []
+        counts, packed, *states = await _answer(self._lookup(args=[self._prefix, b"".join(keys)]))
+        nodes = {
+            number: _state(state).node
+            for number, state in zip(states[::2], states[1::2], strict=True)
+        }
+        replicas = _replicas(packed, nodes)
+        return [tuple(islice(replicas, count)) for count in counts]
+
+    async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Renewal:
+        """See `Directory`."""
+        args: _Args = [self._prefix, _name(state.node), _state_bytes(state), _ms(lease_s), flushes]
+        anew, count, missed, *words = await _answer(self._renew(args=args))
+        selections = tuple(_selection(word) for word in reversed(words))
+        if missed > len(selections):
+            selections = (Selection(),)
+        return Renewal(anew=bool(anew), flushes=count, selections=selections)
+
+    async def nodes(self) -> tuple[NodeState, ...]:
+        """See `Directory`."""
+        states = await _answer(self._nodes(args=[self._prefix]))
+        return tuple(map(_state, states))
+
+    async def retire(self, node: WorkerIdentity) -> None:
+        """See `Directory`."""
+        await _answer(self._retire(args=[self._prefix, _name(node)]))
+
+    async def flush(self, selection: Selection) -> int:
+        """See `Directory`."""
+        hashes = b"".join(map(_hash, (selection.tenant, selection.scope, selection.model)))
+        words = json.dumps([selection.tenant, selection.scope, selection.model])
+        args: _Args = [self._prefix, hashes, words, _REMEMBERED_FLUSHES]
+        return int(await _answer(self._flush(args=args)))
+
+
+async def _answer(reply: Awaitable[_Reply]) -> _Reply:
+    try:
+        return await asked(reply)
+    except UnavailableError as error:
+        raise PoolUnavailableError(f"the pool's directory: {error.message}") from error
+
+
+def _script(name: str) -> str:
+    folder = resources.files("kvpool.directory")
+    return (folder / "record.lua").read_text() + (folder / name).read_text()
+
+
+def _name(node: WorkerIdentity) -> str:
+    return f"{node.worker_id}@{node.incarnation:x}"
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _hash(text: str) -> bytes:
+    """Four bytes; all of them zero for no text, and only then."""
+    if not text:
+        return bytes(4)
+    return (xxhash.xxh32_intdigest(text.encode()) | 1).to_bytes(4, "little")
+
+
+def _stored_bytes(stored: Stored) -> bytes:
+    owner = stored.owner
+    return b"".join(
+        (
+            stored.key,
+            _hash(owner.tenant),
+            _hash(owner.scope),
+            _hash(owner.model),
+            stored.size_bytes.to_bytes(4, "little"),
+            _TIERS[stored.tier],
+            stored.epoch.to_bytes(6, "little"),
+        )
+    )
+
+
+def _replicas(packed: bytes, nodes: dict[bytes, WorkerIdentity]) -> Iterator[Replica]:
+    for number, tier, low, high in _REPLICA.iter_unpack(packed):
+        yield Replica(node=nodes[number], tier=_TIERS_BACK[tier], epoch=high << 32 | low)
+
+
+def _state_bytes(state: NodeState) -> bytes:
+    node = state.node
+    said = {
+        "worker_id": node.worker_id,
+        "incarnation": node.incarnation,
+        "address": state.address,
+        "failure_domain": state.failure_domain,
+        "free_bytes": state.free_bytes,
+        "capacity_bytes": state.capacity_bytes,
+        "sick": state.sick,
+    }
+    return json.dumps(said).encode()
+
+
+def _state(packed: bytes) -> NodeState:
+    said = json.loads(packed)
+    node = WorkerIdentity(
+        worker_id=WorkerId(said.pop("worker_id")), incarnation=Incarnation(said.pop("incarnation"))
+    )
+    return NodeState(node=node, **said)
+
+
+def _selection(word: bytes) -> Selection:
+    tenant, scope, model = json.loads(word)
+    return Selection(tenant=tenant, scope=scope, model=model)

@@ -1,0 +1,25 @@
+-- Gives a node a lease. A node that has none, for whatever reason, gets a new number: replicas under an old one stay void.
+-- ARGV: prefix, node name, state, lease in ms, how many flushes it has carried out.
+-- Returns: whether it got a new number, how many flushes there have been, and the latest of them, the last one first.
+local name, state, lease_ms, carried_out = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local node = redis.call('HGET', prefix .. ':nodes', name)
+local anew = 0
+if not node or not lives(node) then
+  anew = 1
+  node = text4(redis.call('INCR', prefix .. ':number'))
+  local known = redis.call('HGETALL', prefix .. ':nodes')
+  for i = 1, #known, 2 do
+    if not lives(known[i + 1]) then redis.call('HDEL', prefix .. ':nodes', known[i]) end
+  end
+  redis.call('HSET', prefix .. ':nodes', name, node)
+end
+redis.call('SET', prefix .. ':n:' .. node, state, 'PX', lease_ms)
+
+local missed = math.max(flushes - carried_out, 0)
+local reply = { anew, flushes, missed }
+if missed > 0 then
+  for _, selection in ipairs(redis.call('LRANGE', prefix .. ':flush_words', 0, missed - 1)) do
+    reply[#reply + 1] = selection
+  end
+end
+return reply
