@@ -110,7 +110,7 @@ class Worker:
 
 
 def checksums(slab: list[Pages], slot: int) -> bytes:
-    sums = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(layer[slot])) for layer in slab]
+    sums = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(layer[slot]).data) for layer in slab]
     return np.array(sums, dtype="<u8").tobytes()
 
 
