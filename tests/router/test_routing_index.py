@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from baton.blocks import BlockReport, joined
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from router.routing.index import Heard, PrefixIndex
-from router.routing.table import PlainHotPart, prints_of
+from router.routing.memory import prints_of
+from router.routing.plain_table import PlainHotPart
 from router.routing.table_library import hot_part
 
 
