@@ -76,8 +76,8 @@ FIRST = (TokenSample(sample=0, token=7),)
 LIMITS = LedgerLimits(
     expect_timeout_s=60.0,
     reserve_timeout_s=60.0,
-    quiesce_timeout_s=5.0,
-    lease_s=5.0,
+    quiesce_timeout_s=60.0,
+    lease_s=60.0,
     retry_grace_s=60.0,
     checksums=True,
 )
@@ -120,7 +120,7 @@ class DecodeRank(Rank):
         self._pages = tuple(map(BlockId, asked["pages"]))
         self._ledger = TransferLedger(LIMITS)
         receiver = ShmReceiver(self.region, path=asked["path"], num_blocks=self.num_blocks)
-        offer = SessionOffer(num_blocks=self.num_blocks, lease_s=5.0, checksums=True)
+        offer = SessionOffer(num_blocks=self.num_blocks, lease_s=60.0, checksums=True)
         self._service = TransferService(
             here=self.here, offer=offer, receivers={"shm": receiver}, host=self
         )
