@@ -12,8 +12,8 @@ from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import RequestId
 from router.events import FirstTokensArrived, HandedOff, LocallyPrefilled
 from router.ports import Timing
+from router.routing.memory import Prints
 from router.routing.policy import Pair
-from router.routing.table import Prints
 from router.slo import STANDARD, Slo
 
 

@@ -1,7 +1,8 @@
 """Places an attempt on workers: hashes the prompt, asks the index, lets the policy choose, remembers the choice."""
 
 from array import array
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from random import Random
@@ -16,9 +17,10 @@ from router.admission.room import WorkerRoom
 from router.job import Job
 from router.ports import Timing
 from router.routing.explanation import DecisionLog, Measured
+from router.routing.held import HeldBySlot
 from router.routing.index import PrefixIndex
+from router.routing.memory import Prints, prints_of
 from router.routing.policy import Demand, Pair, Policy, Unavailable
-from router.routing.table import Prints, prints_of
 from router.routing.view import ClusterView, WorkerView
 
 _SESSION_TOKENS = 64
@@ -75,8 +77,12 @@ class Placement:
         if not usable:
             self.log.refused()
             return Unavailable(reason="no worker is available")
-        demand = self._demand(job, prompt, now_s, self._full(job, prompt, usable))
+        demand = self._demand(job, prompt, now_s)
         chosen = self._policy.pair(usable, demand, self._rng)
+        if isinstance(chosen, Pair) and not self._has_room(chosen.decode, job, prompt):
+            # The best of all, if it has room, is the best of those that have: nearly always nobody else need be asked.
+            full = self._full(job, prompt, usable)
+            chosen = self._policy.pair(usable, replace(demand, full=full), self._rng)
         if isinstance(chosen, Pair):
             self._remember(job, chosen, demand)
         else:
@@ -134,21 +140,18 @@ class Placement:
         """Who should decode nothing more. If that is everybody it is nobody: a job that was let in, and lost its worker,
         goes on wherever there is one.
         """
-        if self._room is None:
-            return frozenset()
-        decoders = [worker for worker in workers if worker.hello.role.decodes]
-        samples = len(prompt.samples)
-        context = samples * prompt.num_tokens
-        full = frozenset(
-            worker.identity
-            for worker in decoders
-            if not self._room.takes(worker, samples=samples, context_tokens=context, slo=job.slo)
-        )
+        decoders = [worker for worker in workers if worker.can_decode]
+        full = frozenset(w.identity for w in decoders if not self._has_room(w, job, prompt))
         return full if len(full) < len(decoders) else frozenset()
 
-    def _demand(
-        self, job: Job, prompt: Prompt, now_s: float, full: Set[WorkerIdentity] = frozenset()
-    ) -> Demand:
+    def _has_room(self, worker: WorkerView, job: Job, prompt: Prompt) -> bool:
+        if self._room is None:
+            return True
+        samples = len(prompt.samples)
+        context = samples * prompt.num_tokens
+        return self._room.takes(worker, samples=samples, context_tokens=context, slo=job.slo)
+
+    def _demand(self, job: Job, prompt: Prompt, now_s: float) -> Demand:
         policy = self._policy
         left = max(1, prompt.sampling.max_tokens - len(prompt.output_tokens))
         return Demand(
@@ -157,7 +160,6 @@ class Placement:
             held=self._held_tokens(job, now_s) if policy.uses_prefix else {},
             output_tokens=max(1, min(left, round(self._typical_output))),
             session=self._session(job) if policy.uses_session else 0,
-            full=full,
             now_s=now_s,
         )
 
@@ -170,12 +172,12 @@ class Placement:
             named = job.prompt.cache_scope.encode() + b"/" + first.tobytes()
         return int.from_bytes(blake2b(named, digest_size=7).digest())
 
-    def _held_tokens(self, job: Job, now_s: float) -> dict[int, int]:
-        held: dict[int, int] = {}
+    def _held_tokens(self, job: Job, now_s: float) -> Mapping[int, int]:
+        held: HeldBySlot | None = None
         for group, layout in self._view.layouts().items():
             chain = self._chain(job, group, layout)
-            held |= self._index.held_blocks(chain, now_s, unit=layout.block_tokens)
-        return held
+            held = self._index.held_blocks(chain, now_s, unit=layout.block_tokens, among=held)
+        return {} if held is None else held
 
     def _remember(self, job: Job, pair: Pair, demand: Demand) -> None:
         self.log.decided(job.request_id, pair, demand)

@@ -1,11 +1,11 @@
 """What this router has just sent where: blocks that a worker is about to hold, until its own report says so."""
 
+from array import array
 from collections.abc import Iterable
 from functools import lru_cache
 
-import numpy as np
-
-from router.routing.table import BlockTable, Depths, HotPart, Places, Prints, Words
+from router.routing.memory import Places, Prints, Words
+from router.routing.table import BlockTable, HotPart
 
 _EVERY = 32
 _LIFE_S = 30.0
@@ -26,53 +26,56 @@ class ExpectedBlocks:
     """
 
     def __init__(self, *, hot: HotPart, num_columns: int) -> None:
-        self._hot = hot
-        self._recent = self._empty(num_columns)
-        self._older = self._empty(num_columns)
+        self._recent, self._older = (
+            BlockTable(max_blocks=2 * _MAX_NOTED, hot=hot, num_columns=num_columns)
+            for _ in range(2)
+        )
+        self.tables = self._recent, self._older
+        """Both tables, in an order that lasts."""
         self._since_s = float("-inf")
 
     def note(self, prints: Prints, columns: Iterable[int], now_s: float) -> None:
         """The whole chain is expected at every worker of `columns`."""
-        if now_s - self._since_s >= _LIFE_S or len(self._recent) > _MAX_NOTED:
-            width, is_old = self._recent.num_columns, now_s - self._since_s < 2 * _LIFE_S
-            self._older = self._recent if is_old else self._empty(width)
-            self._recent, self._since_s = self._empty(width), now_s
-        noted = prints[_noted(len(prints))]
+        age_s = now_s - self._since_s
+        if age_s >= _LIFE_S or len(self._recent) > _MAX_NOTED:
+            self._turn_over(keep=age_s < 2 * _LIFE_S)
+            self._since_s = now_s
+        noted = _noted(len(prints))
         for column in columns:
-            self._recent.add(noted, column)
+            self._recent.add(prints, column, noted)
+
+    def noted(self, prints: Prints, now_s: float) -> Places | None:
+        """Which positions of a chain may have been noted; None where nothing is expected of anybody."""
+        is_over = now_s - self._since_s >= 2 * _LIFE_S
+        return None if is_over else _noted(len(prints))
 
     def withdraw(self, prints: Prints, column: int) -> None:
         """A worker has given blocks up."""
-        for notes in (self._recent, self._older):
+        for notes in self.tables:
             if len(notes):
                 notes.discard(prints, column)
 
     def keep_columns(self, live: Words) -> None:
         """Nothing is expected of other columns than `live` any more. Looks at every note."""
-        for notes in (self._recent, self._older):
+        for notes in self.tables:
             notes.keep_columns(live)
 
     def widen(self) -> None:
         """Makes room for 64 more columns."""
-        for notes in (self._recent, self._older):
+        for notes in self.tables:
             notes.widen()
-
-    def deepen(self, depths: Depths, prints: Prints, live: Words, now_s: float) -> None:
-        """Raises `depths`, by column, to how many leading blocks are expected at each worker of the set `live`."""
-        if now_s - self._since_s >= 2 * _LIFE_S:
-            return
-        places = _noted(len(prints))
-        for notes in (self._recent, self._older):
-            if len(notes):
-                notes.deepen(depths, prints, live, places)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a table of notes is broken."""
-        for notes in (self._recent, self._older):
+        for notes in self.tables:
             notes.check_integrity()
 
-    def _empty(self, num_columns: int) -> BlockTable:
-        return BlockTable(max_blocks=2 * _MAX_NOTED, hot=self._hot, num_columns=num_columns)
+    def _turn_over(self, *, keep: bool) -> None:
+        """What is recent becomes older, if it is to be kept; what was older is forgotten."""
+        self._recent, self._older = self._older, self._recent
+        self._recent.clear()
+        if not keep:
+            self._older.clear()
 
 
 @lru_cache(maxsize=1024)
@@ -81,4 +84,4 @@ def _noted(num_blocks: int) -> Places:
     noted = [*range(min(_EVERY, num_blocks)), *range(2 * _EVERY - 1, num_blocks, _EVERY)]
     if num_blocks > _EVERY and noted[-1] != num_blocks - 1:
         noted.append(num_blocks - 1)
-    return np.array(noted, np.int64)
+    return array("q", noted)

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from baton.blocks import BlockReport
 from baton.errors import InvariantError
 from baton.ids import WorkerId, WorkerIdentity
 from router.routing.expected import ExpectedBlocks
-from router.routing.table import BlockTable, HotPart, Prints, Words, prints_of
+from router.routing.held import HeldBySlot
+from router.routing.memory import Prints, Words, prints_of
+from router.routing.sources import Sources
+from router.routing.table import BlockTable, HotPart
 from router.routing.table_library import hot_part
 
 _SPARE_SHARE = 4
@@ -54,18 +56,6 @@ class _Holder:
     is_blank: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Columns:
-    """Sets of columns as lookups want them, until one is given to another: those in use, and these by what is known of
-    them; and the slots by column.
-    """
-
-    live: Words
-    whole: Words
-    ragged: Words | None
-    slots: NDArray[np.int64]
-
-
 class PrefixIndex:
     """Block key to the set of its holders.
 
@@ -81,16 +71,16 @@ class PrefixIndex:
     """
 
     def __init__(self, *, max_blocks: int = 4_000_000, hot: HotPart | None = None) -> None:
-        hot = hot or hot_part()
-        self._table = BlockTable(max_blocks=max_blocks, hot=hot)
-        self._expected = ExpectedBlocks(hot=hot, num_columns=self._table.num_columns)
+        self._hot = hot or hot_part()
+        self._table = BlockTable(max_blocks=max_blocks, hot=self._hot)
+        self._expected = ExpectedBlocks(hot=self._hot, num_columns=self._table.num_columns)
         self._holders: dict[WorkerId, _Holder] = {}
         self._free_slots: list[int] = []
         self._free_columns = list(range(self._table.num_columns))
         self._live = self._ragged = 0
         self._slot_of: dict[int, int] = {}
         self._column_of: dict[int, int] = {}
-        self._columns: _Columns | None = None
+        self._sources: Sources | None = None
         self.counts = IndexCounts()
 
     def __len__(self) -> int:
@@ -151,18 +141,24 @@ class PrefixIndex:
         """Remembers that the workers at `slots` are about to hold the whole chain."""
         self._expected.note(chain, {self._column_of[slot] for slot in slots}, now_s)
 
-    def held_blocks(self, chain: Prints, now_s: float, *, unit: int = 1) -> dict[int, int]:
-        """How many leading blocks of the chain each holder has or is about to have, by slot; those with none are left out.
-        With `unit` a block counts for so many, as tokens do.
+    def held_blocks(
+        self, chain: Prints, now_s: float, *, unit: int = 1, among: HeldBySlot | None = None
+    ) -> HeldBySlot:
+        """How many leading blocks of the chain each holder has or is about to have.
+
+        Args:
+            chain: Of a prompt.
+            now_s: Now.
+            unit: A block counts for so many, as tokens do.
+            among: Where to enter them, if the same prompt's chain in another layout was looked up before.
         """
-        if not len(chain):
-            return {}
-        known = self._columns or self._known_columns()
-        depths = self._table.depths(chain, known.whole, known.ragged)
-        self._expected.deepen(depths, chain, known.live, now_s)
-        columns = depths.nonzero()[0]
-        held = depths[columns] * unit
-        return dict(zip(known.slots[columns].tolist(), held.tolist(), strict=True))
+        held = among
+        if held is None:
+            held = HeldBySlot(len(self._holders) + len(self._free_slots))
+        if chain:
+            sources = self._sources or self._open_sources()
+            self._hot.held(sources, chain, self._expected.noted(chain, now_s), unit, held)
+        return held
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when the bookkeeping of holders, columns or the table is broken."""
@@ -206,14 +202,14 @@ class PrefixIndex:
         self._column_of[holder.slot] = holder.column
         self._live |= 1 << holder.column
         self._ragged |= holder.ragged << holder.column
-        self._columns = None
+        self._sources = None
 
     def _vacate(self, holder: _Holder) -> None:
         """Its column is cleared later, together with others."""
         del self._slot_of[holder.column], self._column_of[holder.slot]
         self._live &= ~(1 << holder.column)
         self._ragged &= self._live
-        self._columns = None
+        self._sources = None
 
     def _find_columns(self) -> None:
         total = self._table.num_columns
@@ -226,17 +222,19 @@ class PrefixIndex:
             self._expected.widen()
             self._free_columns = list(range(total, self._table.num_columns))
 
-    def _known_columns(self) -> "_Columns":
+    def _open_sources(self) -> Sources:
         slots = np.zeros(self._table.num_columns, np.int64)
         for column, slot in self._slot_of.items():
             slots[column] = slot
-        self._columns = _Columns(
+        self._sources = Sources(
+            reports=self._table.memory,
+            notes=[table.memory for table in self._expected.tables],
             live=self._words(self._live),
             whole=self._words(self._live & ~self._ragged),
             ragged=self._words(self._live & self._ragged) if self._ragged else None,
             slots=slots,
         )
-        return self._columns
+        return self._sources
 
     def _words(self, columns: int) -> Words:
         return np.frombuffer(columns.to_bytes(self._table.num_columns // 8, "little"), np.uint64)

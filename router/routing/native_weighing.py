@@ -1,13 +1,13 @@
 """Weighing in C, where it can be built: one call of `pricing.c` per decision and layout."""
 
 import ctypes
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from struct import Struct
 
 from router.routing.costs import Entry
+from router.routing.held import HeldBySlot
 from router.routing.local import LocalPrefill
 from router.routing.policy import Considered, Demand, Predicted
 from router.routing.pricing_library import AskedRecord, FieldRecord, SideRecord, pricing_library
@@ -78,12 +78,9 @@ class NativeWeigher:
         """See Weigher."""
         if demand.pool_tokens:
             return self._plain.weigh(field, demand, rng, local)
-        held = array("q", bytes(8 * field.slots))
-        for slot, tokens in demand.held.items():
-            if slot < field.slots:
-                held[slot] = tokens
+        held = HeldBySlot.covering(demand.held, field.slots)
         asked = AskedRecord(
-            held.buffer_info()[0], demand.tokens, demand.samples, demand.output_tokens, demand.now_s
+            held.address, demand.tokens, demand.samples, demand.output_tokens, demand.now_s
         )
         record, among = _Record(), self._record_of(field, local)
         self._weigh(

@@ -1,4 +1,5 @@
-/* The hot part of router/routing/table.py, over the same two arrays; there stands what they mean and the same in Python. */
+/* The hot part of the prefix index: see router/routing/table.py, and the same in Python in plain_table.py. The records are those
+ * of memory.py and sources.py. */
 #include <stdint.h>
 
 #define WIDTH 8
@@ -48,12 +49,6 @@ static Place empty_place(const Table *t, uint64_t print) {
     return place_in(t, chosen, 0);
 }
 
-static inline void prefetch(const Table *t, const uint64_t *prints, int64_t at, int64_t count) {
-    if (at >= count) return;
-    const uint64_t *first = bucket(t, prints[at]);
-    for (int64_t line = 0; line <= t->words; line++) __builtin_prefetch(first + line * LINE);
-}
-
 static inline void note(uint64_t columns, int64_t word, int64_t depth, int32_t *depths) {
     for (; columns; columns &= columns - 1) {
         int32_t *known = depths + word * 64 + __builtin_ctzll(columns);
@@ -61,11 +56,22 @@ static inline void note(uint64_t columns, int64_t word, int64_t depth, int32_t *
     }
 }
 
-/* A chain, or those of its prints that stand at `places` if that is given. */
+/* A chain, or those of its prints that stand at `places` if that is given: so many in all. */
 typedef struct {
     const uint64_t *prints;
     const int64_t *places;
+    int64_t count;
 } Chain;
+
+static inline uint64_t print_at(Chain chain, int64_t at) {
+    return chain.prints[chain.places ? chain.places[at] : at];
+}
+
+static inline void prefetch(const Table *t, Chain chain, int64_t at) {
+    if (at >= chain.count) return;
+    const uint64_t *first = bucket(t, print_at(chain, at));
+    for (int64_t line = 0; line <= t->words; line++) __builtin_prefetch(first + line * LINE);
+}
 
 /* Between positions `low` and `high`, whose sets are known, some columns end: finds where, by halves. */
 static void split(const Table *t, Chain chain, int64_t low, int64_t high, const uint64_t *at_low,
@@ -79,7 +85,7 @@ static void split(const Table *t, Chain chain, int64_t low, int64_t high, const 
         return;
     }
     int64_t middle = low + (high - low) / 2;
-    Place place = place_of(t, chain.prints[chain.places ? chain.places[middle] : middle]);
+    Place place = place_of(t, print_at(chain, middle));
     uint64_t here[t->words];
     for (int64_t word = 0; word < t->words; word++) here[word] = place.set ? at_low[word] & place.set[word] : 0;
     split(t, chain, low, middle, at_low, here, depths);
@@ -87,23 +93,21 @@ static void split(const Table *t, Chain chain, int64_t low, int64_t high, const 
 }
 
 /* Raises `depths` to how many leading prints each column of `live` holds, where holding one means to hold those before it.
- * Looks at a number of prints that grows with the logarithm of theirs, for each depth that there is. With `places`, of which
- * there are `count`, only at the prints that stand there. */
-void baton_table_whole(const Table *t, const uint64_t *prints, int64_t count, const uint64_t *live, int32_t *depths,
-                       const int64_t *places) {
+ * Looks at a number of prints that grows with the logarithm of theirs, for each depth that there is. */
+static void whole(const Table *t, Chain chain, const uint64_t *live, int32_t *depths) {
     uint64_t none[t->words];
     for (int64_t word = 0; word < t->words; word++) none[word] = 0;
-    split(t, (Chain){prints, places}, -1, count, live, none, depths);
+    split(t, chain, -1, chain.count, live, none, depths);
 }
 
 /* The same where that does not follow: looks at all prints, until nobody holds more. */
-void baton_table_ragged(const Table *t, const uint64_t *prints, int64_t count, const uint64_t *live, int32_t *depths) {
+static void ragged(const Table *t, Chain chain, const uint64_t *live, int32_t *depths) {
     uint64_t common[t->words];
     for (int64_t word = 0; word < t->words; word++) common[word] = live[word];
-    for (int64_t at = 0; at < AHEAD; at++) prefetch(t, prints, at, count);
-    for (int64_t depth = 0; depth < count; depth++) {
-        prefetch(t, prints, depth + AHEAD, count);
-        Place place = place_of(t, prints[depth]);
+    for (int64_t at = 0; at < AHEAD; at++) prefetch(t, chain, at);
+    for (int64_t depth = 0; depth < chain.count; depth++) {
+        prefetch(t, chain, depth + AHEAD);
+        Place place = place_of(t, chain.prints[depth]);
         uint64_t left = 0;
         for (int64_t word = 0; word < t->words; word++) {
             uint64_t here = place.set ? common[word] & place.set[word] : 0;
@@ -112,19 +116,45 @@ void baton_table_ragged(const Table *t, const uint64_t *prints, int64_t count, c
         }
         if (!left) return;
     }
-    for (int64_t word = 0; word < t->words; word++) note(common[word], word, count, depths);
+    for (int64_t word = 0; word < t->words; word++) note(common[word], word, chain.count, depths);
 }
 
-/* Adds a column to the sets of the prints from `begin` on. Returns `count`, or the first print for which there is no place. */
-int64_t baton_table_add(Table *t, const uint64_t *prints, int64_t begin, int64_t count, int64_t column) {
+/* Where a lookup finds who holds what. */
+typedef struct {
+    const Table *reports, *notes[2];
+    const uint64_t *live, *whole, *ragged; /* sets of columns; `ragged` may be null */
+    const int64_t *slots;                  /* by column */
+} Sources;
+
+/* Writes to `held`, by slot, how much of a chain each holder has reported, or is expected to have by the notes that stand
+ * at the places `noted`, if that is given; a block counts for `unit`. Who has none is left out. */
+void baton_held(const Sources *s, const uint64_t *prints, int64_t count, const int64_t *noted, int64_t num_noted,
+                int64_t unit, int64_t *held) {
+    int64_t columns = 64 * s->reports->words;
+    int32_t depths[columns];
+    for (int64_t column = 0; column < columns; column++) depths[column] = 0;
+    whole(s->reports, (Chain){prints, 0, count}, s->whole, depths);
+    if (s->ragged) ragged(s->reports, (Chain){prints, 0, count}, s->ragged, depths);
+    for (int table = 0; noted && table < 2; table++)
+        if (s->notes[table]->used) whole(s->notes[table], (Chain){prints, noted, num_noted}, s->live, depths);
+    for (int64_t column = 0; column < columns; column++)
+        if (depths[column]) held[s->slots[column]] = depths[column] * unit;
+}
+
+/* Adds a column to the sets of a chain's prints, or of those at the places `noted` (`count` counts these then), from the one
+ * numbered `begin` on. Returns `count`, or the first one for which there is no place. */
+int64_t baton_table_add(Table *t, const uint64_t *prints, const int64_t *noted, int64_t begin, int64_t count,
+                        int64_t column) {
+    Chain chain = {prints, noted, count};
     for (int64_t at = begin; at < count; at++) {
-        prefetch(t, prints, at + AHEAD, count);
-        Place place = place_of(t, prints[at]);
+        prefetch(t, chain, at + AHEAD);
+        uint64_t print = print_at(chain, at);
+        Place place = place_of(t, print);
         if (!place.print) {
             if (t->used >= t->limit) return at;
-            place = empty_place(t, prints[at]);
+            place = empty_place(t, print);
             if (!place.print) return at;
-            *place.print = prints[at];
+            *place.print = print;
             t->used++;
         }
         place.set[column / 64] |= 1ull << column % 64;
@@ -134,8 +164,9 @@ int64_t baton_table_add(Table *t, const uint64_t *prints, int64_t begin, int64_t
 
 /* Takes a column out of the sets of all prints; empty sets are forgotten. */
 void baton_table_discard(Table *t, const uint64_t *prints, int64_t count, int64_t column) {
+    Chain chain = {prints, 0, count};
     for (int64_t at = 0; at < count; at++) {
-        prefetch(t, prints, at + AHEAD, count);
+        prefetch(t, chain, at + AHEAD);
         Place place = place_of(t, prints[at]);
         if (!place.print) continue;
         place.set[column / 64] &= ~(1ull << column % 64);

@@ -6,7 +6,11 @@ from pathlib import Path
 
 from baton.native import CannotBuildError, Library, build
 from baton.telemetry.logs import get_logger
-from router.routing.table import Depths, HotPart, Memory, Places, PlainHotPart, Prints, Words
+from router.routing.held import HeldBySlot
+from router.routing.memory import Memory, Places, Prints
+from router.routing.plain_table import PlainHotPart
+from router.routing.sources import Sources
+from router.routing.table import HotPart
 
 _log = get_logger(__name__)
 
@@ -19,42 +23,37 @@ _LIBRARY = Library(
 
 
 class NativeHotPart:
-    """See `table.c`."""
+    """See `table.c` (a `HotPart`)."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._whole, self._ragged = library.baton_table_whole, library.baton_table_ragged
-        self._add, self._discard = library.baton_table_add, library.baton_table_discard
-        self._whole.argtypes = [pointer, pointer, number, pointer, pointer, pointer]
-        self._ragged.argtypes = [pointer, pointer, number, pointer, pointer]
-        self._whole.restype = self._ragged.restype = None
-        self._add.argtypes = [pointer, pointer, number, number, number]
+        self._held, self._add = library.baton_held, library.baton_table_add
+        self._discard = library.baton_table_discard
+        self._held.argtypes = [pointer, pointer, number, pointer, number, number, pointer]
+        self._held.restype = None
+        self._add.argtypes = [pointer, pointer, pointer, number, number, number]
         self._add.restype = number
         self._discard.argtypes = [pointer, pointer, number, number]
         self._discard.restype = None
 
-    def whole(
-        self, memory: Memory, prints: Prints, live: Words, depths: Depths, places: Places | None
+    def held(
+        self, sources: Sources, prints: Prints, noted: Places | None, unit: int, held: HeldBySlot
     ) -> None:
         """See HotPart."""
-        count, at = (len(prints), None) if places is None else (len(places), _address(places))
-        self._whole(
-            ctypes.byref(memory), _address(prints), count, _address(live), _address(depths), at
-        )
+        places, num_places = (None, 0) if noted is None else noted.buffer_info()
+        self._held(sources.address, *prints.buffer_info(), places, num_places, unit, held.address)
 
-    def ragged(self, memory: Memory, prints: Prints, live: Words, depths: Depths) -> None:
+    def add(
+        self, memory: Memory, prints: Prints, noted: Places | None, begin: int, column: int
+    ) -> int:
         """See HotPart."""
-        at = _address(prints)
-        self._ragged(ctypes.byref(memory), at, len(prints), _address(live), _address(depths))
-
-    def add(self, memory: Memory, prints: Prints, begin: int, column: int) -> int:
-        """See HotPart."""
-        at = _address(prints)
-        return int(self._add(ctypes.byref(memory), at, begin, len(prints), column))
+        at, count = prints.buffer_info()
+        places, count = (None, count) if noted is None else noted.buffer_info()
+        return int(self._add(memory.address, at, places, begin, count, column))
 
     def discard(self, memory: Memory, prints: Prints, column: int) -> None:
         """See HotPart."""
-        self._discard(ctypes.byref(memory), _address(prints), len(prints), column)
+        self._discard(memory.address, *prints.buffer_info(), column)
 
 
 @cache
@@ -65,8 +64,3 @@ def hot_part() -> HotPart:
     except (OSError, CannotBuildError) as error:
         _log.warning("the prefix index does without its C functions", reason=str(error))
         return PlainHotPart()
-
-
-def _address(array: Prints | Depths | Places) -> int:
-    # `array.ctypes` runs some Python of its own, which a decision has no time for.
-    return int(array.__array_interface__["data"][0])

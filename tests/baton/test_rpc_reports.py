@@ -3,9 +3,7 @@
 from typing import Any
 
 from baton.errors import InvalidRequestError
-from baton.generation import (
-    WorkerLoad,
-)
+from baton.generation import WorkerLoad
 from baton.rpc.reports import failure_from_proto, failure_to_proto, load_from_proto, load_to_proto
 
 

@@ -16,7 +16,7 @@ from engine.messages import FlushCache
 from router.generator import ClusterGenerator
 from router.index_metrics import IndexMetrics
 from router.ports import GenerationJob
-from router.routing.table import prints_of
+from router.routing.memory import prints_of
 from tests.decode_worker.cluster import LAYOUT, LIMITS, SECRET, Node, node
 
 TIMEOUT_S = 60.0

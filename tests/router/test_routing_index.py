@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from itertools import product
 
@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from baton.blocks import BlockReport, joined
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from router.routing.index import Heard, PrefixIndex
-from router.routing.table import PlainHotPart, prints_of
+from router.routing.memory import prints_of
+from router.routing.plain_table import PlainHotPart
 from router.routing.table_library import hot_part
 
 
@@ -21,7 +22,7 @@ def key(*blocks: int) -> BlockKey:
     return BlockKey(blake2b(repr(blocks).encode(), digest_size=16).digest())
 
 
-def depths(index: PrefixIndex, keys: list[BlockKey], now_s: float = 0.0) -> dict[int, int]:
+def depths(index: PrefixIndex, keys: list[BlockKey], now_s: float = 0.0) -> Mapping[int, int]:
     return index.held_blocks(prints_of(joined(keys)), now_s)
 
 
