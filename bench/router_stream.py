@@ -21,10 +21,10 @@ from statistics import median
 
 import psutil
 
+from bench.fake_workers import addresses
 from bench.report import Report
 from bench.server import serving
 from bench.stream_clients import Counts, Orders
-from bench.stream_workers import addresses
 
 
 def main() -> None:

@@ -12,16 +12,9 @@ from baton.hashing import chain_keys, root_key
 from baton.ids import BlockKey, Incarnation, LayerName, RequestId, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.hello import WorkerHello
-from bench.simulated_workers import (
-    BlockCache,
-    DecodeWorker,
-    Link,
-    PrefillWorker,
-    Room,
-    Speed,
-    Text,
-    Timeline,
-)
+from bench.simulated_decode import DecodeWorker
+from bench.simulated_prefill import PrefillWorker
+from bench.simulation import BlockCache, Hardware, Room, Text, Timeline
 from bench.trace import TracedRequest
 from router.attempts import Patience
 from router.dispatch import Dispatcher
@@ -54,52 +47,9 @@ _LAYOUT = KvLayout(
     head_dim=128,
     layers=tuple(LayerName(f"layers.{number}") for number in range(80)),
 )
-_SPEED = Speed(
-    prompt_s=0.012,
-    token_s=5.5e-5,
-    attention_s=6e-10,
-    step_s=0.014,
-    sequence_s=9e-5,
-    context_s=1.6e-8,
-)
 _REPORT_S, _TICK_S = 0.25, 0.5
 _MAX_SEQUENCES = 128
 _NEVER_S = 1e9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
-    """The simulated cluster.
-
-    Attributes:
-        prefill_workers: Number of these.
-        decode_workers: Number of those.
-        uniform: All of a kind are alike; else every third worker is slow and there are two racks.
-        cache_tokens: Tokens of KV that each has room for.
-        rack_bytes_per_s: Links within a rack.
-        cross_bytes_per_s: Links between racks.
-    """
-
-    prefill_workers: int = 6
-    decode_workers: int = 3
-    uniform: bool = False
-    cache_tokens: int = 1_000_000
-    rack_bytes_per_s: float = 40e9
-    cross_bytes_per_s: float = 4e9
-
-    def prefill_speed(self, number: int) -> Speed:
-        """Of the prefill worker of that number."""
-        return _SPEED.times(2.0 if number % 3 == 2 and not self.uniform else 1.0)
-
-    def decode_speed(self, number: int) -> Speed:
-        """Of the decode worker of that number."""
-        return _SPEED.times(1.5 if number % 3 == 2 and not self.uniform else 1.0)
-
-    def link(self, prefill: int, decode: int) -> Link:
-        """From the one to the other."""
-        near = self.uniform or prefill % 2 == decode % 2
-        rate = self.rack_bytes_per_s if near else self.cross_bytes_per_s
-        return Link(bytes_per_s=rate, latency_s=0.004)
 
 
 @dataclass(slots=True, eq=False)

@@ -11,36 +11,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import uvloop
 from tokenizers import Tokenizer
 
-from baton.ids import Incarnation, LayerName, Role, WorkerId, WorkerIdentity
-from baton.layout import KvLayout
-from baton.rpc.channel import bind, new_server
 from baton.rpc.frames import HEARTBEAT_S
 from baton.rpc.hello import WorkerHello, hello_to_proto
-from baton.rpc.v1 import (
-    common_pb2,
-    decode_pb2,
-    decode_pb2_grpc,
-    prefill_pb2,
-    prefill_pb2_grpc,
-    transfer_pb2,
+from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from bench.fake_workers import (
+    DecodeContext,
+    PrefillContext,
+    first_token,
+    hellos,
+    serve_pair,
+    transfer_of,
 )
 
 TEXT = (
     "The baton is handed over at full speed, and the runner who takes it must already be running. Whoever prefills reads "
     "the whole prompt at once; whoever decodes writes one word after another — patiently, and for everybody at once. "
 )
-
-DecodeContext = grpc.aio.ServicerContext[decode_pb2.DecodeCommand, decode_pb2.DecodeFrame]
-PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillCommand, prefill_pb2.PrefillFrame]
-
-
-def addresses(directory: Path) -> tuple[str, str]:
-    """Where prefill and decode worker listen."""
-    return f"unix:{directory}/prefill", f"unix:{directory}/decode"
 
 
 @dataclass(slots=True, eq=False)
@@ -106,16 +95,9 @@ class _Prefill(prefill_pb2_grpc.PrefillServicer):
     ) -> None:
         async for command in commands:
             if command.WhichOneof("command") == "submit":
-                answers.put_nowait(self._answer(command.submit.request.leg_id))
-                permit = transfer_pb2.Permit.FromString(command.submit.permit.content)
-                self._handover.done(permit.xfer_id)
-
-    def _answer(self, leg_id: int) -> prefill_pb2.PrefillFrame:
-        first = common_pb2.SampledToken(token=self._first_token)
-        return prefill_pb2.PrefillFrame(
-            first_tokens=[prefill_pb2.FirstTokens(leg_id=leg_id, tokens=[first])],
-            handed_off=[prefill_pb2.HandedOff(leg_id=leg_id, blocks_sent=1, bytes_sent=1)],
-        )
+                answers.put_nowait(first_token(command.submit.request.leg_id, self._first_token))
+                xfer_id = transfer_of(command.submit.permit)
+                self._handover.done(xfer_id)
 
 
 async def _beat(answers: asyncio.Queue[prefill_pb2.PrefillFrame]) -> None:
@@ -158,9 +140,9 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
                 self._handover.running.pop(command.cancel.leg_id, None)
             elif command.WhichOneof("command") == "expect":
                 request = command.expect.request
-                permit = transfer_pb2.Permit.FromString(command.expect.permit.content)
+                xfer_id = transfer_of(command.expect.permit)
                 sequence = _Sequence(request.leg_id, 1, request.sampling.max_tokens)
-                self._handover.expect(permit.xfer_id, sequence)
+                self._handover.expect(xfer_id, sequence)
 
     async def _next_frame(self) -> decode_pb2.DecodeFrame:
         """The next step's, or an empty one when there is nothing to do for a while."""
@@ -182,40 +164,15 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
         return frame
 
 
-def _hello(name: str, role: Role, vocab_size: int, transfer_address: str) -> WorkerHello:
-    layout = KvLayout(
-        model_fingerprint="bench",
-        dtype="float32",
-        block_tokens=64,
-        num_kv_heads=1,
-        head_dim=8,
-        layers=(LayerName("layers.0"),),
-    )
-    return WorkerHello(
-        identity=WorkerIdentity(worker_id=WorkerId(name), incarnation=Incarnation(1)),
-        role=role,
-        layout=layout,
-        max_model_len=8192,
-        vocab_size=vocab_size,
-        num_blocks=1 << 20,
-        max_num_seqs=4096,
-        transfer_address=transfer_address,
-    )
-
-
 async def _serve(directory: Path, tokenizer: Tokenizer, step_s: float) -> None:
-    at_prefill, at_decode = addresses(directory)
     text = tokenizer.encode(TEXT, add_special_tokens=False).ids
-    vocab, handover, server = tokenizer.get_vocab_size(), _Handover(), new_server()
-    prefill = _Prefill(_hello("prefill-0", Role.PREFILL, vocab, ""), handover, text[0])
-    decode = _Decode(_hello("decode-0", Role.DECODE, vocab, at_decode), handover, text, step_s)
-    other = new_server()
-    prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server)
-    decode_pb2_grpc.add_DecodeServicer_to_server(decode, other)
-    bind(server, at_prefill)
-    bind(other, at_decode)
-    await server.start()
-    await other.start()
+    handover = _Handover()
+    prefill, decode = hellos(directory, vocab_size=tokenizer.get_vocab_size(), max_num_seqs=4096)
+    _servers = await serve_pair(
+        directory,
+        _Prefill(prefill, handover, text[0]),
+        _Decode(decode, handover, text, step_s),
+    )
     await asyncio.Event().wait()
 
 

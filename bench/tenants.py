@@ -25,8 +25,9 @@ from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
+from bench.fake_workers import addresses
 from bench.open_load import Orders, Seen
-from bench.paced_workers import Pace, addresses
+from bench.pacing import Pace
 from bench.redis_server import redis_server
 from bench.report import Report
 from bench.server import serving

@@ -59,7 +59,7 @@ class LegAccounts:
         """A router is told this."""
         match tell:
             case TellTokens():
-                self._shared.generation_tokens.inc(len(tell.tokens))
+                self._shared.drew(len(tell.tokens))
                 if self._spans:
                     self._drew((tell.stream, tell.leg_id))
             case TellPrefilled():
@@ -99,9 +99,9 @@ class LegAccounts:
             self._spans.over(leg)
 
     def _prefilled(self, tell: TellPrefilled) -> None:
-        self._shared.queue_s.observe(tell.queue_s)
-        self._shared.prefill_s.observe(tell.prefill_s)
-        self._shared.prompt_tokens.inc(tell.prompt_tokens)
+        self._shared.prefilled(
+            prompt_tokens=tell.prompt_tokens, queue_s=tell.queue_s, prefill_s=tell.prefill_s
+        )
         self._spans.prefilled(
             (tell.stream, tell.leg_id),
             queue_s=tell.queue_s,

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineError, TransferError, WorkerLostError
-from kv_transfer.transfer import Transfer, TransferState
+from kv_transfer.transfer import Transfer
+from kv_transfer.transfer_state import TransferState
 
 LOST = "the prefill worker was lost during the hand-off"
 

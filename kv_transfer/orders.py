@@ -3,43 +3,42 @@
 from baton.errors import BatonError
 from kv_transfer.ledger_messages import ToPeer
 from kv_transfer.messages import AbortRequest, Granted, SessionId, ToPrefill
-from kv_transfer.parts import Part
-from kv_transfer.transfer import Transfer
+from kv_transfer.parts import Part, Parts
+from kv_transfer.plan import Grant
+from kv_transfer.ticket import Permit
 
 
-def tell(transfer: Transfer, message: ToPrefill) -> list[ToPeer]:
+def tell(parts: Parts, message: ToPrefill) -> list[ToPeer]:
     """To everybody of the attempt that counts."""
-    return [
-        ToPeer(session=part.session, message=message) for part in transfer.parts if part.connected
-    ]
+    return [ToPeer(session=part.session, message=message) for part in parts if part.connected]
 
 
-def grant(transfer: Transfer, part: Part) -> ToPeer:
-    """Leave to write its part of the pages that the transfer holds."""
-    assert transfer.grant is not None
+def grant(permit: Permit, part: Part, pages: Grant) -> ToPeer:
+    """Leave to write its part of `pages`."""
     part.may_write = True
     granted = Granted(
-        xfer_id=transfer.xfer_id,
-        attempt=transfer.attempt,
-        cache_scope=transfer.permit.cache_scope,
-        grant=transfer.grant,
+        xfer_id=permit.xfer_id,
+        attempt=permit.attempt,
+        cache_scope=permit.cache_scope,
+        grant=pages,
     )
     return ToPeer(session=part.session, message=granted)
 
 
 def stop(
-    transfer: Transfer, error: BatonError, now_s: float, *, but: SessionId | None = None
+    permit: Permit, parts: Parts, error: BatonError, now_s: float, *, but: SessionId | None = None
 ) -> list[ToPeer]:
     """Has everybody stop who still may write, and lets the rest of the attempt know that it is over.
 
     Args:
-        transfer: Of which nothing is to be written any more.
+        permit: Of the attempt that counted until now.
+        parts: Of which nothing is to be written any more.
         error: Why.
         now_s: From when on an answer is waited for.
         but: Who needs not be told: it said so itself, or hears nothing.
     """
-    for part in transfer.parts.writers():
+    for part in parts.writers():
         if part.stop_asked_s is None and part.session != but:
             part.stop_asked_s = now_s
-    message = AbortRequest(xfer_id=transfer.xfer_id, attempt=transfer.attempt, error=error)
-    return [order for order in tell(transfer, message) if order.session != but]
+    message = AbortRequest(xfer_id=permit.xfer_id, attempt=permit.attempt, error=error)
+    return [order for order in tell(parts, message) if order.session != but]

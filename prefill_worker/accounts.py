@@ -90,10 +90,10 @@ class LegAccounts:
             self._shared.legs_ended(OWNER, outcome.value, total)
 
     def _prefilled(self, tell: TellFirstTokens) -> None:
-        self._shared.queue_s.observe(tell.queue_s)
-        self._shared.prefill_s.observe(tell.prefill_s)
-        self._shared.prompt_tokens.inc(tell.prompt_tokens)
-        self._shared.generation_tokens.inc(len(tell.tokens))
+        self._shared.prefilled(
+            prompt_tokens=tell.prompt_tokens, queue_s=tell.queue_s, prefill_s=tell.prefill_s
+        )
+        self._shared.drew(len(tell.tokens))
         self._spans.prefilled(
             (tell.stream, tell.leg_id),
             queue_s=tell.queue_s,

@@ -1,20 +1,17 @@
 """What crosses a process boundary arrives as it was sent."""
 
-from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from baton.errors import InvalidRequestError
+
 from baton.generation import (
     FinishReason,
     Prompt,
     SamplingParams,
     TokenLogprobs,
     TokenSample,
-    WorkerLoad,
 )
-from baton.ids import Incarnation, LayerName, LegId, RequestId, Role, WorkerId, WorkerIdentity
-from baton.layout import KvLayout
+from baton.ids import LegId, RequestId
 from baton.rpc.generation import (
     prompt_from_proto,
     prompt_logprobs_from_proto,
@@ -23,8 +20,6 @@ from baton.rpc.generation import (
     sample_from_proto,
     sample_to_proto,
 )
-from baton.rpc.hello import WorkerHello, hello_from_proto, hello_to_proto
-from baton.rpc.reports import failure_from_proto, failure_to_proto, load_from_proto, load_to_proto
 from baton.rpc.v1 import common_pb2 as pb
 
 COUNT = st.integers(0, 2**32 - 1)
@@ -53,7 +48,6 @@ LOGPROBS = st.builds(
 )
 
 TOKENS = st.lists(COUNT, max_size=5).map(tuple)
-
 
 
 @given(

@@ -4,7 +4,8 @@ from random import Random
 import pytest
 
 from bench.route_replay import Summary, main
-from bench.simulated_cluster import Hardware, Replay
+from bench.simulated_cluster import Replay
+from bench.simulation import Hardware
 from bench.trace import read_trace
 
 

@@ -38,7 +38,7 @@ from kv_transfer.messages import (
     ToDecode,
 )
 from kv_transfer.plan import Grant
-from kv_transfer.transfer import TransferState
+from kv_transfer.transfer_state import TransferState
 from tests.kv_transfer.permits import P, permit
 
 X = XferId("x")

@@ -1,0 +1,96 @@
+"""What workers without an engine have in common: where they listen, what they say of themselves, how the pair is served.
+
+A benchmark's own fakes (`bench.stream_workers`, `bench.paced_workers`) say how they take prompts and draw tokens.
+"""
+
+from pathlib import Path
+
+import grpc
+
+from baton.ids import Incarnation, LayerName, Role, WorkerId, WorkerIdentity, XferId
+from baton.layout import KvLayout
+from baton.rpc.channel import bind, new_server
+from baton.rpc.hello import WorkerHello
+from baton.rpc.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    transfer_pb2,
+)
+
+DecodeContext = grpc.aio.ServicerContext[decode_pb2.DecodeCommand, decode_pb2.DecodeFrame]
+PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillCommand, prefill_pb2.PrefillFrame]
+
+
+def addresses(directory: Path) -> tuple[str, str]:
+    """Where prefill and decode worker listen."""
+    return f"unix:{directory}/prefill", f"unix:{directory}/decode"
+
+
+def hellos(
+    directory: Path, *, vocab_size: int, max_num_seqs: int
+) -> tuple[WorkerHello, WorkerHello]:
+    """What prefill and decode worker say of themselves."""
+    layout = KvLayout(
+        model_fingerprint="bench",
+        dtype="float32",
+        block_tokens=64,
+        num_kv_heads=1,
+        head_dim=8,
+        layers=(LayerName("layers.0"),),
+    )
+
+    def hello(role: Role, transfer_address: str) -> WorkerHello:
+        return WorkerHello(
+            identity=WorkerIdentity(
+                worker_id=WorkerId(f"{role.value}-0"), incarnation=Incarnation(1)
+            ),
+            role=role,
+            layout=layout,
+            max_model_len=8192,
+            vocab_size=vocab_size,
+            num_blocks=1 << 20,
+            max_num_seqs=max_num_seqs,
+            transfer_address=transfer_address,
+        )
+
+    return hello(Role.PREFILL, ""), hello(Role.DECODE, addresses(directory)[1])
+
+
+def first_token(
+    leg_id: int, token: int, *, queue_s: float = 0.0, prefill_s: float = 0.0
+) -> prefill_pb2.PrefillFrame:
+    """The frame of a prompt that is computed and handed over."""
+    return prefill_pb2.PrefillFrame(
+        first_tokens=[
+            prefill_pb2.FirstTokens(
+                leg_id=leg_id,
+                tokens=[common_pb2.SampledToken(token=token)],
+                queue_s=queue_s,
+                prefill_s=prefill_s,
+            )
+        ],
+        handed_off=[prefill_pb2.HandedOff(leg_id=leg_id, blocks_sent=1, bytes_sent=1)],
+    )
+
+
+def transfer_of(permit: common_pb2.Signed) -> XferId:
+    """The transfer that a router's permit is for; nobody checks signatures here."""
+    return XferId(transfer_pb2.Permit.FromString(permit.content).xfer_id)
+
+
+async def serve_pair(
+    directory: Path,
+    prefill: prefill_pb2_grpc.PrefillServicer,
+    decode: decode_pb2_grpc.DecodeServicer,
+) -> tuple[grpc.aio.Server, grpc.aio.Server]:
+    """Starts both; they serve for as long as what is returned is kept."""
+    one, other = new_server(), new_server()
+    prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, one)
+    decode_pb2_grpc.add_DecodeServicer_to_server(decode, other)
+    for server, address in zip((one, other), addresses(directory), strict=True):
+        bind(server, address)
+        await server.start()
+    return one, other
