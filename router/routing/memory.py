@@ -7,7 +7,6 @@ removal leaves no trace.
 """
 
 import ctypes
-import mmap
 from array import array
 from typing import TYPE_CHECKING
 
@@ -74,7 +73,7 @@ class Memory(ctypes.Structure):
 
     def reset(self, *, num_buckets: int, num_words: int, limit: int) -> None:
         """Takes new cells, all empty."""
-        self.cells = _zeros(num_buckets + 1, WIDTH * (1 + num_words))
+        self.cells = np.zeros((num_buckets + 1, WIDTH * (1 + num_words)), np.uint64)
         self.prints = self.cells[:, :WIDTH]
         self.sets = self.cells[:, WIDTH:].reshape(num_buckets + 1, WIDTH, num_words)
         self.num_words, self.used, self.limit = num_words, 0, limit
@@ -89,12 +88,3 @@ class Memory(ctypes.Structure):
     def mask(self) -> np.uint64:
         """What of a number names a bucket."""
         return np.uint64(self.num_buckets - 1)
-
-
-def _zeros(rows: int, columns: int) -> Words:
-    """Memory of its own, which goes back to the system when the table moves, in pages as large as the system has them."""
-    size_bytes = rows * columns * np.dtype(np.uint64).itemsize
-    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, np.uint64).reshape(rows, columns)
