@@ -5,10 +5,10 @@ hold some part of, while workers keep reporting what they store and evict. All o
 one thread, as in its event loop. Times are CPU time: whatever else runs on this machine takes no part in them, beyond
 the caches that it empties.
 
-A decision (`decision_*`) finds who holds how much of the prompt, prices the workers and remembers the choice. A request
-(`request_cpu_ms`) is all of the router's work from the body's bytes to both commands' bytes: checking, hashing, the
-decision, the permit. `index_bytes_per_block` is what the index's table takes, `index_rss_bytes_per_block` what the
-process grew by while it was filled.
+A decision (`decision_*`) finds who holds how much of the prompt, prices the workers, looks whether the chosen one has
+room, and remembers the choice. A request (`request_cpu_ms`) is all of the router's work from the body's bytes to both
+commands' bytes: checking, hashing, the decision, the permit. `index_bytes_per_block` is what the index's table takes,
+`index_rss_bytes_per_block` what the process grew by while it was filled.
 """
 
 import argparse
@@ -40,6 +40,8 @@ from baton.rpc.reports import blocks_to_proto
 from baton.rpc.v1 import decode_pb2, prefill_pb2
 from baton.tokens import PackedTokens
 from bench.report import Report
+from router.admission.pace import LearnedPace
+from router.admission.room import WorkerRoom
 from router.attempts import Patience
 from router.dispatch import Dispatcher
 from router.events import (
@@ -160,12 +162,18 @@ class _Router:
     def __init__(self, policy: str) -> None:
         self.index = PrefixIndex()
         view = ClusterView(self.index, silence_timeout_s=float("inf"))
+        config = RouterConfig()
+        window_tokens = config.prefill_window_tokens
         self.placement = _Measured(
-            view=view, index=self.index, policy=policy_named(policy), secret=_SECRET, rng=Random(0)
+            view=view,
+            index=self.index,
+            policy=policy_named(policy),
+            secret=_SECRET,
+            rng=Random(0),
+            room=WorkerRoom(view, LearnedPace(), prefill_window_tokens=window_tokens),
         )
         self.placement.decisions_s = []
         self.dispatcher = Dispatcher(view=view, placement=self.placement, patience=Patience())
-        config = RouterConfig()
         self._serving = Serving(
             model_names=("bench",),
             created_s=0,

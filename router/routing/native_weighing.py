@@ -2,9 +2,9 @@
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from random import Random
 from struct import Struct
+from typing import NamedTuple
 
 from router.routing.costs import Entry
 from router.routing.held import HeldBySlot
@@ -31,8 +31,7 @@ _ALONE_AT = _PAIR_AT + _OPTION.size
 _Record = ctypes.c_char * (_ALONE_AT + _OPTION.size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _NativeWeighed:
+class _NativeWeighed(NamedTuple):
     """The grounds as C wrote them (`Grounds`): read when somebody asks."""
 
     field: Field

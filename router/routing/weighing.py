@@ -7,7 +7,7 @@ microseconds, and only the chance that decides between equals is another.
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.ids import WorkerIdentity
 from router.routing.costs import (
@@ -48,8 +48,7 @@ class Field:
         self.slots = max(side.slots for side in (self.prefillers, self.decoders))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class Option(NamedTuple):
     """One way to run a request, and what is expected of it."""
 
     rank: Rank
@@ -58,8 +57,7 @@ class Option:
     predicted: Predicted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weighing:
+class Weighing(NamedTuple):
     """The best way of each kind, where there is one, and why."""
 
     pair: Option | None
