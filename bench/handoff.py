@@ -57,7 +57,7 @@ def main() -> None:
         name for name, backend in BACKENDS.items() if backend.installed and backend.host_memory
     ]
     report.settings["backends"] = backends
-    for label in PAGE_BYTES:
+    for label in arguments.sizes:
         _measure_copying(label, backends, arguments, report)
     _measure_bookkeeping(arguments, report)
     if arguments.json:
@@ -71,6 +71,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--sizes", nargs="+", choices=PAGE_BYTES, default=list(PAGE_BYTES))
     parser.add_argument("--region-mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--pages", type=int, default=1000, help="of a transfer whose CPU is told")
