@@ -26,7 +26,7 @@ from kv_transfer.session_service import TransferService
 
 
 class PrefillPeers:
-    """Serves `Transfer.Session` (a `kv_transfer.session_service.SessionHost`).
+    """Serves `Transfer.Session` (a `kv_transfer.served_session.SessionHost`).
 
     Args:
         here: This worker.

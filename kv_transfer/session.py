@@ -8,55 +8,29 @@ stream's end. What a message means is decided by `ledger.py` and `outbox.py`.
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import grpc
 
 from baton.clock import Clock
-from baton.errors import BatonError, IncompatibleError, TransferError, WorkerLostError
+from baton.errors import BatonError, TransferError, WorkerLostError
 from baton.ids import BlockId, WorkerIdentity
 from baton.rpc.channel import open_channel
 from baton.rpc.reports import failure_from_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
-from baton.telemetry.logs import get_logger
 from kv_transfer.checksum import PageHashes
 from kv_transfer.convert import SessionTerms, reply_from_proto, request_to_proto
-from kv_transfer.handshake import Accepted, Endpoint, greet, no_way, read_accepted
-from kv_transfer.heads import LinkPlan
+from kv_transfer.handshake import Accepted, Endpoint, greet, read_accepted
 from kv_transfer.lease import WriteLease
-from kv_transfer.link import Link, MeasuredWriter, try_out
 from kv_transfer.messages import Heartbeat, ToDecode, ToPrefill
-from kv_transfer.ports import KvSender, KvWriter
-from kv_transfer.pusher import Pusher
+from kv_transfer.ports import KvSender
 from kv_transfer.seal import SessionSeal
 from kv_transfer.ticket import region_digest
-
-_log = get_logger(__name__)
+from kv_transfer.way import OpenedSession, Way
 
 _HANDSHAKE_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedSession:
-    """What a prefill worker has once a session is up.
-
-    Attributes:
-        pusher: Writes into the peer's region.
-        region_blocks: Pages of that region that may be granted.
-        link: What is written of each page.
-        speed: Of the way there, as it is measured.
-        checksums: Whether commits have to carry them.
-    """
-
-    pusher: Pusher
-    region_blocks: int
-    link: LinkPlan
-    speed: Link
-    checksums: bool
 
 
 class SessionListener(Protocol):
@@ -108,11 +82,10 @@ class PeerSession:
         self._peer = peer
         self._address = address
         self._senders = senders
+        self._way = Way(peer=peer, layout=here.layout, senders=senders, hashes=hashes, spare=spare)
         self._listener = listener
-        self._hashes = hashes
         self._clock = clock
         self._number = number
-        self._spare = spare
         self._offers: asyncio.Queue[Accepted] = asyncio.Queue()
         self._lease: WriteLease | None = None
         self._terms: SessionTerms | None = None
@@ -120,8 +93,6 @@ class PeerSession:
         key = here.office.session_key(here.identity, peer, number, here.layout.digest())
         self._seal = SessionSeal(key, prefills=True)
         self._outgoing: asyncio.Queue[pb.TransferRequest] = asyncio.Queue()
-        self._connecting: asyncio.Task[KvWriter] | None = None
-        self._pusher: Pusher | None = None
         self._task = asyncio.create_task(self._run(), name=f"transfer-session {peer}")
 
     def send(self, message: ToDecode) -> None:
@@ -158,14 +129,7 @@ class PeerSession:
             await asyncio.shield(self._let_go(channel))
 
     async def _let_go(self, channel: grpc.aio.Channel) -> None:
-        if self._connecting is not None:
-            try:
-                writer = await self._connecting
-            except (TransferError, IncompatibleError):
-                _log.debug("the peer's region was never mapped", peer=str(self._peer))
-            else:
-                way = self._pusher or writer
-                await asyncio.to_thread(way.close)
+        await self._way.let_go()
         await channel.close(None)
 
     async def _requests(self) -> AsyncIterator[common_pb2.Signed]:
@@ -272,17 +236,13 @@ class PeerSession:
         Raises:
             IncompatibleError: None works.
         """
-        tried: list[str] = []
+        assert self._lease is not None
         while True:
             accepted = await self._offers.get()
-            backend = accepted.handle.backend
-            if backend in tried:
-                raise no_way(tried)
-            tried.append(backend)
             try:
-                opened = await self._open_way(accepted)
+                opened = await self._way.open(accepted, self._lease)
             except TransferError as error:
-                self._give_way(backend, error)
+                self._give_way(accepted.handle.backend, error)
             else:
                 self._listener.on_open(self._peer, opened)
                 return
@@ -291,54 +251,3 @@ class PeerSession:
         self._listener.on_unreachable(self._peer, backend, error)
         unreachable = pb.RegionUnreachable(backend=backend, reason=error.message)
         self._outgoing.put_nowait(pb.TransferRequest(unreachable=unreachable))
-
-    async def _open_way(self, accepted: Accepted) -> OpenedSession:
-        """Maps the region and tries the way out.
-
-        Raises:
-            TransferError: It cannot be mapped, or the way carries nothing.
-        """
-        assert self._lease is not None
-        sender = self._senders[accepted.handle.backend]
-        # Shielded: a writer that is still being made when the session ends has to be closed all the same.
-        connect = asyncio.to_thread(
-            sender.connect, accepted.handle, self._here.layout, accepted.layout
-        )
-        self._connecting = asyncio.create_task(connect)
-        writer = MeasuredWriter(
-            await asyncio.shield(self._connecting),
-            Link(backend=accepted.handle.backend),
-            accepted.link,
-        )
-        await self._try_out(writer, accepted)
-        self._pusher = Pusher(
-            writer,
-            lease=self._lease,
-            link=accepted.link,
-            hashes=self._hashes if accepted.checksums else None,
-        )
-        return OpenedSession(
-            pusher=self._pusher,
-            region_blocks=accepted.num_blocks,
-            link=accepted.link,
-            speed=writer.link,
-            checksums=accepted.checksums,
-        )
-
-    async def _try_out(self, writer: MeasuredWriter, accepted: Accepted) -> None:
-        if self._spare is None or accepted.spare is None:
-            return
-        trial = partial(
-            try_out,
-            writer,
-            accepted.link,
-            source=self._spare,
-            target=accepted.spare,
-            lease=self._lease,
-        )
-        try:
-            await asyncio.to_thread(trial)
-        except TransferError:
-            await asyncio.shield(asyncio.to_thread(writer.close))
-            self._connecting = None
-            raise

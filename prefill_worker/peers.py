@@ -14,7 +14,8 @@ from kv_transfer.messages import GrantRefused, ToPrefill
 from kv_transfer.outbox_messages import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
 from kv_transfer.ports import KvSender
 from kv_transfer.pusher import Pusher
-from kv_transfer.session import OpenedSession, PeerSession
+from kv_transfer.session import PeerSession
+from kv_transfer.way import OpenedSession
 from prefill_worker.accounts import LegAccounts
 from prefill_worker.links import LinkMetrics
 from prefill_worker.messages import Connect, PrefillEvent

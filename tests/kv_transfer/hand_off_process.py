@@ -64,10 +64,11 @@ from kv_transfer.outbox_messages import (
 from kv_transfer.plan import Export, Grant
 from kv_transfer.pusher import Pusher
 from kv_transfer.regions import SharedRegion
-from kv_transfer.session import OpenedSession, PeerSession
+from kv_transfer.session import PeerSession
 from kv_transfer.session_service import TransferService
 from kv_transfer.shm import ShmReceiver, ShmSender, layer_pages
 from kv_transfer.ticket import Permit, TicketOffice
+from kv_transfer.way import OpenedSession
 from tests.kv_transfer.rank_process import UNTOUCHED, layout_of
 from tests.kv_transfer.sharding import truth
 

@@ -30,9 +30,10 @@ from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecod
 from kv_transfer.plan import Grant
 from kv_transfer.ports import KvWriter, RegionHandle
 from kv_transfer.seal import SessionSeal
-from kv_transfer.session import OpenedSession, PeerSession
+from kv_transfer.session import PeerSession
 from kv_transfer.session_service import TransferService
 from kv_transfer.ticket import TicketOffice, shown
+from kv_transfer.way import OpenedSession
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, push
 from tests.kv_transfer.permits import OFFICE, D, P, permit
 
