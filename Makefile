@@ -27,7 +27,7 @@ transports: install ## Add the KV transports between hosts (UCX, NIXL; 140 MB), 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl,ucx]'
 
 # Apart from `install`: a torch for GPUs brings it; beside one for CPUs its interpreter and its compiler test the kernels.
-triton: install ## Add Triton (190 MB, 700 MB unpacked), so that the tests of its kernels run without a GPU
+triton: install ## Add Triton (200 MB, 720 MB unpacked), so that the tests of its kernels run without a GPU
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[triton]'
 
 demo: install ## A cluster on this machine answers a prompt and shows where the time went

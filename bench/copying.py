@@ -41,7 +41,7 @@ class Copying:
         page_bytes: Of each page; a multiple of 8 KiB.
         region_bytes: Of all pages together.
         rounds: How often each way is taken, besides a first time that does not count.
-        seed: Of the random order.
+        seed: Of the random order, of pages and of turns.
     """
 
     page_bytes: int
@@ -67,7 +67,7 @@ def measure(copying: Copying, backends: Sequence[str]) -> dict[str, float]:
             for kind, tool in TOOLS.get(name, {}).items():
                 if way := stack.enter_context(tool(region, push)):
                     ways[f"{name}_{kind}"] = way
-        rates = _alternate(ways, len(local.memoryview), copying.rounds)
+        rates = _alternate(ways, len(local.memoryview), copying)
     local.close()
     return rates
 
@@ -96,12 +96,16 @@ def _layout(page_bytes: int) -> KvLayout:
     )
 
 
-def _alternate(ways: dict[str, Way], num_bytes: int, rounds: int) -> dict[str, float]:
-    """Median GB/s of each way; the first round warms up."""
+def _alternate(ways: dict[str, Way], num_bytes: int, copying: Copying) -> dict[str, float]:
+    """Median GB/s of each way; the first round warms up.
+
+    Each round has an order of its own: what ran just before leaves its bytes in the caches, and a core that has rested is faster.
+    """
+    rng = random.Random(copying.seed)
     took_s = {name: list[float]() for name in ways}
-    for _ in range(rounds + 1):
-        for name, way in ways.items():
-            took_s[name].append(way())
+    for _ in range(copying.rounds + 1):
+        for name in rng.sample(list(ways), len(ways)):
+            took_s[name].append(ways[name]())
     return {name: num_bytes / statistics.median(took[1:]) / 1e9 for name, took in took_s.items()}
 
 

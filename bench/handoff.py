@@ -57,9 +57,10 @@ def main() -> None:
         name for name, backend in BACKENDS.items() if backend.installed and backend.host_memory
     ]
     report.settings["backends"] = backends
-    for label in PAGE_BYTES:
-        _measure_copying(label, backends, arguments, report)
-    _measure_bookkeeping(arguments, report)
+    if not arguments.without_copying:
+        for label in arguments.sizes:
+            _measure_copying(label, backends, arguments, report)
+        _measure_bookkeeping(arguments, report)
     if arguments.json:
         report.write(arguments.json)  # before what takes minutes
     if not arguments.without_serving:
@@ -71,12 +72,14 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--sizes", nargs="+", choices=PAGE_BYTES, default=list(PAGE_BYTES))
     parser.add_argument("--region-mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--pages", type=int, default=1000, help="of a transfer whose CPU is told")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen370m")
     parser.add_argument("--prompts", type=int, default=3, help="requests of each length but 8k")
-    parser.add_argument("--without-serving", action="store_true", help="copying only")
+    parser.add_argument("--without-copying", action="store_true", help="serving only")
+    parser.add_argument("--without-serving", action="store_true", help="copying and bookkeeping")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -45,7 +45,8 @@ TUNING: Mapping[str, str] = {
     "RNDV_THRESH": "8192",
 }
 """Our defaults for UCX's settings; its own variables (`UCX_TLS=...`) win."""
-_TURNS = 32
+_TURNS = 512
+"""About as long as one frame through shared memory takes, a few milliseconds: the window holds more, so that the next is still found in time."""
 _SPIN_S = 100e-6
 """Longer than the time between two pieces of a message; a nap costs two switches of context for each of them."""
 _CLOSE_ATTEMPTS, _CLOSE_PERIOD_NS = 5, 100_000_000
@@ -159,7 +160,7 @@ class UcxWorker:
         return self._messages.receive(found, places)
 
     def progress(self) -> None:
-        """Lets UCX do what can be done now, but not for long: the next frame is to be found before this one is whole."""
+        """Lets UCX do what can be done now, but not for long: the next frame is to be found before the last one is whole."""
         self._messages.progress(_TURNS)
 
     def wait(self, others: Sequence[int], timeout_s: float, *, in_haste: bool) -> None:
