@@ -4,6 +4,7 @@ Both lines go over the socket and never through arguments or environment: they h
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -18,11 +19,13 @@ class Part:
     """One child's own part.
 
     Attributes:
-        name: `router`, or the worker's id.
+        name: `router`, `pool-0`, or the worker's id.
         incarnation: New at every start.
-        worker: What it serves; None for the router.
+        worker: What it serves; only for workers.
         worker_addresses: Every worker's gRPC address; only for the router.
         http_fds: Listening sockets that it inherits; only for the router.
+        pool_address: Where this host's pool node listens; empty without a pool.
+        region_path: Unix socket where the node gives its slab's descriptor; only for the pool node.
         lock_fd: Holds the cluster's runtime directory as long as any of its processes lives.
     """
 
@@ -31,7 +34,18 @@ class Part:
     worker: WorkerConfig | None = None
     worker_addresses: tuple[str, ...] = ()
     http_fds: tuple[int, ...] = ()
+    pool_address: str = ""
+    region_path: str = ""
     lock_fd: int
+
+    @property
+    def sockets(self) -> tuple[Path, ...]:
+        """Unix sockets that this child binds and that nobody else removes when it hangs."""
+        address = self.worker.address if self.worker else self.pool_address
+        if self.http_fds or not address.startswith("unix:"):
+            address = ""
+        paths = (address.removeprefix("unix:"), self.region_path)
+        return tuple(Path(path) for path in paths if path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,6 @@ def _orphaned(child: Child, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _take_leave(assignment: Assignment) -> None:
-    part = assignment.part
-    if part.worker is not None and part.worker.address.startswith("unix:"):
-        Path(part.worker.address.removeprefix("unix:")).unlink(missing_ok=True)
-    leave(Path(assignment.config.cluster.runtime_dir), part.lock_fd)
+    for socket_path in assignment.part.sockets:
+        socket_path.unlink(missing_ok=True)
+    leave(Path(assignment.config.cluster.runtime_dir), assignment.part.lock_fd)

@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 
 from baton.errors import BatonError, ConfigError
 from baton.version import version
-from cluster import chat, demo, doctor, explain, serve, status, tenants
+from cluster import chat, demo, doctor, explain, pool, serve, status, tenants
 
 
 class Subcommand(Protocol):
@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, tuple[Subcommand, str]] = {
     "serve": (serve, "serve a model from a cluster on this machine"),
     "chat": (chat, "talk to any server that speaks OpenAI's API"),
     "status": (status, "show the workers of a running cluster"),
+    "pool": (pool, "show what the KV pool holds, or make it forget"),
     "explain": (explain, "show why a request was sent where it was"),
     "tenants": (tenants, "make API keys, and check and publish the tenants document"),
     "doctor": (doctor, "show what this machine offers, and what would stop a cluster"),

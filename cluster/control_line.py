@@ -30,13 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def router_address(arguments: argparse.Namespace) -> str:
-    """The router of the cluster that `arguments` mean.
-
-    Raises:
-        UnavailableError: It does not run, or none does.
-        ConfigError: Several do, and none is named.
-    """
-    return f"unix:{_cluster_dir(arguments.port, arguments.runtime_dir) / ROUTER_SOCKET}"
+    """The router of the cluster that `arguments` mean; raises as `cluster_dir` does."""
+    return f"unix:{cluster_dir(arguments) / ROUTER_SOCKET}"
 
 
 async def ask(address: str, question: Callable[["ControlAsyncStub"], Awaitable[_Reply]]) -> _Reply:
@@ -52,8 +47,15 @@ async def ask(address: str, question: Callable[["ControlAsyncStub"], Awaitable[_
             raise UnavailableError(f"the router does not answer: {error.details()}") from error
 
 
-def _cluster_dir(port: int | None, runtime_dir: Path | None) -> Path:
-    """The named one, or the only one that runs here."""
+def cluster_dir(arguments: argparse.Namespace) -> Path:
+    """The runtime directory of the named cluster, or of the only one that runs here.
+
+    Raises:
+        UnavailableError: It does not run, or none does.
+        ConfigError: Several do, and none is named.
+    """
+    port: int | None = arguments.port
+    runtime_dir: Path | None = arguments.runtime_dir
     if runtime_dir is not None or port is not None:
         path = runtime_dir if runtime_dir is not None else default_dir(port or 0)
         if not is_alive(path):

@@ -91,11 +91,12 @@ class AnnounceReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnounceRestart:
-    """The child ended by accident and starts again after a wait."""
+    """The child ended by accident and starts again after a wait; without `was_ready` it has never served yet."""
 
     name: str
     after_s: float
     reason: str
+    was_ready: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

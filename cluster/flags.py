@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import dataclass
 
-from baton.config.rules import DTYPES, LOG_FORMATS, LOG_LEVELS, POLICIES
+from baton.config.rules import DIRECTORIES, DTYPES, EVICTIONS, LOG_FORMATS, LOG_LEVELS, POLICIES
 from baton.config.setting import Setting
 
 
@@ -92,6 +92,39 @@ FLAGS: tuple[Flag, ...] = (
         metavar="NAME",
         is_list=True,
     ),
+    _flag(
+        "--pool",
+        path="pool.enabled",
+        help="whether this host's workers share their KV through a pool (default true)",
+        metavar="true|false",
+    ),
+    _flag(
+        "--pool-memory",
+        path="pool.memory_bytes",
+        help="memory of this host's pool; default: a quarter of what is free, 4GiB at most",
+        metavar="SIZE",
+    ),
+    _flag(
+        "--pool-address",
+        path="pool.address",
+        help="where the pool's node listens, host:port for nodes of other hosts",
+        metavar="ADDRESS",
+    ),
+    _flag(
+        "--pool-ssd-dir",
+        path="pool.ssd_dir",
+        help="directory of the pool's SSD tier, which survives restarts",
+        metavar="DIRECTORY",
+    ),
+    _flag("--pool-ssd", path="pool.ssd_bytes", help="bytes of that tier", metavar="SIZE"),
+    _flag("--pool-redis", path="pool.redis_url", help="of the pool's directory", metavar="URL"),
+    _flag(
+        "--pool-directory",
+        path="pool.directory",
+        help="|".join(DIRECTORIES) + "; nodes of several hosts need redis",
+        metavar="NAME",
+    ),
+    _flag("--pool-eviction", path="pool.eviction", help="|".join(EVICTIONS), metavar="NAME"),
     _flag(
         "--runtime-dir",
         path="cluster.runtime_dir",

@@ -56,7 +56,7 @@ class ChildInfo:
 
 
 class LocalCluster:
-    """A cluster of processes on this machine, from `__aenter__` (all ready) to `__aexit__` (all gone).
+    """A cluster of processes on this machine, from `__aenter__` (it can serve) to `__aexit__` (all gone).
 
     Args:
         config: As loaded; what it leaves open is decided here.
@@ -92,7 +92,7 @@ class LocalCluster:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every child has been ready once and no stop was asked for during the start."""
+        """Whether every child that is needed has been ready once and no stop was asked for during the start."""
         return self._ready.is_set()
 
     @property
@@ -126,7 +126,7 @@ class LocalCluster:
             raise self._failure
 
     async def __aenter__(self) -> Self:
-        """Returns when all children are ready, or a stop was asked for meanwhile (`is_ready` tells).
+        """Returns when all children that are needed are ready, or a stop was asked for meanwhile (`is_ready` tells).
 
         Raises:
             ConfigError: The port is taken, or the runtime directory belongs to another cluster.
@@ -172,6 +172,8 @@ class LocalCluster:
         self._config = resolve(
             given, runtime_dir=self._runtime.path, port=port, cores=usable_cores()
         )
+        if self._config.pool.enabled:
+            self._runtime.note_pool(self._config.pool.address)
         plans = plan_children(self._config, self._runtime)
         self._plans = {plan.name: plan for plan in plans}
         self._core = self._supervisor(plans)
@@ -184,7 +186,10 @@ class LocalCluster:
             startup_timeout_s=cluster.startup_timeout_s,
             drain_timeout_s=cluster.drain_timeout_s,
         )
-        members = [Member(name=plan.name, stop_rank=plan.stop_rank) for plan in plans]
+        members = [
+            Member(name=plan.name, stop_rank=plan.stop_rank, is_needed=plan.is_needed)
+            for plan in plans
+        ]
         return Supervisor(members, policy, new_incarnation=new_incarnation, now_s=time.monotonic())
 
     async def _supervise(self) -> None:

@@ -5,19 +5,23 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from baton.config.schema import BatonConfig, ModelConfig, WorkerConfig
+from baton.config.schema import BatonConfig, ModelConfig, PoolConfig, WorkerConfig
 from baton.errors import ModelLoadError
 from baton.ids import Incarnation, Role
 from cluster.assignment import Assignment, Part
-from cluster.runtime_dir import RuntimeDir
+from cluster.pool_memory import pool_bytes
+from cluster.runtime_dir import RuntimeDir, kv_socket, socket_address
 
 DEMO_MODEL_NAME = "baton-demo"
 ROUTER = "router"
+POOL = "pool"
+POOL_NODE = "pool-0"
+"""The name of a host's one pool node."""
 
 _PATH_STARTS = ("/", "./", "../", "~")
 """Ids on the hub never begin like this."""
 
-_ROUTER_STOP_RANK = 0
+_STOP_RANKS = {ROUTER: 0, POOL: 2}
 _WORKER_STOP_RANK = 1
 
 
@@ -26,21 +30,26 @@ class ChildPlan:
     """One process of the cluster.
 
     Attributes:
-        name: `router`, or the worker's id.
-        role: `router`, or the value of the worker's `Role`.
-        worker: What it serves; None for the router.
+        name: `router`, `pool-0`, or the worker's id.
+        role: `router`, `pool`, or the value of the worker's `Role`.
+        worker: What it serves; only workers have one.
         num_threads: For computing.
     """
 
     name: str
     role: str
-    worker: WorkerConfig | None
-    num_threads: int
+    worker: WorkerConfig | None = None
+    num_threads: int = 1
 
     @property
     def stop_rank(self) -> int:
-        """The router first: it stops accepting and drains while the workers still serve."""
-        return _ROUTER_STOP_RANK if self.worker is None else _WORKER_STOP_RANK
+        """The router first: it stops accepting and drains while the workers still serve. The pool outlives its users."""
+        return _STOP_RANKS.get(self.role, _WORKER_STOP_RANK)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is no serving without it: a pool only spares work."""
+        return self.role != POOL
 
 
 def resolve(config: BatonConfig, *, runtime_dir: Path, port: int, cores: int) -> BatonConfig:
@@ -59,6 +68,7 @@ def resolve(config: BatonConfig, *, runtime_dir: Path, port: int, cores: int) ->
         config,
         engine=replace(config.engine, num_threads=num_threads),
         router=replace(config.router, port=port),
+        pool=_resolve_pool(config, runtime_dir, workers),
         cluster=replace(
             cluster,
             runtime_dir=str(runtime_dir),
@@ -74,9 +84,8 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         ModelLoadError: It can only be meant as a path, and there is nothing.
     """
     if not model.model:
-        demo = resources.files("engine.demo") / "model"
         names = model.served_model_name or (DEMO_MODEL_NAME,)
-        return replace(model, model=str(demo), served_model_name=names)
+        return replace(model, model=_demo_model(), served_model_name=names)
     names = model.served_model_name or (model.model,)
     path = Path(model.model).expanduser()
     if not path.exists():
@@ -87,7 +96,9 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
 
 
 def plan_children(config: BatonConfig, runtime: RuntimeDir) -> list[ChildPlan]:
-    """The processes that a resolved `config` asks for; the router last, in the order in which they start."""
+    """The processes that a resolved `config` asks for, in the order in which they start, which nobody waits for: the pool's
+    node first, the router last.
+    """
     cluster = config.cluster
     counts = {
         Role.PREFILL: cluster.prefill_workers,
@@ -98,7 +109,8 @@ def plan_children(config: BatonConfig, runtime: RuntimeDir) -> list[ChildPlan]:
     workers = [
         _worker(role, index, number, config, runtime) for number, (role, index) in enumerate(places)
     ]
-    return [*workers, ChildPlan(name=ROUTER, role=ROUTER, worker=None, num_threads=1)]
+    pool = [ChildPlan(name=POOL_NODE, role=POOL)] if config.pool.enabled else []
+    return [*pool, *workers, ChildPlan(name=ROUTER, role=ROUTER)]
 
 
 def describe_workers(config: BatonConfig) -> str:
@@ -123,11 +135,37 @@ def assignment_of(
     lock_fd: int,
 ) -> Assignment:
     """What `child` is told when it starts. Only the router learns of the other workers and gets the HTTP socket."""
-    part = Part(name=child.name, incarnation=incarnation, worker=child.worker, lock_fd=lock_fd)
-    if child.worker is None:
+    part = Part(
+        name=child.name,
+        incarnation=incarnation,
+        worker=child.worker,
+        pool_address=config.pool.address if config.pool.enabled else "",
+        lock_fd=lock_fd,
+    )
+    if child.role == ROUTER:
         here = tuple(other.worker.address for other in children if other.worker is not None)
         part = replace(part, worker_addresses=(*here, *config.cluster.workers), http_fds=(http_fd,))
+    if child.role == POOL:
+        region = kv_socket(Path(config.cluster.runtime_dir), child.name)
+        part = replace(part, region_path=str(region))
     return Assignment(config=config, part=part)
+
+
+def _demo_model() -> str:
+    return str(resources.files("engine.demo") / "model")
+
+
+def _resolve_pool(config: BatonConfig, runtime_dir: Path, workers: int) -> PoolConfig:
+    pool = config.pool
+    if not pool.enabled or not workers:
+        # A node serves the workers of its own host: without any there is nothing for it to do.
+        return replace(pool, enabled=False)
+    is_demo = config.model.model == _demo_model()
+    return replace(
+        pool,
+        memory_bytes=pool.memory_bytes or pool_bytes(config, workers=workers, is_demo=is_demo),
+        address=pool.address or socket_address(runtime_dir, POOL_NODE),
+    )
 
 
 def _worker(

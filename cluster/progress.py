@@ -64,12 +64,7 @@ class StartDisplay:
         """A child ended by accident, or is back."""
         match announcement:
             case AnnounceRestart():
-                _log.warning(
-                    "process ended, starting it again",
-                    process=announcement.name,
-                    reason=announcement.reason,
-                    after_s=announcement.after_s,
-                )
+                _log_restart(announcement)
             case AnnounceRecovered():
                 _log.info("process is back", process=announcement.name)
             case AnnounceReady():
@@ -80,3 +75,19 @@ class StartDisplay:
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+
+def _log_restart(restart: AnnounceRestart) -> None:
+    # One that has never served may never do so, and what it is for is missing until then: that must not go unseen.
+    say = _log.warning if restart.was_ready else _log.error
+    what = (
+        "process ended"
+        if restart.was_ready
+        else "process cannot start, the cluster serves without it"
+    )
+    say(
+        f"{what}, starting it again",
+        process=restart.name,
+        reason=restart.reason,
+        after_s=restart.after_s,
+    )

@@ -26,7 +26,7 @@ from baton.telemetry.tracing import Tracer
 from baton.telemetry.worker import WorkerMetrics
 from baton.version import version
 from cluster.child import Child, RoleMain, run
-from cluster.plan import ROUTER
+from cluster.plan import POOL, ROUTER
 from cluster.runtime_dir import kv_socket
 from kv_transfer.backends import needed, open_receivers, open_senders
 from kv_transfer.checksum import ArenaHashes
@@ -52,6 +52,21 @@ async def run_router(child: Child) -> None:
         sockets=[socket.socket(fileno=fd) for fd in part.http_fds],
         worker_addresses=part.worker_addresses,
         notify=child,
+        stop=child.stop,
+    )
+
+
+async def run_pool(child: Child) -> None:
+    """The pool's node: the blocks that this host's workers share."""
+    from kvpool import service  # type: ignore[attr-defined, unused-ignore]
+
+    part = child.assignment.part
+    await service.run(
+        child.assignment.config,
+        identity=WorkerIdentity(worker_id=WorkerId(part.name), incarnation=part.incarnation),
+        address=part.pool_address,
+        region_path=part.region_path,
+        ready=child.ready,
         stop=child.stop,
     )
 
@@ -228,11 +243,15 @@ async def _serve(server: WorkerServer, child: Child, worker: WorkerConfig) -> No
 
 def _worker_of(child: Child) -> WorkerConfig:
     worker = child.assignment.part.worker
-    assert worker is not None, "only the router has none"
+    assert worker is not None, "every worker has one"
     return worker
 
 
-ROLES: dict[str, RoleMain] = {ROUTER: run_router, **{role.value: run_worker for role in Role}}
+ROLES: dict[str, RoleMain] = {
+    ROUTER: run_router,
+    POOL: run_pool,
+    **{role.value: run_worker for role in Role},
+}
 
 
 def main() -> None:

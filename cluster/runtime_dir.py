@@ -17,6 +17,7 @@ from baton.errors import ConfigError
 ROUTER_SOCKET = "router.sock"
 
 _LOCK = "lock"
+_POOL = "pool"
 _MAX_SOCKET_PATH = 107  # sun_path of Linux, without the final zero
 
 
@@ -76,13 +77,17 @@ class RuntimeDir:
             lock_fd = _acquire(path)
         except OSError as error:
             raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-        for leftover in _sockets(path):
+        for leftover in (*_sockets(path), path / _POOL):
             leftover.unlink(missing_ok=True)
         return cls(path, lock_fd)
 
     def socket_address(self, name: str) -> str:
         """gRPC address of the child `name`."""
-        return f"unix:{self.path / name}.sock"
+        return socket_address(self.path, name)
+
+    def note_pool(self, address: str) -> None:
+        """Writes down where the pool's node listens, which need not be in this directory, for those who look for it."""
+        (self.path / _POOL).write_text(address, encoding="utf-8")
 
     def forget(self, name: str) -> None:
         """Removes the sockets of a child that is gone."""
@@ -109,8 +114,21 @@ def _acquire(path: Path) -> int:
         os.close(fd)  # Removed between our open and our lock: we hold a file that nobody sees.
 
 
+def socket_address(path: Path, name: str) -> str:
+    """gRPC address of the child `name` of the cluster at `path`."""
+    return f"unix:{path / name}.sock"
+
+
+def pool_address(path: Path) -> str:
+    """Where the pool's node of the cluster at `path` listens; empty if it has none."""
+    try:
+        return (path / _POOL).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+
+
 def kv_socket(path: Path, name: str) -> Path:
-    """Where the decode worker `name` gives its arena's descriptor to prefill workers."""
+    """Where the child `name` gives the descriptor of its KV memory to peers: a decode worker's arena, the pool's slab."""
     return path / f"{name}.kv.sock"
 
 
@@ -129,7 +147,7 @@ def leave(path: Path, lock_fd: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    for file in (*_sockets(path), path / _LOCK):
+    for file in (*_sockets(path), path / _POOL, path / _LOCK):
         file.unlink(missing_ok=True)
     try:
         path.rmdir()

@@ -1,21 +1,29 @@
-"""`baton status`: the workers of a running cluster, as its router sees them, over the router's own Unix socket."""
+"""`baton status`: the workers of a running cluster, as its router sees them, over the router's own Unix socket; and the pool
+of this host, as its node sees itself.
+"""
 
 import argparse
 import asyncio
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from baton.errors import UnavailableError
 from baton.generation import WorkerLoad
 from baton.rpc.hello import role_from_proto
 from baton.rpc.reports import load_from_proto
 from baton.rpc.v1.control_pb2 import StatusReply, StatusRequest
 from baton.rpc.v1.control_pb2 import WorkerStatus as WorkerStatusMessage
-from cluster import control_line
+from cluster import control_line, pool_usage
 from cluster.control_line import ANSWER_WAIT_S, ask
+from cluster.pool_usage import PoolUsage
+from cluster.pool_view import headline
+from cluster.runtime_dir import ROUTER_SOCKET, pool_address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +44,23 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatus:
+    """This host's pool: what its node answered, or why it did not. Requests are then served without."""
+
+    address: str
+    usage: PoolUsage | None
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
-    """What a router answered."""
+    """What a router answered, and the pool's node if the cluster has one."""
 
     model: str
     version: str
     requests_in_flight: int
     workers: tuple[WorkerStatus, ...]
+    pool: PoolStatus | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows one cluster."""
-    status = asyncio.run(fetch(control_line.router_address(arguments)))
+    status = asyncio.run(_fetch_all(control_line.cluster_dir(arguments)))
     if arguments.json:
         sys.stdout.write(msgspec.json.encode(asdict(status)).decode() + "\n")
-    else:
-        Console().print(render(status))
+        return 0
+    console = Console()
+    console.print(render(status))
+    if status.pool is not None:
+        console.print(render_pool(status.pool))
     return 0
 
 
@@ -69,6 +90,28 @@ async def fetch(address: str) -> ClusterStatus:
     asked = StatusRequest()
     reply = await ask(address, lambda router: router.Status(asked, timeout=ANSWER_WAIT_S))
     return _from_proto(reply)
+
+
+async def fetch_pool(address: str) -> PoolStatus:
+    """Asks the pool's node at `address`; that it does not answer is an answer too."""
+    try:
+        usage = await pool_usage.fetch(address)
+    except UnavailableError as error:
+        return PoolStatus(address=address, usage=None, problem=error.message)
+    return PoolStatus(address=address, usage=usage, problem="")
+
+
+async def _fetch_all(cluster: Path) -> ClusterStatus:
+    status = await fetch(f"unix:{cluster / ROUTER_SOCKET}")
+    address = pool_address(cluster)
+    return replace(status, pool=await fetch_pool(address)) if address else status
+
+
+def render_pool(pool: PoolStatus) -> Text:
+    """A line for people."""
+    if pool.usage is not None:
+        return Text(f"pool: {headline(pool.usage)}")
+    return Text(f"pool: away, requests are served without it ({pool.problem})", style="yellow")
 
 
 def render(status: ClusterStatus) -> Table:

@@ -7,7 +7,8 @@ Pure: no processes, no clock. Time comes in as `now_s` (monotonic seconds). The 
        └────back-off─────┴─────────────────┘        on stop: any ──▶ STOPPING ──exit──▶ GONE
 
 A child that ends before it was ever ready ends the launch: a wrong model path does not get better by trying again. Once
-it has been ready, its end is an accident, and it starts again after a wait that doubles.
+it has been ready, its end is an accident, and it starts again after a wait that doubles. A child without which the others can
+serve is never waited for, and whenever it ends, that is an accident.
 """
 
 from collections.abc import Callable, Iterable
@@ -77,10 +78,17 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One child to supervise. On a stop, a lower `stop_rank` is gone before a higher one is asked to go."""
+    """One child to supervise.
+
+    Attributes:
+        name: Of the child.
+        stop_rank: On a stop, a lower one is gone before a higher one is asked to go.
+        is_needed: Whether the cluster cannot serve without it.
+    """
 
     name: str
     stop_rank: int
+    is_needed: bool = True
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -211,19 +219,21 @@ class Supervisor:
         if child.state is not ChildState.STARTING:
             return []
         self._move(child, ChildState.READY, now_s)
-        recovered, child.was_ready = child.was_ready, True
-        if not self._launched and all(
-            other.state is ChildState.READY for other in self._children.values()
-        ):
+        child.was_ready = True
+        if not self._launched and self._can_serve():
             self._launched = True
             return [AnnounceReady()]
-        return [AnnounceRecovered(name=child.member.name)] if recovered else []
+        return [AnnounceRecovered(name=child.member.name)] if child.ends_in_a_row else []
+
+    def _can_serve(self) -> bool:
+        needed = (child for child in self._children.values() if child.member.is_needed)
+        return all(child.state is ChildState.READY for child in needed)
 
     def _exited(self, child: _Child, returncode: int, now_s: float) -> list[Action]:
         if self._stopping:
             self._move(child, ChildState.GONE, now_s)
             return self._stop_next(now_s)
-        if not child.was_ready:
+        if not child.was_ready and child.member.is_needed:
             error = child.last_words or UnavailableError(
                 f"{child.member.name} {describe_exit(returncode)} while starting"
             )
@@ -241,7 +251,9 @@ class Supervisor:
         if child.last_words is not None:
             reason = f"{reason}: {child.last_words.message}"
         self._move(child, ChildState.WAITING, now_s + after_s)
-        return AnnounceRestart(name=child.member.name, after_s=after_s, reason=reason)
+        return AnnounceRestart(
+            name=child.member.name, after_s=after_s, reason=reason, was_ready=child.was_ready
+        )
 
     def _begin_stop(self, now_s: float, *, exited: _Child | None = None) -> list[Action]:
         self._stopping = True

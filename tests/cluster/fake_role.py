@@ -30,17 +30,20 @@ async def fake(child: Child) -> None:
         raise ZeroDivisionError("oops")
     if behaviour == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "lives-twice" and not _was_here(part.name, child):
+        os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "loads-for-ever":
         await asyncio.to_thread(threading.Event().wait)
     if behaviour == "ignores-sigterm":
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if part.worker is not None:
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.bind(part.worker.address.removeprefix("unix:"))
-            await _serve(child)
-    else:
+    if part.http_fds:
         await _serve_http(child)
+    else:
+        address = part.worker.address if part.worker else part.pool_address
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(address.removeprefix("unix:"))
+            await _serve(child)
 
 
 async def _serve(child: Child) -> None:
@@ -60,6 +63,15 @@ async def _serve_http(child: Child) -> None:
     server = await asyncio.start_server(answer, sock=sock)
     await _serve(child)
     server.close()
+
+
+def _was_here(name: str, child: Child) -> bool:
+    """Whether this is not the first start of `name`."""
+    mark = Path(child.assignment.config.cluster.runtime_dir).with_suffix(f".{name}")
+    if mark.exists():
+        return True
+    mark.touch()
+    return False
 
 
 def _record_end(child: Child) -> None:

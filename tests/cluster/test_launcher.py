@@ -19,6 +19,7 @@ from baton.config.setting import Setting
 from baton.errors import BatonError, ConfigError, ModelLoadError
 from cluster.events import AnnounceReady, AnnounceRecovered, AnnounceRestart
 from cluster.launcher import LocalCluster
+from cluster.runtime_dir import pool_address
 from cluster.supervisor import ChildState
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,7 @@ def fake_config(directory: Path, **given) -> BatonConfig:
         "cluster.restart_backoff_s": 0.01,
         "cluster.restart_backoff_max_s": 0.05,
         "cluster.drain_timeout_s": 1.0,
+        "pool.enabled": False,
         "log.level": "error",
     }
     values |= {path.replace("__", "."): value for path, value in given.items()}
@@ -142,6 +144,34 @@ async def test_a_stop_ends_the_router_before_the_workers(home):
     async with fake_cluster(fake_config(home)):
         pass
     assert (home / "run.ends").read_text().split()[0] == "router"
+
+
+async def test_the_pool_is_the_last_to_go(home):
+    recorder = Recorder()
+    config = fake_config(home, pool__enabled=True, model__model="pool-0:lives-twice")
+    async with fake_cluster(config, recorder):
+        await recorder.until(AnnounceRecovered)  # It is up, then, and has its end to record.
+    assert (home / "run.ends").read_text().split()[-1] == "pool-0"
+
+
+async def test_a_pool_that_cannot_start_does_not_end_the_launch(home):
+    recorder = Recorder()
+    config = fake_config(home, pool__enabled=True, model__model="pool-0:fatal")
+    async with fake_cluster(config, recorder) as cluster:
+        await recorder.until(AnnounceRestart)
+        assert cluster.is_ready
+        assert await ask(cluster.url)
+    assert not cluster.runtime_dir.exists()
+    restart = next(a for a in recorder.announcements if isinstance(a, AnnounceRestart))
+    assert (restart.name, restart.was_ready) == ("pool-0", False)
+    assert restart.reason == "ended with status 1: no config.json in /nowhere"
+
+
+async def test_where_the_pools_node_is_can_be_found_by_the_runtime_directory(home):
+    async with fake_cluster(fake_config(home, pool__enabled=True)) as cluster:
+        assert pool_address(cluster.runtime_dir) == f"unix:{home}/run/pool-0.sock"
+    async with fake_cluster(fake_config(home)) as cluster:
+        assert pool_address(cluster.runtime_dir) == ""
 
 
 async def test_a_fatal_child_ends_the_launch_with_its_own_error(home):

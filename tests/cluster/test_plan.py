@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from baton.config.setting import Setting
 from baton.errors import ModelLoadError
 from baton.ids import Incarnation
 from cluster.plan import assignment_of, describe_workers, plan_children, resolve, resolve_model
+from cluster.pool_memory import DEMO_BYTES
 from cluster.runtime_dir import RuntimeDir
 
 
@@ -100,3 +102,61 @@ def test_workers_answer_prometheus_on_ports_in_a_row_if_asked(tmp_path):
     assert [plan.worker.metrics_address for plan in silent if plan.worker] == ["", ""]
     addresses = [plan.worker.metrics_address for plan in told if plan.worker]
     assert addresses == ["127.0.0.1:9400", "127.0.0.1:9401"]
+
+
+def test_the_pools_node_is_planned_first_and_stopped_last(tmp_path):
+    config = resolve(config_of(), runtime_dir=tmp_path, port=8123, cores=8)
+    children = plan_children(config, RuntimeDir(tmp_path, -1))
+    assert [child.name for child in children] == ["pool-0", "prefill-0", "decode-0", "router"]
+    assert max(children, key=lambda child: child.stop_rank).name == "pool-0"
+    assert [child.name for child in children if not child.is_needed] == ["pool-0"]
+
+
+def test_everybody_learns_where_the_pools_node_is_and_only_the_node_where_its_slab_is():
+    config = resolved()
+    children = plan_children(config, RuntimeDir(Path("/run/b"), -1))
+    parts = [
+        assignment_of(
+            child, children, config=config, incarnation=Incarnation(7), http_fd=5, lock_fd=6
+        ).part
+        for child in children
+    ]
+    assert {part.pool_address for part in parts} == {"unix:/run/b/pool-0.sock"}
+    assert [part.region_path for part in parts] == ["/run/b/pool-0.kv.sock", "", "", ""]
+    assert parts[0].sockets == (Path("/run/b/pool-0.sock"), Path("/run/b/pool-0.kv.sock"))
+    assert parts[-1].sockets == ()
+
+
+def test_an_asked_address_and_size_of_the_pool_are_kept():
+    pool = resolved(pool__address="10.0.0.7:9100", pool__memory_bytes=12345).pool
+    assert (pool.address, pool.memory_bytes) == ("10.0.0.7:9100", 12345)
+
+
+def test_without_a_pool_or_without_workers_here_no_node_is_planned():
+    for config in (
+        resolved(pool__enabled=False),
+        resolved(
+            cluster__prefill_workers=0,
+            cluster__decode_workers=0,
+            cluster__workers=["10.0.0.1:9000", "10.0.0.2:9000"],
+        ),
+    ):
+        children = plan_children(config, RuntimeDir(Path("/run/b"), -1))
+        assert "pool-0" not in [child.name for child in children]
+
+
+def test_the_pool_takes_a_quarter_of_what_is_free_at_most_4_gib(monkeypatch):
+    monkeypatch.setattr("cluster.pool_memory.available_bytes", lambda: 8 << 30)
+    assert resolved(model__model="m").pool.memory_bytes == 2 << 30
+    monkeypatch.setattr("cluster.pool_memory.available_bytes", lambda: 800 << 30)
+    assert resolved(model__model="m").pool.memory_bytes == 4 << 30
+
+
+def test_the_pool_stays_in_proportion_to_the_workers_it_serves(monkeypatch):
+    monkeypatch.setattr("cluster.pool_memory.available_bytes", lambda: 800 << 30)
+    small = resolved(engine__kv_cache_memory_bytes="8MiB", cluster__decode_workers=2)
+    assert small.pool.memory_bytes == 4 * 3 * (8 << 20)
+    config = config_of()
+    demo = replace(config, model=resolve_model(config.model))
+    pool = resolve(demo, runtime_dir=Path("/run/b"), port=8123, cores=8).pool
+    assert pool.memory_bytes == DEMO_BYTES

@@ -1,5 +1,6 @@
 """Real roles as real processes, with the demo model."""
 
+import json
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,7 @@ def cluster_of(home: Path, **values) -> LocalCluster:
 
 
 async def test_only_the_worker_has_torch_and_a_stop_leaves_nothing(home):
-    async with cluster_of(home, cluster__hybrid_workers=1) as cluster:
+    async with cluster_of(home, cluster__hybrid_workers=1, pool__enabled=False) as cluster:
         pids = {child.role: child.pid or 0 for child in cluster.children}
         mapped = {role: _maps(pid) for role, pid in pids.items()}
         assert "libtorch" in mapped["hybrid"]
@@ -41,3 +42,21 @@ async def test_what_a_worker_cannot_load_is_the_launchs_own_error(home, tmp_path
 
 def _maps(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
+
+
+async def test_the_pools_node_has_no_torch_and_drains_when_it_is_stopped(home):
+    chosen = {"router.port": 0, "cluster.runtime_dir": str(home / "run"), "log.level": "error"}
+    chosen |= {"engine.kv_cache_memory_bytes": 1 << 20, "cluster.hybrid_workers": 1}
+    config = load(flags=[Setting(path=p, value=v, source=p) for p, v in chosen.items()])
+    async with LocalCluster(config, child_module="tests.cluster.pool_role") as cluster:
+        (node,) = [child for child in cluster.children if child.role == "pool"]
+        assert "libtorch" not in _maps(node.pid or 0)
+    facts = json.loads((home / "run.pool").read_text())
+    assert facts == {
+        "identity": f"pool-0@{node.incarnation:x}",
+        "address": f"unix:{home}/run/pool-0.sock",
+        "region_path": f"{home}/run/pool-0.kv.sock",
+        "memory_bytes": 4 << 20,
+        "torch": False,
+        "drained": True,
+    }

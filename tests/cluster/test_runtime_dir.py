@@ -4,7 +4,7 @@ import socket
 import pytest
 
 from baton.errors import ConfigError
-from cluster.runtime_dir import RuntimeDir, is_alive, kv_socket, leave
+from cluster.runtime_dir import RuntimeDir, is_alive, kv_socket, leave, pool_address
 
 
 def leave_a_socket(path):
@@ -88,3 +88,15 @@ def test_the_sockets_of_a_dead_child_are_forgotten(home):
     runtime.forget("decode-1")
     assert [file.name for file in (home / "run").glob("*.sock")] == ["decode-10.sock"]
     runtime.release()
+
+
+def test_where_the_pool_is_is_forgotten_with_the_cluster(home):
+    dead = RuntimeDir.claim(home / "run")
+    dead.note_pool("10.0.0.7:9100")
+    assert pool_address(home / "run") == "10.0.0.7:9100"
+    os.close(dead.lock_fd)
+    runtime = RuntimeDir.claim(home / "run")
+    assert pool_address(home / "run") == ""
+    runtime.note_pool("10.0.0.7:9100")
+    runtime.release()
+    assert not (home / "run").exists()

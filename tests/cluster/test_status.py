@@ -11,6 +11,7 @@ from cluster.cli import main
 from cluster.runtime_dir import RuntimeDir, default_dir
 from cluster.status import fetch, render
 from tests.cluster.fake_control import FakeControl, answering
+from tests.cluster.fake_pool import USAGE, FakePoolService, serving_pool
 
 REPLY = control_pb2.StatusReply(
     model="tiny",
@@ -118,3 +119,30 @@ def test_a_cluster_is_found_by_its_port(home, no_default_clusters, capsys):
     assert main(["status", "--port", "8001"]) == 1
     assert "does not answer" in capsys.readouterr().err
     runtime.release()
+
+
+def status_of(path, capsys):
+    assert main(["status", "--json", "--runtime-dir", str(path)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_cluster_without_a_pool_shows_none(router, capsys):
+    assert status_of(router.path, capsys)["pool"] is None
+
+
+def test_the_pool_is_shown_with_its_node_and_hit_rate(router, capsys):
+    with serving_pool(FakePoolService(USAGE), router):
+        assert status_of(router.path, capsys)["pool"]["usage"]["hit_rate"] == 0.75
+        assert main(["status", "--runtime-dir", str(router.path)]) == 0
+    assert "pool: pool-0 · ready · hits 75%" in capsys.readouterr().out
+
+
+def test_a_pool_that_does_not_answer_is_said_and_does_not_spoil_the_rest(router, capsys):
+    router.note_pool(router.socket_address("pool-0"))
+    assert main(["status", "--runtime-dir", str(router.path)]) == 0
+    shown = capsys.readouterr().out
+    assert "decode-0" in shown
+    assert "pool: away, requests are served without it" in shown
+    pool = status_of(router.path, capsys)["pool"]
+    assert pool["usage"] is None
+    assert "does not answer" in pool["problem"]

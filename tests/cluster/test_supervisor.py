@@ -26,6 +26,7 @@ from cluster.supervisor import KILL_GRACE_S, STABLE_S, ChildState, Member, Polic
 POLICY = Policy(
     restart_backoff_s=1.0, restart_backoff_max_s=8.0, startup_timeout_s=30.0, drain_timeout_s=10.0
 )
+POOL = Member(name="pool-0", stop_rank=2, is_needed=False)
 MEMBERS = (
     Member(name="prefill-0", stop_rank=1),
     Member(name="decode-0", stop_rank=1),
@@ -73,8 +74,8 @@ class Cluster:
         return self.handle(ChildFatal(name=name, incarnation=incarnation, error=error))
 
 
-def launched() -> Cluster:
-    cluster = Cluster()
+def launched(members=MEMBERS) -> Cluster:
+    cluster = Cluster(members)
     cluster.tick()
     for name in list(cluster.running):
         cluster.ready(name)
@@ -223,6 +224,36 @@ def test_a_child_that_waits_for_its_restart_is_not_started_once_a_stop_is_asked_
     assert not [a for a in cluster.tick(after_s=1000) if isinstance(a, Start)]
 
 
+def test_what_is_not_needed_is_not_waited_for():
+    cluster = Cluster((POOL, *MEMBERS))
+    cluster.tick()
+    cluster.ready("router")
+    cluster.ready("prefill-0")
+    assert cluster.ready("decode-0") == [AnnounceReady()]
+    assert cluster.ready("pool-0") == []
+
+
+def test_what_is_not_needed_may_fail_at_its_first_start_and_is_tried_again():
+    cluster = Cluster((POOL, *MEMBERS))
+    cluster.tick()
+    cluster.fatal("pool-0", ModelLoadError("no room"))
+    assert cluster.exit("pool-0", 1) == [
+        AnnounceRestart(
+            name="pool-0", after_s=1.0, reason="ended with status 1: no room", was_ready=False
+        )
+    ]
+    assert [action.name for action in cluster.tick(after_s=1.0)] == ["pool-0"]
+    assert cluster.ready("pool-0") == [AnnounceRecovered(name="pool-0")]
+
+
+def test_the_pool_is_stopped_after_those_who_use_it():
+    cluster = launched((POOL, *MEMBERS))
+    cluster.handle(StopRequested())
+    cluster.exit("router", 0)
+    assert cluster.exit("prefill-0", 0) == []
+    assert cluster.exit("decode-0", 0) == [Stop(name="pool-0")]
+
+
 def test_late_news_of_an_earlier_incarnation_is_ignored():
     cluster = launched()
     old = cluster.running["decode-0"]
@@ -236,10 +267,11 @@ def test_late_news_of_an_earlier_incarnation_is_ignored():
 class AnyHistory(RuleBasedStateMachine):
     """Children that do what they like, at any time, and an operator who may stop the cluster."""
 
-    @initialize(size=st.integers(1, 4))
-    def begin(self, size):
+    @initialize(size=st.integers(1, 4), with_pool=st.booleans())
+    def begin(self, size, with_pool):
         names = ["router", "prefill-0", "decode-0", "decode-1"][:size]
-        self.cluster = Cluster([Member(name=n, stop_rank=int(n != "router")) for n in names])
+        members = [Member(name=n, stop_rank=int(n != "router")) for n in names]
+        self.cluster = Cluster([POOL, *members] if with_pool else members)
         self.stopped = False
 
     def _take(self, actions):
@@ -250,6 +282,10 @@ class AnyHistory(RuleBasedStateMachine):
         for action in actions:
             if isinstance(action, Stop) and action.name != "router":
                 assert "router" not in self.cluster.running, "a worker was stopped first"
+            if isinstance(action, Stop) and action.name == POOL.name:
+                assert set(self.cluster.running) == {POOL.name}, "the pool was stopped first"
+            if isinstance(action, GiveUp):
+                assert POOL.name not in action.error.message, "given up for want of a pool"
 
     @rule(after_s=st.floats(0, 100))
     def time_passes(self, after_s):
@@ -273,7 +309,7 @@ class AnyHistory(RuleBasedStateMachine):
     def a_child_ends(self, data, speaks, returncode):
         name = data.draw(st.sampled_from(sorted(self.cluster.running)))
         if speaks:
-            self._take(self.cluster.fatal(name, ModelLoadError("x")))
+            self._take(self.cluster.fatal(name, ModelLoadError(f"{name}: x")))
         self._take(self.cluster.exit(name, returncode))
 
     @rule()
