@@ -102,12 +102,12 @@ async def test_after_an_absence_the_directory_is_told_everything_and_nothing_old
     world.ledger.drop([key(1)])
     world.put(3)
     await world.registrar.publish(STATE)  # these changes are lost on the way
-    assert not world.registrar.reachable
+    assert [world.registrar.reachable] == [False]
     world.put(4)
     await world.beat()
     world.directory.away = False
     await world.beat()
-    assert world.registrar.reachable
+    assert [world.registrar.reachable] == [True]
     assert await world.known(1, 2, 3, 4) == [2, 3, 4]
 
 
