@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PACKAGES := baton bench cluster decode_worker engine kv_transfer kvpool prefill_worker router tests
 
-.PHONY: help install transports demo serve test test-redis test-slow check format chaos bench proto clean
+.PHONY: help install transports triton demo serve test test-redis test-slow check format chaos bench proto clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -25,6 +25,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # Apart from `install`: they pin CUDA's Python bindings to 12, which a torch built for another CUDA may not agree with.
 transports: install ## Add the KV transports between hosts (UCX, NIXL; 140 MB), so that their tests run
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[nixl,ucx]'
+
+# Apart from `install`: a torch for GPUs brings it; beside one for CPUs its interpreter and its compiler test the kernels.
+triton: install ## Add Triton (190 MB, 700 MB unpacked), so that the tests of its kernels run without a GPU
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[triton]'
 
 demo: install ## A cluster on this machine answers a prompt and shows where the time went
 	$(BIN)/baton demo

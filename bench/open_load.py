@@ -8,12 +8,17 @@ import asyncio
 import json
 import os
 import random
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 
 import httpx
 import uvloop
+
+_END_BYTES = 4096
+_TIMING = re.compile(rb": baton ({.*})\n\ndata: \[DONE\]\n\n$")
+"""How a reply ends that is whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +49,18 @@ class Seen:
     """What came back.
 
     Attributes:
-        ttfts_s: Of the requests that were answered, in the order of their arrival.
-        ends_s: When each of those ended, from the start.
+        ttfts_s: Of the requests that were answered, in the order of their ends. In the same order:
+        in_line_s: How long each waited in the router's line.
+        at_worker_s: How long it was in the prefill worker until its first token.
+        ends_s: When it ended, from the start.
         refused: Requests that were answered with 429.
         retry_afters_s: What those were told.
         failed: Answers that are neither.
     """
 
     ttfts_s: list[float] = field(default_factory=list)
+    in_line_s: list[float] = field(default_factory=list)
+    at_worker_s: list[float] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
     refused: int = 0
     retry_afters_s: list[int] = field(default_factory=list)
@@ -60,6 +69,8 @@ class Seen:
     def add(self, other: "Seen") -> None:
         """Puts another load's with these."""
         self.ttfts_s += other.ttfts_s
+        self.in_line_s += other.in_line_s
+        self.at_worker_s += other.at_worker_s
         self.ends_s += other.ends_s
         self.refused += other.refused
         self.retry_afters_s += other.retry_afters_s
@@ -72,6 +83,7 @@ async def send(orders: Orders) -> Seen:
     seen = Seen()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
     headers = {"Authorization": f"Bearer {orders.key}", "Content-Type": "application/json"}
+    headers["X-Baton-Timing"] = "1"
     async with httpx.AsyncClient(timeout=600.0, limits=limits, headers=headers) as client:
         begun_s = due_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -101,14 +113,18 @@ async def _request(
             seen.retry_afters_s.append(int(response.headers.get("Retry-After", 0)))
             return
         first_s: float | None = None
-        whole = False
+        end = b""
         async for chunk in response.aiter_bytes():
             first_s = first_s or time.perf_counter()
-            whole = whole or chunk.endswith(b"[DONE]\n\n")
-    if response.status_code != 200 or first_s is None or not whole:
+            end = (end + chunk)[-_END_BYTES:]
+    timing = _TIMING.search(end)
+    if response.status_code != 200 or first_s is None or timing is None:
         seen.failed += 1
         return
+    parts = json.loads(timing[1])
     seen.ttfts_s.append(first_s - sent_s)
+    seen.in_line_s.append(parts["admission_s"])
+    seen.at_worker_s.append(parts["queue_s"] + parts["prefill_s"])
     seen.ends_s.append(time.perf_counter() - begun_s)
 
 

@@ -20,8 +20,8 @@ import uvloop
 from baton.ids import Incarnation, LayerName, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.channel import bind, new_server
-from baton.rpc.convert import WorkerHello, hello_to_proto
 from baton.rpc.frames import HEARTBEAT_S
+from baton.rpc.hello import WorkerHello, hello_to_proto
 from baton.rpc.v1 import (
     common_pb2,
     decode_pb2,
@@ -71,6 +71,7 @@ class _Prompt:
     tokens: int
     xfer_id: str
     frames: asyncio.Queue[prefill_pb2.PrefillFrame]
+    came_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -158,14 +159,17 @@ class _Prefiller:
         free_s = clock()
         while True:
             prompt = await self.prompts.get()
-            self.pending_tokens -= prompt.tokens
             key = (id(prompt.frames), prompt.leg_id)
             if key in self.cancelled:
                 self.cancelled.remove(key)
+                self.pending_tokens -= prompt.tokens
                 continue
+            queue_s = clock() - prompt.came_s
             # Counted from when the one before was to be done, so that late wake-ups do not add up.
             free_s = max(free_s, clock() - 0.005) + prompt.tokens / self.pace.prefill_tokens_per_s
             await asyncio.sleep(max(0.0, free_s - clock()))
+            # As an engine counts: what is being computed is not computed yet.
+            self.pending_tokens -= prompt.tokens
             self.steps += 1
             first = common_pb2.SampledToken(token=TOKEN)
             prompt.frames.put_nowait(
@@ -174,6 +178,7 @@ class _Prefiller:
                         prefill_pb2.FirstTokens(
                             leg_id=prompt.leg_id,
                             tokens=[first],
+                            queue_s=queue_s,
                             prefill_s=prompt.tokens / self.pace.prefill_tokens_per_s,
                         )
                     ],
@@ -188,7 +193,7 @@ class _Prefiller:
         return common_pb2.WorkerLoad(
             waiting=self.prompts.qsize(),
             steps=self.steps,
-            prefill_tokens_pending=max(0, self.pending_tokens),
+            prefill_tokens_pending=self.pending_tokens,
         )
 
 
@@ -217,6 +222,7 @@ class _Prefill(prefill_pb2_grpc.PrefillServicer):
         commands: AsyncIterator[prefill_pb2.PrefillCommand],
         frames: asyncio.Queue[prefill_pb2.PrefillFrame],
     ) -> None:
+        clock = asyncio.get_running_loop().time
         async for command in commands:
             if command.WhichOneof("command") == "cancel":
                 self._prefiller.cancelled.add((id(frames), command.cancel.leg_id))
@@ -226,7 +232,7 @@ class _Prefill(prefill_pb2_grpc.PrefillServicer):
                 tokens = len(request.prompt_tokens) // 4  # 32-bit numbers
                 self._prefiller.pending_tokens += tokens
                 self._prefiller.prompts.put_nowait(
-                    _Prompt(request.leg_id, tokens, permit.xfer_id, frames)
+                    _Prompt(request.leg_id, tokens, permit.xfer_id, frames, clock())
                 )
 
 

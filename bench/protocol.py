@@ -31,27 +31,29 @@ from kv_transfer.convert import (
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
 from kv_transfer.ledger import TransferLedger
-from kv_transfer.messages import (
-    Drew,
+from kv_transfer.ledger_messages import (
     Expected,
-    Exported,
-    FromDecode,
     FromPeer,
     LedgerAction,
-    Opened,
-    OutboxAction,
     PagesReserved,
     PagesVerified,
+    SessionOpened,
+    ToPeer,
+)
+from kv_transfer.messages import SessionId
+from kv_transfer.outbox import Outbox
+from kv_transfer.outbox_messages import (
+    Drew,
+    Exported,
+    FromDecode,
+    Opened,
+    OutboxAction,
     PeerUp,
     PushDone,
     Send,
-    SessionId,
-    SessionOpened,
     Started,
     StartPush,
-    ToPeer,
 )
-from kv_transfer.outbox import Outbox
 from kv_transfer.plan import Export, Grant
 from kv_transfer.seal import SessionSeal
 from kv_transfer.ticket import Permit, TicketOffice, region_digest

@@ -14,12 +14,13 @@ process grew by while it was filled.
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from random import Random
 from statistics import quantiles
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -28,12 +29,14 @@ import tokenizers
 from prometheus_client import CollectorRegistry
 
 from baton.blocks import BlockReport, joined
+from baton.clock import MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.hashing import KEY_BYTES, chain_keys, root_key
 from baton.ids import BlockKey, Incarnation, LayerName, RequestId, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.block_feed import MAX_KEYS_PER_REPORT
-from baton.rpc.convert import WorkerHello, blocks_to_proto
+from baton.rpc.hello import WorkerHello
+from baton.rpc.reports import blocks_to_proto
 from baton.rpc.v1 import decode_pb2, prefill_pb2
 from baton.tokens import PackedTokens
 from bench.report import Report
@@ -52,18 +55,22 @@ from router.events import (
 )
 from router.fake import FakeGenerator
 from router.frames import decode_command, decode_events, prefill_command, prefill_events
+from router.limits.local import LocalLimiter
+from router.limits.ports import GrantId
 from router.metrics import RouterMetrics
 from router.openai.completions import read_completion
+from router.openai.order import Order, ReplyHead
 from router.openai.plan import Wanted, plan_runs
 from router.openai.sampling import SamplingDefaults, completion_limit
 from router.openai.serving import Serving
+from router.openai.visit import Visit
 from router.placement import Placement
 from router.ports import GenerationJob, ServedModel
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
 from router.slo import SloBook
-from router.tenants.tenant import ANONYMOUS
+from router.tenants.tenant import ANONYMOUS, Caller
 from router.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")
@@ -170,6 +177,12 @@ class _Router:
             request_timeout_s=config.request_timeout_s,
             slo_book=SloBook(config.slo_classes),
         )
+        self._visit = Visit(
+            caller=Caller(tenant=ANONYMOUS),
+            name="bench",
+            limiter=LocalLimiter(MonotonicClock()),
+            grant=GrantId("bench"),
+        )
 
     def join(self, worker: _Worker) -> None:
         """A worker is connected."""
@@ -195,15 +208,14 @@ class _Router:
         """A request's body came."""
         body = read_completion(raw)
         wanted = Wanted(limit=completion_limit(body), samples=body.num_samples)
-        (run,) = plan_runs(
-            self._serving,
-            body,
-            body.prompts,  # type: ignore[arg-type]  # these are token ids
-            tenant=ANONYMOUS,
+        order = Order(
+            serving=self._serving,
+            visit=self._visit,
+            head=ReplyHead(request_id=request_id, created=0, model="bench"),
             model=_MODEL,
-            request_id=request_id,
-            wanted=wanted,
         )
+        prompts = body.prompts
+        (run,) = plan_runs(order, body, prompts, wanted)  # type: ignore[arg-type]  # token ids
         return run.job
 
     def begin(self, job: GenerationJob) -> list[bytes]:
@@ -226,10 +238,7 @@ class _NoChats:
     """A renderer that nobody asks."""
 
     chat_template = None
-
-    def apply_chat_template(self, conversation: object, **options: object) -> str:
-        """Not here."""
-        raise NotImplementedError
+    special_tokens_map: Mapping[str, str] = MappingProxyType({})
 
 
 def _command(action: SendAction) -> bytes:

@@ -11,7 +11,7 @@ from baton.generation import Prompt, SamplingParams
 from baton.hashing import chain_keys, root_key
 from baton.ids import BlockKey, Incarnation, LayerName, RequestId, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
-from baton.rpc.convert import WorkerHello
+from baton.rpc.hello import WorkerHello
 from bench.simulated_workers import (
     BlockCache,
     DecodeWorker,

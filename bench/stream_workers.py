@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from baton.ids import Incarnation, LayerName, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.channel import bind, new_server
-from baton.rpc.convert import WorkerHello, hello_to_proto
 from baton.rpc.frames import HEARTBEAT_S
+from baton.rpc.hello import WorkerHello, hello_to_proto
 from baton.rpc.v1 import (
     common_pb2,
     decode_pb2,

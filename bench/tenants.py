@@ -5,7 +5,8 @@ Real `baton serve` processes without workers of their own, and workers that take
 half of it as its share.
 
 - `p99_ttft_alone_s`: a tenant uses half its share, alone. `p99_ttft_flooded_s`: the same arrivals, while the other sends
-  ten times its own share. `p99_ttft_ratio` should be at most 1.5.
+  ten times its own share. `p99_ttft_ratio` should be at most 1.5. What the slowest twentieth of the flooded ones is made of, on
+  the mean: `slow_in_line_s`, `slow_at_worker_s`, and in neither (HTTP, the router, the client) `slow_elsewhere_s`.
 - `goodput_ratio_5x`: tokens per second of requests whose first token came in the time promised, at five times the capacity
   against those at the capacity itself.
 - `replica_sum_over_limit`: requests let in over two routers that share a Redis, over what the tenant's limit allows.
@@ -42,13 +43,9 @@ def main() -> None:
         settings={name: value for name, value in vars(arguments).items() if name != "json"},
     )
     bench = Bench(arguments, report)
-    with bench.cluster(routers=1) as urls:
-        bench.isolation(urls)
-    with bench.cluster(routers=1) as urls:
-        bench.overload(urls)
-    with bench.cluster(routers=2) as urls:
-        bench.limits(urls)
-        bench.shares(urls)
+    for part in arguments.parts:
+        with bench.cluster(routers=_ROUTERS[part]) as urls:
+            bench.measure(part, urls)
     if arguments.json:
         report.write(arguments.json)
 
@@ -56,6 +53,13 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=_ROUTERS,
+        default=list(_ROUTERS),
+        help="what is measured, each on a cluster of its own",
+    )
     parser.add_argument("--requests", type=int, default=400, help="of the quiet tenant")
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--output-tokens", type=int, default=8)
@@ -76,6 +80,16 @@ class Bench:
         self._capacity_per_s = 1e3 / arguments.prefill_ms
         self._model = str(resources.files("engine.demo") / "model")
 
+    def measure(self, part: str, urls: Sequence[str]) -> None:
+        """One part, with routers of its own."""
+        parts = {
+            "isolation": self.isolation,
+            "overload": self.overload,
+            "limits": self.limits,
+            "shares": self.shares,
+        }
+        parts[part](urls)
+
     def isolation(self, urls: Sequence[str]) -> None:
         """One tenant alone, then beside a flood."""
         share = self._capacity_per_s / 2
@@ -95,6 +109,8 @@ class Bench:
         self._note("p99_ttft_flooded_s", _quantile(beside.ttfts_s, 0.99))
         figures = self._report.figures
         self._note("p99_ttft_ratio", figures["p99_ttft_flooded_s"] / figures["p99_ttft_alone_s"])
+        self._note_slowest(beside)
+        self._note("requests_seen", len(beside.ttfts_s))
         self._note("quiet_refused", beside.refused + alone.refused)
         answered = flooding.refused + len(flooding.ttfts_s)
         self._note("flood_refused_share", flooding.refused / answered)
@@ -227,10 +243,23 @@ class Bench:
             raise RuntimeError("a load failed; what it said stands above")
         return [Seen(**json.loads(line)) for line in printed]
 
+    def _note_slowest(self, seen: Seen) -> None:
+        spans = sorted(zip(seen.ttfts_s, seen.in_line_s, seen.at_worker_s, strict=True))
+        slowest = spans[-max(1, len(spans) // 20) :]
+        ttft_s, in_line_s, at_worker_s = (
+            sum(column) / len(slowest) for column in zip(*slowest, strict=True)
+        )
+        self._note("slow_in_line_s", in_line_s)
+        self._note("slow_at_worker_s", at_worker_s)
+        self._note("slow_elsewhere_s", ttft_s - in_line_s - at_worker_s)
+
     def _note(self, figure: str, value: float) -> None:
         self._report.figures[figure] = value
         print(f"{figure:28}{value:12.4f}", flush=True)
 
+
+_ROUTERS = {"isolation": 1, "overload": 1, "limits": 2, "shares": 2}
+"""How many each part needs."""
 
 _VOCAB = 256
 _TURNS = 4

@@ -6,69 +6,34 @@ could not be done.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, Protocol
 
 from baton.errors import BatonError, ConfigError
 from baton.version import version
 from cluster import chat, demo, doctor, explain, serve, status, tenants
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """One subcommand; its functions are those of the module of its name."""
+class Subcommand(Protocol):
+    """What a subcommand's module has."""
 
-    name: str
-    summary: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Says what it can be told."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Does it, and returns the exit status."""
 
 
-COMMANDS = (
-    Command(
-        name="serve",
-        summary="serve a model from a cluster on this machine",
-        add_arguments=serve.add_arguments,
-        run=serve.run,
-    ),
-    Command(
-        name="chat",
-        summary="talk to any server that speaks OpenAI's API",
-        add_arguments=chat.add_arguments,
-        run=chat.run,
-    ),
-    Command(
-        name="status",
-        summary="show the workers of a running cluster",
-        add_arguments=status.add_arguments,
-        run=status.run,
-    ),
-    Command(
-        name="explain",
-        summary="show why a request was sent where it was",
-        add_arguments=explain.add_arguments,
-        run=explain.run,
-    ),
-    Command(
-        name="tenants",
-        summary="make API keys, and check and publish the tenants document",
-        add_arguments=tenants.add_arguments,
-        run=tenants.run,
-    ),
-    Command(
-        name="doctor",
-        summary="show what this machine offers, and what would stop a cluster",
-        add_arguments=doctor.add_arguments,
-        run=doctor.run,
-    ),
-    Command(
-        name="demo",
-        summary="let a small cluster answer a question, and show where the time went",
-        add_arguments=demo.add_arguments,
-        run=demo.run,
-    ),
-)
+COMMANDS: Mapping[str, tuple[Subcommand, str]] = {
+    "serve": (serve, "serve a model from a cluster on this machine"),
+    "chat": (chat, "talk to any server that speaks OpenAI's API"),
+    "status": (status, "show the workers of a running cluster"),
+    "explain": (explain, "show why a request was sent where it was"),
+    "tenants": (tenants, "make API keys, and check and publish the tenants document"),
+    "doctor": (doctor, "show what this machine offers, and what would stop a cluster"),
+    "demo": (demo, "let a small cluster answer a question, and show where the time went"),
+}
+"""The module of each, and its summary."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     arguments = _parser().parse_args(argv)
-    command: Command = arguments.command
+    command: Subcommand = arguments.command
     try:
         return command.run(arguments)
     except ConfigError as error:
@@ -102,10 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"baton {version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    for command in COMMANDS:
-        subparser = commands.add_parser(
-            command.name, help=command.summary, description=command.summary, allow_abbrev=False
-        )
+    for name, (command, summary) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         subparser.set_defaults(command=command)
         command.add_arguments(subparser)
     return parser

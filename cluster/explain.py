@@ -3,21 +3,16 @@
 import argparse
 import asyncio
 import sys
-from pathlib import Path
 
-import grpc
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from rich.table import Table
 
-from baton.errors import InvalidRequestError, UnavailableError
-from baton.rpc.channel import open_channel
+from baton.errors import InvalidRequestError
 from baton.rpc.v1.control_pb2 import ExplainReply, ExplainRequest
-from baton.rpc.v1.control_pb2_grpc import ControlStub
-from cluster.runtime_dir import ROUTER_SOCKET
-from cluster.status import find_cluster
+from cluster import control_line
+from cluster.control_line import ANSWER_WAIT_S, ask
 
-_TIMEOUT_S = 5.0
 _PARTS = (
     ("queue on prefill", "queue_s"),
     ("fetch from pool", "fetch_s"),
@@ -39,18 +34,12 @@ _KINDS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which request of which cluster, and in what form."""
     parser.add_argument("request_id", metavar="REQUEST_ID", help="the `id` of the reply")
-    parser.add_argument("--json", action="store_true", help="for machines")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--port", type=int, help="HTTP port of a cluster on this machine")
-    which.add_argument(
-        "--runtime-dir", type=Path, metavar="DIRECTORY", help="where its sockets are"
-    )
+    control_line.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Explains one request."""
-    runtime_dir = find_cluster(arguments.port, arguments.runtime_dir)
-    address = f"unix:{runtime_dir / ROUTER_SOCKET}"
+    address = control_line.router_address(arguments)
     reply = asyncio.run(fetch(address, arguments.request_id))
     if arguments.json:
         text = MessageToJson(reply, preserving_proto_field_name=True)
@@ -69,12 +58,8 @@ async def fetch(address: str, request_id: str) -> ExplainReply:
         UnavailableError: It does not answer.
         InvalidRequestError: It does not know the request, or not any more.
     """
-    async with open_channel(address) as channel:
-        try:
-            asked = ExplainRequest(request_id=request_id)
-            reply = await ControlStub(channel).Explain(asked, timeout=_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"the router does not answer: {error.details()}") from error
+    asked = ExplainRequest(request_id=request_id)
+    reply = await ask(address, lambda router: router.Explain(asked, timeout=ANSWER_WAIT_S))
     if not reply.known:
         raise InvalidRequestError(f"the router does not know {request_id}, or not any more")
     return reply

@@ -19,7 +19,7 @@ from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, WorkerConfig
 from baton.ids import Role, WorkerId, WorkerIdentity
 from baton.layout import SPARE_BLOCKS
-from baton.rpc.convert import WorkerHello
+from baton.rpc.hello import WorkerHello
 from baton.rpc.worker import WorkerServer, WorkerService
 from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer

@@ -4,23 +4,18 @@ import argparse
 import asyncio
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import grpc
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from baton.errors import ConfigError, UnavailableError
 from baton.generation import WorkerLoad
-from baton.rpc.channel import open_channel
-from baton.rpc.convert import load_from_proto, role_from_proto
+from baton.rpc.hello import role_from_proto
+from baton.rpc.reports import load_from_proto
 from baton.rpc.v1.control_pb2 import StatusReply, StatusRequest
 from baton.rpc.v1.control_pb2 import WorkerStatus as WorkerStatusMessage
-from baton.rpc.v1.control_pb2_grpc import ControlStub
-from cluster.runtime_dir import ROUTER_SOCKET, default_dir, is_alive, running_clusters
-
-_TIMEOUT_S = 5.0
+from cluster import control_line
+from cluster.control_line import ANSWER_WAIT_S, ask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +47,12 @@ class ClusterStatus:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which cluster, and in what form."""
-    parser.add_argument("--json", action="store_true", help="for machines")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--port", type=int, help="HTTP port of a cluster on this machine")
-    which.add_argument(
-        "--runtime-dir", type=Path, metavar="DIRECTORY", help="where its sockets are"
-    )
+    control_line.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows one cluster."""
-    runtime_dir = find_cluster(arguments.port, arguments.runtime_dir)
-    status = asyncio.run(fetch(f"unix:{runtime_dir / ROUTER_SOCKET}"))
+    status = asyncio.run(fetch(control_line.router_address(arguments)))
     if arguments.json:
         sys.stdout.write(msgspec.json.encode(asdict(status)).decode() + "\n")
     else:
@@ -77,11 +66,8 @@ async def fetch(address: str) -> ClusterStatus:
     Raises:
         UnavailableError: It does not answer.
     """
-    async with open_channel(address) as channel:
-        try:
-            reply = await ControlStub(channel).Status(StatusRequest(), timeout=_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"the router does not answer: {error.details()}") from error
+    asked = StatusRequest()
+    reply = await ask(address, lambda router: router.Status(asked, timeout=ANSWER_WAIT_S))
     return _from_proto(reply)
 
 
@@ -118,27 +104,6 @@ def _cells(worker: WorkerStatus) -> list[str]:
     color = "green" if worker.state == "ready" else "yellow"
     state = f"[{color}]{worker.state}[/]"
     return [worker.worker_id, worker.role, worker.incarnation, state, *map(str, counts)]
-
-
-def find_cluster(port: int | None, runtime_dir: Path | None) -> Path:
-    """The runtime directory of the cluster that is meant: the named one, or the only one that runs here.
-
-    Raises:
-        UnavailableError: It does not run, or none does.
-        ConfigError: Several do, and none is named.
-    """
-    if runtime_dir is not None or port is not None:
-        path = runtime_dir if runtime_dir is not None else default_dir(port or 0)
-        if not is_alive(path):
-            raise UnavailableError(f"no cluster is running at {path}")
-        return path
-    running = running_clusters()
-    if not running:
-        raise UnavailableError("no cluster of this user is running here (baton serve starts one)")
-    if len(running) > 1:
-        ports = ", ".join(path.name for path in running)
-        raise ConfigError(f"several clusters are running, on ports {ports}: name one with --port")
-    return running[0]
 
 
 def _from_proto(reply: StatusReply) -> ClusterStatus:

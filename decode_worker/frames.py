@@ -1,15 +1,9 @@
 """What a decode worker's next frame to one router carries: the tokens of all its sequences, as columns."""
 
+from baton.blocks import BlockReport
 from baton.generation import TokenLogprobs, WorkerLoad
-from baton.rpc.block_feed import BlockFeed
-from baton.rpc.convert import (
-    blocks_to_proto,
-    failure_to_proto,
-    finish_to_proto,
-    load_to_proto,
-    logprobs_to_proto,
-    prompt_logprobs_to_proto,
-)
+from baton.rpc.generation import finish_to_proto, logprobs_to_proto, prompt_logprobs_to_proto
+from baton.rpc.reports import blocks_to_proto, failure_to_proto, load_to_proto
 from baton.rpc.v1 import common_pb2, decode_pb2
 from decode_worker.messages import TellFailed, TellPrefilled, TellTokens, TellWriterLost
 
@@ -17,14 +11,9 @@ _NO_LOGPROBS = common_pb2.TokenLogprobs()
 
 
 class DecodeFrameBuilder:
-    """Collects what is pending for one router. Plain lists: copied into the frame at once, not one by one.
+    """Collects what is pending for one router. Plain lists: copied into the frame at once, not one by one."""
 
-    Args:
-        blocks: What the router is to be told of this worker's blocks.
-    """
-
-    def __init__(self, blocks: BlockFeed) -> None:
-        self._blocks = blocks
+    def __init__(self) -> None:
         self.step = 0
         self._leg_ids: list[int] = []
         self._samples: list[int] = []
@@ -81,11 +70,10 @@ class DecodeFrameBuilder:
     def pending(self) -> int:
         """How many entries wait."""
         told = len(self._failed) + len(self._prefilled) + len(self._writers_lost)
-        return len(self._leg_ids) + told + self._blocks.waits
+        return len(self._leg_ids) + told
 
-    def build(self, load: WorkerLoad | None) -> decode_pb2.DecodeFrame:
-        """Everything that waits, as one frame; of the blocks only as much as one report holds."""
-        blocks = self._blocks.next()
+    def build(self, load: WorkerLoad | None, blocks: BlockReport | None) -> decode_pb2.DecodeFrame:
+        """Everything that waits, as one frame."""
         frame = decode_pb2.DecodeFrame(
             step=self.step,
             leg_ids=self._leg_ids,

@@ -1,16 +1,10 @@
 """The life of every leg on a decode worker: from the router's announcement to the last token.
 
-    EXPECTING ── pages reserved, written, committed ──┐
-    QUEUED ── first chunk ── PREFILLING ── first token ──── RUNNING ── every sample finished ── DONE
-       └──────────────────────────┴───────────────────────────┴── FAILED (engine, hand-off) or CANCELLED (router)
-
-Pure: events in, actions out. What a transfer may do and when its pages are freed is the ledger's business
-(kv_transfer/ledger.py); this core owns one and joins it with the engine's word on the sequence.
+Pure: events in, actions out. Where a leg may stand is drawn in `legs.py`; what comes of its hand-off is the business of
+`hand_offs.py`; here both are joined with the engine's word on the sequence.
 """
 
-from collections import Counter
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Mapping
 
 from baton.errors import (
     BatonError,
@@ -18,12 +12,13 @@ from baton.errors import (
     DrainingError,
     EngineError,
     InvalidRequestError,
-    InvariantError,
 )
-from baton.generation import Prompt, TokenSample
-from baton.ids import LegId, SeqId, XferId
+from baton.generation import Prompt
+from baton.ids import SeqId
 from baton.layout import KvLayout
-from baton.rpc.frames import StreamId
+from baton.rpc.frames import LegKey
+from decode_worker.hand_offs import HandOffs
+from decode_worker.legs import Leg, LegState, LegTable
 from decode_worker.messages import (
     Cancel,
     DecodeAction,
@@ -35,88 +30,22 @@ from decode_worker.messages import (
     TellFailed,
     TellPrefilled,
     TellTokens,
-    TellWriterLost,
 )
-from engine.messages import (
-    Abort,
-    Failed,
-    Generate,
-    PrefillStarted,
-    Released,
-    Reserve,
-    Reserved,
-    Sampled,
-    Start,
-)
+from engine.messages import Abort, Failed, Generate, PrefillStarted, Released, Reserved, Sampled
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.ledger import TransferLedger
-from kv_transfer.messages import (
-    EndSession,
+from kv_transfer.ledger_messages import (
     Expected,
-    FreePages,
     FromPeer,
-    LedgerAction,
-    LedgerEvent,
     PagesGone,
-    PagesReserved,
     PagesVerified,
     PeerFenced,
     Reassigned,
-    ReservePages,
     SessionLost,
     SessionOpened,
-    StartDecoding,
-    ToPeer,
-    TransferFailed,
-    VerifyPages,
     Withdrawn,
-    WriterLost,
 )
-from kv_transfer.plan import Grant
 from kv_transfer.ticket import refuse_holder
-
-OWNER = "decode"
-
-
-class LegState(Enum):
-    """Where one leg stands."""
-
-    EXPECTING = "expecting"
-    QUEUED = "queued"
-    PREFILLING = "prefilling"
-    RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-_L = LegState
-_LOST = frozenset({_L.FAILED, _L.CANCELLED})
-TRANSITIONS: dict[LegState, frozenset[LegState]] = {
-    _L.EXPECTING: frozenset({_L.RUNNING}) | _LOST,
-    _L.QUEUED: frozenset({_L.PREFILLING}) | _LOST,
-    _L.PREFILLING: frozenset({_L.RUNNING, _L.DONE}) | _LOST,
-    _L.RUNNING: frozenset({_L.DONE}) | _LOST,
-    _L.DONE: frozenset(),
-    _L.FAILED: frozenset(),
-    _L.CANCELLED: frozenset(),
-}
-ENDS = frozenset({_L.DONE, _L.FAILED, _L.CANCELLED})
-
-
-@dataclass(slots=True, eq=False)
-class _Leg:
-    stream: StreamId
-    leg_id: LegId
-    seq_id: SeqId
-    prompt: Prompt
-    state: LegState
-    arrived_s: float
-    unfinished: int
-    xfer_id: XferId | None = None
-    started_s: float = 0.0
-    cached_tokens: int = 0
-    pooled_tokens: int = 0
 
 
 class DecodeLifecycle:
@@ -128,13 +57,9 @@ class DecodeLifecycle:
     def __init__(self, layout: KvLayout, limits: LedgerLimits) -> None:
         self._layout = layout
         self._ledger = TransferLedger(limits)
-        self._legs: dict[tuple[StreamId, LegId], _Leg] = {}
-        # Legs whose transfer the ledger still has, and whose sequence the engine still has; ended ones included.
-        self._transfers: dict[XferId, _Leg] = {}
-        self._seqs: dict[SeqId, _Leg] = {}
-        self._next = 0
+        self._legs = LegTable()
+        self._hand_offs = HandOffs(self._ledger, self._legs)
         self.draining = False
-        self.outcomes: Counter[LegState] = Counter()
 
     def handle(self, event: DecodeEvent, now_s: float) -> list[DecodeAction]:
         """Applies one event; what names an unknown leg or sequence has no effect."""
@@ -149,14 +74,14 @@ class DecodeLifecycle:
                 leg = self._legs.get((event.stream, event.leg_id))
                 return [] if leg is None else self._cancel(leg, now_s)
             case StreamGone():
-                legs = [leg for leg in self._legs.values() if leg.stream == event.stream]
+                legs = self._legs.of_stream(event.stream)
                 return [action for leg in legs for action in self._cancel(leg, now_s)]
             case FromPeer() | SessionOpened() | PagesVerified() | SessionLost() | PeerFenced():
-                return self._transfer(event, now_s)
+                return self._hand_offs.handle(event, now_s)
             case ReassignLeg():
                 return self._reassign(event, now_s)
             case Reserved():
-                return self._reserved(event, now_s)
+                return self._hand_offs.reserved(event, now_s)
             case PrefillStarted():
                 self._started(event, now_s)
                 return []
@@ -165,26 +90,30 @@ class DecodeLifecycle:
 
     def tick(self, now_s: float) -> list[DecodeAction]:
         """Checks every deadline."""
-        return self._carry_out(self._ledger.tick(now_s))
+        return self._hand_offs.tick(now_s)
 
-    def has_leg(self, key: tuple[StreamId, LegId]) -> bool:
+    def has_leg(self, key: LegKey) -> bool:
         """Whether that leg of a router is not over."""
         return key in self._legs
 
-    def leg_of(self, seq_id: SeqId) -> tuple[StreamId, LegId] | None:
+    def leg_of(self, seq_id: SeqId) -> LegKey | None:
         """The leg that one of the engine's sequences is drawn for."""
-        leg = self._seqs.get(seq_id)
-        return None if leg is None else (leg.stream, leg.leg_id)
+        leg = self._legs.seqs.get(seq_id)
+        return None if leg is None else leg.key
 
     def in_flight(self) -> int:
         """Legs that are not over, and sequences and transfers that are left of others."""
-        left = {*self._legs.values(), *self._seqs.values(), *self._transfers.values()}
-        unannounced = self._ledger.in_flight() - len(self._transfers)
-        return len(left) + unannounced
+        unannounced = self._ledger.in_flight() - len(self._legs.transfers)
+        return self._legs.left() + unannounced
 
     def transfers_in_flight(self) -> int:
         """Hand-offs that are not over, those that no router has announced yet included."""
         return self._ledger.in_flight()
+
+    @property
+    def outcomes(self) -> Mapping[LegState, int]:
+        """How many legs have ended in which way."""
+        return self._legs.outcomes
 
     @property
     def refused_messages(self) -> int:
@@ -202,39 +131,25 @@ class DecodeLifecycle:
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
-        self._ledger.check_integrity()
-        for key, leg in self._legs.items():
-            expecting = leg.state is _L.EXPECTING
-            consistent = (
-                key == (leg.stream, leg.leg_id)
-                and leg.state not in ENDS
-                and (self._has(leg) or expecting)
-                and (leg.xfer_id in self._transfers) == expecting
-            )
-            if not consistent:
-                raise InvariantError(f"leg {key} is inconsistent: {leg!r}")
-        for xfer_id in self._transfers:
-            if self._ledger.state(xfer_id) is None:
-                raise InvariantError(f"transfer {xfer_id} is over and still mapped")
+        self._hand_offs.check_integrity()
+        self._legs.check_integrity()
 
     def _expect(self, event: ExpectLeg, now_s: float) -> list[DecodeAction]:
         if (event.stream, event.leg_id) in self._legs:
             return []  # a repetition; failing it would end the leg that runs
+        xfer_id = event.permit.xfer_id
+        if xfer_id in self._legs.transfers:
+            in_use = InvalidRequestError("the transfer id is in use", param="xfer_id")
+            return [_failed(event, in_use)]
         refusal = self._refusal(event.prompt) or self._misfit(event)
-        if event.permit.xfer_id in self._transfers:
-            refusal = InvalidRequestError("the transfer id is in use", param="xfer_id")
-        elif refusal is not None:
-            # The prefill worker may have asked for pages already, or will: let it know.
-            withdrawn = self._transfer(
-                Withdrawn(xfer_id=event.permit.xfer_id, error=refusal), now_s
-            )
-            return [_failed(event, refusal), *withdrawn]
         if refusal is not None:
-            return [_failed(event, refusal)]
-        leg = self._admit(event, _L.EXPECTING, now_s)
-        leg.xfer_id = event.permit.xfer_id
-        self._transfers[leg.xfer_id] = leg
-        return self._transfer(Expected(permit=event.permit), now_s)
+            # The prefill worker may have asked for pages already, or will: let it know.
+            withdrawn = Withdrawn(xfer_id=xfer_id, error=refusal)
+            return [_failed(event, refusal), *self._hand_offs.handle(withdrawn, now_s)]
+        leg = self._legs.admit(event, LegState.EXPECTING, now_s)
+        leg.xfer_id = xfer_id
+        self._legs.transfers[xfer_id] = leg
+        return self._hand_offs.handle(Expected(permit=event.permit), now_s)
 
     def _misfit(self, event: ExpectLeg) -> BatonError | None:
         """Why the permit is not one for this prompt."""
@@ -249,7 +164,7 @@ class DecodeLifecycle:
         leg = self._legs.get((event.stream, event.leg_id))
         if leg is None or leg.xfer_id != event.permit.xfer_id:
             return []  # over: the router is told so already
-        return self._transfer(Reassigned(permit=event.permit), now_s)
+        return self._hand_offs.handle(Reassigned(permit=event.permit), now_s)
 
     def _generate(self, event: GenerateLeg, now_s: float) -> list[DecodeAction]:
         if (event.stream, event.leg_id) in self._legs:
@@ -257,8 +172,8 @@ class DecodeLifecycle:
         refusal = self._refusal(event.prompt)
         if refusal is not None:
             return [_failed(event, refusal)]
-        leg = self._admit(event, _L.QUEUED, now_s)
-        self._seqs[leg.seq_id] = leg
+        leg = self._legs.admit(event, LegState.QUEUED, now_s)
+        self._legs.seqs[leg.seq_id] = leg
         return [Generate(seq_id=leg.seq_id, prompt=event.prompt)]
 
     def _refusal(self, prompt: Prompt) -> BatonError | None:
@@ -268,62 +183,41 @@ class DecodeLifecycle:
             return InvalidRequestError("a prompt needs a token and a sample", param="prompt")
         return None
 
-    def _admit(self, event: ExpectLeg | GenerateLeg, state: LegState, now_s: float) -> _Leg:
-        self._next += 1
-        leg = _Leg(
-            stream=event.stream,
-            leg_id=event.leg_id,
-            seq_id=SeqId(f"{OWNER}/{self._next}"),
-            prompt=event.prompt,
-            state=state,
-            arrived_s=now_s,
-            unfinished=len(event.prompt.samples),
-        )
-        self._legs[event.stream, event.leg_id] = leg
-        return leg
-
-    def _cancel(self, leg: _Leg, now_s: float) -> list[DecodeAction]:
-        expecting = leg.state is _L.EXPECTING
-        self._end(leg, _L.CANCELLED)
+    def _cancel(self, leg: Leg, now_s: float) -> list[DecodeAction]:
+        expecting = leg.state is LegState.EXPECTING
+        self._legs.end(leg, LegState.CANCELLED)
         if not expecting:
             return [Abort(seq_id=leg.seq_id)]
         assert leg.xfer_id is not None
         error = CancelledByPeerError("the router cancelled this leg")
-        return self._transfer(Withdrawn(xfer_id=leg.xfer_id, error=error), now_s)
-
-    def _reserved(self, event: Reserved, now_s: float) -> list[DecodeAction]:
-        leg = self._seqs.get(event.seq_id)
-        if leg is None or leg.xfer_id is None:
-            return []
-        grant = Grant(held_blocks=event.held_blocks, blocks=event.blocks[event.held_blocks :])
-        return self._transfer(PagesReserved(xfer_id=leg.xfer_id, grant=grant), now_s)
+        return self._hand_offs.handle(Withdrawn(xfer_id=leg.xfer_id, error=error), now_s)
 
     def _started(self, event: PrefillStarted, now_s: float) -> None:
-        leg = self._seqs.get(event.seq_id)
-        if leg is not None and leg.state is _L.QUEUED:
-            self._move(leg, _L.PREFILLING)
+        leg = self._legs.seqs.get(event.seq_id)
+        if leg is not None and leg.state is LegState.QUEUED:
+            self._legs.move(leg, LegState.PREFILLING)
             leg.started_s = now_s
             leg.cached_tokens, leg.pooled_tokens = event.cached_tokens, event.pooled_tokens
 
     def _sampled(self, event: Sampled, now_s: float) -> list[DecodeAction]:
-        leg = self._seqs.get(event.seq_id)
+        leg = self._legs.seqs.get(event.seq_id)
         if leg is None:
             return []
         leg.unfinished -= sum(sample.finish is not None for sample in event.tokens)
         if leg.unfinished == 0:
-            del self._seqs[leg.seq_id]
-        if leg.state in ENDS:
+            del self._legs.seqs[leg.seq_id]
+        if leg.over:
             return []
         tell = TellTokens(stream=leg.stream, leg_id=leg.leg_id, tokens=event.tokens)
         actions: list[DecodeAction] = [tell]
-        if leg.state is _L.PREFILLING:
+        if leg.state is LegState.PREFILLING:
             actions.insert(0, self._prefilled(leg, event, now_s))
         if leg.unfinished == 0:
-            self._end(leg, _L.DONE)
+            self._legs.end(leg, LegState.DONE)
         return actions
 
-    def _prefilled(self, leg: _Leg, event: Sampled, now_s: float) -> TellPrefilled:
-        self._move(leg, _L.RUNNING)
+    def _prefilled(self, leg: Leg, event: Sampled, now_s: float) -> TellPrefilled:
+        self._legs.move(leg, LegState.RUNNING)
         return TellPrefilled(
             stream=leg.stream,
             leg_id=leg.leg_id,
@@ -336,91 +230,19 @@ class DecodeLifecycle:
         )
 
     def _gone(self, event: Released | Failed, now_s: float) -> list[DecodeAction]:
-        leg = self._seqs.pop(event.seq_id, None)
+        leg = self._legs.seqs.pop(event.seq_id, None)
         if leg is None:
             return []
         error = event.error if isinstance(event, Failed) else None
-        if leg.xfer_id in self._transfers:
+        if leg.xfer_id in self._legs.transfers:
             assert leg.xfer_id is not None
-            return self._transfer(PagesGone(xfer_id=leg.xfer_id, error=error), now_s)
-        if leg.state in ENDS:
+            return self._hand_offs.handle(PagesGone(xfer_id=leg.xfer_id, error=error), now_s)
+        if leg.over:
             return []
         if error is None:
             error = EngineError("the engine dropped the sequence")
-        self._end(leg, _L.FAILED)
+        self._legs.end(leg, LegState.FAILED)
         return [TellFailed(stream=leg.stream, leg_id=leg.leg_id, error=error)]
-
-    def _transfer(self, event: LedgerEvent, now_s: float) -> list[DecodeAction]:
-        actions = self._carry_out(self._ledger.handle(event, now_s))
-        match event:
-            case Expected():
-                self._forget(event.permit.xfer_id)
-            case Withdrawn() | PagesGone():
-                self._forget(event.xfer_id)
-        return actions
-
-    def _carry_out(self, decided: list[LedgerAction]) -> list[DecodeAction]:
-        actions: list[DecodeAction] = []
-        for action in decided:
-            match action:
-                case ReservePages():
-                    leg = self._transfers[action.xfer_id]
-                    self._seqs[leg.seq_id] = leg
-                    actions.append(Reserve(seq_id=leg.seq_id, prompt=leg.prompt))
-                case StartDecoding():
-                    actions.append(self._start(action.xfer_id, action.first_tokens))
-                case FreePages():
-                    actions.append(Abort(seq_id=self._transfers[action.xfer_id].seq_id))
-                case TransferFailed():
-                    actions += self._not_given(action)
-                case WriterLost():
-                    actions += self._writer_lost(action)
-                case ToPeer() | EndSession() | VerifyPages():
-                    actions.append(action)
-        return actions
-
-    def _start(self, xfer_id: XferId, first_tokens: tuple[TokenSample, ...]) -> DecodeAction:
-        """The prefill worker told the router of the first tokens; what follows is told from here."""
-        leg = self._transfers.pop(xfer_id)
-        self._move(leg, _L.RUNNING)
-        leg.unfinished -= sum(sample.finish is not None for sample in first_tokens)
-        if leg.unfinished == 0:
-            self._end(leg, _L.DONE)
-        return Start(seq_id=leg.seq_id, first_tokens=first_tokens)
-
-    def _writer_lost(self, lost: WriterLost) -> list[DecodeAction]:
-        leg = self._transfers.get(lost.xfer_id)
-        if leg is None or leg.state in ENDS:
-            return []
-        tell = TellWriterLost(
-            stream=leg.stream, leg_id=leg.leg_id, attempt=lost.attempt, error=lost.error
-        )
-        return [tell]
-
-    def _not_given(self, failed: TransferFailed) -> list[DecodeAction]:
-        leg = self._transfers[failed.xfer_id]
-        self._forget(failed.xfer_id)
-        if leg.state in ENDS:
-            return []
-        self._end(leg, _L.FAILED)
-        return [TellFailed(stream=leg.stream, leg_id=leg.leg_id, error=failed.error)]
-
-    def _forget(self, xfer_id: XferId) -> None:
-        if self._ledger.state(xfer_id) is None:
-            self._transfers.pop(xfer_id, None)
-
-    def _has(self, leg: _Leg) -> bool:
-        return leg.seq_id in self._seqs
-
-    def _end(self, leg: _Leg, state: LegState) -> None:
-        self._move(leg, state)
-        self.outcomes[state] += 1
-        del self._legs[leg.stream, leg.leg_id]
-
-    def _move(self, leg: _Leg, state: LegState) -> None:
-        if state not in TRANSITIONS[leg.state]:
-            raise InvariantError(f"leg {leg.leg_id}: {leg.state} to {state}")
-        leg.state = state
 
 
 def _failed(event: ExpectLeg | GenerateLeg, error: BatonError) -> TellFailed:

@@ -7,7 +7,7 @@ from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import LegId, RequestId
 from baton.rpc.frames import StreamId
 from engine.messages import Command, SeqEvent
-from kv_transfer.messages import (
+from kv_transfer.ledger_messages import (
     EndSession,
     FromPeer,
     PagesVerified,

@@ -7,12 +7,8 @@ from dataclasses import dataclass
 
 from baton.errors import TicketError, TransferError
 from baton.ids import WorkerIdentity, XferId
-from baton.rpc.convert import (
-    failure_from_proto,
-    failure_to_proto,
-    sample_from_proto,
-    sample_to_proto,
-)
+from baton.rpc.generation import sample_from_proto, sample_to_proto
+from baton.rpc.reports import failure_from_proto, failure_to_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from kv_transfer.messages import (

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from baton.errors import InvariantError
 from baton.ids import XferId
 from baton.layout import KvLayout
-from kv_transfer.messages import (
+from kv_transfer.outbox import Outbox
+from kv_transfer.outbox_messages import (
     Drew,
     Exported,
     FromDecode,
@@ -28,7 +29,6 @@ from kv_transfer.messages import (
     Started,
     StartPush,
 )
-from kv_transfer.outbox import Outbox
 
 FromEngine = Opened | Started | Exported | Drew | GivenUp
 FromRank = PeerUp | PeerDown | FromDecode | PushDone

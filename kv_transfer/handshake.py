@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from baton.errors import BatonError, IncompatibleError, StaleIncarnationError
 from baton.ids import BlockId, WorkerIdentity
 from baton.layout import KvLayout
-from baton.rpc.convert import (
+from baton.rpc.hello import (
     PROTOCOL_VERSION,
     identity_from_proto,
     identity_to_proto,

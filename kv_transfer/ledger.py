@@ -29,26 +29,19 @@ from baton.errors import (
 from baton.ids import XferId
 from kv_transfer.checksum import checksum_bytes
 from kv_transfer.deadlines import LOST, LedgerLimits, overdue
-from kv_transfer.messages import (
-    AbortRequest,
-    Commit,
-    Committed,
+from kv_transfer.ledger_messages import (
     EndSession,
     Expected,
     FreePages,
     FromPeer,
-    Heartbeat,
     LedgerAction,
     LedgerEvent,
     PagesGone,
     PagesReserved,
     PagesVerified,
     PeerFenced,
-    Quiesced,
     Reassigned,
-    Reserve,
     ReservePages,
-    SessionId,
     SessionLost,
     SessionOpened,
     StartDecoding,
@@ -57,6 +50,15 @@ from kv_transfer.messages import (
     VerifyPages,
     Withdrawn,
     WriterLost,
+)
+from kv_transfer.messages import (
+    AbortRequest,
+    Commit,
+    Committed,
+    Heartbeat,
+    Quiesced,
+    Reserve,
+    SessionId,
 )
 from kv_transfer.orders import grant, stop, tell
 from kv_transfer.parts import Part

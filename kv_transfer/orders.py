@@ -1,7 +1,8 @@
 """What a decode worker tells the senders of one hand-off: write here, stop, it is done."""
 
 from baton.errors import BatonError
-from kv_transfer.messages import AbortRequest, Granted, SessionId, ToPeer, ToPrefill
+from kv_transfer.ledger_messages import ToPeer
+from kv_transfer.messages import AbortRequest, Granted, SessionId, ToPrefill
 from kv_transfer.parts import Part
 from kv_transfer.transfer import Transfer
 

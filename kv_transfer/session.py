@@ -18,7 +18,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, IncompatibleError, TransferError, WorkerLostError
 from baton.ids import BlockId, WorkerIdentity
 from baton.rpc.channel import open_channel
-from baton.rpc.convert import failure_from_proto
+from baton.rpc.reports import failure_from_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc

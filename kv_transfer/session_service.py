@@ -13,7 +13,8 @@ import grpc
 
 from baton.errors import BatonError, TicketError, TransferError
 from baton.ids import WorkerIdentity
-from baton.rpc.convert import failure_to_proto, identity_from_proto, layout_from_proto
+from baton.rpc.hello import identity_from_proto, layout_from_proto
+from baton.rpc.reports import failure_to_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc

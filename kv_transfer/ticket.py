@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import TicketError
 from baton.ids import BlockId, WorkerIdentity, XferId
-from baton.rpc.convert import identity_from_proto, identity_to_proto
+from baton.rpc.hello import identity_from_proto, identity_to_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from kv_transfer.plan import Grant

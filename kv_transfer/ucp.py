@@ -5,17 +5,31 @@ from the sender's pages to the receiver's without a buffer of ours between. The 
 """
 
 import ctypes
+import os
+import time
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.errors import TransferError
+from baton.native import CannotBuildError, Library, build
+from baton.telemetry.logs import get_logger
 
 Places = npt.NDArray[np.uint64]
 """Where the bytes of a message lie, in order: `[count, 2]` of address and length (UCX's `ucp_dt_iov_t`)."""
 
+_log = get_logger(__name__)
+
 _LIBRARY = "libucp.so.0"
+_TURNS_LIBRARY = Library(
+    name="ucp-turns",
+    compiler="cc",
+    sources=(Path(__file__).with_name("ucp_turns.c"),),
+    flags=("-O2",),
+)
 _DATATYPE_FIELD = 1 << 3  # UCP_OP_ATTR_FIELD_DATATYPE
 _IOV = 2  # UCP_DATATYPE_IOV
 _IN_PROGRESS = 1  # UCS_INPROGRESS
@@ -103,6 +117,7 @@ class Messages:
         """
         self._library = _load()
         self._worker = worker
+        self._turns = load_turns()
         found = ctypes.c_int()
         if self._library.ucp_worker_get_efd(worker, ctypes.byref(found)):
             raise OSError("UCX gives no descriptor to wait for")
@@ -116,9 +131,28 @@ class Messages:
         )
         return Request(self._library, pointer, places, *kept)
 
-    def progress(self) -> bool:
-        """Lets UCX do what can be done now; whether that was anything."""
-        return bool(self._library.ucp_worker_progress(self._worker))
+    def progress(self, turns: int) -> None:
+        """Lets UCX do what can be done now, in at most so many turns."""
+        step = self._library.ucp_worker_progress
+        if self._turns is not None:
+            self._turns.baton_ucp_progress(step, self._worker, turns)
+            return
+        for _ in range(turns):
+            if not step(self._worker):
+                return
+
+    def spin(self, timeout_s: float) -> bool:
+        """Looks for something to do without falling asleep, for at most so long; whether there was anything."""
+        step = self._library.ucp_worker_progress
+        if self._turns is not None:
+            spin_ns = round(timeout_s * 1e9)
+            return bool(self._turns.baton_ucp_spin(step, self._worker, spin_ns))
+        until_s = time.perf_counter() + timeout_s
+        while time.perf_counter() < until_s:
+            if step(self._worker):
+                return True
+            os.sched_yield()
+        return False
 
     def arm(self) -> bool:
         """Whether nothing is left to do, so that `descriptor` becomes readable with the next event."""
@@ -145,6 +179,19 @@ class Messages:
 def places_of(data: npt.NDArray[np.uint8]) -> Places:
     """One piece of memory."""
     return np.array([[data.ctypes.data, data.nbytes]], np.uint64)
+
+
+@cache
+def load_turns(cache_dir: Path | None = None) -> ctypes.CDLL | None:
+    """The C functions that keep progress going, built now if need be; None where they cannot be, and the reason is logged, once."""
+    try:
+        library = ctypes.CDLL(str(build(_TURNS_LIBRARY, cache_dir)))
+    except (OSError, CannotBuildError) as error:
+        _log.warning("UCX is driven without the C functions", reason=str(error))
+        return None
+    library.baton_ucp_progress.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    library.baton_ucp_spin.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    return library
 
 
 def _load() -> ctypes.CDLL:

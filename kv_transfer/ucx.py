@@ -23,7 +23,6 @@ import importlib
 import os
 import select
 import struct
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -161,9 +160,7 @@ class UcxWorker:
 
     def progress(self) -> None:
         """Lets UCX do what can be done now, but not for long: the next frame is to be found before this one is whole."""
-        for _ in range(_TURNS):
-            if not self._messages.progress():
-                return
+        self._messages.progress(_TURNS)
 
     def wait(self, others: Sequence[int], timeout_s: float, *, in_haste: bool) -> None:
         """Until UCX has something to do, or one of the other descriptors is readable.
@@ -174,11 +171,8 @@ class UcxWorker:
             in_haste: Whether a message is on its way: its next piece comes soon, and falling asleep and being woken for
                 each would take longer than the piece does.
         """
-        if in_haste:
-            until_s = time.perf_counter() + _SPIN_S
-            while time.perf_counter() < until_s:
-                if self._messages.progress():
-                    return
+        if in_haste and self._messages.spin(_SPIN_S):
+            return
         if self._messages.arm():
             select.select([self._messages.descriptor, *others], [], [], timeout_s)
 

@@ -8,6 +8,7 @@ with its own arena, and with the length of the body, before a byte of the body i
 """
 
 import struct
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import TransferError
+from baton.ids import BlockId
 from baton.layout import KvLayout
 from kv_transfer.heads import LinkPlan
 from kv_transfer.page_copy import Pages
-from kv_transfer.plan import check_pages
 from kv_transfer.ports import Push
 from kv_transfer.ucp import Places
 
@@ -33,6 +34,7 @@ _HEADER = struct.Struct("<4sB3xQIIII")
 MAX_HEAD_BYTES = _HEADER.size + MAX_PAGES * 4
 
 Buffer = npt.NDArray[np.uint8]
+PageIds = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +54,10 @@ class Frame:
     layer_index: int
     target_offset: int
     row_bytes: int
-    target: npt.NDArray[np.uint32]
+    target: PageIds
     source_layer: int
     source_offset: int
-    source: npt.NDArray[np.uint32]
+    source: PageIds
 
 
 def frames_of(
@@ -73,27 +75,51 @@ def frames_of(
     """
     if len(push.source) != len(push.target):
         raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
-    layer_index = plan.target_layer(push.layer_index)
-    check_pages(push.source, len(source[push.layer_index]))
-    check_pages(push.target, target_blocks)
-    return _cut(push, layer_index, plan, payload_bytes)
+    pages = _Pages(
+        layer_index=plan.target_layer(push.layer_index),
+        source_layer=push.layer_index,
+        source=_page_ids(push.source, len(source[push.layer_index])),
+        target=_page_ids(push.target, target_blocks),
+    )
+    return _cut(pages, plan, payload_bytes)
 
 
-def _cut(push: Push, layer_index: int, plan: LinkPlan, payload_bytes: int) -> Iterator[Frame]:
-    here, there = np.array(push.source, np.uint32), np.array(push.target, np.uint32)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pages:
+    """A push whose pages are known to be there; fields as in `Frame`."""
+
+    layer_index: int
+    source_layer: int
+    source: PageIds
+    target: PageIds
+
+
+def _page_ids(pages: tuple[BlockId, ...], region_blocks: int) -> PageIds:
+    """As heads carry them, in one pass: nothing is sent before the last page of a push has been looked at."""
+    try:
+        found = np.frombuffer(array("I", pages), np.uint32)
+    except OverflowError as error:
+        wrong = next(page for page in pages if not 0 <= page < region_blocks)
+        raise TransferError(f"page {wrong} of a region of {region_blocks}") from error
+    if len(found) and int(found.max()) >= region_blocks:
+        raise TransferError(f"page {int(found.max())} of a region of {region_blocks}")
+    return found
+
+
+def _cut(pages: _Pages, plan: LinkPlan, payload_bytes: int) -> Iterator[Frame]:
     for part in plan.slices:
         for skip in range(0, part.length, payload_bytes):
             row_bytes = min(part.length - skip, payload_bytes)
             step = min(payload_bytes // row_bytes, MAX_PAGES)
-            for first in range(0, len(here), step):
+            for first in range(0, len(pages.source), step):
                 yield Frame(
-                    layer_index=layer_index,
+                    layer_index=pages.layer_index,
                     target_offset=part.target_offset + skip,
                     row_bytes=row_bytes,
-                    target=there[first : first + step],
-                    source_layer=push.layer_index,
+                    target=pages.target[first : first + step],
+                    source_layer=pages.source_layer,
                     source_offset=part.source_offset + skip,
-                    source=here[first : first + step],
+                    source=pages.source[first : first + step],
                 )
 
 
@@ -167,7 +193,7 @@ class HeadReader:
             raise TransferError(f"bytes {offset} to {offset + row_bytes} of a page")
 
 
-def _places(layer: Pages, offset: int, row_bytes: int, ids: npt.NDArray[np.uint32]) -> Places:
+def _places(layer: Pages, offset: int, row_bytes: int, ids: PageIds) -> Places:
     places = np.empty((len(ids), 2), np.uint64)
     places[:, 0] = layer.ctypes.data + offset + ids.astype(np.uint64) * np.uint64(layer.strides[0])
     places[:, 1] = row_bytes

@@ -1,27 +1,17 @@
 """What a prefill worker's next frame to one router carries."""
 
+from baton.blocks import BlockReport
 from baton.generation import WorkerLoad
-from baton.rpc.block_feed import BlockFeed
-from baton.rpc.convert import (
-    blocks_to_proto,
-    failure_to_proto,
-    load_to_proto,
-    prompt_logprobs_to_proto,
-    sample_to_proto,
-)
+from baton.rpc.generation import prompt_logprobs_to_proto, sample_to_proto
+from baton.rpc.reports import blocks_to_proto, failure_to_proto, load_to_proto
 from baton.rpc.v1 import common_pb2, prefill_pb2
 from prefill_worker.messages import TellFailed, TellFirstTokens, TellHandedOff
 
 
 class PrefillFrameBuilder:
-    """Collects what is pending for one router.
+    """Collects what is pending for one router."""
 
-    Args:
-        blocks: What the router is to be told of this worker's blocks; None where another stream tells it.
-    """
-
-    def __init__(self, blocks: BlockFeed | None) -> None:
-        self._blocks = blocks
+    def __init__(self) -> None:
         self._frame = prefill_pb2.PrefillFrame()
         self._pending = 0
 
@@ -62,14 +52,15 @@ class PrefillFrameBuilder:
 
     def pending(self) -> int:
         """How many entries wait."""
-        return self._pending + (self._blocks is not None and self._blocks.waits)
+        return self._pending
 
-    def build(self, load: WorkerLoad | None) -> prefill_pb2.PrefillFrame:
-        """Everything that waits, as one frame; of the blocks only as much as one report holds."""
+    def build(
+        self, load: WorkerLoad | None, blocks: BlockReport | None
+    ) -> prefill_pb2.PrefillFrame:
+        """Everything that waits, as one frame."""
         frame, self._frame, self._pending = self._frame, prefill_pb2.PrefillFrame(), 0
         if load is not None:
             frame.load.CopyFrom(load_to_proto(load))
-        blocks = None if self._blocks is None else self._blocks.next()
         if blocks is not None:
             frame.blocks.CopyFrom(blocks_to_proto(blocks))
         return frame

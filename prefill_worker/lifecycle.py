@@ -1,16 +1,10 @@
 """The life of every leg on a prefill worker: from the router's submit to pages that the decode worker holds.
 
-    QUEUED ── first chunk ── PREFILLING ── first tokens ── HANDING_OFF ── committed ── DONE
-       │                         │    └─ every sample ended with its first token ──────┘
-       └─────────────────────────┴───────────────┴── FAILED (engine, decode worker) or CANCELLED (router)
-
-Pure: events in, actions out. The hand-off itself is the outbox's business (kv_transfer/outbox.py); this core owns one and
-joins it with the engine's word on the sequence.
+Pure: events in, actions out. Where a leg may stand is drawn in `legs.py`; the hand-off itself is the outbox's business
+(kv_transfer/outbox.py); this core owns both and joins them with the engine's word on the sequence.
 """
 
-from collections import Counter
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Mapping
 
 from baton.errors import (
     BatonError,
@@ -20,9 +14,8 @@ from baton.errors import (
     InvariantError,
     TransferError,
 )
-from baton.ids import LegId, SeqId, WorkerIdentity, XferId
+from baton.ids import WorkerIdentity
 from baton.layout import KvLayout
-from baton.rpc.frames import StreamId
 from engine.messages import (
     Abort,
     Failed,
@@ -33,7 +26,8 @@ from engine.messages import (
     Reserved,
     Sampled,
 )
-from kv_transfer.messages import (
+from kv_transfer.outbox import Outbox
+from kv_transfer.outbox_messages import (
     Drew,
     Exported,
     FromDecode,
@@ -47,9 +41,9 @@ from kv_transfer.messages import (
     PushDone,
     Started,
 )
-from kv_transfer.outbox import Outbox
 from kv_transfer.plan import Export
 from kv_transfer.ticket import refuse_holder
+from prefill_worker.legs import Leg, LegState, LegTable
 from prefill_worker.messages import (
     Cancel,
     Connect,
@@ -63,46 +57,6 @@ from prefill_worker.messages import (
     TellHandedOff,
 )
 
-OWNER = "prefill"
-
-
-class LegState(Enum):
-    """Where one leg stands."""
-
-    QUEUED = "queued"
-    PREFILLING = "prefilling"
-    HANDING_OFF = "handing_off"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-_L = LegState
-_LOST = frozenset({_L.FAILED, _L.CANCELLED})
-TRANSITIONS: dict[LegState, frozenset[LegState]] = {
-    _L.QUEUED: frozenset({_L.PREFILLING}) | _LOST,
-    _L.PREFILLING: frozenset({_L.HANDING_OFF, _L.DONE}) | _LOST,
-    _L.HANDING_OFF: frozenset({_L.DONE}) | _LOST,
-    _L.DONE: frozenset(),
-    _L.FAILED: frozenset(),
-    _L.CANCELLED: frozenset(),
-}
-ENDS = frozenset({_L.DONE, _L.FAILED, _L.CANCELLED})
-
-
-@dataclass(slots=True, eq=False)
-class _Leg:
-    stream: StreamId
-    leg_id: LegId
-    seq_id: SeqId
-    xfer_id: XferId
-    prompt_tokens: int
-    arrived_s: float
-    state: LegState = _L.QUEUED
-    started_s: float = 0.0
-    cached_tokens: int = 0
-    pooled_tokens: int = 0
-
 
 class PrefillLifecycle:
     """Pure: no sockets, no clock, no engine. Time comes in as `now_s` (monotonic seconds).
@@ -113,14 +67,9 @@ class PrefillLifecycle:
     def __init__(self, layout: KvLayout) -> None:
         self._layout = layout
         self._outbox = Outbox(layout)
-        self._legs: dict[tuple[StreamId, LegId], _Leg] = {}
-        self._transfers: dict[XferId, _Leg] = {}
-        # Sequences the engine still has, those of ended legs included.
-        self._seqs: dict[SeqId, _Leg] = {}
+        self._legs = LegTable()
         self._peers: set[WorkerIdentity] = set()
-        self._next = 0
         self.draining = False
-        self.outcomes: Counter[LegState] = Counter()
 
     def handle(self, event: PrefillEvent, now_s: float) -> list[PrefillAction]:
         """Applies one event; what names an unknown leg or sequence has no effect."""
@@ -131,7 +80,7 @@ class PrefillLifecycle:
                 leg = self._legs.get((event.stream, event.leg_id))
                 return [] if leg is None else self._cancel(leg, now_s)
             case StreamGone():
-                legs = [leg for leg in self._legs.values() if leg.stream == event.stream]
+                legs = self._legs.of_stream(event.stream)
                 return [action for leg in legs for action in self._cancel(leg, now_s)]
             case LayerReady():
                 return self._layer_ready(event, now_s)
@@ -151,29 +100,25 @@ class PrefillLifecycle:
 
     def in_flight(self) -> int:
         """Legs that are not over, and sequences and hand-offs that are left of others."""
-        ended = sum(leg.state in ENDS for leg in self._seqs.values())
-        silent = self._outbox.in_flight() - len(self._transfers)
-        return len(self._legs) + ended + silent
+        silent = self._outbox.in_flight() - len(self._legs.transfers)
+        return self._legs.left() + silent
 
     def transfers_in_flight(self) -> int:
         """Hand-offs that are not over."""
         return self._outbox.in_flight()
 
+    @property
+    def outcomes(self) -> Mapping[LegState, int]:
+        """How many legs have ended in which way."""
+        return self._legs.outcomes
+
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
         self._outbox.check_integrity()
-        for key, leg in self._legs.items():
-            consistent = (
-                key == (leg.stream, leg.leg_id)
-                and leg.state not in ENDS
-                and self._seqs.get(leg.seq_id) is leg
-                and self._transfers.get(leg.xfer_id) is leg
-                and self._outbox.state(leg.xfer_id) is not None
-            )
-            if not consistent:
-                raise InvariantError(f"leg {key} is inconsistent: {leg!r}")
-        if len(self._transfers) != len(self._legs):
-            raise InvariantError("a transfer outlived its leg")
+        self._legs.check_integrity()
+        for xfer_id in self._legs.transfers:
+            if self._outbox.state(xfer_id) is None:
+                raise InvariantError(f"transfer {xfer_id} is over and its leg is not")
 
     def _submit(self, event: Submit, now_s: float) -> list[PrefillAction]:
         if (event.stream, event.leg_id) in self._legs:
@@ -181,18 +126,7 @@ class PrefillLifecycle:
         refusal = self._refusal(event)
         if refusal is not None:
             return [TellFailed(stream=event.stream, leg_id=event.leg_id, error=refusal)]
-        self._next += 1
-        leg = _Leg(
-            stream=event.stream,
-            leg_id=event.leg_id,
-            seq_id=SeqId(f"{OWNER}/{self._next}"),
-            xfer_id=event.permit.xfer_id,
-            prompt_tokens=len(event.prompt.tokens),
-            arrived_s=now_s,
-        )
-        self._legs[event.stream, event.leg_id] = leg
-        self._seqs[leg.seq_id] = leg
-        self._transfers[leg.xfer_id] = leg
+        leg = self._legs.admit(event, now_s)
         return [
             *self._connect(event),
             *self._transfer(Opened(permit=event.permit), now_s),
@@ -230,8 +164,8 @@ class PrefillLifecycle:
     def _layer_ready(self, event: LayerReady, now_s: float) -> list[PrefillAction]:
         actions: list[PrefillAction] = []
         for export in event.exports:
-            leg = self._seqs.get(export.seq_id)
-            if leg is None or leg.state in ENDS:
+            leg = self._legs.of_seq(export.seq_id)
+            if leg is None:
                 continue
             pages = Export(
                 layer_index=event.layer_index,
@@ -242,17 +176,18 @@ class PrefillLifecycle:
         return actions
 
     def _started(self, event: PrefillStarted, now_s: float) -> list[PrefillAction]:
-        leg = self._seqs.get(event.seq_id)
-        if leg is None or leg.state in ENDS:
+        leg = self._legs.of_seq(event.seq_id)
+        if leg is None:
             return []
-        if leg.state is _L.QUEUED:
-            self._begin(leg, now_s)
+        if leg.state is LegState.QUEUED:
+            self._legs.move(leg, LegState.PREFILLING)
+            leg.started_s = now_s
             leg.cached_tokens, leg.pooled_tokens = event.cached_tokens, event.pooled_tokens
         return self._transfer(Started(xfer_id=leg.xfer_id), now_s)
 
     def _sampled(self, event: Sampled, now_s: float) -> list[PrefillAction]:
-        leg = self._seqs.get(event.seq_id)
-        if leg is None or leg.state in ENDS:
+        leg = self._legs.of_seq(event.seq_id)
+        if leg is None:
             return []
         tell = TellFirstTokens(
             stream=leg.stream,
@@ -267,28 +202,28 @@ class PrefillLifecycle:
         )
         if all(sample.finish is not None for sample in event.tokens):
             # Nothing is left to decode: the router is told to its end here, and nobody needs the pages.
-            self._end(leg, _L.DONE)
+            self._legs.end(leg, LegState.DONE)
             given_up = self._transfer(GivenUp(xfer_id=leg.xfer_id), now_s)
             return [tell, *given_up, Release(seq_id=leg.seq_id)]
-        self._move(leg, _L.HANDING_OFF)
+        self._legs.move(leg, LegState.HANDING_OFF)
         drew = Drew(xfer_id=leg.xfer_id, first_tokens=event.tokens)
         return [tell, *self._transfer(drew, now_s)]
 
     def _gone(self, event: Released | Failed, now_s: float) -> list[PrefillAction]:
-        leg = self._seqs.pop(event.seq_id, None)
-        if leg is None or leg.state in ENDS:
+        leg = self._legs.drop_seq(event.seq_id)
+        if leg is None:
             return []
         error = (
             event.error
             if isinstance(event, Failed)
             else EngineError("the engine dropped the sequence")
         )
-        self._end(leg, _L.FAILED)
+        self._legs.end(leg, LegState.FAILED)
         given_up = self._transfer(GivenUp(xfer_id=leg.xfer_id), now_s)
         return [TellFailed(stream=leg.stream, leg_id=leg.leg_id, error=error), *given_up]
 
-    def _cancel(self, leg: _Leg, now_s: float) -> list[PrefillAction]:
-        self._end(leg, _L.CANCELLED)
+    def _cancel(self, leg: Leg, now_s: float) -> list[PrefillAction]:
+        self._legs.end(leg, LegState.CANCELLED)
         given_up = self._transfer(GivenUp(xfer_id=leg.xfer_id), now_s)
         return [*given_up, Abort(seq_id=leg.seq_id)]
 
@@ -305,28 +240,13 @@ class PrefillLifecycle:
         return actions
 
     def _handed_over(self, done: HandOver) -> list[PrefillAction]:
-        leg = self._transfers[done.xfer_id]
-        self._end(leg, _L.DONE)
+        leg = self._legs.transfers[done.xfer_id]
+        self._legs.end(leg, LegState.DONE)
         tell = TellHandedOff(stream=leg.stream, leg_id=leg.leg_id, done=done)
         return [tell, Release(seq_id=leg.seq_id)]
 
     def _not_taken(self, failed: HandOverFailed) -> list[PrefillAction]:
-        leg = self._transfers[failed.xfer_id]
-        self._end(leg, _L.FAILED)
+        leg = self._legs.transfers[failed.xfer_id]
+        self._legs.end(leg, LegState.FAILED)
         tell = TellFailed(stream=leg.stream, leg_id=leg.leg_id, error=failed.error)
         return [tell, Abort(seq_id=leg.seq_id)]
-
-    def _begin(self, leg: _Leg, now_s: float) -> None:
-        self._move(leg, _L.PREFILLING)
-        leg.started_s = now_s
-
-    def _end(self, leg: _Leg, state: LegState) -> None:
-        self._move(leg, state)
-        self.outcomes[state] += 1
-        del self._legs[leg.stream, leg.leg_id]
-        del self._transfers[leg.xfer_id]
-
-    def _move(self, leg: _Leg, state: LegState) -> None:
-        if state not in TRANSITIONS[leg.state]:
-            raise InvariantError(f"leg {leg.leg_id}: {leg.state} to {state}")
-        leg.state = state

@@ -9,7 +9,7 @@ from baton.ids import LegId, RequestId, WorkerIdentity
 from baton.rpc.frames import StreamId
 from engine.messages import Command, SeqEvent
 from engine.ports import PageExport
-from kv_transfer.messages import (
+from kv_transfer.outbox_messages import (
     FromDecode,
     HandOver,
     PeerDown,
@@ -102,4 +102,5 @@ class TellFailed:
     error: BatonError
 
 
-PrefillAction = Command | Connect | Send | StartPush | TellFirstTokens | TellHandedOff | TellFailed
+Tell = TellFirstTokens | TellHandedOff | TellFailed
+PrefillAction = Command | Connect | Send | StartPush | Tell

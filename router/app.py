@@ -5,6 +5,7 @@ the tokenizer and closes them after it.
 """
 
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request, Response
@@ -111,10 +112,10 @@ def create_app(
     _add_gate(app, tenancy, metrics)
     errors.install(app)
     description.install(app, settings.model_names)
-    _add_openai(app, serving)
-    _add_anthropic(app, serving)
+    _add_generating(app, serving)
     stored.install(app)
     _add_models(app, serving)
+    _add_counting(app, serving)
     _add_operations(app, serving, settings.version)
     return app
 
@@ -137,56 +138,35 @@ def _add_gate(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
     )
 
 
-def _add_openai(app: FastAPI, serving: Serving) -> None:
-    chat, plain, response = description.CHAT, description.COMPLETION, description.RESPONSE
-
-    @app.post(
-        "/v1/chat/completions",
-        response_model=None,
-        openapi_extra=chat.openapi_extra,
-        responses=chat.responses,
-    )
-    async def post_chat_completions(request: Request) -> Response:
-        return await chat_completions(request, serving)
-
-    @app.post(
-        "/v1/completions",
-        response_model=None,
-        openapi_extra=plain.openapi_extra,
-        responses=plain.responses,
-    )
-    async def post_completions(request: Request) -> Response:
-        return await completions(request, serving)
-
-    @app.post(
-        "/v1/responses",
-        response_model=None,
-        openapi_extra=response.openapi_extra,
-        responses=response.responses,
-    )
-    async def post_responses(request: Request) -> Response:
-        return await responses(request, serving)
+_GENERATING = (
+    ("/v1/chat/completions", chat_completions, description.CHAT),
+    ("/v1/completions", completions, description.COMPLETION),
+    ("/v1/responses", responses, description.RESPONSE),
+    ("/v1/messages", messages, description.MESSAGE),
+)
+"""The ways to ask for tokens: path, endpoint, and what the API's description says of it."""
 
 
-def _add_anthropic(app: FastAPI, serving: Serving) -> None:
-    message, counted = description.MESSAGE, description.COUNT_TOKENS
+def _add_generating(app: FastAPI, serving: Serving) -> None:
+    for path, endpoint, said in _GENERATING:
+        app.add_api_route(
+            path,
+            _answering(endpoint, serving),
+            methods=["POST"],
+            name=f"post_{endpoint.__name__}",
+            response_model=None,
+            openapi_extra=said.openapi_extra,
+            responses=said.responses,
+        )
 
-    @app.post(
-        "/v1/messages",
-        response_model=None,
-        openapi_extra=message.openapi_extra,
-        responses=message.responses,
-    )
-    async def post_messages(request: Request) -> Response:
-        return await messages(request, serving)
 
-    @app.post(
-        "/v1/messages/count_tokens",
-        openapi_extra=counted.openapi_extra,
-        responses=counted.responses,
-    )
-    async def post_count_tokens(request: Request) -> CountedTokens:
-        return await count_tokens(request, serving)
+def _answering(
+    endpoint: Callable[[Request, Serving], Awaitable[Response]], serving: Serving
+) -> Callable[[Request], Awaitable[Response]]:
+    async def answering(request: Request) -> Response:
+        return await endpoint(request, serving)
+
+    return answering
 
 
 def _add_models(app: FastAPI, serving: Serving) -> None:
@@ -198,6 +178,8 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
     async def get_model(name: str, request: Request) -> ModelCard:
         return await model_card(name, request, serving)
 
+
+def _add_counting(app: FastAPI, serving: Serving) -> None:
     into, back = description.TOKENIZE, description.DETOKENIZE
 
     @app.post("/tokenize", openapi_extra=into.openapi_extra, responses=into.responses)
@@ -207,6 +189,16 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
     @app.post("/detokenize", openapi_extra=back.openapi_extra, responses=back.responses)
     async def post_detokenize(request: Request) -> Detokenized:
         return await detokenize(request, serving)
+
+    counted = description.COUNT_TOKENS
+
+    @app.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=counted.openapi_extra,
+        responses=counted.responses,
+    )
+    async def post_count_tokens(request: Request) -> CountedTokens:
+        return await count_tokens(request, serving)
 
 
 def _add_operations(app: FastAPI, serving: Serving, version: str) -> None:

@@ -15,9 +15,9 @@ from router.job import Job
 from router.legs import LegTable
 from router.placement import Placement
 from router.ports import GenerationJob
-from router.progress import Broken, Orphaned, Over, Settling, Verdict
 from router.routing.policy import Pair, Unavailable
 from router.routing.view import ClusterView
+from router.verdicts import Broken, Orphaned, Over, Settling, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,19 @@ class Patience:
     settle_s: float = 1.0
 
 
+@dataclass(slots=True, eq=False)
+class Restarts:
+    """How often attempts were lost and others took their places, counted as it happens, whatever becomes of the job.
+
+    Attributes:
+        retries: Before their first token.
+        resumptions: After it.
+    """
+
+    retries: int = 0
+    resumptions: int = 0
+
+
 class Attempts:
     """All jobs of this router and the flights that carry them.
 
@@ -49,6 +62,9 @@ class Attempts:
         placement: Chooses among them.
         legs: The open ones; opened and closed here.
         patience: Bounds of retrying and waiting.
+
+    Attributes:
+        restarts: Counted since the start.
     """
 
     def __init__(
@@ -62,6 +78,7 @@ class Attempts:
         self._flights: dict[RequestId, list[Flight]] = {}
         self._waiting: dict[Flight, Unavailable] = {}
         self._settling: dict[Flight, None] = {}
+        self.restarts = Restarts()
 
     @property
     def num_jobs(self) -> int:
@@ -221,7 +238,7 @@ class Attempts:
             flight.attempt += 1
             flight.took_over = True
             job.watch.placed(pair, now_s)
-            job.watch.started_again(resumed=False)
+            self._started_again(job, resumed=False)
             permit = self._placement.permit(
                 flight.asked, pair, flight.permit.xfer_id, flight.attempt
             )
@@ -229,8 +246,7 @@ class Attempts:
             return list(self._legs.take_over(flight, pair, permit, now_s))
         # Between these two rungs there is room for a third: D fetches what a pool holds of the prompt.
         short = flight.asked.num_tokens <= self._patience.recompute_tokens
-        broken = Broken(flight=flight, error=orphaned.error, blamed=orphaned.blamed)
-        return self._retry(broken, now_s, decode.identity if short or pair is None else None)
+        return self._retry(orphaned, now_s, decode.identity if short or pair is None else None)
 
     def _retry(
         self, broken: Broken, now_s: float, pinned: WorkerIdentity | None = None
@@ -242,8 +258,9 @@ class Attempts:
         if own_fault or flight.attempt >= self._patience.max_attempts:
             return actions + self.fail(job.request_id, error)
         wanted = tuple(sample for sample in flight.samples if not job.finished(sample))
-        job.watch.started_again(resumed=job.has_tokens(wanted))
-        groups = [(sample,) for sample in wanted] if job.has_tokens(wanted) else [wanted]
+        resumed = job.has_tokens(wanted)
+        self._started_again(job, resumed=resumed)
+        groups = [(sample,) for sample in wanted] if resumed else [wanted]
         for group in groups:
             successor = Flight(
                 job=job,
@@ -256,6 +273,11 @@ class Attempts:
             )
             actions += self._launch(successor, now_s)
         return actions
+
+    def _started_again(self, job: Job, *, resumed: bool) -> None:
+        job.watch.started_again(resumed=resumed)
+        self.restarts.resumptions += resumed
+        self.restarts.retries += not resumed
 
     def _ground(self, flight: Flight, now_s: float) -> list[Action]:
         """Cancels every open leg of a flight and takes it off all lists."""

@@ -6,7 +6,8 @@ import grpc
 
 from baton.clock import Clock
 from baton.ids import RequestId
-from baton.rpc.convert import identity_to_proto, load_to_proto, role_to_proto
+from baton.rpc.hello import identity_to_proto, role_to_proto
+from baton.rpc.reports import load_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
 from router.explain import explanation_to_proto

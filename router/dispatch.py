@@ -13,7 +13,7 @@ from baton.errors import (
     WorkerLostError,
 )
 from baton.ids import RequestId, WorkerIdentity
-from router.attempts import Attempts, Patience
+from router.attempts import Attempts, Patience, Restarts
 from router.events import (
     Action,
     AskForSnapshot,
@@ -36,8 +36,9 @@ from router.events import (
 from router.flight import FlightState
 from router.legs import LegTable
 from router.placement import Placement
-from router.progress import Advance, FlightProgress
+from router.progress import FlightProgress
 from router.routing.view import ClusterView, WorkerView
+from router.steps import Advance, advance
 
 _DEAF_S = 1.0
 """After such a pause between two ticks this router cannot tell who was silent: it heard nobody."""
@@ -69,6 +70,11 @@ class Dispatcher:
     def in_flight(self) -> int:
         """Jobs accepted and not ended."""
         return self._attempts.num_jobs
+
+    @property
+    def restarts(self) -> Restarts:
+        """How often attempts were lost and made again."""
+        return self._attempts.restarts
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """What to do about `event`.
@@ -102,7 +108,7 @@ class Dispatcher:
 
     def advance(self, step: StepTokens, now_s: float) -> Advance:
         """Takes a step's tokens the short way; `others` of what comes back are for `handle`."""
-        return self._progress.step(step, now_s)
+        return advance(self._legs, step, now_s)
 
     def give_up(self, event: Event, error: InvariantError) -> list[Action]:
         """Ends the job that `event` belongs to, after `handle` raised `error` for it."""

@@ -12,7 +12,7 @@ from baton.blocks import BlockReport
 from baton.errors import BatonError
 from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import LegId, RequestId, WorkerIdentity
-from baton.rpc.convert import WorkerHello
+from baton.rpc.hello import WorkerHello
 from kv_transfer.ticket import Permit
 from router.ports import GenerationJob, Timing
 

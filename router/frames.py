@@ -8,7 +8,14 @@ from itertools import compress, repeat
 
 from baton.generation import TokenLogprobs, TokenSample
 from baton.ids import LegId, WorkerIdentity
-from baton.rpc import convert
+from baton.rpc.generation import (
+    finish_from_proto,
+    logprobs_from_proto,
+    prompt_logprobs_from_proto,
+    prompt_to_proto,
+    sample_from_proto,
+)
+from baton.rpc.reports import blocks_from_proto, failure_from_proto, load_from_proto
 from baton.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
 from kv_transfer.ticket import shown
 from router.events import (
@@ -44,7 +51,7 @@ def prefill_events(worker: WorkerIdentity, frame: prefill_pb2.PrefillFrame) -> l
     events += [_handed_off(worker, message) for message in frame.handed_off]
     events += [_failed(worker, message) for message in frame.failed]
     if frame.HasField("load"):
-        events.append(LoadReported(worker=worker, load=convert.load_from_proto(frame.load)))
+        events.append(LoadReported(worker=worker, load=load_from_proto(frame.load)))
     return [*events, *_blocks(worker, frame)]
 
 
@@ -61,7 +68,7 @@ def decode_events(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list
     events += [_writer_lost(worker, message) for message in frame.writers_lost]
     events += [_failed(worker, message) for message in frame.failed]
     if frame.HasField("load"):
-        events.append(LoadReported(worker=worker, load=convert.load_from_proto(frame.load)))
+        events.append(LoadReported(worker=worker, load=load_from_proto(frame.load)))
     return [*events, *_blocks(worker, frame)]
 
 
@@ -100,7 +107,7 @@ def decode_command(
 
 
 def _request(action: SendPrefill | SendExpect | SendGenerate) -> common_pb2.GenerationRequest:
-    return convert.prompt_to_proto(
+    return prompt_to_proto(
         action.leg_id, action.request_id, action.prompt, trace_parent=action.trace_parent
     )
 
@@ -109,7 +116,7 @@ def _first_tokens(worker: WorkerIdentity, message: prefill_pb2.FirstTokens) -> E
     return FirstTokensArrived(
         worker=worker,
         leg_id=LegId(message.leg_id),
-        tokens=tuple(convert.sample_from_proto(token) for token in message.tokens),
+        tokens=tuple(sample_from_proto(token) for token in message.tokens),
         cached_tokens=message.cached_tokens,
         queue_s=message.queue_s,
         prefill_s=message.prefill_s,
@@ -147,7 +154,7 @@ def _prompt_logprobs(
 ) -> tuple[TokenLogprobs, ...] | None:
     if not message.HasField("prompt_logprobs"):
         return None
-    return convert.prompt_logprobs_from_proto(message.prompt_logprobs)
+    return prompt_logprobs_from_proto(message.prompt_logprobs)
 
 
 def _writer_lost(worker: WorkerIdentity, message: decode_pb2.WriterLost) -> Event:
@@ -155,12 +162,12 @@ def _writer_lost(worker: WorkerIdentity, message: decode_pb2.WriterLost) -> Even
         worker=worker,
         leg_id=LegId(message.leg_id),
         attempt=message.attempt,
-        error=convert.failure_from_proto(message.failure),
+        error=failure_from_proto(message.failure),
     )
 
 
 def _failed(worker: WorkerIdentity, message: common_pb2.LegFailed) -> Event:
-    error = convert.failure_from_proto(message.failure)
+    error = failure_from_proto(message.failure)
     return LegFailed(worker=worker, leg_id=LegId(message.leg_id), error=error)
 
 
@@ -169,7 +176,7 @@ def _blocks(
 ) -> list[Event]:
     if not frame.HasField("blocks"):
         return []
-    return [BlocksReported(worker=worker, report=convert.blocks_from_proto(frame.blocks))]
+    return [BlocksReported(worker=worker, report=blocks_from_proto(frame.blocks))]
 
 
 def _tokens(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Heard]:
@@ -190,7 +197,7 @@ def _tokens(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Heard
 def _legs(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame, leg_ids: Set[int]) -> list[Heard]:
     """One event per leg of `leg_ids`, and samples' ends that have no token in this frame."""
     by_leg: dict[int, list[TokenSample]] = {}
-    logprobs = map(convert.logprobs_from_proto, frame.logprobs) if frame.logprobs else repeat(None)
+    logprobs = map(logprobs_from_proto, frame.logprobs) if frame.logprobs else repeat(None)
     for leg_id, sample, token, known in zip(
         frame.leg_ids, frame.samples, frame.tokens, logprobs, strict=bool(frame.logprobs)
     ):
@@ -211,7 +218,7 @@ def _join_ends(
     """Marks the last token of each sample that ended; returns the ends that have no token in this frame."""
     tokenless: list[Event] = []
     for end in frame.finished:
-        reason = convert.finish_from_proto(end.reason)
+        reason = finish_from_proto(end.reason)
         if reason is None:
             raise ValueError(f"leg {end.leg_id}: a sample ended without a reason")
         tokens = by_leg.get(end.leg_id, [])

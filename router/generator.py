@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
@@ -13,7 +12,9 @@ from baton.ids import RequestId
 from baton.telemetry.logs import get_logger
 from router.admission.pace import LearnedPace
 from router.admission.room import WorkerRoom
-from router.attempts import Patience
+from router.arrivals import Arrivals
+from router.attempts import Patience, Restarts
+from router.clockwork import Clockwork
 from router.dispatch import Dispatcher
 from router.events import (
     Action,
@@ -48,9 +49,6 @@ from router.routing.index import PrefixIndex
 from router.routing.local import LocalPrefill
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
-
-_TICK_S = 0.05
-_MAX_LATE_TICKS_S = 5.0
 
 _MAKE_ROOM = (
     ClientGone,
@@ -111,24 +109,22 @@ class ClusterGenerator:
             log=self.decisions,
             room=room,
         )
-        self._patience = patience or Patience(max_attempts=config.max_attempts)
-        self._dispatcher = Dispatcher(view=self.view, placement=placement, patience=self._patience)
+        patience = patience or Patience(max_attempts=config.max_attempts)
+        self._dispatcher = Dispatcher(view=self.view, placement=placement, patience=patience)
+        self._arrivals = Arrivals(patience.worker_wait_s)
         self.membership = Membership(worker_addresses, self._hear, timing=link_timing)
         self._inboxes = Inboxes(max_bytes=config.max_queued_bytes_per_client, clock=self._clock)
         doors = Doors(submit=self._submit, refuse=self._inboxes.end)
         self.intake = Intake(room, line_limits(config), doors, self._clock)
         self._choosing_s: dict[RequestId, float] = {}
-        self._model: ServedModel | None = None
         self._draining = False
         self._idle = asyncio.Event()
-        self._joined = asyncio.Event()
-        self._ticker: asyncio.Task[None] | None = None
-        self._ticked_s = self._clock.now_s()
+        self._clockwork = Clockwork(self._tick, self._clock)
 
     def start(self) -> None:
         """Connects to the workers in the background."""
         self._idle.set()
-        self._ticker = asyncio.create_task(self._tick())
+        self._clockwork.start()
         self.membership.start()
 
     def end_jobs(self) -> None:
@@ -142,18 +138,16 @@ class ClusterGenerator:
         """Ends what is left and hangs up."""
         self.end_jobs()
         await self.membership.close()
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
+        await self._clockwork.close()
 
     async def worker_joined(self) -> None:
         """Returns when the next worker has joined, or none is worth waiting for because the router stops."""
-        await self._joined.wait()
+        await self._arrivals.next()
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes no new jobs and waits for those in flight; whether all ended in time."""
         self._draining = True
-        self._wake()
+        self._arrivals.end()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -192,11 +186,7 @@ class ClusterGenerator:
 
     async def model(self, *, wait: bool = False) -> ServedModel | None:
         """What the connected workers can all serve, or the last ones could."""
-        if self._model is None and wait and not self._draining:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._patience.worker_wait_s):
-                    await self.worker_joined()
-        return self._model
+        return await self._arrivals.model(wait=wait)
 
     def ready(self) -> bool:
         """Whether a worker that decodes takes new jobs; where nobody else prefills, it does."""
@@ -205,10 +195,7 @@ class ClusterGenerator:
 
     def healthy(self) -> bool:
         """Whether the clockwork of waits and deadlines runs and every link is looked after."""
-        if self._ticker is None or self._ticker.done():
-            return False
-        late_s = self._clock.now_s() - self._ticked_s
-        return late_s < _MAX_LATE_TICKS_S and self.membership.healthy()
+        return self._clockwork.healthy() and self.membership.healthy()
 
     def in_flight(self) -> int:
         """Jobs accepted and not finished, those in line included."""
@@ -217,6 +204,11 @@ class ClusterGenerator:
     def waiting(self) -> Mapping[str, int]:
         """Jobs in line, by the name of their SLO class."""
         return self.intake.waiting()
+
+    @property
+    def restarts(self) -> Restarts:
+        """How often attempts at jobs were lost and made again."""
+        return self._dispatcher.restarts
 
     def workers(self) -> list[WorkerReport]:
         """See `router.ports.Overview`."""
@@ -245,12 +237,9 @@ class ClusterGenerator:
         except InvariantError as error:
             _log.error("an invariant is broken at rest", cause=error)
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(_TICK_S)
-            self._ticked_s = self._clock.now_s()
-            self._feed(TimePassed())
-            self.intake.time_passed()
+    def _tick(self) -> None:
+        self._feed(TimePassed())
+        self.intake.time_passed()
 
     def _submit(self, job: GenerationJob) -> None:
         started_s = self._clock.now_s()
@@ -279,7 +268,7 @@ class ClusterGenerator:
         for action in actions:
             self._perform(action)
         if isinstance(event, WorkerJoined):
-            self._served(event)
+            self._arrivals.joined([worker.hello for worker in self.view.workers] or [event.hello])
         if isinstance(event, _MAKE_ROOM):
             self.intake.let_in()
 
@@ -305,16 +294,3 @@ class ClusterGenerator:
         error = OverloadedError("the client reads too slowly", reason="slow_reader")
         self._inboxes.end(request_id, error)
         self._feed(ClientGone(request_id=request_id))
-
-    def _served(self, event: WorkerJoined) -> None:
-        hellos = [worker.hello for worker in self.view.workers] or [event.hello]
-        self._model = ServedModel(
-            max_model_len=min(hello.max_model_len for hello in hellos),
-            vocab_size=min(hello.vocab_size for hello in hellos),
-        )
-        self._wake()
-
-    def _wake(self) -> None:
-        """Wakes those who wait for a worker now; who waits from now on waits for the next one."""
-        joined, self._joined = self._joined, asyncio.Event()
-        joined.set()

@@ -15,7 +15,7 @@ from baton.ids import RequestId
 from router.events import Emit
 from router.inbox import Inbox
 from router.ports import Timing
-from router.progress import Advance
+from router.steps import Advance
 
 EVENT_GAP_S = 0.004
 

@@ -14,7 +14,7 @@ import grpc
 from baton.errors import BatonError, IncompatibleError, WorkerLostError
 from baton.ids import Role, WorkerIdentity
 from baton.rpc.channel import open_channel
-from baton.rpc.convert import PROTOCOL_VERSION, WorkerHello, hello_from_proto
+from baton.rpc.hello import PROTOCOL_VERSION, WorkerHello, hello_from_proto
 from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.telemetry.logs import get_logger
 from router.events import (

@@ -72,20 +72,18 @@ class RouterMetrics:
         """One sample reached its end."""
         self._success[reason].inc()
 
-    def job_finished(self, timing: Timing, slo_class: str) -> None:
-        """All samples of one prompt reached their end."""
+    def job_finished(self, timing: Timing, slo_class: str, total_s: float) -> None:
+        """All samples of one prompt reached their end, `total_s` after the request came."""
         self._queue_wait.labels(self._model_name, slo_class).observe(timing.admission_s)
         self._prompt_tokens.inc(timing.prompt_tokens)
         self._cached_tokens.inc(timing.cached_tokens)
         self._pooled_tokens.inc(timing.pooled_tokens)
         self._generation_tokens.inc(timing.output_tokens)
-        self._end_to_end.observe(timing.total_s)
+        self._end_to_end.observe(total_s)
         self._queue.observe(timing.queue_s)
         self._prefill.observe(timing.prefill_s)
         self._decode.observe(timing.decode_s)
         self._inference.observe(timing.prefill_s + timing.decode_s)
-        self._retries.inc(timing.retries)
-        self._resumed.inc(timing.resumptions)
         self._route.observe(timing.route_s)
         if timing.blocks_sent:
             self._handoff.observe(timing.handoff_s)
@@ -124,16 +122,6 @@ class RouterMetrics:
             "baton_prompt_tokens_pooled", "Prompt tokens whose KV was fetched from the pool."
         )
         self._handoff_bytes = self._counter("baton_handoff_bytes", "KV bytes handed over.")
-        self._retries = self._counter(
-            "baton_prefill_retries", "Attempts started again before their first token."
-        )
-        migrations = Counter(
-            "baton_migrations",
-            "Running samples that went on elsewhere.",
-            ["model_name", "kind"],
-            registry=self.registry,
-        )
-        self._resumed = migrations.labels(self._model_name, "resumed")
         success = Counter(
             "vllm:request_success",
             "Samples that reached their end.",

@@ -4,22 +4,11 @@ Knows nothing of other flights, of retrying or of who else there is; the dispatc
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from baton.errors import (
-    BatonError,
-    CancelledByPeerError,
-    DeadlineError,
-    DrainingError,
-    EngineError,
-    InvalidRequestError,
-    OverloadedError,
-    StaleIncarnationError,
-    TransferError,
-    WorkerLostError,
-)
-from baton.generation import FinishReason, TokenSample, plain_token
-from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.errors import BatonError, DrainingError, EngineError
+from baton.generation import FinishReason, TokenSample
+from baton.ids import WorkerIdentity
+from router.blame import spares_decode, suspects, tells_of_health
 from router.events import (
     Action,
     DecodeTokens,
@@ -31,90 +20,15 @@ from router.events import (
     LocallyPrefilled,
     SampleFinished,
     Service,
-    StepTokens,
     WriterLost,
 )
 from router.flight import Flight, FlightState
 from router.legs import Leg, LegTable
-
-_BLAMES_EITHER = (TransferError, CancelledByPeerError, StaleIncarnationError, WorkerLostError)
-"""Errors of one leg whose cause may lie with the other's worker."""
-
-_OWN_FAULTS = (EngineError, DrainingError)
-"""Errors of P's leg that say nothing about D's."""
-
-_NOBODYS_FAULT = (
-    CancelledByPeerError,
-    DeadlineError,
-    DrainingError,
-    InvalidRequestError,
-    OverloadedError,
-)
-"""Errors of a leg that say nothing about the health of its worker."""
+from router.verdicts import Broken, Orphaned, Over, Settling, Verdict
 
 _UNDECIDED = (FlightState.PREFILLING, FlightState.HANDING_OVER)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Over:
-    """The flight's samples want nothing more; what legs are open may go."""
-
-    flight: Flight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settling:
-    """The same, but P's account of the hand-off is worth a short wait."""
-
-    flight: Flight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Orphaned:
-    """P is gone before the hand-off, and D keeps the pages for another one.
-
-    Attributes:
-        error: Why.
-        blamed: Workers that may be at fault.
-    """
-
-    flight: Flight
-    error: BatonError
-    blamed: frozenset[WorkerIdentity]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Broken:
-    """A leg is gone that the flight cannot do without.
-
-    Attributes:
-        error: Why.
-        blamed: Workers that may be at fault.
-    """
-
-    flight: Flight
-    error: BatonError
-    blamed: frozenset[WorkerIdentity]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advance:
-    """What a step gave the clients, in columns of equal length, and what of it needs a closer look.
-
-    Attributes:
-        request_ids: Whose.
-        samples: Of which sample.
-        tokens: What was drawn.
-        others: The rest of the step, as events for `handle`.
-    """
-
-    request_ids: list[RequestId]
-    samples: list[int]
-    tokens: list[int]
-    others: list[DecodeTokens]
-
-
-Verdict = Over | Settling | Orphaned | Broken
 Progress = tuple[list[Action], Verdict | None]
 
 
@@ -151,28 +65,6 @@ class FlightProgress:
                 return self._locally_prefilled(leg, event, now_s)
             case SampleFinished():
                 return self._sample_finished(leg, event, now_s)
-
-    def step(self, event: StepTokens, now_s: float) -> Advance:
-        """Logs the tokens of a step that change nothing else. What could be more comes back, in its order."""
-        moved = Advance(request_ids=[], samples=[], tokens=[], others=[])
-        held_back: set[int] = set()
-        for leg_id, sample, token in zip(event.leg_ids, event.samples, event.tokens, strict=True):
-            leg = self._legs.at(LegId(leg_id), event.worker)
-            if leg is None:
-                continue
-            if leg_id in held_back or not _only_advances(leg, sample):
-                held_back.add(leg_id)
-                moved.others.append(_single(leg, sample, token))
-                continue
-            leg.worker.progress_s = leg.worker.heard_s = now_s
-            if not leg.flight.decoded:
-                leg.flight.begin_decoding(now_s)
-            leg.grew(1)
-            if leg.flight.job.log(sample, token, now_s):
-                moved.request_ids.append(leg.flight.job.request_id)
-                moved.samples.append(sample)
-                moved.tokens.append(token)
-        return moved
 
     def legs_gone(
         self, flight: Flight, error: BatonError, blamed: Iterable[WorkerIdentity], now_s: float
@@ -213,7 +105,7 @@ class FlightProgress:
         if flight.first is not None and not _same(flight.first, event.tokens):
             # Two logits were all but equal. The client has the other token: go on from what it has.
             error = EngineError("the prompt was computed again and gave another token")
-            return [], Broken(flight=flight, error=error, blamed=frozenset())
+            return [], Broken(flight=flight, error=error)
         flight.first = event.tokens
         flight.job.watch.prefilled(event)
         flight.decoding = {token.sample for token in event.tokens if token.finish is None}
@@ -303,18 +195,16 @@ class FlightProgress:
 
     def _drop(self, leg: Leg, error: BatonError, now_s: float) -> Verdict | None:
         flight = leg.flight
-        suspects = [leg.worker]
-        if isinstance(error, _BLAMES_EITHER):
-            suspects += [other.worker for other in flight.legs if other is not leg]
-        blamed = {worker.identity for worker in suspects}
-        if not isinstance(error, _NOBODYS_FAULT):
-            for worker in suspects:
+        suspected = suspects(leg, error)
+        blamed = {worker.identity for worker in suspected}
+        if tells_of_health(error):
+            for worker in suspected:
                 worker.breaker.failed(now_s)
         if isinstance(error, DrainingError):
             leg.worker.draining = True
         self._legs.close(leg)
         verdict = self.legs_gone(flight, error, blamed, now_s)
-        if isinstance(verdict, Orphaned) and not isinstance(error, _OWN_FAULTS):
+        if isinstance(verdict, Orphaned) and not spares_decode(error):
             return Broken(flight=flight, error=error, blamed=verdict.blamed)
         return verdict
 
@@ -336,22 +226,6 @@ def _emit(flight: Flight, tokens: tuple[TokenSample, ...], now_s: float) -> list
         return []
     scores = None if job.prompt_logprobs is None else job.take_prompt_logprobs()
     return [Emit(request_id=job.request_id, tokens=fresh, prompt_logprobs=scores)]
-
-
-def _only_advances(leg: Leg, sample: int) -> bool:
-    """Whether a plain token of `leg` does nothing but lengthen the log of `sample`. A job's first token does more."""
-    flight = leg.flight
-    return (
-        leg.service is Service.DECODE
-        and flight.state is not FlightState.PREFILLING
-        and sample in flight.samples
-        and flight.job.watch.first_token_s is not None
-    )
-
-
-def _single(leg: Leg, sample: int, token: int) -> DecodeTokens:
-    drawn = (plain_token(sample, token),)
-    return DecodeTokens(worker=leg.worker.identity, leg_id=leg.leg_id, tokens=drawn)
 
 
 def _same(first: Iterable[TokenSample], again: Iterable[TokenSample]) -> bool:

@@ -35,6 +35,7 @@ from router.index_metrics import IndexMetrics
 from router.links import LinkState
 from router.model_files import model_files, revision_of
 from router.openai.sampling import SamplingDefaults, read_defaults
+from router.restart_metrics import RestartMetrics
 from router.sharing import sharing
 from router.tenancy import Tenancy, open_tenancy
 from router.tokenizer import Tokenizer
@@ -155,6 +156,7 @@ def _app(
         revision=loaded.revision,
     )
     registry.register(IndexMetrics(generator.index))
+    registry.register(RestartMetrics(generator.restarts, settings.model_names[0]))
     registry.register(WorkerLoads(generator.view, settings.model_names[0]))
     return create_app(
         settings,

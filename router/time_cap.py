@@ -1,7 +1,7 @@
 """A bound on how long a piece of Python may run in a thread: chat templates come with models, and may loop for ever.
 
 A thread cannot be killed, but the interpreter can be asked to raise an exception in it. It does so between two
-bytecodes, so what loops inside a single call of C is not stopped.
+bytecodes, so what loops inside a single call of C is not stopped: chat templates have those weighed first (`router.template_sizes`).
 """
 
 import ctypes

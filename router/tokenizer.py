@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +21,7 @@ import tokenizers
 
 from baton.errors import InvalidRequestError, ModelLoadError
 from router.byte_text import ByteDecoder, ByteTable, TokenDecoder, is_byte_level
+from router.chat_template import ChatMessage, ChatTemplate, Rendering
 from router.detokenizer import Detokenizer
 from router.pieces import PieceTable
 from router.time_cap import TimeCap, TimeCapError
@@ -32,39 +32,27 @@ MAX_TEMPLATE_S = 10.0
 """How long a chat template may take for one conversation."""
 
 MAX_RENDERED_CHARS = 64 * 1024 * 1024
-
-ChatMessage = Mapping[str, str]
-"""What a template sees of one message: `role`, `content` and, where given, `name` and `tool_call_id`."""
+"""What it may make of one conversation."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LOADING_FAULTS = (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError)
-_TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendering:
-    """How a conversation becomes a prompt.
-
-    Attributes:
-        add_generation_prompt: End it with the beginning of the assistant's turn.
-        continue_last: End it within the last message instead, which the model goes on with.
-        arguments: What the template is told besides.
-    """
-
-    add_generation_prompt: bool = True
-    continue_last: bool = False
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+_TEMPLATE_FAULTS = (
+    *(jinja2.TemplateError, TypeError, ValueError, AttributeError),
+    *(ArithmeticError, LookupError, RecursionError, MemoryError),
+)
+"""What a template may run into. It is the model's, so these are no faults of ours."""
 
 
 class ChatRenderer(Protocol):
     """The part of a `transformers` tokenizer that is used after loading."""
 
-    chat_template: Any
+    @property
+    def chat_template(self) -> Any:
+        """The template; of several, by their names; None without one."""
 
-    def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, **arguments: Any
-    ) -> Any:
-        """The conversation as the model was trained to read it."""
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]:
+        """Texts of special tokens, by what they are for."""
 
 
 class Tokenizer:
@@ -84,6 +72,7 @@ class Tokenizer:
         *,
         threads: int = 2,
         template_s: float = MAX_TEMPLATE_S,
+        max_chars: int = MAX_RENDERED_CHARS,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -92,14 +81,19 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.pieces = PieceTable(backend, added)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-        self._renderer = renderer
+        self._chat_template = _chat_template(renderer, max_chars)
         self._byte_table = ByteTable(backend, self.special_ids) if is_byte_level(backend) else None
         self._time_cap = TimeCap(template_s)
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
 
     @classmethod
     def load(
-        cls, directory: Path, *, threads: int = 2, template_s: float = MAX_TEMPLATE_S
+        cls,
+        directory: Path,
+        *,
+        threads: int = 2,
+        template_s: float = MAX_TEMPLATE_S,
+        max_chars: int = MAX_RENDERED_CHARS,
     ) -> "Tokenizer":
         """Reads the tokenizer of a model's directory (a hub snapshot is one). Blocks; call it at start.
 
@@ -110,7 +104,7 @@ class Tokenizer:
         backend = getattr(loaded, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise ModelLoadError(f"{directory}: this tokenizer has no fast form (tokenizer.json)")
-        return cls(backend, loaded, threads=threads, template_s=template_s)
+        return cls(backend, loaded, threads=threads, template_s=template_s, max_chars=max_chars)
 
     @property
     def vocab_size(self) -> int:
@@ -128,7 +122,7 @@ class Tokenizer:
         rendering: Rendering | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation, rendered by the model's chat template.
+        """Token ids of a conversation, rendered by the model's chat template (`router.chat_template`).
 
         Raises:
             InvalidRequestError: There is no template, or it refuses these messages.
@@ -177,22 +171,14 @@ class Tokenizer:
         return [*steps[:-1], steps[-1] + detokenizer.finish()] if steps else []
 
     def _render(self, messages: Sequence[ChatMessage], how: Rendering) -> str:
-        template = self._renderer.chat_template
-        if not template:
+        template = self._chat_template
+        if template is None:
             raise InvalidRequestError(
                 "This model has no chat template; send the prompt to /v1/completions.",
                 param="messages",
             )
         try:
-            text = self._time_cap.run(
-                lambda: self._renderer.apply_chat_template(
-                    _known_roles(messages, str(template)),
-                    tokenize=False,
-                    add_generation_prompt=not how.continue_last and how.add_generation_prompt,
-                    continue_final_message=how.continue_last,
-                    **how.arguments,
-                )
-            )
+            return self._time_cap.run(lambda: template.render(messages, how))
         except TimeCapError as error:
             raise InvalidRequestError(
                 "The model's chat template takes too long for these messages.", param="messages"
@@ -201,23 +187,14 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        if len(text) > MAX_RENDERED_CHARS:
-            raise InvalidRequestError(
-                f"The model's chat template makes more than {MAX_RENDERED_CHARS} characters of these messages.",
-                param="messages",
-            )
-        return str(text)
 
 
-def _known_roles(messages: Sequence[ChatMessage], template: str) -> list[dict[str, str]]:
-    """Messages for a template; `developer` is the newer name of `system`, which most templates know only."""
-    rename = "developer" not in template
-    return [
-        {**message, "role": "system"}
-        if rename and message["role"] == "developer"
-        else dict(message)
-        for message in messages
-    ]
+def _chat_template(renderer: ChatRenderer, max_chars: int) -> ChatTemplate | None:
+    """The one for conversations without tools; models that have several call it `default`."""
+    source = renderer.chat_template
+    if isinstance(source, Mapping):
+        source = source.get("default")
+    return ChatTemplate(source, renderer.special_tokens_map, max_chars) if source else None
 
 
 def _load_pretrained(directory: Path) -> Any:

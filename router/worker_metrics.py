@@ -14,6 +14,7 @@ from router.routing.view import ClusterView, WorkerView
 
 _LABELS = ("model_name", "worker")
 _Read = Callable[[WorkerLoad], float]
+_Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class WorkerLoads(Collector):
@@ -30,40 +31,20 @@ class WorkerLoads(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family per name, with one sample per worker."""
-        workers = list(self._view.workers)
-        yield self._gauge("vllm:num_requests_running", "Sequences that run.", workers, _running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", workers, _waiting)
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", workers, _usage
-        )
-        yield self._counter(
-            "vllm:prefix_cache_hits", "Prompt tokens found in prefix caches.", workers, _hits
-        )
-        yield self._counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up there.", workers, _queries
-        )
-        yield self._cache_config(workers)
+        for kind, name, text, read in _FAMILIES:
+            yield self._family(kind, name, text, read)
+        yield self._cache_config()
 
-    def _gauge(
-        self, name: str, text: str, workers: list[WorkerView], read: _Read
-    ) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, text, labels=_LABELS)
-        for worker in workers:
+    def _family(self, kind: _Kind, name: str, text: str, read: _Read) -> Metric:
+        family = kind(name, text, labels=_LABELS)
+        for worker in self._view.workers:
             family.add_metric(self._labels(worker), read(worker.load))
         return family
 
-    def _counter(
-        self, name: str, text: str, workers: list[WorkerView], read: _Read
-    ) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, text, labels=_LABELS)
-        for worker in workers:
-            family.add_metric(self._labels(worker), read(worker.load))
-        return family
-
-    def _cache_config(self, workers: list[WorkerView]) -> GaugeMetricFamily:
+    def _cache_config(self) -> GaugeMetricFamily:
         labels = (*_LABELS, "block_size", "num_gpu_blocks")
         family = GaugeMetricFamily("vllm:cache_config_info", "1; the labels say it.", labels=labels)
-        for worker in workers:
+        for worker in self._view.workers:
             sizes = (str(worker.hello.layout.block_tokens), str(worker.hello.num_blocks))
             family.add_metric((*self._labels(worker), *sizes), 1)
         return family
@@ -90,3 +71,22 @@ def _hits(load: WorkerLoad) -> float:
 
 def _queries(load: WorkerLoad) -> float:
     return load.prefix_query_tokens
+
+
+_FAMILIES: tuple[tuple[_Kind, str, str, _Read], ...] = (
+    (GaugeMetricFamily, "vllm:num_requests_running", "Sequences that run.", _running),
+    (GaugeMetricFamily, "vllm:num_requests_waiting", "Sequences that wait.", _waiting),
+    (GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", _usage),
+    (
+        CounterMetricFamily,
+        "vllm:prefix_cache_hits",
+        "Prompt tokens found in prefix caches.",
+        _hits,
+    ),
+    (
+        CounterMetricFamily,
+        "vllm:prefix_cache_queries",
+        "Prompt tokens looked up there.",
+        _queries,
+    ),
+)

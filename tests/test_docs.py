@@ -61,8 +61,9 @@ def test_files_that_a_document_links_exist(document: Path) -> None:
     assert missing == []
 
 
-def test_every_fault_in_the_failure_model_names_a_test_that_exists() -> None:
-    text = (ROOT / "docs" / "failure-model.md").read_text()
+@pytest.mark.parametrize("document", ["failure-model.md", "security.md"])
+def test_every_row_names_a_test_that_exists(document: str) -> None:
+    text = (ROOT / "docs" / document).read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
     proofs = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert len(rows) > 5

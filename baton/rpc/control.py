@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import grpc
 
 from baton.generation import WorkerLoad
-from baton.rpc.convert import WorkerHello, identity_to_proto, load_to_proto, role_to_proto
+from baton.rpc.hello import WorkerHello, identity_to_proto, role_to_proto
+from baton.rpc.reports import load_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
 

@@ -11,12 +11,18 @@ from typing import Generic, NewType, Protocol, TypeVar
 
 import grpc
 
+from baton.blocks import BlockReport
 from baton.errors import OverloadedError
 from baton.generation import WorkerLoad
+from baton.ids import LegId
+from baton.rpc.block_feed import BlockFeed
 from baton.telemetry.logs import get_logger
 
 StreamId = NewType("StreamId", int)
 """One router's stream, as the worker counts them."""
+
+LegKey = tuple[StreamId, LegId]
+"""One leg: routers number theirs themselves."""
 
 LOAD_INTERVAL_S = 0.2
 HEARTBEAT_S = 0.5
@@ -37,15 +43,21 @@ class FrameBuilder(Protocol[Frame_co]):
     def pending(self) -> int:
         """How many entries wait."""
 
-    def build(self, load: WorkerLoad | None) -> Frame_co:
-        """A frame with what waits and, unless None, a load report. What is still pending afterwards goes with the next."""
+    def build(self, load: WorkerLoad | None, blocks: BlockReport | None) -> Frame_co:
+        """A frame with what waits and, unless None, a report on the load and one on the blocks."""
 
 
 class FrameStream(Generic[Frame]):
-    """What waits to be sent to one router. Fill `builder`, then `wake`."""
+    """What waits to be sent to one router. Fill `builder`, then `wake`.
 
-    def __init__(self, builder: FrameBuilder[Frame]) -> None:
+    Args:
+        builder: Of this stream alone.
+        blocks: What the router is to be told of this worker's blocks; None where another stream tells it.
+    """
+
+    def __init__(self, builder: FrameBuilder[Frame], blocks: BlockFeed | None = None) -> None:
         self._builder = builder
+        self._blocks = blocks
         self._load: WorkerLoad | None = None
         self._reported = WorkerLoad()
         self._reported_s = float("-inf")
@@ -65,11 +77,17 @@ class FrameStream(Generic[Frame]):
         self._ready.set()
 
     def wake(self) -> None:
-        """Lets what is in the builder go out."""
+        """Lets what is in the builder, or to be told of the blocks, go out."""
         self._ready.set()
 
+    def send_snapshot(self) -> None:
+        """Tells of all blocks anew: the router has lost count."""
+        if self._blocks is not None:
+            self._blocks.restart()
+            self.wake()
+
     async def next(self) -> Frame:
-        """Waits until something is pending and takes it all.
+        """Waits until something is pending and takes it all; of the blocks only as much as one report holds.
 
         Raises:
             OverloadedError: The router reads so slowly that too much has piled up.
@@ -79,8 +97,9 @@ class FrameStream(Generic[Frame]):
         if self._builder.pending() > MAX_PENDING:
             raise OverloadedError("the router does not read what it asked for")
         load, self._load = self._load, None
-        frame = self._builder.build(load)
-        if self._builder.pending():
+        blocks = None if self._blocks is None else self._blocks.next()
+        frame = self._builder.build(load, blocks)
+        if self._blocks is not None and self._blocks.waits:
             self._ready.set()
         return frame
 

@@ -17,7 +17,7 @@ from baton.errors import EngineError
 from baton.generation import WorkerLoad
 from baton.rpc.channel import bind, new_server
 from baton.rpc.control import ControlService, WorkerState
-from baton.rpc.convert import WorkerHello
+from baton.rpc.hello import WorkerHello
 from baton.rpc.v1 import control_pb2_grpc
 from baton.telemetry.logs import get_logger
 from baton.telemetry.metrics import render

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.clock import Clock
-from baton.ids import LegId
-from baton.rpc.frames import StreamId
+from baton.rpc.frames import LegKey, StreamId
 from baton.telemetry.span_names import (
     CACHED_TOKENS,
     DECODE,
@@ -18,8 +17,6 @@ from baton.telemetry.span_names import (
     WORKER,
 )
 from baton.telemetry.tracing import Attribute, Tracer
-
-LegKey = tuple[StreamId, LegId]
 
 
 @dataclass(slots=True, eq=False)

@@ -1,8 +1,9 @@
 """Spans to OpenTelemetry. The only module that knows its packages, which are an extra: `pip install baton-serve[otel]`."""
 
 import importlib
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.clock import Clock
@@ -11,7 +12,8 @@ from baton.errors import ConfigError
 from baton.telemetry.span_names import ERROR_TYPE
 from baton.telemetry.tracing import Attribute, NotTraced, OpenSpan, Tracer
 
-_FLUSH_MS = 3000
+CLOSE_S = 2.0
+"""How long what waits may take to reach the collector when the process ends."""
 
 
 def open_tracer(config: TraceConfig, component: str, clock: Clock) -> Tracer:
@@ -33,7 +35,13 @@ def open_tracer(config: TraceConfig, component: str, clock: Clock) -> Tracer:
         endpoint=config.endpoint, insecure=config.endpoint.startswith("http://")
     )
     processor = sdk.BatchSpanProcessor(exporter)
-    return OtelTracer(processor, component, clock, sample_ratio=config.sample_ratio)
+    return OtelTracer(
+        processor,
+        component,
+        clock,
+        sample_ratio=config.sample_ratio,
+        give_up=exporter.shutdown,
+    )
 
 
 class OtelTracer:
@@ -44,10 +52,19 @@ class OtelTracer:
         component: What this process is, such as `router` or `decode-0`.
         clock: The one whose times it is given.
         sample_ratio: Share of requests that are traced when their client does not say.
+        give_up: Makes the exporter drop what it cannot send.
+        close_s: How long `close` waits before that.
     """
 
     def __init__(
-        self, processor: Any, component: str, clock: Clock, *, sample_ratio: float = 1.0
+        self,
+        processor: Any,
+        component: str,
+        clock: Clock,
+        *,
+        sample_ratio: float = 1.0,
+        give_up: Callable[[], None] = lambda: None,
+        close_s: float = CLOSE_S,
     ) -> None:
         self._api = importlib.import_module("opentelemetry.trace")
         resources = importlib.import_module("opentelemetry.sdk.resources")
@@ -64,6 +81,8 @@ class OtelTracer:
         self._tracer = self._provider.get_tracer("baton")
         self._context = context.TraceContextTextMapPropagator()
         self._clock = clock
+        self._give_up = give_up
+        self._close_s = close_s
 
     def begin(self, name: str, *, parent: str, start_s: float) -> OpenSpan:
         """See `Tracer`."""
@@ -90,8 +109,13 @@ class OtelTracer:
 
     def close(self) -> None:
         """See `Tracer`."""
-        self._provider.force_flush(_FLUSH_MS)
-        self._provider.shutdown()
+        # The SDK keeps to no limit here: while a collector is away it tries again for as long as it likes.
+        sending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        sending.start()
+        sending.join(self._close_s)
+        if sending.is_alive():
+            self._give_up()
+            sending.join(self._close_s)
 
     def _start(self, name: str, kind: Any, parent: str, start_s: float) -> Any:
         # What a client sends as `traceparent` may be anything: the propagator takes what is well-formed.

@@ -23,6 +23,10 @@ _PRUDENCE = 1.25
 """A line that is always filled up to what may wait ends half of its waits above the mean: promises are made on more than
 that."""
 
+_SLACK_S = 1.0
+"""Whoever was told to come back finds the line this much shorter than it may be, or half of what it may be: with none, the first
+who came meanwhile would have it refused again."""
+
 
 class Reason(Enum):
     """Why somebody was refused; the values are those of the metrics' `reason` label."""
@@ -205,7 +209,7 @@ class Gate:
         ahead = self._line.ahead(applicant)
         turn_s = (self._line.ahead(applicant, more=applicant.cost) - ahead) / rate
         tenant = applicant.tenant.tenant_id
-        wait_s = max(0.0, self.wait_s(applicant) - sooner_s)
+        wait_s = max(0.0, self.wait_s(applicant) - max(sooner_s / 2, sooner_s - _SLACK_S))
         after_s = self._returns.book(tenant, wait_s, turn_s, now_s)
         return Refusal(reason=reason, retry_after_s=after_s)
 

@@ -2,12 +2,15 @@
 
 from router.tenants.tenant import TenantId
 
-_MAX_DELAY_S = 30.0
+_SPREAD = 1.5
+"""Returns come this much further apart than requests are taken: others of the tenant, told nothing yet, come between them."""
+
+_MAX_DELAY_S = 60.0
 _MAX_TENANTS = 4096
 
 
 class Returns:
-    """One tenant's returns are told to come one after the other, as fast as its requests are taken.
+    """One tenant's returns are told to come one after the other, a little slower than its requests are taken.
 
     Pure. Nothing is kept free for them: who does not come back costs nobody anything.
     """
@@ -32,5 +35,5 @@ class Returns:
         )
         if len(self._booked_until_s) >= _MAX_TENANTS:
             self._booked_until_s = {t: s for t, s in self._booked_until_s.items() if s > now_s}
-        self._booked_until_s[tenant] = start_s + turn_s
+        self._booked_until_s[tenant] = start_s + _SPREAD * turn_s
         return start_s - now_s

@@ -114,19 +114,3 @@ class WorkerRoom:
             context_tokens=applicant.prompt_tokens * applicant.samples,
             slo=applicant.slo,
         )
-
-
-class UnknownPace:
-    """Knows nothing of any worker: promises of time are not held against anybody."""
-
-    def step_s(self, worker: WorkerView, sequences: int, context_tokens: int) -> float | None:  # noqa: ARG002  # port
-        """Cannot say."""
-        return None
-
-    def queue_s(self, worker: WorkerView, now_s: float) -> float | None:  # noqa: ARG002  # port
-        """Cannot say."""
-        return None
-
-    def first_token_s(self, worker: WorkerView, prompt_tokens: int) -> float | None:  # noqa: ARG002  # port
-        """Cannot say."""
-        return None

@@ -116,21 +116,13 @@ class WaitingLine:
     def ahead(self, applicant: Applicant, *, more: int = 0) -> float:
         """Cost of what will be let in before somebody who came now, if nobody else came; or before one who came after its
         tenant had put `more` in line.
-
-        The round robin as a fluid: while the tenant's own requests go, every other one of its priority goes beside it, in
-        proportion to the weights, as long as it has something.
         """
-        tenant, priority = applicant.tenant, applicant.slo.priority
         cost = 0.0
         for level in self._levels:
-            backlog = level.line.backlog() if len(level.line) else {}
-            if level.priority > priority:
-                cost += sum(waiting for _, waiting in backlog.values())
-            elif level.priority == priority:
-                _, own = backlog.pop(tenant.tenant_id, (0.0, 0))
-                own += more
-                turns = own / tenant.weight
-                cost += own + sum(min(c, turns * weight) for weight, c in backlog.values())
+            if level.priority > applicant.slo.priority:
+                cost += level.line.cost
+            elif level.priority == applicant.slo.priority:
+                cost += level.line.ahead(applicant.tenant, more=more)
         return cost
 
     def check_integrity(self) -> None:

@@ -1,6 +1,5 @@
 """POST /v1/messages and /v1/messages/count_tokens: a conversation in Anthropic's words."""
 
-import time
 from collections.abc import Sequence
 
 from starlette.requests import Request
@@ -8,7 +7,6 @@ from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
-from baton.ids import new_request_id
 from router.anthropic.replies import (
     ContentBlockStart,
     ContentBlockStop,
@@ -22,22 +20,20 @@ from router.anthropic.replies import (
     StopReason,
     TextContent,
 )
-from router.anthropic.requests import Conversation, CountTokensRequest, MessagesRequest
-from router.openai.answer import ReplyHead, answer
+from router.anthropic.requests import CountTokensRequest, MessagesRequest
+from router.openai.answer import answer
 from router.openai.body import read_body
 from router.openai.choices import Delta
 from router.openai.error_bodies import anthropic_error
-from router.openai.guarding import checked_messages
 from router.openai.jobs import JobRun
-from router.openai.length import check_messages
+from router.openai.order import ReplyHead, take_order
 from router.openai.plan import Wanted, plan_runs
+from router.openai.prompting import dialogue_prompt, dialogue_tokens
 from router.openai.replies import TimingReply, Usage
 from router.openai.sampling import TokenLimit
 from router.openai.serving import Serving
 from router.openai.sse import json_text, model_event, named_event
 from router.openai.visit import visit_of
-from router.ports import ServedModel
-from router.tokenizer import ChatMessage
 
 _DELTA = b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%b}}'
 
@@ -45,28 +41,14 @@ _DELTA = b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta",
 async def messages(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, MessagesRequest, serving.max_body_bytes)
-    visit = visit_of(request)
-    head = ReplyHead(
-        request_id=new_request_id("msg"),
-        created=int(time.time()),
-        model=serving.require_name(body.model, visit),
-    )
-    model = await serving.require_model()
-    said = await checked_messages(body.for_template(), serving.guards, visit)
+    order = await take_order(request, serving, body.model, "msg")
+    prompt = await dialogue_prompt(body.dialogue(), order)
     # Everybody has to name a limit here, and many name the largest that there is: it is cut to what the context leaves.
     limit = TokenLimit(
         asked=None, default=body.max_tokens, param="max_tokens", prompt_param="messages"
     )
-    (run,) = plan_runs(
-        serving,
-        body,
-        [await _tokens(said, body, serving, model)],
-        tenant=visit.tenant,
-        model=model,
-        request_id=head.request_id,
-        wanted=Wanted(limit=limit),
-    )
-    return await answer(request, serving, [run], MessageShape(head, run), stream=body.stream)
+    (run,) = plan_runs(order, body, [prompt], Wanted(limit=limit))
+    return await answer(request, order, [run], MessageShape(order.head, run), stream=body.stream)
 
 
 async def count_tokens(request: Request, serving: Serving) -> CountedTokens:
@@ -74,15 +56,8 @@ async def count_tokens(request: Request, serving: Serving) -> CountedTokens:
     body = await read_body(request, CountTokensRequest, serving.max_body_bytes)
     serving.require_name(body.model, visit_of(request))
     model = await serving.require_model()
-    tokens = await _tokens(body.for_template(), body, serving, model)
+    tokens = await dialogue_tokens(body.dialogue(), model, serving.tokenizer)
     return CountedTokens(input_tokens=len(tokens))
-
-
-async def _tokens(
-    said: list[ChatMessage], body: Conversation, serving: Serving, model: ServedModel
-) -> list[int]:
-    check_messages(said, model, serving.tokenizer)
-    return await serving.tokenizer.encode_chat(said, rendering=body.rendering())
 
 
 class MessageShape:

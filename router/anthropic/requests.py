@@ -4,6 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from router.chat_template import ChatMessage, Rendering
+from router.openai.dialogue import Dialogue
 from router.openai.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -20,7 +22,6 @@ from router.openai.fields import (
 )
 from router.openai.requests import DrawingBody
 from router.openai.tools import FunctionName
-from router.tokenizer import ChatMessage, Rendering
 
 
 class TextBlock(Part):
@@ -90,14 +91,13 @@ class Conversation(Part):
     tool_choice: ToolChoiceParam | None = None
     thinking: Thinking | None = None
 
-    def for_template(self) -> list[ChatMessage]:
-        """The messages, the system's first."""
+    def dialogue(self) -> Dialogue:
+        """The conversation, the system's word first. A last message of the assistant is the beginning of its answer."""
         system = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
-        return [*system, *(message.for_template() for message in self.messages)]
-
-    def rendering(self) -> Rendering:
-        """A last message of the assistant is the beginning of its answer."""
-        return Rendering(continue_last=self.messages[-1].role == "assistant")
+        return Dialogue(
+            messages=[*system, *(message.for_template() for message in self.messages)],
+            rendering=Rendering(continue_last=self.messages[-1].role == "assistant"),
+        )
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Self:

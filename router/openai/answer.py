@@ -3,28 +3,26 @@
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Protocol
 
-import msgspec
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.errors import BatonError
-from baton.ids import RequestId
 from baton.telemetry.span_names import operation_of
 from router.explain import EXPLAIN_HEADER, EXPLANATION_HEADER, explanations_json
 from router.openai.choices import Delta
 from router.openai.connection import ClientGoneError, EventStream, while_connected
 from router.openai.guarding import watched
 from router.openai.jobs import JobRun, merged, usage_of
+from router.openai.order import Order
 from router.openai.replies import TimingReply, Usage
 from router.openai.request_span import RequestSpan
-from router.openai.requests import GenerationBody
 from router.openai.serving import Serving
-from router.openai.visit import Visit, visit_of
+from router.openai.visit import Visit
 
 TRACE_HEADER = "traceparent"
 TIMING_HEADER = "x-baton-timing"
@@ -32,20 +30,6 @@ SESSION_HEADER = "x-baton-session"
 MAX_SESSION_NAME = 256
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a reply that nobody waits for; it only shows in metrics."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplyHead:
-    """What every reply and every chunk of one request repeats."""
-
-    request_id: RequestId
-    created: int
-    model: str
-
-    def as_json(self, kind: str) -> bytes:
-        """The beginning of an event's JSON object, up to and without its `choices`."""
-        fields = {"id": self.request_id, "object": kind, "created": self.created}
-        return b"data: " + msgspec.json.encode(fields | {"model": self.model})[:-1]
 
 
 class ReplyShape(Protocol):
@@ -71,7 +55,7 @@ class ReplyShape(Protocol):
 
 async def answer(
     request: Request,
-    serving: Serving,
+    order: Order,
     runs: Sequence[JobRun],
     shape: ReplyShape,
     *,
@@ -82,7 +66,7 @@ async def answer(
     Raises:
         RateLimitedError: The tenant has not enough tokens left.
     """
-    visit = visit_of(request)
+    serving, visit = order.serving, order.visit
     await visit.generate(runs)
     deltas = _deltas(runs)
     if serving.guards.active or visit.keeps_content:
@@ -116,47 +100,6 @@ def _span(request: Request, serving: Serving, visit: Visit) -> RequestSpan:
         parent=request.headers.get(TRACE_HEADER, ""),
         arrived_s=visit.arrived_s,
     )
-
-
-class EventTail:
-    """How every chunk of a stream of OpenAI's older endpoints ends: with the token counts so far, with their place held
-    for the last chunk, or with neither.
-    """
-
-    def __init__(self, body: GenerationBody, runs: Sequence[JobRun]) -> None:
-        self._runs = runs
-        self._live = body.usage_in_chunks
-        self._usual = b',"usage":null}\n\n' if body.usage_in_stream else b"}\n\n"
-
-    def __call__(self) -> bytes:
-        """The tail of the next chunk."""
-        return usage_tail(usage_of(self._runs)) if self._live else self._usual
-
-
-def usage_tail(usage: Usage) -> bytes:
-    """The member with the token counts, and the end of its chunk."""
-    return b',"usage":' + usage.model_dump_json().encode() + b"}\n\n"
-
-
-def stream_end(timings: Sequence[TimingReply]) -> bytes:
-    """The comments and the word that end a stream of OpenAI's older endpoints."""
-    comments = [b": baton " + msgspec.json.encode(t.model_dump()) + b"\n\n" for t in timings]
-    return b"".join(comments) + b"data: [DONE]\n\n"
-
-
-def token_ids(deltas: Sequence[Delta]) -> list[int]:
-    """Ids of all tokens of one choice, those without visible text included."""
-    return [token for delta in deltas for token in delta.tokens]
-
-
-def token_ids_field(delta: Delta) -> bytes:
-    """The member that a streamed choice ends with when its client asked for token ids."""
-    return b',"token_ids":' + msgspec.json.encode(delta.tokens)
-
-
-def prompt_ids_field(run: JobRun) -> bytes:
-    """The member with the prompt's ids, for the first chunk."""
-    return b',"prompt_token_ids":' + msgspec.json.encode(list(run.job.prompt.prompt_tokens))
 
 
 async def _collect(deltas: AsyncGenerator[list[Delta], None]) -> list[list[Delta]]:

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: a conversation in, the assistant's next message out."""
 
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -8,26 +7,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.errors import BatonError
-from baton.ids import new_request_id
-from router.openai.answer import (
-    EventTail,
-    ReplyHead,
-    answer,
-    prompt_ids_field,
-    stream_end,
-    token_ids,
-    token_ids_field,
-    usage_tail,
-)
+from router.openai.answer import answer
 from router.openai.body import read_body
-from router.openai.choices import Delta
+from router.openai.choices import Delta, token_ids
+from router.openai.chunks import Chunks, prompt_ids_field, token_ids_field
 from router.openai.connection import fault_event
 from router.openai.echo import PromptScores, prompt_scores
-from router.openai.guarding import checked_messages
 from router.openai.jobs import JobRun
-from router.openai.length import check_messages
 from router.openai.logprobs import chat_logprobs
+from router.openai.order import ReplyHead, take_order
 from router.openai.plan import Wanted, plan_runs
+from router.openai.prompting import dialogue_prompt
 from router.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -40,52 +30,23 @@ from router.openai.requests import ChatCompletionRequest
 from router.openai.sampling import chat_limit
 from router.openai.serving import Serving
 from router.openai.text_events import CUT, TextEvents
-from router.openai.visit import visit_of
 from router.pieces import PieceTable
-from router.tokenizer import Rendering
 
 
 async def chat_completions(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, ChatCompletionRequest, serving.max_body_bytes)
-    visit = visit_of(request)
-    head = ReplyHead(
-        request_id=new_request_id("chatcmpl"),
-        created=int(time.time()),
-        model=serving.require_name(body.model, visit),
+    order = await take_order(request, serving, body.model, "chatcmpl")
+    prompt = await dialogue_prompt(body.dialogue(), order)
+    wanted = Wanted(
+        limit=chat_limit(body),
+        samples=body.num_samples,
+        logprobs=body.listed_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
     )
-    model = await serving.require_model()
-    messages = await checked_messages(
-        [message.for_template() for message in body.messages], serving.guards, visit
-    )
-    check_messages(messages, model, serving.tokenizer)
-    prompt = await serving.tokenizer.encode_chat(messages, rendering=_rendering(body))
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    runs = plan_runs(
-        serving,
-        body,
-        [prompt],
-        tenant=visit.tenant,
-        model=model,
-        request_id=head.request_id,
-        wanted=Wanted(
-            limit=chat_limit(body),
-            samples=body.num_samples,
-            logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-        ),
-    )
-    shape = ChatShape(head, body, runs[0], serving.tokenizer.pieces)
-    return await answer(request, serving, runs, shape, stream=body.stream)
-
-
-def _rendering(body: ChatCompletionRequest) -> Rendering:
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    return Rendering(
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_last=bool(body.continue_final_message),
-        arguments=effort | (body.chat_template_kwargs or {}),
-    )
+    (run,) = plan_runs(order, body, [prompt], wanted)
+    shape = ChatShape(order.head, body, run, serving.tokenizer.pieces)
+    return await answer(request, order, [run], shape, stream=body.stream)
 
 
 class ChatShape:
@@ -101,10 +62,8 @@ class ChatShape:
         self._body = body
         self._run = run
         self._pieces = pieces
-        self._logprobs_count = (body.top_logprobs or 0) if body.logprobs else None
         self._with_tokens = bool(body.return_token_ids)
-        self._event_head = head.as_json("chat.completion.chunk")
-        self._tail = EventTail(body, [run])
+        self._chunks = Chunks("chat.completion.chunk", head, body, [run])
         more_than_text = body.logprobs or self._with_tokens or body.usage_in_chunks
         self._text_event = None if more_than_text else TextEvents(self._event_around_text)
 
@@ -137,9 +96,8 @@ class ChatShape:
         return self._event(index, b'{"content":%b}' % CUT, b"null", b"null")
 
     def closing(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:
-        """A chunk without choices for who asked for usage, and the end."""
-        counted = self._event_head + b',"choices":[]' + usage_tail(usage)
-        return (counted if self._body.usage_in_stream else b"") + stream_end(timings)
+        """As every stream of chunks."""
+        return self._chunks.end(usage, timings)
 
     def fault(self, error: BatonError) -> bytes:
         """An event with the error."""
@@ -180,10 +138,11 @@ class ChatShape:
         )
 
     def _logprobs(self, deltas: Sequence[Delta]) -> ChatLogprobs | None:
-        if self._logprobs_count is None:
+        count = self._body.listed_logprobs
+        if count is None:
             return None
         logged = [token for delta in deltas for token in delta.logged]
-        return chat_logprobs(logged, self._logprobs_count, self._pieces)
+        return chat_logprobs(logged, count, self._pieces)
 
     def _logprobs_json(self, delta: Delta) -> bytes:
         logprobs = self._logprobs([delta])
@@ -192,12 +151,5 @@ class ChatShape:
     def _event(
         self, index: int, delta: bytes, logprobs: bytes, finish: bytes, more: bytes = b""
     ) -> bytes:
-        return b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]%b%b' % (
-            self._event_head,
-            index,
-            delta,
-            logprobs,
-            finish,
-            more,
-            self._tail(),
-        )
+        choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}'
+        return self._chunks.chunk(choice % (index, delta, logprobs, finish), more)

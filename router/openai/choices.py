@@ -110,3 +110,8 @@ class Choice:
             return
         watched = self.num_tokens > self._options.min_tokens
         self._text += self._stops.push(text) if watched else text
+
+
+def token_ids(deltas: Sequence[Delta]) -> list[int]:
+    """Ids of all tokens of one choice, those without visible text included."""
+    return [token for delta in deltas for token in delta.tokens]

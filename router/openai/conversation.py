@@ -1,10 +1,13 @@
 """The messages of a chat completion, and what the model's template sees of them."""
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from router.chat_template import Rendering
+from router.openai.dialogue import Dialogue
 from router.openai.fields import MAX_MESSAGES, MAX_PARTS, REFUSED, UNSUPPORTED, Part
 
 
@@ -49,3 +52,19 @@ class Message(BaseModel):
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def dialogue_of(
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool | None,
+    continue_last: bool | None,
+    arguments: Mapping[str, JsonValue],
+) -> Dialogue:
+    """The conversation as a body with these fields means it."""
+    rendering = Rendering(
+        add_generation_prompt=add_generation_prompt is not False,
+        continue_last=bool(continue_last),
+        arguments=arguments,
+    )
+    return Dialogue(messages=[message.for_template() for message in messages], rendering=rendering)

@@ -5,11 +5,11 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from baton.errors import InvariantError
+from router.chat_template import ChatMessage
 from router.guardrails.chain import GuardChain, OutputChain
 from router.guardrails.ports import Ask, GuardedText
 from router.openai.choices import Delta
 from router.openai.visit import Visit
-from router.tokenizer import ChatMessage
 
 MAX_KEPT_CHARS = 1_000_000
 """Of one choice, for the audit."""

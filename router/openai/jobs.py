@@ -83,7 +83,8 @@ class JobRun:
 
     def _finish(self, timing: Timing, submitted_s: float) -> None:
         self.timing = timing
-        self._serving.metrics.job_finished(timing, self.job.slo.name)
+        total_s = self._serving.clock.now_s() - self.arrived_s
+        self._serving.metrics.job_finished(timing, self.job.slo.name, total_s)
         if self._span is not None:
             self._span.routed(timing, submitted_s)
 

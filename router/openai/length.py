@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 from baton.errors import PromptTooLongError
+from router.chat_template import ChatMessage
 from router.ports import ServedModel
-from router.tokenizer import ChatMessage, Tokenizer
+from router.tokenizer import Tokenizer
 
 
 def check_text(text: str, model: ServedModel, tokenizer: Tokenizer, param: str) -> None:

@@ -3,14 +3,14 @@
 from starlette.requests import Request
 
 from router.openai.body import read_body
-from router.openai.length import check_messages, check_text
+from router.openai.length import check_text
+from router.openai.prompting import dialogue_tokens
 from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
 from router.openai.requests import DetokenizeRequest, TokenizeRequest
 from router.openai.serving import Serving
 from router.openai.visit import visit_of
 from router.openai.vocabulary import check_vocabulary
 from router.ports import ServedModel
-from router.tokenizer import Rendering
 
 
 async def model_list(request: Request, serving: Serving) -> ModelList:
@@ -57,16 +57,10 @@ async def _token_ids(body: TokenizeRequest, serving: Serving, model: ServedModel
         check_text(body.prompt, model, serving.tokenizer, "prompt")
         special = body.add_special_tokens is not False
         return await serving.tokenizer.encode(body.prompt, add_special_tokens=special)
-    messages = [message.for_template() for message in body.messages or ()]
-    check_messages(messages, model, serving.tokenizer)
-    rendering = Rendering(
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_last=bool(body.continue_final_message),
-        arguments=body.chat_template_kwargs or {},
-    )
-    return await serving.tokenizer.encode_chat(
-        messages,
-        rendering=rendering,
+    return await dialogue_tokens(
+        body.dialogue(),
+        model,
+        serving.tokenizer,
         add_special_tokens=bool(body.add_special_tokens),
     )
 

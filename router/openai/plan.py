@@ -1,7 +1,7 @@
 """From token ids and a checked body to the jobs that will be run: the last place where a request can be refused cheaply."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baton.errors import InvalidRequestError
 from baton.generation import Prompt
@@ -11,13 +11,12 @@ from baton.tokens import PackedTokens
 from router.openai.choices import TextOptions
 from router.openai.fields import MAX_PROMPT_LOGPROBS
 from router.openai.jobs import JobRun
+from router.openai.order import Order
 from router.openai.requests import DrawingBody
 from router.openai.sampling import TokenLimit, sampling_params
-from router.openai.serving import Serving
 from router.openai.vocabulary import check_vocabulary
 from router.ports import GenerationJob, ServedModel
 from router.slo import Slo
-from router.tenants.tenant import Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +37,7 @@ class Wanted:
 
 
 def plan_runs(
-    serving: Serving,
-    body: DrawingBody,
-    prompts: Sequence[Sequence[int]],
-    *,
-    tenant: Tenant,
-    model: ServedModel,
-    request_id: RequestId,
-    wanted: Wanted,
+    order: Order, body: DrawingBody, prompts: Sequence[Sequence[int]], wanted: Wanted
 ) -> list[JobRun]:
     """One job per prompt, with the choices numbered as OpenAI does: all of the first prompt, then the next.
 
@@ -60,33 +52,20 @@ def plan_runs(
         skip_special=body.skip_special_tokens is not False,
         silent=wanted.limit.asked == 0,
     )
-    planned = [_prompt(serving, body, tokens, tenant, model, wanted) for tokens in prompts]
+    planned = [_prompt(order, body, tokens, wanted) for tokens in prompts]
     _check_scores(planned, wanted)
-    slo = serving.slo_book.chosen(
-        tenant.slo_class, service_tier=body.service_tier, priority=body.priority or 0
+    slo = order.serving.slo_book.chosen(
+        order.tenant.slo_class, service_tier=body.service_tier, priority=body.priority or 0
     )
+    jobs = [_job(order, body, prompt, slo, number) for number, prompt in enumerate(planned)]
     return [
-        JobRun(
-            replace(
-                _job(serving, prompt, tenant, slo, request_id, number), session=body.user or ""
-            ),
-            serving,
-            options,
-            number * wanted.samples,
-        )
-        for number, prompt in enumerate(planned)
+        JobRun(job, order.serving, options, number * wanted.samples)
+        for number, job in enumerate(jobs)
     ]
 
 
-def _prompt(
-    serving: Serving,
-    body: DrawingBody,
-    tokens: Sequence[int],
-    tenant: Tenant,
-    model: ServedModel,
-    wanted: Wanted,
-) -> Prompt:
-    limit = wanted.limit
+def _prompt(order: Order, body: DrawingBody, tokens: Sequence[int], wanted: Wanted) -> Prompt:
+    limit, model = wanted.limit, order.model
     tokens = _truncated(tokens, body.truncate_prompt_tokens, limit, model)
     if not tokens:
         raise InvalidRequestError("The prompt has no tokens.", param=limit.prompt_param)
@@ -98,14 +77,14 @@ def _prompt(
         samples=tuple(range(wanted.samples)),
         sampling=sampling_params(
             body,
-            serving.defaults,
+            order.serving.defaults,
             model,
             max_tokens=max_tokens,
             logprobs=wanted.logprobs,
             prompt_logprobs=wanted.prompt_logprobs,
         ),
-        cache_scope=narrow_scope(tenant.cache_scope, body.cache_salt),
-        tenant=tenant.tenant_id,
+        cache_scope=narrow_scope(order.tenant.cache_scope, body.cache_salt),
+        tenant=order.tenant.tenant_id,
     )
 
 
@@ -132,14 +111,14 @@ def _check_scores(prompts: Sequence[Prompt], wanted: Wanted) -> None:
         )
 
 
-def _job(
-    serving: Serving, prompt: Prompt, tenant: Tenant, slo: Slo, request_id: RequestId, number: int
-) -> GenerationJob:
+def _job(order: Order, body: DrawingBody, prompt: Prompt, slo: Slo, number: int) -> GenerationJob:
     """The first job has the request's own id, those after it a number besides."""
+    request_id = order.head.request_id
     return GenerationJob(
         request_id=RequestId(f"{request_id}-{number}") if number else request_id,
         prompt=prompt,
-        deadline_s=serving.request_timeout_s,
-        tenant=tenant,
+        deadline_s=order.serving.request_timeout_s,
+        tenant=order.tenant,
+        session=body.user or "",
         slo=slo,
     )

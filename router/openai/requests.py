@@ -6,16 +6,16 @@ Fields that do not change what is answered (`store`, `metadata`, `prediction`, â
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
-from router.openai.conversation import Messages
+from router.openai.conversation import Messages, dialogue_of
+from router.openai.dialogue import Dialogue
 from router.openai.fields import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PROMPT_TOKENS,
     MAX_STOP_TOKEN_IDS,
-    MAX_TEMPLATE_KWARGS,
     Body,
     JsonObject,
     Metadata,
@@ -29,6 +29,7 @@ from router.openai.fields import (
     refusal,
     unsupported,
 )
+from router.openai.template_arguments import TemplateArguments, check_template_arguments
 from router.openai.tools import (
     FunctionChoice,
     Functions,
@@ -41,23 +42,6 @@ from router.openai.tools import (
 )
 
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-TemplateArguments = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_KWARGS)]
-
-_TEMPLATES_OWN = frozenset(
-    {
-        *("conversation", "messages", "tools", "documents", "chat_template", "tokenize"),
-        *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
-        *(
-            "max_length",
-            "return_tensors",
-            "sanitize_control_tokens",
-            "return_dict",
-            "return_assistant_tokens_mask",
-        ),
-        *("tokenizer_kwargs", "bos_token", "eos_token", "raise_exception", "strftime_now"),
-    }
-)
-"""Names that whoever renders a template gives to it; not a client's to choose."""
 
 
 class DrawingBody(Body):
@@ -184,6 +168,22 @@ class ChatCompletionRequest(GenerationBody):
     prompt_cache_options: JsonObject | None = None
     prompt_cache_retention: Name | None = None
 
+    @property
+    def listed_logprobs(self) -> int | None:
+        """How many likeliest tokens are listed beside each; None for no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def dialogue(self) -> Dialogue:
+        """The conversation."""
+        effort = self.reasoning_effort
+        told = {} if effort is None else {"reasoning_effort": effort}
+        return dialogue_of(
+            self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_last=self.continue_final_message,
+            arguments=told | (self.chat_template_kwargs or {}),
+        )
+
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
@@ -197,17 +197,6 @@ class ChatCompletionRequest(GenerationBody):
         check_moderation(self.moderation)
         only("modalities", self.modalities, ["text"])
         return self
-
-
-def check_template_arguments(arguments: TemplateArguments | None) -> None:
-    """Refuses arguments that are not a client's to give.
-
-    Raises:
-        PydanticCustomError: There is one.
-    """
-    for name in arguments or ():
-        if name in _TEMPLATES_OWN or not name.isidentifier():
-            raise refusal("chat_template_kwargs", f"{name[:40]!r} cannot be given to a template.")
 
 
 def check_moderation(moderation: JsonObject | None) -> None:
@@ -284,6 +273,15 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
     return_token_strs: bool | None = None
+
+    def dialogue(self) -> Dialogue:
+        """The conversation, where it is one."""
+        return dialogue_of(
+            self.messages or (),
+            add_generation_prompt=self.add_generation_prompt,
+            continue_last=self.continue_final_message,
+            arguments=self.chat_template_kwargs or {},
+        )
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:

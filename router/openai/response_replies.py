@@ -120,34 +120,33 @@ class ItemEvent(_Event):
     item: OutputMessage
 
 
-class PartEvent(_Event):
+class _PlacedEvent(_Event):
+    """About the one part of the one message."""
+
+    item_id: str
+    output_index: int = 0
+    content_index: int = 0
+
+
+class PartEvent(_PlacedEvent):
     """A part of a message begins or is done."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
     part: OutputText
 
 
-class TextDeltaEvent(_Event):
+class TextDeltaEvent(_PlacedEvent):
     """Some more text."""
 
     type: Literal["response.output_text.delta"]
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
     delta: str
     logprobs: list[ChatTokenLogprob] = []
 
 
-class TextDoneEvent(_Event):
+class TextDoneEvent(_PlacedEvent):
     """All of the text."""
 
     type: Literal["response.output_text.done"]
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
     text: str
     logprobs: list[ChatTokenLogprob] = []
 

@@ -5,6 +5,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from router.chat_template import ChatMessage, Rendering
+from router.openai.dialogue import Dialogue
 from router.openai.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -18,15 +20,9 @@ from router.openai.fields import (
     refusal,
     unsupported,
 )
-from router.openai.requests import (
-    DrawingBody,
-    Logprobs,
-    TemplateArguments,
-    check_moderation,
-    check_template_arguments,
-)
+from router.openai.requests import DrawingBody, Logprobs, check_moderation
+from router.openai.template_arguments import TemplateArguments, check_template_arguments
 from router.openai.tools import FunctionName, JsonObjectFormat, PlainText, check_format
-from router.tokenizer import ChatMessage
 
 LOGPROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log-probabilities."""
@@ -149,8 +145,15 @@ class ResponsesRequest(DrawingBody):
         """How many likeliest tokens are listed beside each; None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
-    def messages(self) -> list[ChatMessage]:
-        """The conversation, instructions first."""
+    def dialogue(self) -> Dialogue:
+        """The conversation."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        told = {} if effort is None else {"reasoning_effort": effort}
+        rendering = Rendering(arguments=told | (self.chat_template_kwargs or {}))
+        return Dialogue(messages=self._messages(), rendering=rendering, param="input")
+
+    def _messages(self) -> list[ChatMessage]:
+        """What was said, instructions first."""
         begun = [] if self.instructions is None else [("system", self.instructions)]
         if isinstance(self.input, str):
             begun.append(("user", self.input))

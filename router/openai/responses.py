@@ -2,7 +2,6 @@
 its id, to see, delete or cancel it, is told that there is none.
 """
 
-import time
 from collections.abc import Sequence
 from itertools import count
 
@@ -12,16 +11,15 @@ from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
-from baton.ids import new_request_id
-from router.openai.answer import ReplyHead, answer
+from router.openai.answer import answer
 from router.openai.body import read_body
 from router.openai.choices import Delta, LoggedToken
 from router.openai.error_bodies import error_details
-from router.openai.guarding import checked_messages
 from router.openai.jobs import JobRun
-from router.openai.length import check_messages
 from router.openai.logprobs import chat_logprobs
+from router.openai.order import ReplyHead, take_order
 from router.openai.plan import Wanted, plan_runs
+from router.openai.prompting import dialogue_prompt
 from router.openai.replies import ChatTokenLogprob, TimingReply, Usage
 from router.openai.response_replies import (
     ErrorEvent,
@@ -41,47 +39,23 @@ from router.openai.response_requests import ResponsesRequest
 from router.openai.sampling import TokenLimit
 from router.openai.serving import Serving
 from router.openai.sse import json_text, model_event, named_event
-from router.openai.visit import visit_of
 from router.pieces import PieceTable
-from router.tokenizer import Rendering
 
 
 async def responses(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, ResponsesRequest, serving.max_body_bytes)
-    visit = visit_of(request)
-    head = ReplyHead(
-        request_id=new_request_id("resp"),
-        created=int(time.time()),
-        model=serving.require_name(body.model, visit),
-    )
-    model = await serving.require_model()
-    messages = await checked_messages(body.messages(), serving.guards, visit, "input")
-    check_messages(messages, model, serving.tokenizer, "input")
-    prompt = await serving.tokenizer.encode_chat(messages, rendering=_rendering(body))
+    order = await take_order(request, serving, body.model, "resp")
+    prompt = await dialogue_prompt(body.dialogue(), order)
     limit = TokenLimit(
         asked=body.max_output_tokens,
         default=None,
         param="max_output_tokens",
         prompt_param="input",
     )
-    (run,) = plan_runs(
-        serving,
-        body,
-        [prompt],
-        tenant=visit.tenant,
-        model=model,
-        request_id=head.request_id,
-        wanted=Wanted(limit=limit, logprobs=body.logprobs),
-    )
-    shape = ResponseShape(head, body, run, serving.tokenizer.pieces)
-    return await answer(request, serving, [run], shape, stream=body.stream)
-
-
-def _rendering(body: ResponsesRequest) -> Rendering:
-    effort = None if body.reasoning is None else body.reasoning.effort
-    told = {} if effort is None else {"reasoning_effort": effort}
-    return Rendering(arguments=told | (body.chat_template_kwargs or {}))
+    (run,) = plan_runs(order, body, [prompt], Wanted(limit=limit, logprobs=body.logprobs))
+    shape = ResponseShape(order.head, body, run, serving.tokenizer.pieces)
+    return await answer(request, order, [run], shape, stream=body.stream)
 
 
 class ResponseShape:

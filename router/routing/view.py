@@ -13,7 +13,7 @@ from baton.errors import IncompatibleError, InvariantError
 from baton.generation import WorkerLoad
 from baton.ids import Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
-from baton.rpc.convert import WorkerHello
+from baton.rpc.hello import WorkerHello
 from router.breaker import Breaker
 from router.routing.forecast import Fleet, Forecast
 from router.routing.index import Heard, PrefixIndex

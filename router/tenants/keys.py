@@ -68,9 +68,6 @@ class KeyRing(Generic[_Owner]):
             digest = bytes.fromhex(key_hash.removeprefix("sha256:"))
             self._owners[self._place(digest)] = (digest, owner)
 
-    def __len__(self) -> int:
-        return len(self._owners)
-
     def find(self, key: str) -> _Owner | None:
         """Whose key this is."""
         known, owner = self._look(key)

@@ -2,6 +2,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from baton.blocks import BlockReport
 from baton.errors import OverloadedError
 from baton.generation import WorkerLoad
 from baton.rpc import frames
@@ -17,7 +18,7 @@ class Builder:
     def pending(self) -> int:
         return len(self.entries)
 
-    def build(self, load: WorkerLoad | None) -> Frame:
+    def build(self, load: WorkerLoad | None, blocks: BlockReport | None) -> Frame:
         entries, self.entries = self.entries, []
         return entries, load
 

@@ -16,7 +16,7 @@ from baton.generation import WorkerLoad
 from baton.ids import Incarnation, LayerName, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.channel import open_channel
-from baton.rpc.convert import WorkerHello
+from baton.rpc.hello import WorkerHello
 from baton.rpc.v1 import control_pb2, control_pb2_grpc
 from baton.rpc.worker import WorkerServer
 from baton.telemetry.scrape import ScrapeServer

@@ -1,18 +1,16 @@
 import io
 import json
 from collections.abc import Iterator
-from concurrent import futures
 
-import grpc
 import pytest
 from google.protobuf.json_format import Parse
 from rich.console import Console
 
 from baton.rpc.v1 import control_pb2 as pb
-from baton.rpc.v1 import control_pb2_grpc
 from cluster.cli import main
 from cluster.explain import render
 from cluster.runtime_dir import RuntimeDir
+from tests.cluster.fake_control import FakeControl, answering
 
 REPLY = pb.ExplainReply(
     known=True,
@@ -31,28 +29,10 @@ REPLY = pb.ExplainReply(
 )
 
 
-class FakeControl(control_pb2_grpc.ControlServicer):
-    def Status(self, request, context):  # noqa: N802  # as gRPC names it
-        raise NotImplementedError
-
-    def Drain(self, request, context):  # noqa: N802
-        raise NotImplementedError
-
-    def Explain(self, request, context):  # noqa: N802
-        return REPLY if request.request_id == "cmpl-1" else pb.ExplainReply()
-
-
 @pytest.fixture
 def router(home) -> Iterator[RuntimeDir]:
-    """A router's control service in a runtime directory of its own."""
-    runtime = RuntimeDir.claim(home / "run")
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    control_pb2_grpc.add_ControlServicer_to_server(FakeControl(), server)
-    server.add_insecure_port(runtime.socket_address("router"))
-    server.start()
-    yield runtime
-    server.stop(None).wait()
-    runtime.release()
+    with answering(FakeControl(explained={"cmpl-1": REPLY}), home / "run") as runtime:
+        yield runtime
 
 
 def shown(reply: pb.ExplainReply) -> str:

@@ -2,16 +2,15 @@ import asyncio
 import io
 import json
 from collections.abc import Iterator
-from concurrent import futures
 
-import grpc
 import pytest
 from rich.console import Console
 
-from baton.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
+from baton.rpc.v1 import common_pb2, control_pb2
 from cluster.cli import main
 from cluster.runtime_dir import RuntimeDir, default_dir
 from cluster.status import fetch, render
+from tests.cluster.fake_control import FakeControl, answering
 
 REPLY = control_pb2.StatusReply(
     model="tiny",
@@ -44,28 +43,10 @@ REPLY = control_pb2.StatusReply(
 )
 
 
-class FakeControl(control_pb2_grpc.ControlServicer):
-    def Status(self, request, context):  # noqa: N802  # as gRPC names it
-        return REPLY
-
-    def Drain(self, request, context):  # noqa: N802
-        raise NotImplementedError
-
-    def Explain(self, request, context):  # noqa: N802
-        raise NotImplementedError
-
-
 @pytest.fixture
 def router(home) -> Iterator[RuntimeDir]:
-    """A router's control service in a runtime directory of its own."""
-    runtime = RuntimeDir.claim(home / "run")
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    control_pb2_grpc.add_ControlServicer_to_server(FakeControl(), server)
-    server.add_insecure_port(runtime.socket_address("router"))
-    server.start()
-    yield runtime
-    server.stop(None).wait()
-    runtime.release()
+    with answering(FakeControl(status=REPLY), home / "run") as runtime:
+        yield runtime
 
 
 def test_json_has_every_worker_with_its_load_as_numbers(router, capsys):

@@ -33,7 +33,8 @@ from baton.ids import (
 )
 from baton.layout import SPARE_BLOCKS, KvLayout
 from baton.rpc.channel import open_channel
-from baton.rpc.convert import WorkerHello, prompt_to_proto
+from baton.rpc.generation import prompt_to_proto
+from baton.rpc.hello import WorkerHello
 from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.rpc.worker import WorkerServer
 from baton.telemetry.tracing import Tracer

@@ -49,19 +49,9 @@ from engine.messages import (
 )
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
-from kv_transfer.messages import (
-    AbortRequest,
-    Commit,
-    Committed,
-    Granted,
-    PeerFenced,
-    Quiesced,
-    SessionId,
-    SessionLost,
-    SessionOpened,
-    ToPeer,
-)
-from kv_transfer.messages import FromPeer as Said
+from kv_transfer.ledger_messages import FromPeer as Said
+from kv_transfer.ledger_messages import PeerFenced, SessionLost, SessionOpened, ToPeer
+from kv_transfer.messages import AbortRequest, Commit, Committed, Granted, Quiesced, SessionId
 from kv_transfer.messages import Reserve as AskPages
 from tests.kv_transfer.permits import permit
 

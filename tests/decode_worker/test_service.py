@@ -10,7 +10,7 @@ from baton.config.schema import TransferConfig
 from baton.errors import EngineError
 from baton.ids import LegId, RequestId, Role, XferId, new_incarnation
 from baton.rpc.channel import open_channel
-from baton.rpc.convert import prompt_to_proto
+from baton.rpc.generation import prompt_to_proto
 from baton.rpc.v1 import (
     common_pb2,
     control_pb2,

@@ -46,6 +46,13 @@ def _incarnation(cluster: Served, role: str) -> object:
     return found[0] if found else None
 
 
+def _answers(cluster: Served) -> bool:
+    try:
+        return httpx.get(f"{cluster.url}/ready", timeout=30.0).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def _metric(cluster: Served, name: str) -> float:
     with cluster.client() as http:
         lines = http.get("/metrics").text.splitlines()
@@ -119,18 +126,25 @@ def test_a_client_that_leaves_frees_both_legs(cluster: Served) -> None:
     assert _metric(cluster, "baton_client_disconnects_total") == 1
 
 
+def test_a_router_that_is_asked_to_leave_finishes_its_streams(cluster: Served) -> None:
+    stream = _Stream(cluster, max_tokens=1500)
+    stream.start()
+    assert stream.begun.wait(30)
+    router = cluster.child("router")
+    router.terminate()
+    assert stream.is_alive(), "it was asked in mid-stream"
+    stream.join(60)
+    assert stream.lines[-1] == "data: [DONE]"
+    assert len(stream.tokens()) == 1500
+    assert_gone([router])
+    eventually(lambda: _answers(cluster), "another router answers", timeout_s=40)
+
+
 def test_a_killed_router_is_restarted_on_the_same_port(cluster: Served) -> None:
     victim = cluster.child("router")
     victim.kill()
     assert_gone([victim])
-
-    def answers() -> bool:
-        try:
-            return httpx.get(f"{cluster.url}/ready", timeout=30.0).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    eventually(answers, "the router answers again", timeout_s=40)
+    eventually(lambda: _answers(cluster), "the router answers again", timeout_s=40)
     with cluster.client() as http:
         assert http.post("/v1/completions", json=_body(cluster, 8)).status_code == 200
 

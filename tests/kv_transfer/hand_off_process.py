@@ -24,42 +24,42 @@ from kv_transfer.fan_out import FanOut, FanOutAction, ForRank
 from kv_transfer.handshake import Endpoint, SessionOffer
 from kv_transfer.heads import LinkPlan
 from kv_transfer.ledger import TransferLedger
-from kv_transfer.messages import (
-    Drew,
+from kv_transfer.ledger_messages import (
     EndSession,
     Expected,
-    Exported,
     FreePages,
-    FromDecode,
     FromPeer,
-    HandOver,
-    HandOverFailed,
     LedgerAction,
     LedgerEvent,
-    Opened,
     PagesGone,
     PagesReserved,
     PagesVerified,
-    PeerDown,
     PeerFenced,
-    PeerUp,
-    PushDone,
     Reassigned,
     ReservePages,
-    Send,
-    SessionId,
     SessionLost,
     SessionOpened,
     StartDecoding,
-    Started,
-    StartPush,
-    ToDecode,
     ToPeer,
-    ToPrefill,
     TransferFailed,
     VerifyPages,
     Withdrawn,
     WriterLost,
+)
+from kv_transfer.messages import SessionId, ToDecode, ToPrefill
+from kv_transfer.outbox_messages import (
+    Drew,
+    Exported,
+    FromDecode,
+    HandOver,
+    HandOverFailed,
+    Opened,
+    PeerDown,
+    PeerUp,
+    PushDone,
+    Send,
+    Started,
+    StartPush,
 )
 from kv_transfer.plan import Export, Grant
 from kv_transfer.pusher import Pusher
@@ -76,8 +76,8 @@ FIRST = (TokenSample(sample=0, token=7),)
 LIMITS = LedgerLimits(
     expect_timeout_s=60.0,
     reserve_timeout_s=60.0,
-    quiesce_timeout_s=5.0,
-    lease_s=5.0,
+    quiesce_timeout_s=60.0,
+    lease_s=60.0,
     retry_grace_s=60.0,
     checksums=True,
 )
@@ -120,7 +120,7 @@ class DecodeRank(Rank):
         self._pages = tuple(map(BlockId, asked["pages"]))
         self._ledger = TransferLedger(LIMITS)
         receiver = ShmReceiver(self.region, path=asked["path"], num_blocks=self.num_blocks)
-        offer = SessionOffer(num_blocks=self.num_blocks, lease_s=5.0, checksums=True)
+        offer = SessionOffer(num_blocks=self.num_blocks, lease_s=60.0, checksums=True)
         self._service = TransferService(
             here=self.here, offer=offer, receivers={"shm": receiver}, host=self
         )

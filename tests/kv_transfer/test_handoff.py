@@ -42,47 +42,45 @@ from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
 from kv_transfer.lease import WriteLease
 from kv_transfer.ledger import TransferLedger
-from kv_transfer.messages import (
-    Drew,
+from kv_transfer.ledger_messages import (
     EndSession,
     Expected,
-    Exported,
     FreePages,
-    FromDecode,
     FromPeer,
-    GivenUp,
-    Granted,
-    HandOver,
-    HandOverFailed,
-    Heartbeat,
     LedgerAction,
-    Opened,
-    OutboxAction,
     PagesGone,
     PagesReserved,
     PagesVerified,
-    PeerDown,
     PeerFenced,
-    PeerUp,
-    PushDone,
     Reassigned,
     ReservePages,
-    Send,
-    SessionId,
     SessionLost,
     SessionOpened,
     StartDecoding,
-    Started,
-    StartPush,
-    ToDecode,
     ToPeer,
-    ToPrefill,
     TransferFailed,
     VerifyPages,
     Withdrawn,
     WriterLost,
 )
+from kv_transfer.messages import Granted, Heartbeat, SessionId, ToDecode, ToPrefill
 from kv_transfer.outbox import Outbox
+from kv_transfer.outbox_messages import (
+    Drew,
+    Exported,
+    FromDecode,
+    GivenUp,
+    HandOver,
+    HandOverFailed,
+    Opened,
+    OutboxAction,
+    PeerDown,
+    PeerUp,
+    PushDone,
+    Send,
+    Started,
+    StartPush,
+)
 from kv_transfer.plan import Export, Grant
 from kv_transfer.ticket import Permit
 from tests.kv_transfer.permits import D, permit

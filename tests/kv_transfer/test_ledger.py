@@ -16,34 +16,36 @@ from baton.layout import KvLayout
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
 from kv_transfer.ledger import TransferLedger
-from kv_transfer.messages import (
-    AbortRequest,
-    Commit,
-    Committed,
+from kv_transfer.ledger_messages import (
     EndSession,
     Expected,
     FreePages,
     FromPeer,
-    Granted,
-    Heartbeat,
     PagesGone,
     PagesReserved,
     PagesVerified,
     PeerFenced,
-    Quiesced,
     Reassigned,
-    Reserve,
     ReservePages,
-    SessionId,
     SessionLost,
     SessionOpened,
     StartDecoding,
-    ToDecode,
     ToPeer,
     TransferFailed,
     VerifyPages,
     Withdrawn,
     WriterLost,
+)
+from kv_transfer.messages import (
+    AbortRequest,
+    Commit,
+    Committed,
+    Granted,
+    Heartbeat,
+    Quiesced,
+    Reserve,
+    SessionId,
+    ToDecode,
 )
 from kv_transfer.plan import Grant
 from kv_transfer.transfer import TransferState

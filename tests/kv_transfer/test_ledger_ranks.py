@@ -10,30 +10,32 @@ from baton.layout import KvLayout
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
 from kv_transfer.ledger import TransferLedger
-from kv_transfer.messages import (
-    AbortRequest,
-    Commit,
+from kv_transfer.ledger_messages import (
     Expected,
     FreePages,
     FromPeer,
-    Granted,
     LedgerAction,
     PagesReserved,
     PagesVerified,
     PeerFenced,
-    Quiesced,
     Reassigned,
-    Reserve,
     ReservePages,
-    SessionId,
     SessionLost,
     SessionOpened,
     StartDecoding,
-    ToDecode,
     ToPeer,
     TransferFailed,
     VerifyPages,
     WriterLost,
+)
+from kv_transfer.messages import (
+    AbortRequest,
+    Commit,
+    Granted,
+    Quiesced,
+    Reserve,
+    SessionId,
+    ToDecode,
 )
 from kv_transfer.plan import Grant
 from kv_transfer.transfer import TransferState

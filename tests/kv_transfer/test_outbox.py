@@ -13,27 +13,30 @@ from kv_transfer.messages import (
     AbortRequest,
     Commit,
     Committed,
+    Granted,
+    GrantRefused,
+    Quiesced,
+    Reserve,
+    ToPrefill,
+)
+from kv_transfer.outbox import Outbox
+from kv_transfer.outbox_messages import (
     Drew,
     Exported,
     FromDecode,
     GivenUp,
-    Granted,
-    GrantRefused,
     HandOver,
     HandOverFailed,
     Opened,
     PeerDown,
     PeerUp,
     PushDone,
-    Quiesced,
-    Reserve,
     Send,
     Started,
     StartPush,
-    ToPrefill,
 )
-from kv_transfer.outbox import Outbox, OutboxState
 from kv_transfer.plan import Export, Grant
+from kv_transfer.sending import SendingState
 from tests.kv_transfer.permits import permit
 
 X = XferId("x")
@@ -212,7 +215,7 @@ def test_a_lost_peer_fails_its_legs_silently_and_waits_for_outstanding_pushes(ou
     (push,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
     (failed,) = outbox.handle(PeerDown(peer=D, error=WorkerLostError("gone")), 0.0)
     assert isinstance(failed, HandOverFailed)
-    assert outbox.state(X) is OutboxState.ABORTING
+    assert outbox.state(X) is SendingState.ABORTING
     assert land(outbox, push) == []
     assert outbox.in_flight() == 0
 
@@ -227,7 +230,7 @@ def test_messages_of_another_attempt_do_not_touch_this_one(outbox: Outbox):
     older = said(AbortRequest(xfer_id=X, attempt=0, error=error))
     assert outbox.handle(older, 0.0) == [Send(peer=D, message=Quiesced(xfer_id=X, attempt=0))]
     assert outbox.handle(said(Committed(xfer_id=X, attempt=2)), 0.0) == []
-    assert outbox.state(X) is OutboxState.RESERVING
+    assert outbox.state(X) is SendingState.RESERVING
     assert outbox.stale == 2
 
 

@@ -16,12 +16,7 @@ from baton.errors import BatonError, TicketError, TransferError
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from baton.rpc.channel import bind, new_server, open_channel
-from baton.rpc.convert import (
-    PROTOCOL_VERSION,
-    identity_to_proto,
-    layout_from_proto,
-    layout_to_proto,
-)
+from baton.rpc.hello import PROTOCOL_VERSION, identity_to_proto, layout_from_proto, layout_to_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc

@@ -99,6 +99,17 @@ def test_a_rank_that_holds_half_the_heads_fills_half_a_page():
     assert not target[0][2, : half.page_layer_bytes].any()
 
 
+@pytest.mark.parametrize("page", [-1, BLOCKS, 2**32, 2**70])
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_push_of_a_page_that_is_not_there_is_refused_before_any_frame(side: str, page: int):
+    pages = {"source": [0, 1], "target": [2, 3], side: [4, page]}
+    plan = plan_link(SMALL, SMALL)
+    with pytest.raises(TransferError, match="of a region of"):
+        frames_of(
+            push_of(pages["source"], pages["target"]), arena(SMALL, 1), plan, target_blocks=BLOCKS
+        )
+
+
 def head() -> tuple[Buffer, int]:
     """A head of two pages, and the length of its body."""
     source = arena(SMALL, 1)

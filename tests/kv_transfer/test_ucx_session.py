@@ -3,17 +3,19 @@
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
+from kv_transfer import ucp
 from kv_transfer.backends import BACKENDS
 from kv_transfer.heads import plan_link
 from kv_transfer.ports import Push
 from kv_transfer.shm import layer_pages
-from kv_transfer.ucp import Request, places_of
+from kv_transfer.ucp import Request, load_turns, places_of
 from kv_transfer.ucx import UcxContext, UcxWorker, body_tag, head_tag
 from kv_transfer.ucx_frames import HeadReader, frames_of, head_of, rows_of
 from kv_transfer.ucx_session import UcxSession
@@ -95,6 +97,17 @@ class Both:
 
 @pytest.fixture
 def both() -> Iterator[Both]:
+    yield from connected()
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
+    """Both, where the C functions could not be built."""
+    monkeypatch.setattr(ucp, "load_turns", lambda: None)
+    yield from connected()
+
+
+def connected() -> Iterator[Both]:
     context = UcxContext()
     sender, receiver = UcxWorker(context), Watched(context)
     memory = [np.zeros(LAYOUT.region_bytes(BLOCKS), np.uint8) for _ in range(2)]
@@ -119,6 +132,17 @@ def test_a_frame_lands_and_is_answered(both: Both):
     both.progress_until(lambda: bool(both.answers))
     assert both.answers == [(7, False)]
     assert (both.target == both.source).all()
+
+
+def test_a_frame_lands_though_there_is_no_compiler(without_compiler: Both):
+    test_a_frame_lands_and_is_answered(without_compiler)
+
+
+def test_without_a_compiler_there_are_no_c_functions_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert load_turns(tmp_path / "cache") is None
 
 
 def test_a_frame_of_which_half_came_cannot_land_after_the_session_has_ended(both: Both):

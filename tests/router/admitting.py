@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from baton.ids import RequestId
 from router.admission.applicant import Applicant
+from router.routing.view import WorkerView
 from router.slo import STANDARD, Slo
 from router.tenants.tenant import Tenant, TenantId
 
@@ -46,3 +47,16 @@ class FakeRoom:
 
     def first_token_s(self, applicant: Applicant, now_s: float) -> float:
         return self.first_s
+
+
+class UnknownPace:
+    """Knows nothing of any worker."""
+
+    def step_s(self, worker: WorkerView, sequences: int, context_tokens: int) -> float | None:
+        return None
+
+    def queue_s(self, worker: WorkerView, now_s: float) -> float | None:
+        return None
+
+    def first_token_s(self, worker: WorkerView, prompt_tokens: int) -> float | None:
+        return None

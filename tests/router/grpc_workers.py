@@ -13,14 +13,9 @@ from baton.errors import BatonError
 from baton.generation import Prompt, WorkerLoad
 from baton.ids import Role
 from baton.rpc.channel import bind, new_server
-from baton.rpc.convert import (
-    failure_to_proto,
-    finish_to_proto,
-    hello_to_proto,
-    load_to_proto,
-    prompt_from_proto,
-    sample_to_proto,
-)
+from baton.rpc.generation import finish_to_proto, prompt_from_proto, sample_to_proto
+from baton.rpc.hello import hello_to_proto
+from baton.rpc.reports import failure_to_proto, load_to_proto
 from baton.rpc.v1 import (
     common_pb2,
     decode_pb2,

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerFast
 
-from baton.clock import MonotonicClock
+from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.telemetry.metrics import new_registry
 from router.app import AppSettings, create_app
@@ -31,11 +31,11 @@ from tests.router.tiny_tokenizers import CHAT_TEMPLATE, byte_level, token_id
 MODEL = "tiny"
 
 
-def tiny_tokenizer() -> Tokenizer:
+def tiny_tokenizer(chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
     """Byte-level, with a chat template, without files."""
     backend = byte_level()
     renderer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    renderer.chat_template = CHAT_TEMPLATE
+    renderer.chat_template = chat_template
     return Tokenizer(backend, renderer, threads=1)
 
 
@@ -81,11 +81,13 @@ async def serve(
     parts: dict[str, Any] | None = None,
     decisions: DecisionLog | None = None,
     revision: str | None = None,
+    chat_template: str = CHAT_TEMPLATE,
+    clock: Clock | None = None,
     **router: Any,
 ) -> AsyncIterator[Served]:
     """An application with a client that calls it directly. A fault that it raises is answered, not passed on."""
     generator = generator or FakeGenerator()
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(chat_template)
     registry = new_registry()
     settings = AppSettings(
         model_names=(MODEL, "tiny-alias"),
@@ -97,10 +99,12 @@ async def serve(
     directory = directory or TenantDirectory(
         settings.router.api_keys, replace(ANONYMOUS, cache_scope="tenant")
     )
-    clock = MonotonicClock()
+    clock = clock or MonotonicClock()
     tenancy = Tenancy(directory=directory, limiter=LocalLimiter(clock), clock=clock)
     tenancy = replace(tenancy, **(parts or {}))
-    app = create_app(settings, generator, tokenizer, registry, tenancy=tenancy, decisions=decisions)
+    app = create_app(
+        settings, generator, tokenizer, registry, clock, tenancy=tenancy, decisions=decisions
+    )
     served = Served(app=app, generator=generator, tokenizer=tokenizer, registry=registry)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:

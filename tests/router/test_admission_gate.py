@@ -1,6 +1,7 @@
 """The gate: room, refusals that tell the truth, deadlines."""
 
 import heapq
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -152,6 +153,27 @@ def test_those_who_are_refused_together_are_told_to_return_one_after_the_other_a
     for at, name in sorted(returns):
         shop.run(at)
         assert shop.offer(name, slo=QUICK) is None, name
+
+
+def test_whoever_obeys_gets_in_though_others_come_meanwhile():
+    """After a burst, beside a third of what the workers can do."""
+    rng = Random(0)
+    shop = Shop(places=4)
+    arrivals = [(rng.uniform(0.0, 4.0), f"burst{n}", 0) for n in range(80)]
+    arrivals += [(4.0 + rng.uniform(0.0, 30.0), f"later{n}", 0) for n in range(40)]
+    heapq.heapify(arrivals)
+    tries: list[tuple[int, bool]] = []
+    while arrivals:
+        at_s, name, times = heapq.heappop(arrivals)
+        shop.run(at_s)
+        refusal = shop.offer(name, slo=QUICK)
+        tries.append((times, refusal is None))
+        if refusal is not None:
+            told_s = refusal.retry_after_s or 1.0
+            heapq.heappush(arrivals, (at_s + told_s, name, times + 1))
+    returned = [taken for times, taken in tries if times > 0]
+    assert len(returned) >= 20
+    assert sum(returned) >= 0.9 * len(returned)
 
 
 def test_a_flood_of_one_tenant_does_not_get_another_refused():

@@ -1,13 +1,15 @@
 """Fairness of the waiting line: between tenants, between priorities, and for those who leave."""
 
 from collections import Counter, deque
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvariantError
-from router.admission.fair_line import QUANTUM_TOKENS, SAVED_TOKENS, FairLine
+from router.admission.fair_line import FairLine
+from router.admission.flow import QUANTUM_TOKENS, SAVED_TOKENS
 from router.admission.waiting_line import RESERVED_SHARE, WaitingLine
 from router.slo import Slo
 from router.tenants.tenant import TenantId
@@ -252,3 +254,115 @@ def test_where_nobody_waits_nothing_is_charged():
     line.push(applicant("a0", tenant="a"))
     assert line.pop().request_id == "b0"
     line.check_integrity()
+
+
+def test_what_was_taken_while_nobody_waited_is_no_debt():
+    line = FairLine()
+    for n in range(40):
+        line.push(applicant(f"a{n}", tenant="a", prompt_tokens=2000))
+        line.pop()
+    for n in range(40):
+        line.push(applicant(f"b{n}", tenant="b", prompt_tokens=2000))
+    line.push(applicant("a40", tenant="a", prompt_tokens=2000))
+    assert "a40" in [line.pop().request_id for _ in range(2)]
+
+
+def test_of_two_who_have_saved_something_whoever_took_less_goes_first():
+    line = FairLine()
+    for n in range(40):
+        line.push(applicant(f"b{n}", tenant="b", prompt_tokens=2000))
+    for _ in range(4):
+        line.pop()
+    for n in range(3):
+        line.push(applicant(f"a{n}", tenant="a", prompt_tokens=2000))
+    assert [line.pop().request_id for _ in range(3)] == ["a0", "a1", "a2"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    taken=st.integers(0, 60),
+    backlogs=st.fixed_dictionaries({tenant: st.integers(0, 12) for tenant in TENANTS}),
+    own=st.integers(0, 6),
+)
+def test_what_is_said_to_be_ahead_is_what_goes_before(taken, backlogs, own):
+    """Whatever anybody owes or has saved; to within two requests of each tenant."""
+    line = FairLine()
+    for n in range(taken + 1):
+        line.push(applicant(f"p{n}", tenant="b", weight=TENANTS["b"], prompt_tokens=2000))
+    for _ in range(taken):
+        line.pop()
+    for tenant, length in (*backlogs.items(), ("x", own)):
+        for n in range(length):
+            one = applicant(
+                f"{tenant}{n}", tenant=tenant, weight=TENANTS.get(tenant, 1.0), prompt_tokens=2000
+            )
+            line.push(one)
+    last = applicant("last", tenant="x", prompt_tokens=2000)
+    said = line.ahead(last.tenant)
+    line.push(last)
+    before = 0
+    while (one := line.pop()) is not last:
+        before += one.cost
+    assert abs(said - before) <= 2 * last.cost * len(TENANTS)
+
+
+def test_what_a_tenant_is_given_elsewhere_takes_no_more_of_its_savings_than_that():
+    line = FairLine()
+    for n in range(100):
+        line.push(applicant(f"b{n}", tenant="b", prompt_tokens=1990))
+    for n in range(16):
+        line.push(applicant(f"a{n}", tenant="a", prompt_tokens=1990))
+    while line.pop().request_id != "a15":
+        pass
+    for _ in range(10):  # and nobody else: all this is saved for the other
+        assert line.pop().tenant.tenant_id == "b"
+    line.charge(TenantId("a"), 4000)
+    line.pop()
+    for n in range(16, 24):
+        line.push(applicant(f"a{n}", tenant="a", prompt_tokens=1990))
+    line.check_integrity()
+    assert [line.pop().tenant.tenant_id for _ in range(8)] == ["a"] * 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    past=st.integers(0, 60),
+    visits=st.lists(
+        st.tuples(st.sampled_from(sorted(TENANTS)), st.sampled_from([4000, 20_000]), st.booleans()),
+        min_size=1,
+        max_size=20,
+    ),
+)
+def test_nobody_waits_for_ever_however_the_others_come_and_go(past, visits):
+    """Behind what each of the others has saved, and its share of what the one who waits owes."""
+    line = FairLine()
+    numbers = count()
+
+    def come(tenant: str, cost: int) -> None:
+        weight = TENANTS.get(tenant, 1.0)
+        name = f"{tenant}{next(numbers)}"
+        line.push(
+            applicant(name, tenant=tenant, weight=weight, prompt_tokens=cost, output_tokens=0)
+        )
+
+    come("b", 1000)
+    for _ in range(past):
+        come("x", 1000)
+    for _ in range(past):
+        line.pop()
+    line.push(applicant("waiting", tenant="x", prompt_tokens=1000, output_tokens=0))
+    others = sum(TENANTS.values())
+    most = (SAVED_TOKENS + 1000 + 3 * QUANTUM_TOKENS) * others + 2 * 20_000 * len(TENANTS)
+    before, order = -1000 * past, deque(visits)  # some of its own may stand before it
+    while before <= most:
+        tenant, cost, both = order[0]
+        order.rotate(-1)
+        come(tenant, cost)
+        if both:
+            come(tenant, cost)
+        taken = line.pop()
+        if taken.request_id == "waiting":
+            break
+        before += taken.cost
+    line.check_integrity()
+    assert before <= most

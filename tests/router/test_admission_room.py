@@ -6,11 +6,11 @@ import pytest
 
 from baton.generation import WorkerLoad
 from baton.ids import Role
-from router.admission.room import UnknownPace, WorkerRoom
+from router.admission.room import WorkerRoom
 from router.routing.index import PrefixIndex
 from router.routing.view import ClusterView, WorkerView
 from router.slo import STANDARD, Slo
-from tests.router.admitting import applicant
+from tests.router.admitting import UnknownPace, applicant
 from tests.router.workers import hello
 
 PROMISED = Slo(name="interactive", tbt_s=0.1, priority=2)

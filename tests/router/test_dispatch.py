@@ -520,6 +520,18 @@ def test_the_timing_tells_retries_from_resumptions(core):
     assert (timing.retries, timing.resumptions) == (1, 1)
 
 
+def test_restarts_are_counted_when_they_happen_also_for_a_job_that_fails():
+    core = Core(patience=Patience(max_attempts=3))
+    core.join("p0", "p1", "d0", "d1")
+    p, _ = start_pair(core, max_tokens=4)
+    again = sent(core(failed(p, EngineError("a step failed"))), SendPrefill)
+    assert (core.dispatcher.restarts.retries, core.dispatcher.restarts.resumptions) == (1, 0)
+    core(first_tokens(again, drawn(0, 0, 4)))
+    core(WorkerLost(worker=again.permit.target, reason="killed"))
+    core(ClientGone(request_id=again.request_id))
+    assert (core.dispatcher.restarts.retries, core.dispatcher.restarts.resumptions) == (1, 1)
+
+
 def test_samples_that_have_tokens_are_resumed_one_by_one(core):
     core.join("p0", "d0", "d1")
     p, d = start_pair(core, samples=(0, 1))

@@ -14,7 +14,7 @@ from baton.errors import (
 )
 from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import RequestId, Role
-from baton.rpc.convert import prompt_from_proto
+from baton.rpc.generation import prompt_from_proto
 from router.attempts import Patience
 from router.generator import ClusterGenerator
 from router.links import LinkTiming

@@ -9,7 +9,7 @@ from baton.ids import RequestId
 from router.events import Emit
 from router.inboxes import Inboxes
 from router.ports import Tokens
-from router.progress import Advance
+from router.steps import Advance
 
 A, B = RequestId("a"), RequestId("b")
 

@@ -1,14 +1,16 @@
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from baton.clock import ManualClock
 from baton.errors import OverloadedError, WorkerLostError
 from baton.generation import SamplingParams
 from router.openai.replies import ChatCompletion, ChatCompletionChunk
 from router.openai.sampling import SamplingDefaults
 from router.ports import Timing
-from tests.router.served import events, serve
+from tests.router.served import MODEL, events, serve
 
 
 async def test_a_conversation_is_answered_in_openais_shape():
@@ -289,11 +291,28 @@ async def test_counts_and_latencies_are_measured():
         assert served.metric("baton_http_requests_total", **route) == 1
 
 
+async def test_latencies_begin_when_the_request_arrives_and_not_when_all_of_it_is_there():
+    clock = ManualClock()
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield body[:9]
+        clock.advance(30.0)
+        yield body[9:]
+
+    async with serve(clock=clock) as served:
+        served.says("hello")
+        reply = await served.http.post("/v1/chat/completions", content=slowly())
+        assert reply.status_code == 200
+        tiny = {"model_name": "tiny"}
+        assert served.metric("vllm:time_to_first_token_seconds_sum", **tiny) == 30.0
+        assert served.metric("vllm:e2e_request_latency_seconds_sum", **tiny) == 30.0
+
+
 async def test_the_models_template_is_told_what_the_client_says_for_it():
-    async with serve() as served:
+    template = "{{ mood }} {{ reasoning_effort }} {{ messages[0]['content'] }}"
+    async with serve(chat_template=template) as served:
         served.says("x")
-        renderer = served.tokenizer._renderer
-        renderer.chat_template = "{{ mood }} {{ reasoning_effort }} {{ messages[0]['content'] }}"
         await served.chat(chat_template_kwargs={"mood": "sad"}, reasoning_effort="low")
         prompt = served.generator.jobs[0].prompt.prompt_tokens
         assert await served.tokenizer.decode(prompt) == "sad low hi"

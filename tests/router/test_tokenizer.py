@@ -8,7 +8,8 @@ import pytest
 from tokenizers import processors
 
 from baton.errors import InvalidRequestError, ModelLoadError
-from router.tokenizer import Rendering, Tokenizer
+from router.chat_template import Rendering
+from router.tokenizer import Tokenizer
 from tests.router.tiny_tokenizers import byte_fallback, byte_level, save, token_id
 
 _USER = {"role": "user", "content": "hello"}
@@ -136,7 +137,7 @@ def test_code_in_a_models_directory_is_not_run(directory: Path):
 def test_a_router_process_reads_a_tokenizer_without_torch(directory: Path):
     script = (
         "import sys; from pathlib import Path\n"
-        "from router.tokenizer import Rendering, Tokenizer, keep_torch_out\n"
+        "from router.chat_template import Rendering\nfrom router.tokenizer import Tokenizer, keep_torch_out\n"
         "keep_torch_out()\n"
         "Tokenizer.load(Path(sys.argv[1])).close()\n"
         "print('torch' in sys.modules)\n"

@@ -5,7 +5,7 @@ from typing import Any
 from baton.generation import FinishReason, TokenSample
 from baton.ids import Incarnation, LayerName, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
-from baton.rpc.convert import WorkerHello
+from baton.rpc.hello import WorkerHello
 
 BLOCK_TOKENS = 4
 

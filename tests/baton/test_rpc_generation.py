@@ -1,27 +1,31 @@
 """What crosses a process boundary arrives as it was sent."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequestError
 from baton.generation import (
     FinishReason,
     Prompt,
     SamplingParams,
     TokenLogprobs,
     TokenSample,
-    WorkerLoad,
 )
-from baton.ids import Incarnation, LayerName, LegId, RequestId, Role, WorkerId, WorkerIdentity
-from baton.layout import KvLayout
-from baton.rpc import convert
+from baton.ids import LegId, RequestId
+from baton.rpc.generation import (
+    prompt_from_proto,
+    prompt_logprobs_from_proto,
+    prompt_logprobs_to_proto,
+    prompt_to_proto,
+    sample_from_proto,
+    sample_to_proto,
+)
 from baton.rpc.v1 import common_pb2 as pb
 
 COUNT = st.integers(0, 2**32 - 1)
+
 FLOAT32 = st.floats(width=32, allow_nan=False)
+
 SAMPLING = st.builds(
     SamplingParams,
     temperature=st.floats(0, 2),
@@ -35,12 +39,14 @@ SAMPLING = st.builds(
     ignore_eos=st.booleans(),
     prompt_logprobs=st.none() | st.integers(0, 20),
 )
+
 LOGPROBS = st.builds(
     TokenLogprobs,
     logprob=FLOAT32,
     rank=st.integers(1, 1000),
     top=st.lists(st.tuples(COUNT, FLOAT32), max_size=3).map(tuple),
 )
+
 TOKENS = st.lists(COUNT, max_size=5).map(tuple)
 
 
@@ -55,10 +61,10 @@ TOKENS = st.lists(COUNT, max_size=5).map(tuple)
     )
 )
 def test_a_prompt(prompt: Prompt) -> None:
-    message = convert.prompt_to_proto(LegId(7), RequestId("r"), prompt)
+    message = prompt_to_proto(LegId(7), RequestId("r"), prompt)
     assert (message.leg_id, message.request_id) == (7, "r")
     wire = pb.GenerationRequest.FromString(message.SerializeToString())
-    assert convert.prompt_from_proto(wire) == prompt
+    assert prompt_from_proto(wire) == prompt
 
 
 @given(
@@ -71,48 +77,8 @@ def test_a_prompt(prompt: Prompt) -> None:
     )
 )
 def test_a_drawn_token(sample: TokenSample) -> None:
-    wire = pb.SampledToken.FromString(convert.sample_to_proto(sample).SerializeToString())
-    assert convert.sample_from_proto(wire) == sample
-
-
-@given(st.sampled_from(Role), TOKENS)
-def test_a_greeting(role: Role, numbers: tuple[int, ...]) -> None:
-    hello = convert.WorkerHello(
-        identity=WorkerIdentity(worker_id=WorkerId("w"), incarnation=Incarnation(2**48 - 1)),
-        role=role,
-        layout=KvLayout(
-            model_fingerprint="m",
-            dtype="float16",
-            block_tokens=16,
-            num_kv_heads=2,
-            head_dim=64,
-            layers=tuple(LayerName(str(number)) for number in numbers),
-            tp_size=8,
-            tp_rank=5,
-            kv_head_replicas=4,
-        ),
-        max_model_len=1,
-        vocab_size=2,
-        num_blocks=3,
-        max_num_seqs=4,
-        transfer_address="unix:/x",
-    )
-    wire = pb.WorkerHello.FromString(convert.hello_to_proto(hello).SerializeToString())
-    assert convert.hello_from_proto(wire) == hello
-
-
-def test_a_load_report_with_every_field_set() -> None:
-    names = WorkerLoad.__dataclass_fields__
-    fields: dict[str, Any] = {name: i for i, name in enumerate(names, start=1)}
-    load = WorkerLoad(**fields | {"draining": True})
-    assert convert.load_from_proto(convert.load_to_proto(load)) == load
-
-
-def test_an_error_keeps_its_type_and_param() -> None:
-    error = InvalidRequestError("too many", param="n")
-    back = convert.failure_from_proto(convert.failure_to_proto(error))
-    assert type(back) is InvalidRequestError
-    assert (back.message, back.param) == ("too many", "n")
+    wire = pb.SampledToken.FromString(sample_to_proto(sample).SerializeToString())
+    assert sample_from_proto(wire) == sample
 
 
 @pytest.mark.parametrize("top", [0, 3])
@@ -122,15 +88,15 @@ def test_a_prompts_log_probabilities_survive_the_wire(count: int, top: int):
     scores = tuple(
         TokenLogprobs(logprob=-0.25 * i, rank=i + 1, top=likeliest) for i in range(count)
     )
-    message = convert.prompt_logprobs_to_proto(scores)
+    message = prompt_logprobs_to_proto(scores)
     assert message is not None
-    assert convert.prompt_logprobs_from_proto(message) == scores
+    assert prompt_logprobs_from_proto(message) == scores
 
 
 def test_columns_that_do_not_fit_each_other_are_refused():
     scores = (TokenLogprobs(logprob=-1.0, rank=1, top=((1, -1.0), (2, -2.0))),)
-    message = convert.prompt_logprobs_to_proto(scores)
+    message = prompt_logprobs_to_proto(scores)
     assert message is not None
     message.top_tokens.pop()
     with pytest.raises(ValueError, match="likeliest"):
-        convert.prompt_logprobs_from_proto(message)
+        prompt_logprobs_from_proto(message)

@@ -1,0 +1,58 @@
+"""The chunks of a stream of OpenAI's older endpoints: what stands around the choices of each, and how the stream ends."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from router.openai.choices import Delta
+from router.openai.jobs import JobRun, usage_of
+from router.openai.order import ReplyHead
+from router.openai.replies import TimingReply, Usage
+from router.openai.requests import GenerationBody
+
+
+class Chunks:
+    """Writes the chunks of one request, joining bytes that were made once: no model object per token.
+
+    Every chunk ends with the token counts so far, with their place held for the last chunk, or with neither.
+
+    Args:
+        kind: The `object` of each.
+        head: What each begins with besides.
+        body: What its client asked for.
+        runs: The jobs whose tokens are counted.
+    """
+
+    def __init__(
+        self, kind: str, head: ReplyHead, body: GenerationBody, runs: Sequence[JobRun]
+    ) -> None:
+        self._head = head.as_json(kind)
+        self._runs = runs
+        self._counts_at_end = body.usage_in_stream
+        self._counts_always = body.usage_in_chunks
+        self._usual_tail = b',"usage":null}\n\n' if body.usage_in_stream else b"}\n\n"
+
+    def chunk(self, choice: bytes, more: bytes = b"") -> bytes:
+        """The one with this choice, and `more` members after it."""
+        tail = _usage_tail(usage_of(self._runs)) if self._counts_always else self._usual_tail
+        return b'%b,"choices":[%b]%b%b' % (self._head, choice, more, tail)
+
+    def end(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:
+        """A chunk without choices for who asked for the token counts, comments with the timings, and the last word."""
+        counts = self._head + b',"choices":[]' + _usage_tail(usage) if self._counts_at_end else b""
+        comments = [b": baton " + msgspec.json.encode(t.model_dump()) + b"\n\n" for t in timings]
+        return counts + b"".join(comments) + b"data: [DONE]\n\n"
+
+
+def token_ids_field(delta: Delta) -> bytes:
+    """The member that a streamed choice ends with when its client asked for token ids."""
+    return b',"token_ids":' + msgspec.json.encode(delta.tokens)
+
+
+def prompt_ids_field(run: JobRun) -> bytes:
+    """The member with the prompt's ids, for the first chunk."""
+    return b',"prompt_token_ids":' + msgspec.json.encode(list(run.job.prompt.prompt_tokens))
+
+
+def _usage_tail(usage: Usage) -> bytes:
+    return b',"usage":' + usage.model_dump_json().encode() + b"}\n\n"

@@ -1,0 +1,33 @@
+"""What a shipment's own edges show that the outbox hides; its life as a whole is in `test_outbox.py`."""
+
+import itertools
+
+from baton.ids import BlockId, LayerName
+from baton.layout import KvLayout
+from kv_transfer.heads import plan_link
+from kv_transfer.plan import Export, Grant
+from kv_transfer.shipment import Shipment
+from tests.kv_transfer.permits import permit
+
+LAYOUT = KvLayout(
+    model_fingerprint="f",
+    dtype="float32",
+    block_tokens=1,
+    num_kv_heads=1,
+    head_dim=1,
+    layers=(LayerName("a"),),
+)
+
+
+def test_a_worker_that_has_pushed_for_weeks_still_knows_its_exports_apart():
+    """Ids of pushes grow over a worker's whole life, past what 32 bits hold."""
+    shipment = Shipment(permit(num_blocks=1), num_layers=1, push_ids=itertools.count(2**31))
+    grant = Grant(held_blocks=0, blocks=(BlockId(7),))
+    shipment.grant(grant, plan_link(LAYOUT, LAYOUT), checksums=False)
+    for source in (3, 5):
+        shipment.export(Export(layer_index=0, first_block=0, source=(BlockId(source),)))
+        (started,) = shipment.start()
+        assert started.push.source == (source,)
+        shipment.land(started.push_id, None)
+        assert shipment.complete
+        shipment.check_integrity()
