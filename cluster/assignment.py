@@ -23,6 +23,7 @@ class Part:
         worker: What it serves; None for the router.
         worker_addresses: Every worker's gRPC address; only for the router.
         http_fds: Listening sockets that it inherits; only for the router.
+        pool_address: Of this host's pool node; empty for no pool. Only for workers.
         lock_fd: Holds the cluster's runtime directory as long as any of its processes lives.
     """
 
@@ -31,6 +32,7 @@ class Part:
     worker: WorkerConfig | None = None
     worker_addresses: tuple[str, ...] = ()
     http_fds: tuple[int, ...] = ()
+    pool_address: str = ""
     lock_fd: int
 
 

@@ -8,7 +8,7 @@ With a node or without, the worker serves; the pool only ever makes it quicker.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton.clock import Clock
 from baton.config.schema import PoolConfig
@@ -27,6 +27,8 @@ from kvpool.writer import Generation, PoolWriter
 _FAREWELL_S = 2.0
 """A worker that leaves takes this long at most to put what it has still in line."""
 
+OpenClient = Callable[[Callable[[list[Pages] | None], None]], AttachedClient]
+
 _log = get_logger(__name__)
 
 
@@ -36,7 +38,7 @@ class PoolAgent:
     Close it after the engine: the engine's thread waits for the reader's.
 
     Args:
-        client: The way to the node; ours from now on.
+        open_client: Makes the way to the node, given who is told of slabs that come and go.
         arena: The engine's pages.
         generation: How often a page of it has been handed out.
         config: Durations and bounds.
@@ -50,7 +52,7 @@ class PoolAgent:
 
     def __init__(
         self,
-        client: AttachedClient,
+        open_client: OpenClient,
         arena: ArenaPages,
         generation: Generation,
         *,
@@ -59,7 +61,7 @@ class PoolAgent:
         metrics: PoolMetrics,
         clock: Clock,
     ) -> None:
-        self._client = client
+        client = self._client = open_client(self._slab_changed)
         self._borrower = Borrower(
             client,
             clock,
@@ -89,7 +91,7 @@ class PoolAgent:
         """Looks for the node from now on; does not wait for it."""
         self._borrower.start()
         self._publisher.start()
-        await self._client.start(self._slab_changed)
+        await self._client.start()
 
     async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
         """Borrows what the pool has of a prompt that is about to be submitted. See `Borrower.prepare`."""

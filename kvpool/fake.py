@@ -14,6 +14,8 @@ from kvpool.ledger import NodeLedger
 from kvpool.limits import NodeLimits
 from kvpool.messages import BlockLease, Owner, PutGrant, Refused
 
+OnSlab = Callable[[list[Pages] | None], None]
+
 
 class FakePool:
     """A node. Every client of it lives on one event loop.
@@ -44,9 +46,9 @@ class FakePool:
         self.is_there = False
         self.come()
 
-    def client(self) -> "FakeClient":
-        """A worker's way here."""
-        client = FakeClient(self)
+    def client(self, on_slab: OnSlab = lambda _: None) -> "FakeClient":
+        """A worker's way here; `on_slab` is told of slabs that come and go."""
+        client = FakeClient(self, on_slab)
         self._clients.append(client)
         return client
 
@@ -103,27 +105,28 @@ class FakePool:
 class FakeClient:
     """An `AttachedClient`."""
 
-    def __init__(self, pool: FakePool) -> None:
+    def __init__(self, pool: FakePool, on_slab: OnSlab) -> None:
         self._pool = pool
-        self._on_slab: Callable[[Sequence[Pages] | None], None] | None = None
-
-    async def start(self, on_slab: Callable[[Sequence[Pages] | None], None]) -> None:
-        """See AttachedClient."""
         self._on_slab = on_slab
+        self._is_started = False
+
+    async def start(self) -> None:
+        """See AttachedClient."""
+        self._is_started = True
         self.node_changed()
 
     async def close(self) -> None:
         """See AttachedClient."""
-        self._on_slab = None
+        self._is_started = False
 
     def node_changed(self) -> None:
         """The node has come or gone."""
-        if self._on_slab is not None:
+        if self._is_started:
             self._on_slab(self.slab())
 
     def slab(self) -> list[Pages] | None:
         """See PoolClient."""
-        return self._pool.rows if self._pool.is_there and self._on_slab is not None else None
+        return self._pool.rows if self._pool.is_there and self._is_started else None
 
     async def lease(self, keys: Sequence[BlockKey], lease_s: float, wait_s: float) -> BlockLease:  # noqa: ARG002
         """See PoolClient. There is no disk to wait for."""

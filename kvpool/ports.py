@@ -2,7 +2,7 @@
 pages of its arena and somebody who talks to the node.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from baton.ids import BlockKey, SeqId, WorkerIdentity
@@ -125,16 +125,13 @@ class PoolClient(Protocol):
 
 
 class AttachedClient(PoolClient, Protocol):
-    """A client that finds the node by itself, and finds it again after it was away."""
+    """A client that finds the node by itself, again and again, and says on the event loop which slab there is, if any."""
 
-    async def start(self, on_slab: Callable[[Sequence[Pages] | None], None]) -> None:
-        """Looks for the node from now on; does not wait for it.
-
-        `on_slab` is called on the running loop with the slab whenever a node has come, and with None when it has gone.
-        """
+    async def start(self) -> None:
+        """Looks for the node from now on; does not wait for it."""
 
     async def close(self) -> None:
-        """Lets go of the node; `on_slab` is not called any more."""
+        """Lets go of the node."""
 
 
 class ExtentStore(Protocol):

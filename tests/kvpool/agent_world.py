@@ -30,7 +30,7 @@ class AgentWorld(ArenaWorld):
         self.pool = FakePool(self.layout, self.clock, num_slots=num_slots)
         self.registry = CollectorRegistry()
         self.agent = PoolAgent(
-            self.pool.client(),
+            self.pool.client,
             self.host,
             lambda block: self.generations[block],
             config=PoolConfig(**{"lookup_timeout_s": TIMEOUT_S, **config}),

@@ -65,7 +65,7 @@ class Worker:
         clock = MonotonicClock()
         self.pool = pool or FakePool(self.layout, clock)
         self.agent = PoolAgent(
-            self.pool.client(),
+            self.pool.client,
             HostPages(memory, self.layout, num_blocks=NUM_BLOCKS),
             self.host.generation,
             config=PoolConfig(lookup_timeout_s=lookup_timeout_s),
