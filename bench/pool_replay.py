@@ -88,8 +88,7 @@ def replay(
 def _serve(ledger: NodeLedger, keys: Sequence[BlockKey], now_s: float) -> int:
     lease = ledger.lease(keys, _LEASE_S, now_s)
     hits = len(lease.blocks)
-    positions = range(hits, len(keys))
-    put = ledger.reserve(keys[hits:], _OWNER, now_s, positions=positions)
+    put = ledger.reserve(keys[hits:], _OWNER, now_s, first=hits)
     if isinstance(put, PutGrant) and put.items:
         ledger.commit(put.put_id, [b"sum"] * len(put.items), now_s)
     if lease.lease_id:

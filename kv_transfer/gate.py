@@ -72,11 +72,15 @@ class Gate:
         self._thread = threading.Thread(target=self._serve, name="kv-gate", daemon=True)
         self._thread.start()
 
-    def grant(self) -> bytes:
-        """A fresh token with which one peer may enter once."""
+    def grant(self, gone: Callable[[], None] | None = None) -> bytes:
+        """A fresh token with which one peer may enter once.
+
+        Args:
+            gone: Called on the gate's thread when whoever entered has left, unless `revoke` names another.
+        """
         token = secrets.token_bytes(TOKEN_BYTES)
         with self._lock:
-            self._grants[token] = _Grant(token=token)
+            self._grants[token] = _Grant(token=token, gone=gone)
         return token
 
     def revoke(self, token: bytes, gone: Callable[[], None]) -> None:

@@ -1,1 +1,1 @@
-"""The pooled KV store that spans the cluster. Its contract is `proto/baton/rpc/v1/pool.proto`; nothing serves it yet."""
+"""The pooled KV store: one node per host, whose memory that host's workers share."""

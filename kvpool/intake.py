@@ -38,13 +38,13 @@ class Intake:
         self,
         keys: Sequence[BlockKey],
         holding: Holding,
-        positions: Sequence[int],
+        first: int,
         writer: WorkerIdentity | None,
         now_s: float,
     ) -> PutGrant | Refused:
         """Gives places for those of `keys` that nobody has."""
         holding.account.active_s = now_s
-        wanted, held = self._split(keys, positions)
+        wanted, held = self._split(keys, first)
         if not wanted:
             return _NOTHING_TO_WRITE
         room = self._make_room(len(wanted), holding.account, held, now_s)
@@ -98,13 +98,13 @@ class Intake:
             self._stop_writing(put.places)
 
     def _split(
-        self, keys: Sequence[BlockKey], positions: Sequence[int]
+        self, keys: Sequence[BlockKey], first: int
     ) -> tuple[list[tuple[BlockKey, int]], list[Place]]:
         """Blocks that nobody has, with their positions; and the places of those that are held."""
         memory, disk = self._book.memory.named, self._book.disk.named
         wanted: dict[BlockKey, int] = {}
         held = []
-        for key, position in zip(keys, positions or range(len(keys)), strict=True):
+        for position, key in enumerate(keys, first):
             place = memory.get(key) or disk.get(key)
             if place is None:
                 wanted.setdefault(key, position)

@@ -116,20 +116,20 @@ class NodeLedger:
         owner: Owner,
         now_s: float,
         *,
-        positions: Sequence[int] = (),
+        first: int = 0,
         size_bytes: int | None = None,
         writer: WorkerIdentity | None = None,
     ) -> PutGrant | Refused:
         """Gives places to write to for blocks that nobody holds or is writing, for `put_timeout_s`.
 
         Evicts as needed, but none of `keys`, nor what other tenants have within their share. Where there is room for a part,
-        the first of `keys` are granted.
+        the beginning of `keys` is granted.
 
         Args:
-            keys: Blocks, those of one text in its order.
+            keys: Consecutive blocks of one text.
             owner: Whose they are.
             now_s: The time.
-            positions: How many blocks of its text are before each; as many as keys, or none where `keys` is a whole text.
+            first: So many blocks of the text come before them.
             size_bytes: Of each; a whole slot where it is not said.
             writer: Who will write; its puts end with it (`worker_gone`).
 
@@ -141,7 +141,7 @@ class NodeLedger:
         if refused is not None:
             return refused
         holding = self._accounts.holding(owner, size_bytes)
-        return self._intake.reserve(keys, holding, positions, writer, now_s)
+        return self._intake.reserve(keys, holding, first, writer, now_s)
 
     def commit(
         self,

@@ -77,7 +77,7 @@ class World:
             chain(text, first),
             owner(tenant),
             self.now_s,
-            positions=range(first, len(text)),
+            first=first,
             writer=worker(by),
         )
         if isinstance(outcome, PutGrant) and outcome.items:

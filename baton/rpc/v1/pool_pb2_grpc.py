@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 from baton.rpc.v1 import pool_pb2 as baton_dot_rpc_dot_v1_dot_pool__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -75,16 +74,6 @@ class PoolStub:
                 request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptRequest.SerializeToString,
                 response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptReply.FromString,
                 _registered_method=True)
-        self.Fetch = channel.unary_unary(
-                '/baton.rpc.v1.Pool/Fetch',
-                request_serializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.SerializeToString,
-                response_deserializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.FromString,
-                _registered_method=True)
-        self.Watch = channel.stream_stream(
-                '/baton.rpc.v1.Pool/Watch',
-                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.WatchRequest.SerializeToString,
-                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.WatchReply.FromString,
-                _registered_method=True)
         self.Flush = channel.unary_unary(
                 '/baton.rpc.v1.Pool/Flush',
                 request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.FlushPoolRequest.SerializeToString,
@@ -149,20 +138,6 @@ class PoolServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Fetch(self, request, context):
-        """For nodes of other hosts: a signed FetchBlocks there, a signed FetchedBlocks back.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Watch(self, request_iterator, context):
-        """For routers: a greeting, then which blocks are held here.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Flush(self, request, context):
         """For operators.
         """
@@ -218,16 +193,6 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.ReportCorrupt,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptRequest.FromString,
                     response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptReply.SerializeToString,
-            ),
-            'Fetch': grpc.unary_unary_rpc_method_handler(
-                    servicer.Fetch,
-                    request_deserializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.FromString,
-                    response_serializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.SerializeToString,
-            ),
-            'Watch': grpc.stream_stream_rpc_method_handler(
-                    servicer.Watch,
-                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.WatchRequest.FromString,
-                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.WatchReply.SerializeToString,
             ),
             'Flush': grpc.unary_unary_rpc_method_handler(
                     servicer.Flush,
@@ -456,60 +421,6 @@ class Pool:
             '/baton.rpc.v1.Pool/ReportCorrupt',
             baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Fetch(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.rpc.v1.Pool/Fetch',
-            baton_dot_rpc_dot_v1_dot_common__pb2.Signed.SerializeToString,
-            baton_dot_rpc_dot_v1_dot_common__pb2.Signed.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Watch(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/baton.rpc.v1.Pool/Watch',
-            baton_dot_rpc_dot_v1_dot_pool__pb2.WatchRequest.SerializeToString,
-            baton_dot_rpc_dot_v1_dot_pool__pb2.WatchReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,141 @@
+"""Between the pool's protobuf messages and its own types."""
+
+from collections.abc import Sequence
+
+from baton.errors import InvalidRequestError
+from baton.hashing import KEY_BYTES
+from baton.ids import BlockKey
+from baton.rpc.hello import identity_to_proto
+from baton.rpc.v1 import pool_pb2 as pb
+from kvpool.messages import (
+    BlockLease,
+    HeldBlock,
+    Owner,
+    PutGrant,
+    PutItem,
+    RefusalReason,
+    Refused,
+    Selection,
+)
+from kvpool.node import PoolNode
+
+MAX_KEYS = 16_384
+"""In one message: a text of a million tokens in blocks of 64."""
+
+
+def keys_to_bytes(keys: Sequence[BlockKey]) -> bytes:
+    """Keys one after the other."""
+    return b"".join(keys)
+
+
+def keys_from_bytes(packed: bytes) -> list[BlockKey]:
+    """The keys that stand in `packed`.
+
+    Raises:
+        InvalidRequestError: One is cut short, or there are more than `MAX_KEYS`.
+    """
+    if len(packed) % KEY_BYTES:
+        raise InvalidRequestError(
+            f"keys: {len(packed)} bytes are not keys of {KEY_BYTES}", param="keys"
+        )
+    if len(packed) > MAX_KEYS * KEY_BYTES:
+        raise InvalidRequestError(
+            f"keys: {len(packed) // KEY_BYTES} are more than {MAX_KEYS}", param="keys"
+        )
+    return [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
+
+
+def owner_to_proto(owner: Owner) -> pb.BlockOwner:
+    """Owner as its message."""
+    return pb.BlockOwner(
+        tenant=owner.tenant, cache_scope=owner.scope, model_fingerprint=owner.model
+    )
+
+
+def owner_from_proto(message: pb.BlockOwner) -> Owner:
+    """Owner of its message."""
+    return Owner(tenant=message.tenant, scope=message.cache_scope, model=message.model_fingerprint)
+
+
+def selection_from_proto(message: pb.FlushPoolRequest) -> Selection:
+    """What a flush means."""
+    return Selection(
+        tenant=message.tenant, scope=message.cache_scope, model=message.model_fingerprint
+    )
+
+
+def grant_to_proto(outcome: PutGrant | Refused, keys: Sequence[BlockKey]) -> pb.ReservePutReply:
+    """What came of a put of `keys`."""
+    if isinstance(outcome, Refused):
+        return pb.ReservePutReply(refused=outcome.reason.value, detail=outcome.detail)
+    index = {key: place for place, key in enumerate(keys)}
+    places = [
+        pb.PutPlace(index=index[item.key], slot=item.slot, epoch=item.epoch)
+        for item in outcome.items
+    ]
+    return pb.ReservePutReply(put_id=outcome.put_id, places=places)
+
+
+def grant_from_proto(message: pb.ReservePutReply, keys: Sequence[BlockKey]) -> PutGrant | Refused:
+    """The inverse."""
+    if message.refused:
+        return Refused(reason=RefusalReason(message.refused), detail=message.detail)
+    items = tuple(
+        PutItem(key=keys[place.index], slot=place.slot, epoch=place.epoch)
+        for place in message.places
+    )
+    return PutGrant(put_id=message.put_id, items=items)
+
+
+def lease_to_proto(lease: BlockLease, loading: int) -> pb.LeaseBlocksReply:
+    """A lease as its message."""
+    blocks = [
+        pb.LeasedBlock(slot=held.slot, epoch=held.epoch, checksums=held.checksums)
+        for held in lease.blocks
+    ]
+    return pb.LeaseBlocksReply(
+        lease_id=lease.lease_id, blocks=blocks, lease_s=lease.lease_s, loading=loading
+    )
+
+
+def lease_from_proto(message: pb.LeaseBlocksReply, keys: Sequence[BlockKey]) -> BlockLease:
+    """The inverse; `keys` are those that were asked for."""
+    blocks = tuple(
+        HeldBlock(key=key, slot=leased.slot, epoch=leased.epoch, checksums=leased.checksums)
+        for key, leased in zip(keys, message.blocks, strict=False)
+    )
+    return BlockLease(lease_id=message.lease_id, blocks=blocks, lease_s=message.lease_s)
+
+
+def usage_to_proto(node: PoolNode, hottest: int) -> pb.PoolUsageReply:
+    """How a node is used, with so many of its hottest prefixes."""
+    usage = node.usage()
+    return pb.PoolUsageReply(
+        node=identity_to_proto(node.identity),
+        slots_total=usage.slots_total,
+        slots_free=usage.slots_free,
+        slot_bytes=node.slot_bytes,
+        ssd_blocks=usage.ssd_blocks,
+        hit_blocks=usage.hit_blocks,
+        missed_blocks=usage.missed_blocks,
+        stored_blocks=usage.stored_blocks,
+        evicted_blocks=usage.evicted_blocks,
+        demoted_blocks=usage.demoted_blocks,
+        promoted_blocks=usage.promoted_blocks,
+        zombie_puts=usage.zombie_puts,
+        corrupt_blocks=usage.corrupt_blocks,
+        leases=usage.leases,
+        puts=usage.puts,
+        sick=node.state().sick,
+        directory_reachable=node.directory_reachable,
+        owners=[
+            pb.OwnerUsage(
+                tenant=owner.tenant,
+                dram_bytes=owner.dram_bytes,
+                ssd_bytes=owner.ssd_bytes,
+                blocks=owner.blocks,
+            )
+            for owner in usage.owners
+        ],
+        hottest=[pb.HotPrefix(key=key, hits=hits) for key, hits in node.hottest(hottest)],
+    )

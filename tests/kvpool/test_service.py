@@ -1,0 +1,298 @@
+"""A pool node behind gRPC, its slab mapped by clients, as worker and node meet on one host. Loopback of Unix sockets only."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import xxhash
+
+from baton.config.schema import BatonConfig, PoolConfig
+from baton.errors import PoolUnavailableError
+from baton.ids import BlockKey, Incarnation, LayerName, WorkerId, WorkerIdentity
+from baton.layout import KvLayout
+from baton.rpc.channel import open_channel
+from baton.rpc.hello import identity_to_proto, layout_to_proto
+from baton.rpc.v1 import pool_pb2 as pb
+from baton.rpc.v1 import pool_pb2_grpc
+from kv_transfer.page_copy import Pages
+from kvpool.client import GrpcPoolClient
+from kvpool.messages import Owner, PutGrant, RefusalReason, Refused
+from kvpool.service import run
+
+LAYOUT = KvLayout(
+    model_fingerprint="m",
+    dtype="float32",
+    block_tokens=4,
+    num_kv_heads=2,
+    head_dim=8,
+    layers=(LayerName("a"), LayerName("b")),
+)
+ANNA = Owner(tenant="anna", scope="anna", model="m")
+NUM_SLOTS = 8
+POOL = PoolConfig(memory_bytes=LAYOUT.page_bytes * NUM_SLOTS, tenant_bytes=None)
+
+
+def identity(name: str, incarnation: int = 1) -> WorkerIdentity:
+    return WorkerIdentity(worker_id=WorkerId(name), incarnation=Incarnation(incarnation))
+
+
+def keys(*numbers: int) -> list[BlockKey]:
+    return [BlockKey(number.to_bytes(16, "little")) for number in numbers]
+
+
+class Node:
+    """A node's process, as a task of the test."""
+
+    def __init__(self, folder: Path, pool: PoolConfig) -> None:
+        self.address = f"unix:{folder}/pool-0.sock"
+        self._region_path = str(folder / "pool-0.kv")
+        self._pool = pool
+        self._starts = 0
+        self._stop = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._starts += 1
+        self._stop, ready = asyncio.Event(), asyncio.Event()
+        self._running = asyncio.create_task(
+            run(
+                BatonConfig(pool=self._pool),
+                identity=identity("pool-0", self._starts),
+                address=self.address,
+                region_path=self._region_path,
+                ready=ready.set,
+                stop=self._stop,
+            )
+        )
+        waiting = asyncio.ensure_future(ready.wait())
+        await asyncio.wait({self._running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.is_set():
+            waiting.cancel()
+            await self._running
+
+    async def stop(self) -> None:
+        self._stop.set()
+        if self._running is not None:
+            await self._running
+
+
+class Worker:
+    """A client that waits for what it is told of slabs."""
+
+    def __init__(self, address: str, name: str, layout: KvLayout = LAYOUT) -> None:
+        self.slabs: asyncio.Queue[list[Pages] | None] = asyncio.Queue()
+        self.client = GrpcPoolClient(address, identity(name), layout, self.slabs.put_nowait)
+
+    async def attached(self) -> list[Pages]:
+        async with asyncio.timeout(30):
+            while (slab := await self.slabs.get()) is None:
+                continue
+        return slab
+
+    async def put(self, *numbers: int, owner: Owner = ANNA) -> int:
+        """Puts blocks whose bytes are their number."""
+        slab = self.client.slab()
+        assert slab is not None
+        grant = await self.client.reserve(keys(*numbers), owner, 0)
+        assert isinstance(grant, PutGrant)
+        sums = []
+        for item in grant.items:
+            for layer in slab:
+                layer[item.slot] = item.key[0]
+            sums.append(checksums(slab, item.slot))
+        return await self.client.commit(grant.put_id, sums)
+
+
+def checksums(slab: list[Pages], slot: int) -> bytes:
+    sums = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(layer[slot]).data) for layer in slab]
+    return np.array(sums, dtype="<u8").tobytes()
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    node = Node(tmp_path, POOL)
+    await node.start()
+    yield node
+    await node.stop()
+
+
+@contextlib.asynccontextmanager
+async def a_worker(node: Node, name: str, layout: KvLayout = LAYOUT) -> AsyncIterator[Worker]:
+    worker = Worker(node.address, name, layout)
+    await worker.client.start()
+    yield worker
+    await worker.client.close()
+
+
+async def usage(node: Node) -> pb.PoolUsageReply:
+    async with open_channel(node.address) as channel:
+        return await pool_pb2_grpc.PoolStub(channel).Usage(pb.PoolUsageRequest(hottest=5))
+
+
+async def test_what_one_worker_puts_another_reads_in_the_same_memory(node: Node) -> None:
+    async with a_worker(node, "prefill-0") as writer, a_worker(node, "decode-0") as reader:
+        await writer.attached()
+        slab = await reader.attached()
+        assert await writer.put(1, 2, 3) == 3
+        lease = await reader.client.lease(keys(1, 2, 3, 4), 30.0, 0.0)
+        assert [held.key for held in lease.blocks] == keys(1, 2, 3)
+        for held in lease.blocks:
+            assert checksums(slab, held.slot) == held.checksums
+            assert set(slab[1][held.slot].tolist()) == {held.key[0]}
+        await reader.client.release([lease.lease_id])
+        said = await usage(node)
+        assert (said.hit_blocks, said.missed_blocks, said.leases) == (3, 1, 0)
+        assert [(prefix.key, prefix.hits) for prefix in said.hottest] == [(keys(1)[0], 1)]
+        assert [(owner.tenant, owner.blocks) for owner in said.owners] == [("anna", 3)]
+
+
+async def test_a_block_that_is_held_or_being_put_is_not_granted_again(node: Node) -> None:
+    async with a_worker(node, "prefill-0") as worker:
+        await worker.attached()
+        await worker.put(1)
+        open_put = await worker.client.reserve(keys(1, 2), ANNA, 0)
+        assert isinstance(open_put, PutGrant)
+        assert [item.key for item in open_put.items] == keys(2)
+        again = await worker.client.reserve(keys(1, 2), ANNA, 0)
+        assert isinstance(again, PutGrant)
+        assert again.items == ()
+
+
+async def test_leased_blocks_stay_and_a_put_finds_the_node_full(node: Node) -> None:
+    async with a_worker(node, "prefill-0") as worker:
+        await worker.attached()
+        numbers = range(1, NUM_SLOTS + 1)
+        await worker.put(*numbers)
+        lease = await worker.client.lease(keys(*numbers), 30.0, 0.0)
+        assert len(lease.blocks) == NUM_SLOTS
+        refused = await worker.client.reserve(keys(99), ANNA, 0)
+        assert isinstance(refused, Refused)
+        assert refused.reason is RefusalReason.FULL
+        assert await worker.client.renew([lease.lease_id, "nobody's"], 30.0) == ("nobody's",)
+        await worker.client.release([lease.lease_id])
+        assert await worker.put(99) == 1
+
+
+async def test_the_leases_of_a_worker_end_with_its_process(node: Node) -> None:
+    async with a_worker(node, "decode-0") as reader:
+        await reader.attached()
+        await reader.put(1)
+        await reader.client.lease(keys(1), 30.0, 0.0)
+        assert (await usage(node)).leases == 1
+    async with asyncio.timeout(30):
+        while (await usage(node)).leases:  # noqa: ASYNC110  # another process: nothing to wait on
+            await asyncio.sleep(0.01)
+
+
+async def test_a_corrupt_block_is_given_up(node: Node) -> None:
+    async with a_worker(node, "decode-0") as worker:
+        await worker.attached()
+        await worker.put(1, 2)
+        await worker.client.corrupt(keys(1))
+        assert (await worker.client.lease(keys(1, 2), 30.0, 0.0)).blocks == ()
+        assert (await usage(node)).corrupt_blocks == 1
+
+
+async def test_a_flush_gives_up_what_it_covers(node: Node) -> None:
+    bert = Owner(tenant="bert", scope="bert", model="m")
+    async with a_worker(node, "prefill-0") as worker, open_channel(node.address) as channel:
+        await worker.attached()
+        await worker.put(1, 2)
+        await worker.put(3, owner=bert)
+        stub = pool_pb2_grpc.PoolStub(channel)
+        assert (await stub.Flush(pb.FlushPoolRequest(tenant="anna"))).blocks == 2
+        assert (await worker.client.lease(keys(1), 30.0, 0.0)).blocks == ()
+        assert len((await worker.client.lease(keys(3), 30.0, 0.0)).blocks) == 1
+
+
+async def test_a_worker_finds_a_node_that_started_again_and_nothing_old_in_it(node: Node) -> None:
+    async with a_worker(node, "prefill-0") as worker:
+        await worker.attached()
+        await worker.put(1)
+        await node.stop()
+        async with asyncio.timeout(30):
+            assert await worker.slabs.get() is None
+        with pytest.raises(PoolUnavailableError):
+            await worker.client.lease(keys(1), 30.0, 0.0)
+        await node.start()
+        await worker.attached()
+        assert (await worker.client.lease(keys(1), 30.0, 0.0)).blocks == ()
+        assert await worker.put(1) == 1
+
+
+async def test_a_worker_that_names_an_old_start_of_the_node_is_refused(node: Node) -> None:
+    async with a_worker(node, "prefill-0") as worker, open_channel(node.address) as channel:
+        await worker.attached()
+        request = pb.LeaseBlocksRequest(
+            reader=identity_to_proto(identity("prefill-0")),
+            node=identity_to_proto(identity("pool-0", 77)),
+            keys=keys(1)[0],
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pool_pb2_grpc.PoolStub(channel).Lease(request)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "node" in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize("packed", [b"short", bytes(16 * 20_000)])
+async def test_malformed_keys_are_refused_by_name_and_nothing_else_suffers(
+    node: Node, packed: bytes
+) -> None:
+    async with a_worker(node, "prefill-0") as worker, open_channel(node.address) as channel:
+        await worker.attached()
+        request = pb.ReservePutRequest(
+            writer=identity_to_proto(identity("prefill-0")),
+            node=identity_to_proto(identity("pool-0", 1)),
+            keys=packed,
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pool_pb2_grpc.PoolStub(channel).Reserve(request)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "keys" in (caught.value.details() or "")
+        assert await worker.put(1) == 1
+
+
+async def test_a_worker_with_larger_blocks_goes_without_the_pool(node: Node) -> None:
+    larger = replace(LAYOUT, head_dim=16)
+    async with a_worker(node, "prefill-0") as first, a_worker(node, "other", larger) as second:
+        await first.attached()
+        async with open_channel(node.address) as channel:
+            request = pb.AttachPoolRequest(
+                worker=identity_to_proto(identity("third")), layout=layout_to_proto(larger)
+            )
+            reply = await pool_pb2_grpc.PoolStub(channel).Attach(request)
+        assert "block_bytes" in reply.failure.message
+        assert second.client.slab() is None
+        assert await first.put(1) == 1
+
+
+async def test_without_a_node_every_call_says_so_at_once(tmp_path: Path) -> None:
+    client = GrpcPoolClient(
+        f"unix:{tmp_path}/nobody.sock", identity("prefill-0"), LAYOUT, lambda _slab: None
+    )
+    await client.start()
+    for call in (
+        client.lease(keys(1), 1.0, 0.0),
+        client.reserve(keys(1), ANNA, 0),
+        client.commit("x", []),
+        client.renew([], 1.0),
+    ):
+        with pytest.raises(PoolUnavailableError):
+            await call
+    await client.close()
+
+
+async def test_a_stranger_without_a_token_does_not_get_the_slab(node: Node, tmp_path: Path) -> None:
+    async with a_worker(node, "prefill-0") as worker:
+        await worker.attached()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect(str(tmp_path / "pool-0.kv"))
+            stranger.sendall(bytes(32))
+            answer, fds, _, _ = await asyncio.to_thread(socket.recv_fds, stranger, 16, 1)
+        assert (answer, fds) == (b"", [])
