@@ -124,6 +124,16 @@ class PoolClient(Protocol):
         """These blocks do not have the checksums they were leased with."""
 
 
+class AttachedClient(PoolClient, Protocol):
+    """A client that finds the node by itself, again and again, and says on the event loop which slab there is, if any."""
+
+    async def start(self) -> None:
+        """Looks for the node from now on; does not wait for it."""
+
+    async def close(self) -> None:
+        """Lets go of the node."""
+
+
 class ExtentStore(Protocol):
     """A disk below a node's memory. Blocks: called on threads of its own. A fault is an `OSError`, a wrong block a `CorruptKvError`."""
 

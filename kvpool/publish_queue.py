@@ -40,6 +40,14 @@ class PublishQueue:
             self._pages.extend(pages)
         self._wake()
 
+    def clear(self) -> int:
+        """Forgets every page that waits. Returns how many these were."""
+        with self._lock:
+            num_pages = len(self._pages)
+            self._dropped += num_pages
+            self._pages.clear()
+        return num_pages
+
     def take(self, most: int) -> list[PublishedPage]:
         """The oldest pages of one owner, in order; empty when none wait."""
         taken: list[PublishedPage] = []

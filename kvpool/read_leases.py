@@ -148,6 +148,12 @@ class ReadLeases:
                 if lease_id in self._expires_s:
                     self._expires_s[lease_id] = asked_s + lease_s
 
+    def ended(self, lease_ids: Iterable[str]) -> None:
+        """The node knows nothing of these: nobody reads under them any more."""
+        with self._lock:
+            for lease_id in lease_ids:
+                self._expires_s.pop(lease_id, None)
+
     def forget(self, seq_id: SeqId) -> None:
         """`seq_id` reads nothing more; its leases are given back."""
         with self._lock:

@@ -8,7 +8,7 @@ copies, and compares what has arrived with the checksums of the lease before it 
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,7 @@ class PoolReader:
         desk: Is told of blocks that are wanted, and of those that are corrupt.
         clock: For how long a fetch took.
         stalled_after_s: When a fetch without progress is given up.
+        finished: Told how the fetches of a step went, on the engine's thread.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class PoolReader:
         clock: Clock,
         *,
         stalled_after_s: float = STALLED_AFTER_S,
+        finished: Callable[[FetchOutcome], None] | None = None,
     ) -> None:
         self._arena = arena
         self._leases = leases
         self._desk = desk
         self._clock = clock
         self._stalled_after_s = stalled_after_s
+        self._finished = finished
         self._slab: Sequence[Pages] | None = None
         self._changed = threading.Condition()
         self._jobs: list[_Job] = []
@@ -165,11 +168,14 @@ class PoolReader:
             while self._is_copying:
                 self._changed.wait()
             jobs, self._jobs = self._jobs, []
-        return FetchOutcome(
+        outcome = FetchOutcome(
             num_blocks=sum(len(job.pages) for job in jobs if job.error is None),
             seconds=self._ended_s - self._begun_s,
             failed={job.fetch.seq_id: job.error for job in jobs if job.error is not None},
         )
+        if self._finished is not None:
+            self._finished(outcome)
+        return outcome
 
     def close(self) -> None:
         """Ends the thread, once what it copies is copied."""
