@@ -37,12 +37,14 @@ class FakePoolService(pool_pb2_grpc.PoolServicer):
     usage: What it says of itself.
 
     Attributes:
+        answers: So often it says it, and then no more.
         flushes: What was to be flushed.
         asked: How many prefixes were asked for.
     """
 
     def __init__(self, usage: pool_pb2.PoolUsageReply) -> None:
         self._usage = usage
+        self.answers = 1000
         self.flushes: list[pool_pb2.FlushPoolRequest] = []
         self.asked: list[int] = []
 
@@ -53,6 +55,8 @@ class FakePoolService(pool_pb2_grpc.PoolServicer):
     Renew = Release = ReportCorrupt = Fetch = Watch = _unused
 
     def Usage(self, request, context):  # noqa: N802  # as gRPC names it
+        if len(self.asked) == self.answers:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
         self.asked.append(request.hottest)
         return self._usage
 

@@ -86,13 +86,7 @@ def test_a_tenants_name_is_no_markup(runtime):
 
 
 def test_a_watch_goes_on_until_the_node_is_gone(pool, capsys):
-    def leaves(request, context):
-        if len(pool.service.asked) == 2:
-            context.abort(14, "bye")
-        pool.service.asked.append(request.hottest)
-        return USAGE
-
-    pool.service.Usage = leaves
+    pool.service.answers = 2
     assert main(["pool", "top", "--watch", "--json", *pool.where]) == 1
     shown = capsys.readouterr()
     assert len(shown.out.splitlines()) == 2
