@@ -22,24 +22,20 @@ _Reply = TypeVar("_Reply")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantUsage:
-    """One tenant's part of a node, and what its reads found."""
+    """One tenant's part of a node."""
 
     tenant: str
     dram_bytes: int
     ssd_bytes: int
     blocks: int
-    hit_blocks: int
-    missed_blocks: int
-    hit_rate: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotPrefix:
-    """A chain of blocks that is read often, by the key of its last one, in hex. Never what stands in it."""
+    """A chain of blocks that is read often, by the key of its first one, in hex. Never what stands in it."""
 
     key: str
     hits: int
-    replicas: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +47,6 @@ class PoolUsage:
     dram_bytes: int
     dram_capacity_bytes: int
     ssd_bytes: int
-    ssd_capacity_bytes: int
     slot_bytes: int
     hit_rate: float | None
     hit_blocks: int
@@ -65,7 +60,6 @@ class PoolUsage:
     leases: int
     puts: int
     sick: bool
-    sick_reason: str
     directory_reachable: bool
     tenants: tuple[TenantUsage, ...]
     hottest: tuple[HotPrefix, ...]
@@ -115,23 +109,16 @@ def _from_proto(reply: PoolUsageReply) -> PoolUsage:
             dram_bytes=owner.dram_bytes,
             ssd_bytes=owner.ssd_bytes,
             blocks=owner.blocks,
-            hit_blocks=owner.hit_blocks,
-            missed_blocks=owner.missed_blocks,
-            hit_rate=_rate(owner.hit_blocks, owner.missed_blocks),
         )
         for owner in reply.owners
     ]
-    hottest = [
-        HotPrefix(key=prefix.key.hex(), hits=prefix.hits, replicas=prefix.replicas)
-        for prefix in reply.hottest
-    ]
+    hottest = [HotPrefix(key=prefix.key.hex(), hits=prefix.hits) for prefix in reply.hottest]
     return PoolUsage(
         node=reply.node.worker_id,
         incarnation=f"{reply.node.incarnation:x}",
         dram_bytes=(reply.slots_total - reply.slots_free) * reply.slot_bytes,
         dram_capacity_bytes=reply.slots_total * reply.slot_bytes,
         ssd_bytes=reply.ssd_blocks * reply.slot_bytes,
-        ssd_capacity_bytes=reply.ssd_capacity_blocks * reply.slot_bytes,
         slot_bytes=reply.slot_bytes,
         hit_rate=_rate(reply.hit_blocks, reply.missed_blocks),
         hit_blocks=reply.hit_blocks,
@@ -145,7 +132,6 @@ def _from_proto(reply: PoolUsageReply) -> PoolUsage:
         leases=reply.leases,
         puts=reply.puts,
         sick=reply.sick,
-        sick_reason=reply.sick_reason,
         directory_reachable=reply.directory_reachable,
         tenants=tuple(sorted(tenants, key=lambda one: (-one.dram_bytes, one.tenant))),
         hottest=tuple(sorted(hottest, key=lambda one: (-one.hits, one.key))),

@@ -32,21 +32,16 @@ def headline(usage: PoolUsage) -> str:
 def health(usage: PoolUsage) -> str:
     """`ready`, or what is wrong."""
     if usage.sick:
-        return f"sick: {usage.sick_reason}"
+        return "sick: it takes nothing new"
     return "ready" if usage.directory_reachable else "its directory is out of reach"
 
 
 def _tiers(usage: PoolUsage) -> Table:
     table = _table(("tier",), ("used", "of", "full"))
-    tiers = (
-        ("memory", usage.dram_bytes, usage.dram_capacity_bytes),
-        ("disk", usage.ssd_bytes, usage.ssd_capacity_bytes),
-    )
-    for name, used, capacity in tiers:
-        if capacity:
-            table.add_row(name, format_size(used), format_size(capacity), f"{used / capacity:.0%}")
-    if not table.row_count:
-        table.add_row("memory", "–", "–", "–")
+    used, capacity = usage.dram_bytes, usage.dram_capacity_bytes
+    full = f"{used / capacity:.0%}" if capacity else "–"
+    table.add_row("memory", format_size(used), format_size(capacity), full)
+    table.add_row("disk", format_size(usage.ssd_bytes), "–", "–")
     return table
 
 
@@ -67,18 +62,18 @@ def _counts(usage: PoolUsage) -> Table:
 
 
 def _tenants(tenants: tuple[TenantUsage, ...]) -> Table:
-    table = _table(("tenant",), ("blocks", "memory", "disk", "hits"))
+    table = _table(("tenant",), ("blocks", "memory", "disk"))
     for one in tenants:
         sizes = (format_size(one.dram_bytes), format_size(one.ssd_bytes))
         name = escape(one.tenant) or "–"
-        table.add_row(name, f"{one.blocks:,}", *sizes, _percent(one.hit_rate))
+        table.add_row(name, f"{one.blocks:,}", *sizes)
     return table
 
 
 def _hottest(prefixes: tuple[HotPrefix, ...]) -> Table:
-    table = _table(("hottest prefix",), ("hits", "replicas"))
+    table = _table(("hottest prefix",), ("hits",))
     for prefix in prefixes:
-        table.add_row(prefix.key, f"{prefix.hits:,}", str(prefix.replicas))
+        table.add_row(prefix.key, f"{prefix.hits:,}")
     return table
 
 

@@ -58,7 +58,7 @@ async def run_router(child: Child) -> None:
 
 async def run_pool(child: Child) -> None:
     """The pool's node: the blocks that this host's workers share."""
-    from kvpool import service  # type: ignore[attr-defined, unused-ignore]
+    from kvpool import service
 
     part = child.assignment.part
     await service.run(

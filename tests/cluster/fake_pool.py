@@ -15,7 +15,6 @@ USAGE = pool_pb2.PoolUsageReply(
     slots_free=256,
     slot_bytes=1 << 20,
     ssd_blocks=10,
-    ssd_capacity_blocks=4096,
     hit_blocks=3000,
     missed_blocks=1000,
     stored_blocks=1234,
@@ -23,14 +22,12 @@ USAGE = pool_pb2.PoolUsageReply(
     leases=3,
     directory_reachable=True,
     owners=[
-        pool_pb2.OwnerUsage(tenant="small", dram_bytes=1 << 20, blocks=1, missed_blocks=4),
-        pool_pb2.OwnerUsage(
-            tenant="large", dram_bytes=2 << 30, blocks=2048, hit_blocks=9, missed_blocks=1
-        ),
+        pool_pb2.OwnerUsage(tenant="small", dram_bytes=1 << 20, blocks=1),
+        pool_pb2.OwnerUsage(tenant="large", dram_bytes=2 << 30, blocks=2048),
     ],
     hottest=[
-        pool_pb2.HotPrefix(key=bytes(range(16)), hits=5, replicas=1),
-        pool_pb2.HotPrefix(key=b"\xff" * 16, hits=50, replicas=2),
+        pool_pb2.HotPrefix(key=bytes(range(16)), hits=5),
+        pool_pb2.HotPrefix(key=b"\xff" * 16, hits=50),
     ],
 )
 
@@ -40,16 +37,26 @@ class FakePoolService(pool_pb2_grpc.PoolServicer):
     usage: What it says of itself.
 
     Attributes:
+        answers: So often it says it, and then no more.
         flushes: What was to be flushed.
         asked: How many prefixes were asked for.
     """
 
     def __init__(self, usage: pool_pb2.PoolUsageReply) -> None:
         self._usage = usage
+        self.answers = 1000
         self.flushes: list[pool_pb2.FlushPoolRequest] = []
         self.asked: list[int] = []
 
+    def _unused(self, request, context):
+        raise NotImplementedError
+
+    Attach = Reserve = Commit = Abandon = Lease = _unused
+    Renew = Release = ReportCorrupt = Fetch = Watch = _unused
+
     def Usage(self, request, context):  # noqa: N802  # as gRPC names it
+        if len(self.asked) == self.answers:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
         self.asked.append(request.hottest)
         return self._usage
 
