@@ -3,6 +3,8 @@
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -31,6 +33,7 @@ from kvpool.directory.memory import MemoryDirectory
 from kvpool.directory.redis import RedisDirectory
 from kvpool.node import PoolNode
 from kvpool.ports import Directory
+from kvpool.ssd.store import SsdStore
 
 TICK_S = 0.1
 _STOP_GRACE_S = 0.5
@@ -214,6 +217,7 @@ async def run(
         region_path=region_path,
         directory=_directory(pool),
         clock=MonotonicClock(),
+        open_store=partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes) if pool.ssd_dir else None,
     )
     server = new_server()
     pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node), server)
