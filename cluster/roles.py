@@ -32,10 +32,14 @@ from kv_transfer.backends import needed, open_receivers, open_senders
 from kv_transfer.checksum import ArenaHashes
 from kv_transfer.regions import SharedMemoryArena, SharedRegion
 from kv_transfer.ticket import TicketOffice
+from kvpool.agent import PoolAgent
+from kvpool.client import GrpcPoolClient
+from kvpool.host_pages import HostPages
+from kvpool.worker_metrics import PoolMetrics
 
 if TYPE_CHECKING:
     from engine.build import BuiltEngine
-    from engine.host import ThreadEngineHost
+    from engine.ports import EnginePort
     from prefill_worker.sink import TransferSink
 
 
@@ -72,11 +76,14 @@ async def run_worker(child: Child) -> None:
         sink=sink if worker.role.prefills_for_others else None,
         progress=child.progress,
     )
+    metrics = _metrics(built)
+    pool = _pool(child, built, memory.region, metrics)
+    engine: EnginePort = built.host if pool is None else _pooled(config, built, pool)
     parts = _Parts(
         config=config,
         worker=worker,
         hello=_hello(child, built),
-        engine=built.host,
+        engine=engine,
         region=memory.region,
         hashes=ArenaHashes(
             memory.region.memoryview,
@@ -85,7 +92,7 @@ async def run_worker(child: Child) -> None:
         ),
         office=TicketOffice(bytes.fromhex(config.cluster.secret)),
         sink=sink,
-        metrics=_metrics(built),
+        metrics=metrics,
         tracer=open_tracer(config.trace, worker.worker_id, MonotonicClock()),
     )
     server = WorkerServer(
@@ -97,10 +104,14 @@ async def run_worker(child: Child) -> None:
         version=version(),
         model=config.model.served_model_name[0],
     )
+    if pool is not None:
+        await pool.start()
     await server.start()
     built.host.start()  # Only now: an event that nobody listens for would end it.
     await _serve(server, child, worker)
-    built.host.close()
+    engine.close()
+    if pool is not None:
+        await pool.close()
     await asyncio.to_thread(parts.tracer.close)
 
 
@@ -111,7 +122,7 @@ class _Parts:
     config: BatonConfig
     worker: WorkerConfig
     hello: WorkerHello
-    engine: "ThreadEngineHost"
+    engine: "EnginePort"
     region: SharedRegion
     hashes: ArenaHashes
     office: TicketOffice
@@ -148,6 +159,34 @@ def _metrics(built: "BuiltEngine") -> WorkerMetrics:
     return WorkerMetrics(
         CollectorRegistry(), block_tokens=limits.block_tokens, num_blocks=limits.num_blocks
     )
+
+
+def _pool(
+    child: Child, built: "BuiltEngine", region: SharedRegion, metrics: WorkerMetrics
+) -> PoolAgent | None:
+    """The worker's part in the pool; None without one, or where the engine shares no blocks."""
+    config, address = child.assignment.config, child.assignment.part.pool_address
+    if not (config.pool.enabled and address and config.engine.enable_prefix_caching):
+        return None
+    pages = built.limits.num_blocks + SPARE_BLOCKS
+    agent = PoolAgent(
+        partial(GrpcPoolClient, address, _hello(child, built).identity, built.layout),
+        HostPages(region.memoryview, built.layout, num_blocks=pages),
+        built.host.generation,
+        config=config.pool,
+        model=built.layout.model_fingerprint,
+        metrics=PoolMetrics(metrics.registry),
+        clock=MonotonicClock(),
+    )
+    built.host.connect_pool(agent.source, agent.outlet)
+    return agent
+
+
+def _pooled(config: BatonConfig, built: "BuiltEngine", pool: PoolAgent) -> "EnginePort":
+    from kvpool.pooled_engine import PooledEngine, PromptKeys
+
+    secret = bytes.fromhex(config.cluster.secret)
+    return PooledEngine(built.host, pool, PromptKeys(secret, built.layout))
 
 
 def _services(parts: _Parts) -> list[WorkerService]:
