@@ -153,8 +153,7 @@ class FakeClient:
     ) -> PutGrant | Refused:
         """See PoolClient."""
         ledger = await self._pool.answer("reserve")
-        positions = range(first, first + len(keys))
-        return ledger.reserve(keys, owner, self._pool.clock.now_s(), positions=positions)
+        return ledger.reserve(keys, owner, self._pool.clock.now_s(), first=first)
 
     async def commit(self, put_id: str, checksums: Sequence[bytes]) -> int:
         """See PoolClient."""

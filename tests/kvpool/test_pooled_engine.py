@@ -55,7 +55,7 @@ class World:
         self.inner, self.pool = Engine(), Pool()
         self.engine = PooledEngine(self.inner, self.pool, KEYS)  # type: ignore[arg-type]  # a part of a port
 
-    async def begun(self, *commands: Command) -> None:
+    async def begun(self, *commands: Prefill | Generate) -> None:
         for command in commands:
             self.engine.submit(command)
         await until(lambda: {c.seq_id for c in commands} <= self.pool.keys.keys())
@@ -105,7 +105,7 @@ async def test_an_abort_does_not_wait_and_ends_the_asking():
 async def test_other_commands_pass_at_once():
     world = World()
     await world.begun(generate(A))
-    others = [Reserve(seq_id=B, prompt=prompt()), FlushCache(), Abort(seq_id=C)]
+    others: list[Command] = [Reserve(seq_id=B, prompt=prompt()), FlushCache(), Abort(seq_id=C)]
     for command in others:
         world.engine.submit(command)
     assert world.inner.told == others
