@@ -37,7 +37,10 @@ class Mover:
     def close(self) -> None:
         """Waits for what is queued."""
         self._thread.shutdown()
-        self._store.close()
+        try:
+            self._store.close()
+        except OSError as error:
+            _log.error("the pool's disk could not be closed in order", reason=str(error))
 
     def _carry_out(self, actions: list[NodeAction]) -> None:
         for action in actions:

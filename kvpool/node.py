@@ -12,7 +12,7 @@ from functools import partial
 
 from baton.clock import Clock
 from baton.config.schema import PoolConfig
-from baton.errors import IncompatibleError
+from baton.errors import ConfigError, IncompatibleError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.layout import KvLayout
 from baton.telemetry.logs import get_logger
@@ -135,8 +135,8 @@ class PoolNode:
 
     def _open(self, slot_bytes: int) -> _Store:
         config = self._config
+        disk = self._open_disk(slot_bytes)
         slab = Slab(memory_bytes=self._memory_bytes, slot_bytes=slot_bytes, path=self._region_path)
-        disk = None if self._open_store is None else self._open_store(slot_bytes)
         limits = NodeLimits(
             num_slots=slab.num_slots,
             slot_bytes=slot_bytes,
@@ -156,6 +156,16 @@ class PoolNode:
             registrar=Registrar(self._directory, ledger, lease_s=config.node_lease_s),
             mover=None if disk is None else Mover(disk, slab, self._on_moved),
         )
+
+    def _open_disk(self, slot_bytes: int) -> ExtentStore | None:
+        """The SSD tier; None without one, and where it cannot be opened: memory alone is worth having."""
+        if self._open_store is None:
+            return None
+        try:
+            return self._open_store(slot_bytes)
+        except (OSError, ConfigError) as error:
+            _log.error("the pool goes on without its disk", reason=str(error))
+            return None
 
     def _on_gone(self, worker: WorkerIdentity) -> None:
         """On the gate's thread."""

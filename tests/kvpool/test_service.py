@@ -260,15 +260,14 @@ async def test_malformed_keys_are_refused_by_name_and_nothing_else_suffers(
 
 async def test_a_worker_with_larger_blocks_goes_without_the_pool(node: Node) -> None:
     larger = replace(LAYOUT, head_dim=16)
-    async with a_worker(node, "prefill-0") as first, a_worker(node, "other", larger) as second:
-        await first.attached()
+    async with a_worker(node, "prefill-0") as first:
+        await first.attached()  # the first one decides the size of the slots
         async with open_channel(node.address) as channel:
             request = pb.AttachPoolRequest(
-                worker=identity_to_proto(identity("third")), layout=layout_to_proto(larger)
+                worker=identity_to_proto(identity("other")), layout=layout_to_proto(larger)
             )
             reply = await pool_pb2_grpc.PoolStub(channel).Attach(request)
         assert "block_bytes" in reply.failure.message
-        assert second.client.slab() is None
         assert await first.put(1) == 1
 
 
@@ -296,3 +295,52 @@ async def test_a_stranger_without_a_token_does_not_get_the_slab(node: Node, tmp_
             stranger.sendall(bytes(32))
             answer, fds, _, _ = await asyncio.to_thread(socket.recv_fds, stranger, 16, 1)
         assert (answer, fds) == (b"", [])
+
+
+async def test_what_memory_cannot_hold_goes_to_the_disk_and_comes_back_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "ssd").mkdir(mode=0o700)
+    node = Node(tmp_path, replace(POOL, ssd_dir=str(tmp_path / "ssd"), ssd_bytes=16 << 20))
+    await node.start()
+    async with a_worker(node, "prefill-0") as worker:
+        await worker.attached()
+        for number in range(1, 3 * NUM_SLOTS + 1):
+            await worker.put(number)
+        async with asyncio.timeout(30):
+            while not (await usage(node)).demoted_blocks:  # noqa: ASYNC110  # another thread: nothing to wait on
+                await asyncio.sleep(0.01)
+        await node.stop()
+        await node.start()
+        slab = await _again(worker)
+        kept = (await usage(node)).ssd_blocks
+        assert kept
+        found = 0
+        for number in range(1, 3 * NUM_SLOTS + 1):
+            lease = await worker.client.lease(keys(number), 30.0, 1.0)
+            for held in lease.blocks:
+                assert checksums(slab, held.slot) == held.checksums
+                assert set(slab[0][held.slot].tolist()) == {number}
+            found += len(lease.blocks)
+            await worker.client.release([lease.lease_id])
+        assert found == kept
+        assert (await usage(node)).promoted_blocks == kept
+    await node.stop()
+
+
+async def test_a_disk_that_cannot_be_opened_leaves_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "ssd").write_text("not a directory")
+    node = Node(tmp_path, replace(POOL, ssd_dir=str(tmp_path / "ssd" / "x"), ssd_bytes=16 << 20))
+    await node.start()
+    async with a_worker(node, "prefill-0") as worker:
+        await worker.attached()
+        assert await worker.put(1) == 1
+    await node.stop()
+
+
+async def _again(worker: Worker) -> list[Pages]:
+    """The slab after the node has gone and come."""
+    async with asyncio.timeout(30):
+        while await worker.slabs.get() is not None:
+            continue
+    return await worker.attached()
