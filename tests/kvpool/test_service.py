@@ -260,15 +260,15 @@ async def test_malformed_keys_are_refused_by_name_and_nothing_else_suffers(
 
 async def test_a_worker_with_larger_blocks_goes_without_the_pool(node: Node) -> None:
     larger = replace(LAYOUT, head_dim=16)
-    async with a_worker(node, "prefill-0") as first, a_worker(node, "other", larger) as second:
-        await first.attached()
-        async with open_channel(node.address) as channel:
+    async with a_worker(node, "prefill-0") as first:
+        await first.attached()  # the slots are as large as the first worker's blocks
+        async with a_worker(node, "other", larger) as second, open_channel(node.address) as channel:
             request = pb.AttachPoolRequest(
                 worker=identity_to_proto(identity("third")), layout=layout_to_proto(larger)
             )
             reply = await pool_pb2_grpc.PoolStub(channel).Attach(request)
-        assert "block_bytes" in reply.failure.message
-        assert second.client.slab() is None
+            assert "block_bytes" in reply.failure.message
+            assert second.client.slab() is None
         assert await first.put(1) == 1
 
 
