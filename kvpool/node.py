@@ -140,7 +140,7 @@ class PoolNode:
         limits = NodeLimits(
             num_slots=slab.num_slots,
             slot_bytes=slot_bytes,
-            num_extents=0 if disk is None else config.ssd_bytes // slot_bytes,
+            num_extents=0 if disk is None else disk.num_extents,
             eviction=config.eviction,
             ssd_eviction=config.ssd_eviction,
             high_watermark=config.high_watermark,

@@ -137,6 +137,10 @@ class AttachedClient(PoolClient, Protocol):
 class ExtentStore(Protocol):
     """A disk below a node's memory. Blocks: called on threads of its own. A fault is an `OSError`, a wrong block a `CorruptKvError`."""
 
+    @property
+    def num_extents(self) -> int:
+        """Places for blocks."""
+
     def write(self, block: DiskBlock, data: memoryview) -> None:
         """Writes a block to its extent, so that a restart finds all of it or nothing."""
 

@@ -58,7 +58,7 @@ class SsdStore:
 
     @property
     def num_extents(self) -> int:
-        """Places for blocks."""
+        """See `ExtentStore`; fewer than the bytes divided by a slot, since each has a header and records."""
         return self._num_extents
 
     def write(self, block: DiskBlock, data: memoryview) -> None:

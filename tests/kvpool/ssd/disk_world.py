@@ -49,8 +49,8 @@ def block(
     )
 
 
-def open_store(path: Path) -> SsdStore:
-    return SsdStore(path, SIZE_BYTES, SLOT_BYTES)
+def open_store(path: Path, num_extents: int = NUM_EXTENTS) -> SsdStore:
+    return SsdStore(path, num_extents * (SIZE_BYTES // NUM_EXTENTS), SLOT_BYTES)
 
 
 def put(store: SsdStore, put_block: DiskBlock) -> None:

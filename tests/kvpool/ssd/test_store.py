@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import subprocess
 import sys
 
@@ -355,6 +356,34 @@ def test_an_owner_too_long_to_record_fails_the_write(store, folder):
         put(store, block(1, 0, tenant="t" * 70_000))
     again = reopened(store, folder)
     assert again.recover() == []
+    again.close()
+
+
+def without_some_pages(before, after, rng):
+    """What a disk may have after a power loss: of each page the older bytes or the newer ones."""
+    before = before.ljust(len(after), b"\0")
+    pages = range(0, len(after), 4096)
+    return b"".join(rng.choice((before, after))[at : at + 4096] for at in pages)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_after_a_power_loss_each_block_reads_right_or_not_at_all(store, folder, seed):
+    rng = random.Random(seed)
+    files = [folder / f"extents.{number}" for number in range(8)]
+    for n in range(NUM_EXTENTS):
+        put(store, block(n, n, epoch=n + 1))
+    older = [path.read_bytes() for path in files]
+    for n in range(NUM_EXTENTS):
+        put(store, block(100 + n, n, epoch=100 + n))
+    journal = (folder / "journal").read_bytes()
+    store.close()
+    for path, before in zip(files, older, strict=True):
+        path.write_bytes(without_some_pages(before, path.read_bytes(), rng))
+    (folder / "journal").write_bytes(journal[: rng.randrange(len(journal) + 1)])
+    again = open_store(folder)
+    held = again.recover()
+    read = {each.key: get(again, each) for each in held}
+    assert all(data in (None, bytes_of(key)) for key, data in read.items())
     again.close()
 
 

@@ -1,0 +1,58 @@
+"""What a journal says is read as it was meant, and what it cannot have said is not guessed at."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.ids import BlockKey
+from kvpool.actions import DiskBlock
+from kvpool.messages import Owner
+from kvpool.ssd.records import (
+    VERSION,
+    Begins,
+    Erased,
+    decode,
+    encode_begins,
+    encode_erased,
+    encode_holds,
+)
+
+_names = st.text(st.characters(), max_size=20)
+_numbers = st.integers(0, 2**63 - 1)
+_blocks = st.builds(
+    DiskBlock,
+    extent=_numbers,
+    epoch=_numbers,
+    key=st.binary(min_size=16, max_size=16).map(BlockKey),
+    owner=st.builds(Owner, tenant=_names, scope=_names, model=_names),
+    size_bytes=_numbers,
+    position=_numbers,
+    checksums=st.binary(max_size=64),
+)
+
+
+@given(_blocks)
+def test_a_block_is_read_as_it_was_written(block):
+    assert decode(encode_holds(block)) == block
+
+
+@given(_numbers, _numbers)
+def test_an_erasure_is_read_as_it_was_written(extent, epoch):
+    erased = Erased(extent=extent, epoch=epoch)
+    assert decode(encode_erased(erased)) == erased
+
+
+def test_a_beginning_is_read_as_it_was_written_and_is_never_the_same():
+    assert decode(encode_begins(77)) == Begins(version=VERSION, slot_bytes=77)
+    assert encode_begins(77) != encode_begins(77)
+
+
+@given(_blocks, st.integers(0, 200))
+def test_a_record_that_is_cut_says_nothing(block, length):
+    whole = encode_holds(block)
+    if length < len(whole):
+        assert decode(whole[:length]) is None
+
+
+def test_a_record_of_an_unknown_kind_says_nothing():
+    assert decode(b"") is None
+    assert decode(b"\x09" + bytes(40)) is None
