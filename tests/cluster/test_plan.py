@@ -105,7 +105,7 @@ def test_workers_answer_prometheus_on_ports_in_a_row_if_asked(tmp_path):
 
 
 def test_the_pools_node_is_planned_first_and_stopped_last(tmp_path):
-    config = resolve(config_of(), runtime_dir=tmp_path, port=8123, cores=8)
+    config = resolve(config_of(pool__enabled=True), runtime_dir=tmp_path, port=8123, cores=8)
     children = plan_children(config, RuntimeDir(tmp_path, -1))
     assert [child.name for child in children] == ["pool-0", "prefill-0", "decode-0", "router"]
     assert max(children, key=lambda child: child.stop_rank).name == "pool-0"
@@ -113,7 +113,7 @@ def test_the_pools_node_is_planned_first_and_stopped_last(tmp_path):
 
 
 def test_everybody_learns_where_the_pools_node_is_and_only_the_node_where_its_slab_is():
-    config = resolved()
+    config = resolved(pool__enabled=True)
     children = plan_children(config, RuntimeDir(Path("/run/b"), -1))
     parts = [
         assignment_of(
@@ -128,7 +128,9 @@ def test_everybody_learns_where_the_pools_node_is_and_only_the_node_where_its_sl
 
 
 def test_an_asked_address_and_size_of_the_pool_are_kept():
-    pool = resolved(pool__address="10.0.0.7:9100", pool__memory_bytes=12345).pool
+    pool = resolved(
+        pool__enabled=True, pool__address="10.0.0.7:9100", pool__memory_bytes=12345
+    ).pool
     assert (pool.address, pool.memory_bytes) == ("10.0.0.7:9100", 12345)
 
 
@@ -136,6 +138,7 @@ def test_without_a_pool_or_without_workers_here_no_node_is_planned():
     for config in (
         resolved(pool__enabled=False),
         resolved(
+            pool__enabled=True,
             cluster__prefill_workers=0,
             cluster__decode_workers=0,
             cluster__workers=["10.0.0.1:9000", "10.0.0.2:9000"],
@@ -147,16 +150,18 @@ def test_without_a_pool_or_without_workers_here_no_node_is_planned():
 
 def test_the_pool_takes_a_quarter_of_what_is_free_at_most_4_gib(monkeypatch):
     monkeypatch.setattr("cluster.pool_memory.available_bytes", lambda: 8 << 30)
-    assert resolved(model__model="m").pool.memory_bytes == 2 << 30
+    assert resolved(pool__enabled=True, model__model="m").pool.memory_bytes == 2 << 30
     monkeypatch.setattr("cluster.pool_memory.available_bytes", lambda: 800 << 30)
-    assert resolved(model__model="m").pool.memory_bytes == 4 << 30
+    assert resolved(pool__enabled=True, model__model="m").pool.memory_bytes == 4 << 30
 
 
 def test_the_pool_stays_in_proportion_to_the_workers_it_serves(monkeypatch):
     monkeypatch.setattr("cluster.pool_memory.available_bytes", lambda: 800 << 30)
-    small = resolved(engine__kv_cache_memory_bytes="8MiB", cluster__decode_workers=2)
+    small = resolved(
+        pool__enabled=True, engine__kv_cache_memory_bytes="8MiB", cluster__decode_workers=2
+    )
     assert small.pool.memory_bytes == 4 * 3 * (8 << 20)
-    config = config_of()
+    config = config_of(pool__enabled=True)
     demo = replace(config, model=resolve_model(config.model))
     pool = resolve(demo, runtime_dir=Path("/run/b"), port=8123, cores=8).pool
     assert pool.memory_bytes == DEMO_BYTES

@@ -47,6 +47,7 @@ def _maps(pid: int) -> str:
 async def test_the_pools_node_has_no_torch_and_drains_when_it_is_stopped(home):
     chosen = {"router.port": 0, "cluster.runtime_dir": str(home / "run"), "log.level": "error"}
     chosen |= {"engine.kv_cache_memory_bytes": 1 << 20, "cluster.hybrid_workers": 1}
+    chosen |= {"pool.enabled": True}
     config = load(flags=[Setting(path=p, value=v, source=p) for p, v in chosen.items()])
     async with LocalCluster(config, child_module="tests.cluster.pool_role") as cluster:
         (node,) = [child for child in cluster.children if child.role == "pool"]

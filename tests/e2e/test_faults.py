@@ -151,7 +151,7 @@ def test_a_killed_router_is_restarted_on_the_same_port(cluster: Served) -> None:
 
 def test_a_killed_launcher_leaves_no_process_port_socket_or_memory(cluster: Served) -> None:
     children = cluster.children()
-    assert len(children) == 4
+    assert len(children) == 3
     cluster.process.kill()
     cluster.process.wait(timeout=10)
     assert_gone(children)

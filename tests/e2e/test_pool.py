@@ -1,0 +1,113 @@
+"""A cluster with its pool node, seen from outside."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.reference import Reference
+from tests.e2e.served import Served, assert_gone, eventually, serve
+from tests.engine.tiny_models import make_model
+
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32MiB")
+PROMPT_TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def cluster(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setenv("BATON_POOL_ENABLED", "true")
+    with serve(str(checkpoint), *FLAGS) as served:
+        yield served
+
+
+def _prompt(number: int) -> list[int]:
+    """Different ones have no block in common."""
+    return [10 + (number * 7 + place * 3) % 80 for place in range(PROMPT_TOKENS)]
+
+
+def _body(cluster: Served, prompt: list[int], max_tokens: int, **more: object) -> dict[str, Any]:
+    with cluster.client() as http:
+        model = http.get("/v1/models").json()["data"][0]["id"]
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    } | more
+
+
+def _ask(cluster: Served, prompt: list[int]) -> list[int]:
+    with cluster.client() as http:
+        body = _body(cluster, prompt, 8)
+        reply = http.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    tokens: list[int] = reply.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def _usage(cluster: Served) -> dict[str, Any]:
+    """What `baton pool top --json` says; nothing while there is no node."""
+    command = [sys.executable, "-m", "cluster.cli", "pool", "top", "--json"]
+    command += ["--runtime-dir", str(cluster.runtime_dir)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    return json.loads(shown.stdout) if shown.returncode == 0 else {}
+
+
+class _Stream(threading.Thread):
+    """A streamed completion read in the background."""
+
+    def __init__(self, cluster: Served, prompt: list[int], max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._url = f"{cluster.url}/v1/completions"
+        self._body = _body(cluster, prompt, max_tokens, stream=True)
+        self.tokens: list[int] = []
+        self.last = ""
+        self._enough = threading.Condition()
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=60.0) as response:
+            for line in filter(None, response.iter_lines()):
+                self.last = line
+                if line.startswith("data: {"):
+                    self._take(json.loads(line.removeprefix("data: ")))
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        with self._enough:
+            for choice in chunk["choices"]:
+                self.tokens += choice["token_ids"]
+            self._enough.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        """Until so many tokens have come."""
+        with self._enough:
+            assert self._enough.wait_for(lambda: len(self.tokens) >= count, timeout=60)
+
+
+def test_nobody_misses_a_pool_node_that_is_killed(cluster: Served, checkpoint: Path) -> None:
+    stream = _Stream(cluster, _prompt(2), max_tokens=1200)
+    stream.start()
+    stream.wait_for(10)
+    victim = cluster.child("pool")
+    victim.kill()
+    assert_gone([victim])
+    tokens = _ask(cluster, _prompt(3))
+    Reference(checkpoint).assert_greedy(_prompt(3), tokens)
+    stream.join(60)
+    assert stream.last == "data: [DONE]"
+    Reference(checkpoint).assert_greedy(_prompt(2), stream.tokens)
+    eventually(lambda: _usage(cluster).get("node") == "pool-0", "another node answers")
+    tokens = _ask(cluster, _prompt(4))
+    Reference(checkpoint).assert_greedy(_prompt(4), tokens)
