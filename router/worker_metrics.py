@@ -73,6 +73,10 @@ def _queries(load: WorkerLoad) -> float:
     return load.prefix_query_tokens
 
 
+def _pooled(load: WorkerLoad) -> float:
+    return load.pool_hit_tokens
+
+
 _FAMILIES: tuple[tuple[_Kind, str, str, _Read], ...] = (
     (GaugeMetricFamily, "vllm:num_requests_running", "Sequences that run.", _running),
     (GaugeMetricFamily, "vllm:num_requests_waiting", "Sequences that wait.", _waiting),
@@ -88,5 +92,11 @@ _FAMILIES: tuple[tuple[_Kind, str, str, _Read], ...] = (
         "vllm:prefix_cache_queries",
         "Prompt tokens looked up there.",
         _queries,
+    ),
+    (
+        CounterMetricFamily,
+        "baton_pool_hits",
+        "Tokens whose KV was fetched from the pool.",
+        _pooled,
     ),
 )

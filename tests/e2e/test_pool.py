@@ -27,6 +27,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cluster(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setenv("BATON_POOL_ENABLED", "true")
+    # A machine that runs tests may be slow to answer; the pool is waited for.
+    monkeypatch.setenv("BATON_POOL_LOOKUP_TIMEOUT_S", "5")
+    # Prompts go to the prefill worker, also those that the decode worker could compute quickly.
+    monkeypatch.setenv("BATON_ROUTER_LOCAL_PREFILL_TOKENS", "0")
     with serve(str(checkpoint), *FLAGS) as served:
         yield served
 
@@ -66,6 +70,12 @@ def _usage(cluster: Served) -> dict[str, Any]:
     return json.loads(shown.stdout) if shown.returncode == 0 else {}
 
 
+def _metric(cluster: Served, name: str) -> float:
+    with cluster.client() as http:
+        lines = http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split()[0] == name)
+
+
 class _Stream(threading.Thread):
     """A streamed completion read in the background."""
 
@@ -94,6 +104,45 @@ class _Stream(threading.Thread):
         """Until so many tokens have come."""
         with self._enough:
             assert self._enough.wait_for(lambda: len(self.tokens) >= count, timeout=60)
+
+
+def test_a_prefill_worker_that_starts_again_finds_its_prompts_in_the_pool(
+    cluster: Served, checkpoint: Path
+) -> None:
+    prompts = [_prompt(number) for number in range(4)]
+    before = [_ask(cluster, prompt) for prompt in prompts]
+    blocks = len(prompts) * (PROMPT_TOKENS // 16)
+    eventually(lambda: _usage(cluster).get("stored_blocks", 0) >= blocks, "all are put", 60.0)
+    victim = cluster.child("prefill")
+    victim.kill()
+    assert_gone([victim])
+    workers = {"prefill", "decode"}
+    eventually(lambda: {w["role"] for w in cluster.workers()} == workers, "the worker is back")
+    # The first prompts may come before the new worker has found the node.
+    assert [_ask(cluster, prompt) for prompt in prompts] == before
+    pooled = _metric(cluster, "baton_prompt_tokens_pooled_total")
+    assert pooled >= 0.9 * PROMPT_TOKENS, f"{pooled} tokens, which is not even one prompt"
+    for prompt, tokens in zip(prompts, before, strict=True):
+        Reference(checkpoint).assert_greedy(prompt, tokens)
+
+
+def test_a_stream_whose_decode_worker_is_killed_goes_on_with_its_tokens_from_the_pool(
+    cluster: Served, checkpoint: Path
+) -> None:
+    stream = _Stream(cluster, _prompt(1), max_tokens=1500)
+    stream.start()
+    victim = cluster.child("decode")
+    stream.wait_for(500)
+    victim.kill()
+    known = len(stream.tokens)
+    assert_gone([victim])
+    stream.join(60)
+    assert stream.last == "data: [DONE]"
+    assert len(stream.tokens) == 1500
+    assert _metric(cluster, "baton_migrations_total") == 1
+    Reference(checkpoint).assert_greedy(_prompt(1), stream.tokens)
+    # What the prefill worker computed itself it has in its own cache; the pool has to give the rest.
+    assert _metric(cluster, "baton_pool_hits_total") >= 0.9 * known
 
 
 def test_nobody_misses_a_pool_node_that_is_killed(cluster: Served, checkpoint: Path) -> None:
