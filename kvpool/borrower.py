@@ -13,10 +13,13 @@ from baton.clock import Clock
 from baton.errors import PoolUnavailableError
 from baton.ids import BlockKey, SeqId
 from baton.rpc.mailbox import Mailbox
+from baton.telemetry.logs import get_logger
 from kvpool.messages import BlockLease
 from kvpool.ports import PoolClient
 from kvpool.read_leases import ReadLeases
 from kvpool.worker_metrics import Lookup, PoolMetrics
+
+_log = get_logger(__name__)
 
 _MAX_OVERDUE = 4
 """A node that owes this many answers is asked nothing more until one has come, so that a slow one delays few prompts."""
@@ -194,7 +197,13 @@ class Borrower:
     def _spawn(self, errand: _Errand) -> None:
         task = asyncio.create_task(errand(), name="pool-errand")
         self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
+        task.add_done_callback(self._errand_done)
+
+    def _errand_done(self, task: "asyncio.Task[None]") -> None:
+        self._errands.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("an errand to the pool node failed", cause=error)
 
 
 def _lease_of(asked: "asyncio.Task[BlockLease | None]") -> BlockLease | None:

@@ -87,15 +87,13 @@ def grant_from_proto(message: pb.ReservePutReply, keys: Sequence[BlockKey]) -> P
     return PutGrant(put_id=message.put_id, items=items)
 
 
-def lease_to_proto(lease: BlockLease, loading: int) -> pb.LeaseBlocksReply:
+def lease_to_proto(lease: BlockLease) -> pb.LeaseBlocksReply:
     """A lease as its message."""
     blocks = [
         pb.LeasedBlock(slot=held.slot, epoch=held.epoch, checksums=held.checksums)
         for held in lease.blocks
     ]
-    return pb.LeaseBlocksReply(
-        lease_id=lease.lease_id, blocks=blocks, lease_s=lease.lease_s, loading=loading
-    )
+    return pb.LeaseBlocksReply(lease_id=lease.lease_id, blocks=blocks, lease_s=lease.lease_s)
 
 
 def lease_from_proto(message: pb.LeaseBlocksReply, keys: Sequence[BlockKey]) -> BlockLease:

@@ -105,7 +105,7 @@ class NodeState:
     Attributes:
         node: Its name and start.
         address: Where its `Pool` service answers other nodes.
-        failure_domain: Replicas of a block are spread over these: a rack, a zone, a host.
+        failure_domain: What fails together with it: a rack, a zone, a host.
         free_bytes: That could be put without evicting.
         capacity_bytes: Of its memory.
         sick: It takes no new blocks.

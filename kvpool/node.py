@@ -207,11 +207,6 @@ class PoolNode:
         self._carry_out()
         return committed
 
-    def abandon(self, put_id: str) -> None:
-        """See `NodeLedger.abandon`."""
-        if self._store is not None:
-            self._store.ledger.abandon(put_id)
-
     async def lease(
         self, keys: Sequence[BlockKey], lease_s: float, wait_s: float, reader: WorkerIdentity
     ) -> BlockLease:
@@ -239,15 +234,10 @@ class PoolNode:
             return  # what has arrived by now is worth having
 
     def _note_hit(self, root: BlockKey) -> None:
-        """Counts texts by their first block. A new one takes the place of the coldest, with its count (Space-Saving)."""
-        if root not in self._hits and len(self._hits) >= _MAX_PREFIXES:
-            coldest = min(self._hits, key=self._hits.__getitem__)
-            self._hits[root] = self._hits.pop(coldest)
+        """Counts texts by their first block. When there are too many, those that were asked for least are forgotten."""
         self._hits[root] += 1
-
-    def loading(self, lease_id: str) -> int:
-        """Blocks of a lease that are still read from the disk."""
-        return 0 if self._store is None else self._store.ledger.loading(lease_id)
+        if len(self._hits) > 2 * _MAX_PREFIXES:
+            self._hits = Counter(dict(self._hits.most_common(_MAX_PREFIXES)))
 
     def renew(self, lease_ids: Sequence[str], lease_s: float) -> list[str]:
         """Prolongs leases; returns those that are over."""
@@ -276,13 +266,16 @@ class PoolNode:
         await self._store.registrar.flush(selection)
         return self._store.ledger.flush(selection)
 
-    async def tick(self) -> None:
-        """Ends what is over and tells the directory what changed; several times per second."""
-        store = self._store
-        if store is not None:
-            store.ledger.sweep(self._clock.now_s())
+    def sweep(self) -> None:
+        """Ends what is over; several times per second."""
+        if self._store is not None:
+            self._store.ledger.sweep(self._clock.now_s())
             self._carry_out()
-            await store.registrar.publish(self.state())
+
+    async def publish(self) -> None:
+        """Tells the directory what has changed."""
+        if self._store is not None:
+            await self._store.registrar.publish(self.state())
 
     async def renew_lease(self) -> None:
         """Says to the directory that this node lives; three times per lease."""

@@ -108,11 +108,18 @@ class Publisher:
             self._is_busy = True
             while pages := self.queue.take(_BATCH_BLOCKS):
                 for run in _runs(pages):
-                    await self._publish(run)
+                    await self._publish_or_drop(run)
                 await asyncio.sleep(0)
             self._is_busy = False
             self._idle.set()
             self._tell_overflow()
+
+    async def _publish_or_drop(self, pages: Sequence[PublishedPage]) -> None:
+        try:
+            await self._publish(pages)
+        except Exception as error:  # noqa: BLE001  # one bad batch must not end publishing for good
+            _log.error("a batch of blocks was dropped", cause=error)
+            self._metrics.unpublished(Unpublished.FAILED, len(pages))
 
     def _tell_overflow(self) -> None:
         dropped = self.queue.dropped

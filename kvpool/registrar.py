@@ -1,6 +1,6 @@
 """Keeps the directory of the whole pool true of one node: its lease, what it holds, what has been flushed.
 
-A directory that is away is tried again with every renewal; nothing else waits for it. What changed meanwhile is not remembered:
+A directory that is away is tried again with every renewal, and nothing else in the node waits for it. What changed meanwhile is not remembered:
 when the directory is back the node registers anew and tells it everything it holds.
 """
 

@@ -40,6 +40,7 @@ _STOP_GRACE_S = 0.5
 _MAX_WAIT_S = 1.0
 _MAX_HOTTEST = 1000
 _RENEWALS_PER_LEASE = 3
+_RETRY_S = 1.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Service = TypeVar("_Service")
@@ -118,15 +119,6 @@ class PoolService(pool_pb2_grpc.PoolServicer):
         )
 
     @_typed
-    async def Abandon(  # noqa: N802
-        self, request: pb.AbandonPutRequest, context: _Context
-    ) -> pb.AbandonPutReply:
-        """A put is given up by its writer, who has stopped."""
-        del context
-        self._node.abandon(request.put_id)
-        return pb.AbandonPutReply()
-
-    @_typed
     async def Lease(  # noqa: N802
         self, request: pb.LeaseBlocksRequest, context: _Context
     ) -> pb.LeaseBlocksReply:
@@ -139,7 +131,7 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             min(max(0.0, request.wait_s), _MAX_WAIT_S),
             identity_from_proto(request.reader),
         )
-        return lease_to_proto(lease, self._node.loading(lease.lease_id))
+        return lease_to_proto(lease)
 
     @_typed
     async def Renew(  # noqa: N802
@@ -226,29 +218,40 @@ async def run(
     bind(server, address)
     await wellness.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
-    beats = asyncio.ensure_future(_beat(node, pool))
+    beats = [asyncio.ensure_future(_sweep(node)), asyncio.ensure_future(_register(node, pool))]
     stopped = asyncio.ensure_future(stop.wait())
     ready()
-    await asyncio.wait({beats, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({*beats, stopped}, return_when=asyncio.FIRST_COMPLETED)
     await wellness.enter_graceful_shutdown()
     await server.stop(_STOP_GRACE_S)
-    for task in (beats, stopped):
+    for task in (*beats, stopped):
         task.cancel()
-    await asyncio.wait({beats, stopped})
+    await asyncio.wait({*beats, stopped})
     await node.close()
-    if not beats.cancelled():
-        beats.result()  # a node that cannot sweep must not go on: its process ends, and another is started
+    for beat in beats:
+        if not beat.cancelled():
+            beat.result()  # a node that cannot sweep must not go on: its process ends, and another is started
 
 
-async def _beat(node: PoolNode, pool: PoolConfig) -> None:
-    """Sweeps whether or not there is new work."""
-    every = max(1, round(pool.node_lease_s / _RENEWALS_PER_LEASE / TICK_S))
-    beat = 0
+async def _sweep(node: PoolNode) -> None:
+    """Ends what is over, whether or not there is new work, and whether or not the directory answers."""
     while True:
-        if beat % every == 0 or not node.directory_reachable:
+        node.sweep()
+        await asyncio.sleep(TICK_S)
+
+
+async def _register(node: PoolNode, pool: PoolConfig) -> None:
+    """Keeps the directory true of the node. One that is away is asked once per `_RETRY_S`, not with every change."""
+    renewed_s = float("-inf")
+    clock = MonotonicClock()
+    while True:
+        every_s = pool.node_lease_s / _RENEWALS_PER_LEASE
+        if not node.directory_reachable:
+            every_s = min(every_s, _RETRY_S)
+        if clock.now_s() - renewed_s >= every_s:
+            renewed_s = clock.now_s()
             await node.renew_lease()
-        await node.tick()
-        beat += 1
+        await node.publish()
         await asyncio.sleep(TICK_S)
 
 

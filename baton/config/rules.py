@@ -136,7 +136,7 @@ RULES: tuple[Rule, ...] = (
         for path in ("pool.high_watermark", "pool.low_watermark")
     ),
     *_at_least(1, "pool.memory_bytes", "pool.publish_queue_blocks", "pool.tenant_bytes"),
-    *_at_least(0, "pool.ssd_bytes", "pool.replicate_after_hits"),
+    *_at_least(0, "pool.ssd_bytes"),
     *_above_zero(
         "pool.redis_timeout_s",
         "pool.node_lease_s",

@@ -212,10 +212,9 @@ class PoolConfig:
     Attributes:
         enabled: Whether there is one. Off unless asked for: what it lacks stands in CHANGELOG.md, "Not yet".
         memory_bytes: Of this host's slab; None for a quarter of the memory that is free at start, 4 GiB at most.
-        address: Where the node's service listens; empty for a Unix socket beside the workers'. Nodes of other hosts need
-            `host:port`.
-        advertise_address: Where nodes of other hosts reach it, if not at `address`.
-        failure_domain: What fails together with this node: a rack, a zone. Replicas are spread over these.
+        address: Where the node's service listens; empty for a Unix socket beside the workers'.
+        advertise_address: Where the directory says that it is, if not at `address`.
+        failure_domain: What fails together with this node: a rack, a zone. Told to the directory; nothing is placed by it yet.
         ssd_dir: Directory of the SSD tier; empty for none. It survives restarts.
         ssd_bytes: That it may take.
         eviction: What goes first when memory is full: `lru`, `s3fifo` or `cost`.
@@ -231,8 +230,7 @@ class PoolConfig:
         lease_s: For how long a reader's blocks stay.
         lookup_timeout_s: How long a request waits for the pool's answer before it is computed without.
         publish_queue_blocks: Blocks of one worker that may wait to be put; the oldest are dropped.
-        replicate_after_hits: A block that other hosts fetched this often within a minute is kept there; 0 never.
-        tenant_bytes: KV bytes that one tenant may hold on this node, where the tenants document does not say.
+        tenant_bytes: KV bytes that each tenant may hold on this node.
     """
 
     enabled: bool = False
@@ -255,7 +253,6 @@ class PoolConfig:
     lease_s: float = 30.0
     lookup_timeout_s: float = 0.05
     publish_queue_blocks: int = 1024
-    replicate_after_hits: int = 3
     tenant_bytes: int | None = None
 
 

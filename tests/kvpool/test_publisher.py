@@ -69,6 +69,20 @@ async def test_a_node_that_is_away_empties_the_line():
         assert world.pool.calls["reserve"] == 1
 
 
+async def test_a_batch_that_nobody_foresaw_is_dropped_and_the_next_one_is_published(monkeypatch):
+    async with working(AgentWorld()) as world:
+        with monkeypatch.context() as patched:
+            patched.setattr(PoolWriter, "write", _broken)
+            await world.publish([0])
+        await world.publish([1])
+        assert [world.held(0), world.held(1)] == [0, 1]
+        assert world.counted("unpublished_blocks", reason="failed") == 1
+
+
+def _broken(*_: object) -> list[bytes]:
+    raise ValueError("a fault of our own")
+
+
 async def test_places_of_a_new_node_are_not_written_by_the_slab_of_the_old_one():
     async with working(AgentWorld()) as world:
         world.pool.hold()

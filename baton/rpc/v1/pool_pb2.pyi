@@ -255,40 +255,6 @@ class CommitPutReply(_message.Message):
 Global___CommitPutReply: _TypeAlias = CommitPutReply  # noqa: Y015
 
 @_typing.final
-class AbandonPutRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PUT_ID_FIELD_NUMBER: _builtins.int
-    put_id: _builtins.str
-    def __init__(
-        self,
-        *,
-        put_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["put_id", b"put_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbandonPutRequest: _TypeAlias = AbandonPutRequest  # noqa: Y015
-
-@_typing.final
-class AbandonPutReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbandonPutReply: _TypeAlias = AbandonPutReply  # noqa: Y015
-
-@_typing.final
 class LeaseBlocksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -356,11 +322,8 @@ class LeaseBlocksReply(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    LOADING_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     lease_s: _builtins.float
-    loading: _builtins.int
-    """so many more leading blocks are being read from the disk"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedBlock]: ...
     def __init__(
@@ -369,11 +332,10 @@ class LeaseBlocksReply(_message.Message):
         lease_id: _builtins.str = ...,
         blocks: _abc.Iterable[Global___LeasedBlock] | None = ...,
         lease_s: _builtins.float = ...,
-        loading: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease_id", b"lease_id", "lease_s", b"lease_s", "loading", b"loading"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease_id", b"lease_id", "lease_s", b"lease_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

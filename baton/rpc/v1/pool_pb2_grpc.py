@@ -49,11 +49,6 @@ class PoolStub:
                 request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.CommitPutRequest.SerializeToString,
                 response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.CommitPutReply.FromString,
                 _registered_method=True)
-        self.Abandon = channel.unary_unary(
-                '/baton.rpc.v1.Pool/Abandon',
-                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.AbandonPutRequest.SerializeToString,
-                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.AbandonPutReply.FromString,
-                _registered_method=True)
         self.Lease = channel.unary_unary(
                 '/baton.rpc.v1.Pool/Lease',
                 request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.LeaseBlocksRequest.SerializeToString,
@@ -103,12 +98,6 @@ class PoolServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Abandon(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -168,11 +157,6 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Commit,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.CommitPutRequest.FromString,
                     response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.CommitPutReply.SerializeToString,
-            ),
-            'Abandon': grpc.unary_unary_rpc_method_handler(
-                    servicer.Abandon,
-                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.AbandonPutRequest.FromString,
-                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.AbandonPutReply.SerializeToString,
             ),
             'Lease': grpc.unary_unary_rpc_method_handler(
                     servicer.Lease,
@@ -286,33 +270,6 @@ class Pool:
             '/baton.rpc.v1.Pool/Commit',
             baton_dot_rpc_dot_v1_dot_pool__pb2.CommitPutRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_pool__pb2.CommitPutReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Abandon(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.rpc.v1.Pool/Abandon',
-            baton_dot_rpc_dot_v1_dot_pool__pb2.AbandonPutRequest.SerializeToString,
-            baton_dot_rpc_dot_v1_dot_pool__pb2.AbandonPutReply.FromString,
             options,
             channel_credentials,
             insecure,

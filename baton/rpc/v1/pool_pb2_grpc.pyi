@@ -38,7 +38,6 @@ class PoolStub:
     """For workers of this host."""
     Reserve: _grpc.UnaryUnaryMultiCallable[_pool_pb2.ReservePutRequest, _pool_pb2.ReservePutReply]
     Commit: _grpc.UnaryUnaryMultiCallable[_pool_pb2.CommitPutRequest, _pool_pb2.CommitPutReply]
-    Abandon: _grpc.UnaryUnaryMultiCallable[_pool_pb2.AbandonPutRequest, _pool_pb2.AbandonPutReply]
     Lease: _grpc.UnaryUnaryMultiCallable[_pool_pb2.LeaseBlocksRequest, _pool_pb2.LeaseBlocksReply]
     Renew: _grpc.UnaryUnaryMultiCallable[_pool_pb2.RenewLeasesRequest, _pool_pb2.RenewLeasesReply]
     Release: _grpc.UnaryUnaryMultiCallable[_pool_pb2.ReleaseLeasesRequest, _pool_pb2.ReleaseLeasesReply]
@@ -54,7 +53,6 @@ class PoolAsyncStub(PoolStub):
     """For workers of this host."""
     Reserve: _aio.UnaryUnaryMultiCallable[_pool_pb2.ReservePutRequest, _pool_pb2.ReservePutReply]  # type: ignore[assignment]
     Commit: _aio.UnaryUnaryMultiCallable[_pool_pb2.CommitPutRequest, _pool_pb2.CommitPutReply]  # type: ignore[assignment]
-    Abandon: _aio.UnaryUnaryMultiCallable[_pool_pb2.AbandonPutRequest, _pool_pb2.AbandonPutReply]  # type: ignore[assignment]
     Lease: _aio.UnaryUnaryMultiCallable[_pool_pb2.LeaseBlocksRequest, _pool_pb2.LeaseBlocksReply]  # type: ignore[assignment]
     Renew: _aio.UnaryUnaryMultiCallable[_pool_pb2.RenewLeasesRequest, _pool_pb2.RenewLeasesReply]  # type: ignore[assignment]
     Release: _aio.UnaryUnaryMultiCallable[_pool_pb2.ReleaseLeasesRequest, _pool_pb2.ReleaseLeasesReply]  # type: ignore[assignment]
@@ -85,13 +83,6 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
         request: _pool_pb2.CommitPutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.CommitPutReply, _abc.Awaitable[_pool_pb2.CommitPutReply]]: ...
-
-    @_abc_1.abstractmethod
-    def Abandon(
-        self,
-        request: _pool_pb2.AbandonPutRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_pool_pb2.AbandonPutReply, _abc.Awaitable[_pool_pb2.AbandonPutReply]]: ...
 
     @_abc_1.abstractmethod
     def Lease(
