@@ -28,9 +28,12 @@ def serving(model: str, *flags: str, settings: Mapping[str, str] | None = None) 
         stderr=subprocess.STDOUT,
         text=True,
     )
+    # Asked to stop, a benchmark takes its cluster along.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield _wait_ready(process)
     finally:
+        signal.signal(signal.SIGTERM, before)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
 
