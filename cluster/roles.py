@@ -59,6 +59,7 @@ async def run_router(child: Child) -> None:
         child.assignment.config,
         sockets=[socket.socket(fileno=fd) for fd in part.http_fds],
         worker_addresses=part.worker_addresses,
+        pool_addresses=part.pool_addresses,
         notify=child,
         stop=child.stop,
     )
@@ -111,6 +112,7 @@ async def run_worker(child: Child) -> None:
         sink=sink,
         metrics=metrics,
         tracer=open_tracer(config.trace, worker.worker_id, MonotonicClock()),
+        pool=pool,
     )
     server = WorkerServer(
         config=worker,
@@ -146,6 +148,7 @@ class _Parts:
     sink: "TransferSink"
     metrics: WorkerMetrics
     tracer: Tracer
+    pool: PoolAgent | None
 
     @property
     def region_blocks(self) -> int:
@@ -247,6 +250,7 @@ def _prefill(parts: _Parts) -> WorkerService:
         metrics=parts.metrics,
         clock=MonotonicClock(),
         tracer=parts.tracer,
+        complete_load=None if parts.pool is None else parts.pool.report,
     )
 
 
@@ -270,6 +274,7 @@ def _decode(parts: _Parts) -> WorkerService:
         metrics=parts.metrics,
         clock=MonotonicClock(),
         tracer=parts.tracer,
+        complete_load=None if parts.pool is None else parts.pool.report,
     )
 
 
