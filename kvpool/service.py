@@ -209,7 +209,7 @@ async def run(
         region_path=region_path,
         directory=_directory(pool),
         clock=MonotonicClock(),
-        open_store=partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes) if pool.ssd_dir else None,
+        open_disk=partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes) if pool.ssd_dir else None,
     )
     server = new_server()
     pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node), server)
