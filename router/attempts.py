@@ -215,7 +215,7 @@ class Attempts:
             )
             flight.move(FlightState.PREFILLING, now_s)
             return list(self._legs.take_over(flight, pair, permit, now_s))
-        pooled = self._placement.pooled_tokens(job, flight.asked, now_s)
+        pooled = self._placement.pooled_tokens(job, flight.asked, decode, now_s)
         short = flight.asked.num_tokens - pooled <= self._patience.recompute_tokens
         if short or pair is None:
             rung = Rung.POOL if pooled else Rung.RECOMPUTE
