@@ -5,8 +5,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.clock import MonotonicClock
-from baton.ids import WorkerIdentity
 from baton.layout import SPARE_BLOCKS
+from baton.rpc.hello import WorkerHello
 from baton.telemetry.worker import WorkerMetrics
 from cluster.assignment import Assignment
 from kv_transfer.regions import SharedRegion
@@ -16,7 +16,7 @@ from kvpool.host_pages import HostPages
 from kvpool.worker_metrics import PoolMetrics
 
 if TYPE_CHECKING:
-    from engine.build import BuiltEngine
+    from engine.host import ThreadEngineHost
     from kvpool.pooled_engine import PooledEngine
     from kvpool.prompt_store import PooledPrompts
 
@@ -38,34 +38,31 @@ class WorkerPool:
 
 def join_pool(
     assignment: Assignment,
-    built: "BuiltEngine",
-    identity: WorkerIdentity,
+    host: "ThreadEngineHost",
+    hello: WorkerHello,
     region: SharedRegion,
     metrics: WorkerMetrics,
 ) -> WorkerPool | None:
     """None where there is no pool, or where the engine shares no blocks. `region` is the engine's arena."""
-    # These know the engine's messages; a router that imports this module for its siblings never pays for the engine.
     from kvpool.pooled_engine import PooledEngine, PromptKeys
     from kvpool.prompt_store import PooledPrompts
 
-    config, address = assignment.config, assignment.part.pool_address
+    config, address, layout = assignment.config, assignment.part.pool_address, hello.layout
     if not (config.pool.enabled and address and config.engine.enable_prefix_caching):
         return None
     agent = PoolAgent(
-        partial(GrpcPoolClient, address, identity, built.layout),
-        HostPages(
-            region.memoryview, built.layout, num_blocks=built.limits.num_blocks + SPARE_BLOCKS
-        ),
-        built.host.generation,
+        partial(GrpcPoolClient, address, hello.identity, layout),
+        HostPages(region.memoryview, layout, num_blocks=hello.num_blocks + SPARE_BLOCKS),
+        host.generation,
         config=config.pool,
-        model=built.layout.model_fingerprint,
+        model=layout.model_fingerprint,
         metrics=PoolMetrics(metrics.registry),
         clock=MonotonicClock(),
     )
-    built.host.connect_pool(agent.source, agent.outlet)
-    keys = PromptKeys(bytes.fromhex(config.cluster.secret), built.layout)
+    host.connect_pool(agent.source, agent.outlet)
+    keys = PromptKeys(bytes.fromhex(config.cluster.secret), layout)
     return WorkerPool(
         agent=agent,
-        engine=PooledEngine(built.host, agent, keys),
-        prompts=PooledPrompts(agent, keys, built.host.generation),
+        engine=PooledEngine(host, agent, keys),
+        prompts=PooledPrompts(agent, keys, host.generation),
     )

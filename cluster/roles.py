@@ -91,7 +91,7 @@ async def run_worker(child: Child) -> None:
     )
     metrics = _metrics(built)
     hello = _hello(child, built)
-    pool = join_pool(child.assignment, built, hello.identity, memory.region, metrics)
+    pool = join_pool(child.assignment, built.host, hello, memory.region, metrics)
     parts = _Parts(
         config=config,
         worker=worker,
