@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from baton.clock import MonotonicClock
 from baton.layout import SPARE_BLOCKS
 from baton.rpc.hello import WorkerHello
+from baton.telemetry.logs import get_logger
 from baton.telemetry.worker import WorkerMetrics
 from cluster.assignment import Assignment
-from kv_transfer.regions import SharedRegion
+from kv_transfer.arena_memory import WorkerMemory
 from kvpool.agent import PoolAgent
 from kvpool.client import GrpcPoolClient
 from kvpool.host_pages import HostPages
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from engine.host import ThreadEngineHost
     from kvpool.pooled_engine import PooledEngine
     from kvpool.prompt_store import PooledPrompts
+
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +44,22 @@ def join_pool(
     assignment: Assignment,
     host: "ThreadEngineHost",
     hello: WorkerHello,
-    region: SharedRegion,
+    memory: WorkerMemory,
     metrics: WorkerMetrics,
 ) -> WorkerPool | None:
-    """None where there is no pool, or where the engine shares no blocks. `region` is the engine's arena."""
+    """None where there is no pool, or where the engine shares no blocks. `memory` is the engine's arena."""
     from kvpool.pooled_engine import PooledEngine, PromptKeys
     from kvpool.prompt_store import PooledPrompts
 
     config, address, layout = assignment.config, assignment.part.pool_address, hello.layout
     if not (config.pool.enabled and address and config.engine.enable_prefix_caching):
         return None
+    if memory.span.device is not None:
+        _log.warning("pages on a GPU take no part in the pool: this worker goes without")
+        return None
     agent = PoolAgent(
         partial(GrpcPoolClient, address, hello.identity, layout),
-        HostPages(region.memoryview, layout, num_blocks=hello.num_blocks + SPARE_BLOCKS),
+        HostPages(memory.span.host_view, layout, num_blocks=hello.num_blocks + SPARE_BLOCKS),
         host.generation,
         config=config.pool,
         model=layout.model_fingerprint,

@@ -29,13 +29,14 @@ from cluster.child import Child, RoleMain, run
 from cluster.plan import POOL, ROUTER
 from cluster.pooling import join_pool
 from cluster.runtime_dir import kv_socket
+from kv_transfer.arena_hashes import Hashing, ways_to_hash
+from kv_transfer.arena_memory import WorkerMemory
 from kv_transfer.backends import needed, open_receivers, open_senders
-from kv_transfer.checksum import ArenaHashes
-from kv_transfer.regions import SharedMemoryArena, SharedRegion
 from kv_transfer.ticket import TicketOffice
 
 if TYPE_CHECKING:
     from engine.build import BuiltEngine
+    from engine.kernels.pages import PageKernels
     from engine.ports import EnginePort
     from kvpool.prompt_store import PooledPrompts
     from prefill_worker.sink import TransferSink
@@ -79,7 +80,7 @@ async def run_worker(child: Child) -> None:
     from prefill_worker.sink import TransferSink
 
     config, worker = child.assignment.config, _worker_of(child)
-    memory, sink = SharedMemoryArena(), TransferSink()
+    memory, sink = WorkerMemory(), TransferSink()
     built = await asyncio.to_thread(
         build_engine,
         config.model,
@@ -88,21 +89,19 @@ async def run_worker(child: Child) -> None:
         memory=memory,
         sink=sink if worker.role.prefills_for_others else None,
         progress=child.progress,
+        gpu=worker.gpu,
+        gpu_sharers=worker.gpu_sharers,
     )
     metrics = _metrics(built)
     hello = _hello(child, built)
-    pool = join_pool(child.assignment, built.host, hello, memory.region, metrics)
+    pool = join_pool(child.assignment, built.host, hello, memory, metrics)
     parts = _Parts(
         config=config,
         worker=worker,
         hello=hello,
         engine=built.host if pool is None else pool.engine,
-        region=memory.region,
-        hashes=ArenaHashes(
-            memory.region.memoryview,
-            built.layout,
-            num_blocks=built.limits.num_blocks + SPARE_BLOCKS,
-        ),
+        memory=memory,
+        kernels=built.page_kernels,
         office=TicketOffice(bytes.fromhex(config.cluster.secret)),
         sink=sink,
         metrics=metrics,
@@ -137,8 +136,8 @@ class _Parts:
     worker: WorkerConfig
     hello: WorkerHello
     engine: "EnginePort"
-    region: SharedRegion
-    hashes: ArenaHashes
+    memory: WorkerMemory
+    kernels: "PageKernels | None"
     office: TicketOffice
     sink: "TransferSink"
     metrics: WorkerMetrics
@@ -149,6 +148,15 @@ class _Parts:
     def region_blocks(self) -> int:
         """Pages of the region: those that the engine hands out, and the spare ones."""
         return self.hello.num_blocks + SPARE_BLOCKS
+
+    def hashes(self) -> Hashing:
+        """How its pages are hashed."""
+        return ways_to_hash(
+            self.memory.span,
+            self.hello.layout,
+            num_blocks=self.region_blocks,
+            kernel=self.kernels.sums if self.kernels is not None else None,
+        )
 
 
 def _hello(child: Child, built: "BuiltEngine") -> WorkerHello:
@@ -189,13 +197,18 @@ def _prefill(parts: _Parts) -> WorkerService:
     from prefill_worker.service import PrefillWorker
 
     allowed = parts.config.transfer.backends
-    senders = open_senders(allowed, parts.region, num_blocks=parts.region_blocks)
+    senders = open_senders(
+        allowed,
+        parts.memory.place,
+        num_blocks=parts.region_blocks,
+        mover=parts.kernels.mover if parts.kernels is not None else None,
+    )
     return PrefillWorker(
         engine=parts.engine,
         sink=parts.sink,
         hello=parts.hello,
         senders=senders,
-        hashes=parts.hashes,
+        hashes=parts.hashes(),
         office=parts.office,
         metrics=parts.metrics,
         clock=MonotonicClock(),
@@ -209,8 +222,8 @@ def _decode(parts: _Parts) -> WorkerService:
     from decode_worker.service import DecodeWorker
 
     receivers = open_receivers(
-        needed(parts.config.transfer.backends, parts.worker.address, parts.region),
-        parts.region,
+        needed(parts.config.transfer.backends, parts.worker.address, parts.memory.place),
+        parts.memory.place,
         gate_address=partial(_gate_address, parts),
         layout=parts.hello.layout,
         num_blocks=parts.region_blocks,
@@ -219,7 +232,7 @@ def _decode(parts: _Parts) -> WorkerService:
         engine=parts.engine,
         hello=parts.hello,
         receivers=receivers,
-        hashes=parts.hashes,
+        hashes=parts.hashes(),
         office=parts.office,
         transfer=parts.config.transfer,
         metrics=parts.metrics,
