@@ -101,7 +101,7 @@ class World:
 
 @pytest.fixture
 async def node(tmp_path) -> AsyncIterator[FakeNode]:
-    made = FakeNode(f"unix:{tmp_path}/pool-0.sock")
+    made = FakeNode(f"unix:{tmp_path}/pool-0.sock")  # type: ignore[abstract]  # only watched
     made.begin(*KEYS[:3])
     await made.start()
     yield made
