@@ -206,9 +206,11 @@ def test_what_a_kernel_would_misread_is_refused(attend, change, complaint):
     ("scale", "window", "complaint"), [(0.0, None, "scale"), (1.0, 0, "at least 1")]
 )
 def test_numbers_out_of_range_are_refused(scale, window, complaint):
-    given = make([(1, 1)], block_tokens=4, heads=2, kv_heads=2, head_dim=32, dtype=torch.float32)
+    query, pages, batch = make(
+        [(1, 1)], block_tokens=4, heads=2, kv_heads=2, head_dim=32, dtype=torch.float32
+    )
     with pytest.raises(ValueError, match=complaint):
-        prefill(*given, window, scale=scale)
+        prefill(query, pages, batch, window, scale=scale)
 
 
 @pytest.mark.gpu

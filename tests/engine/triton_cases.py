@@ -4,7 +4,6 @@ wrongly.
 
 import importlib
 import importlib.util
-import os
 from types import ModuleType
 
 import pytest
@@ -25,9 +24,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def kernels(name: str) -> ModuleType:
-    """A module of `engine.kernels`, its kernels interpreted where there is no GPU."""
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+    """A module of `engine.kernels`, imported late: it needs Triton."""
     return importlib.import_module(f"engine.kernels.{name}")
 
 
