@@ -167,13 +167,18 @@ def part_of(config: BatonConfig, alone: Alone, runtime: RuntimeDir, http_fd: int
             drain_timeout_s=config.cluster.drain_timeout_s,
             metrics_address=alone.metrics,
         )
+    is_router = alone.role == ROUTER
+    pool_here = config.pool.address if config.pool.enabled else ""
     return Part(
         name=alone.name,
         incarnation=new_incarnation(),
         worker=worker,
-        worker_addresses=config.cluster.workers if alone.role == ROUTER else (),
+        worker_addresses=config.cluster.workers if is_router else (),
+        pool_addresses=tuple(filter(None, (pool_here, *config.cluster.pool_nodes)))
+        if is_router
+        else (),
         http_fds=() if http_fd is None else (http_fd,),
-        pool_address=config.pool.address if config.pool.enabled else "",
+        pool_address=pool_here,
         region_path=str(kv_socket(runtime.path, alone.name)) if alone.role == POOL else "",
         lock_fd=runtime.lock_fd,
     )
