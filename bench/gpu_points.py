@@ -198,4 +198,4 @@ class ModelBench:
 
 
 def _buffer(memory: torch.Tensor) -> memoryview | torch.Tensor:
-    return memory if memory.device.type == "cuda" else memoryview(memory.numpy())
+    return memory if memory.device.type == "cuda" else memory.numpy().data
