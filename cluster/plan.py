@@ -95,9 +95,9 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     return replace(model, model=str(path.absolute()), served_model_name=names)
 
 
-def plan_children(config: BatonConfig, runtime: RuntimeDir) -> list[ChildPlan]:
+def plan_children(config: BatonConfig, runtime: RuntimeDir, gpus: int = 0) -> list[ChildPlan]:
     """The processes that a resolved `config` asks for, in the order in which they start, which nobody waits for: the pool's
-    node first, the router last.
+    node first, the router last. Workers take turns with the machine's `gpus`.
     """
     cluster = config.cluster
     counts = {
@@ -107,7 +107,8 @@ def plan_children(config: BatonConfig, runtime: RuntimeDir) -> list[ChildPlan]:
     }
     places = [(role, index) for role, count in counts.items() for index in range(count)]
     workers = [
-        _worker(role, index, number, config, runtime) for number, (role, index) in enumerate(places)
+        _on_gpu(_worker(role, index, number, config, runtime), number, len(places), gpus)
+        for number, (role, index) in enumerate(places)
     ]
     pool = [ChildPlan(name=POOL_NODE, role=POOL)] if config.pool.enabled else []
     return [*pool, *workers, ChildPlan(name=ROUTER, role=ROUTER)]
@@ -144,7 +145,13 @@ def assignment_of(
     )
     if child.role == ROUTER:
         here = tuple(other.worker.address for other in children if other.worker is not None)
-        part = replace(part, worker_addresses=(*here, *config.cluster.workers), http_fds=(http_fd,))
+        pool_here = (part.pool_address,) if part.pool_address else ()
+        part = replace(
+            part,
+            worker_addresses=(*here, *config.cluster.workers),
+            pool_addresses=(*pool_here, *config.cluster.pool_nodes),
+            http_fds=(http_fd,),
+        )
     if child.role == POOL:
         region = kv_socket(Path(config.cluster.runtime_dir), child.name)
         part = replace(part, region_path=str(region))
@@ -160,11 +167,13 @@ def _resolve_pool(config: BatonConfig, runtime_dir: Path, workers: int) -> PoolC
     if not pool.enabled or not workers:
         # A node serves the workers of its own host: without any there is nothing for it to do.
         return replace(pool, enabled=False)
-    is_demo = config.model.model == _demo_model()
+    is_demo, first_port = config.model.model == _demo_model(), config.cluster.metrics_port
+    scraped = "" if first_port is None else f"127.0.0.1:{first_port + workers}"
     return replace(
         pool,
         memory_bytes=pool.memory_bytes or pool_bytes(config, workers=workers, is_demo=is_demo),
         address=pool.address or socket_address(runtime_dir, POOL_NODE),
+        metrics_address=pool.metrics_address or scraped,
     )
 
 
@@ -183,3 +192,12 @@ def _worker(
     )
     num_threads = config.engine.num_threads or 1
     return ChildPlan(name=name, role=role.value, worker=worker, num_threads=num_threads)
+
+
+def _on_gpu(child: ChildPlan, number: int, workers: int, gpus: int) -> ChildPlan:
+    """The `number`-th of the workers on its GPU, if there is any."""
+    if not gpus or child.worker is None:
+        return child
+    gpu = number % gpus
+    sharers = len(range(gpu, workers, gpus))
+    return replace(child, worker=replace(child.worker, gpu=gpu, gpu_sharers=sharers))

@@ -5,7 +5,7 @@ the event loop; the engine's thread only posts its events to a mailbox.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import grpc
@@ -37,7 +37,7 @@ from decode_worker.routers import Routers
 from decode_worker.verifier import PageVerifier
 from engine.messages import Start, StepEvents
 from engine.ports import EnginePort
-from kv_transfer.checksum import PageHashes
+from kv_transfer.arena_hashes import Hashing
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.handshake import Endpoint, SessionOffer
 from kv_transfer.ledger_messages import EndSession, ToPeer, VerifyPages
@@ -54,12 +54,13 @@ class DecodeWorker:
         engine: Its sequences are named `decode/N`.
         hello: What routers are told first.
         receivers: Transfer backends by name.
-        hashes: Of the arena that they receive into.
+        hashes: Of the arena that they receive into; peers are asked for the first rule.
         office: Checks permits and signs tickets.
         transfer: Timeouts of the hand-off.
         metrics: Shared with the process's other service.
         clock: Monotonic.
         tracer: Takes the spans of legs whose requests are traced.
+        complete_load: Adds to the engine's load what the process knows of the pool; nothing if None.
     """
 
     def __init__(
@@ -68,14 +69,16 @@ class DecodeWorker:
         engine: EnginePort,
         hello: WorkerHello,
         receivers: Mapping[str, KvReceiver],
-        hashes: PageHashes,
+        hashes: Hashing,
         office: TicketOffice,
         transfer: TransferConfig,
         metrics: WorkerMetrics,
         clock: Clock,
         tracer: Tracer | None = None,
+        complete_load: Callable[[WorkerLoad], WorkerLoad] | None = None,
     ) -> None:
         self._engine = engine
+        self._complete_load = complete_load
         self._clock = clock
         self._load = hello.idle_load
         self._mailbox: Mailbox[StepEvents] | None = None
@@ -86,7 +89,8 @@ class DecodeWorker:
             metrics=DecodeMetrics(metrics.registry),
             spans=LegSpans(tracer or NotTraced(), hello.identity.worker_id, clock),
         )
-        self._verifier = PageVerifier(hashes, self._apply)
+        checksum = next(iter(hashes))
+        self._verifier = PageVerifier(hashes[checksum], self._apply)
         self._routers = Routers(
             hello=hello,
             load=self.load,
@@ -100,7 +104,7 @@ class DecodeWorker:
             offer=SessionOffer(
                 num_blocks=hello.num_blocks,
                 lease_s=transfer.lease_s,
-                checksums=transfer.checksums,
+                checksum=checksum if transfer.checksums else None,
             ),
             receivers=receivers,
             accounts=self._accounts,
@@ -139,8 +143,9 @@ class DecodeWorker:
         return self._lifecycle.transfers_in_flight()
 
     def load(self) -> WorkerLoad:
-        """The engine's last report."""
-        return replace(self._load, draining=self._lifecycle.draining)
+        """The engine's last report, completed."""
+        load = replace(self._load, draining=self._lifecycle.draining)
+        return load if self._complete_load is None else self._complete_load(load)
 
     async def close(self) -> None:
         """Ends every stream and takes back what gives peers access to the arena."""

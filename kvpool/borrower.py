@@ -69,7 +69,7 @@ class Borrower:
         self._mailbox = Mailbox(asyncio.get_running_loop(), self._spawn)
         self._spawn(self._renew_forever)
 
-    async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+    async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey], tenant: str = "") -> None:
         """Borrows what the node has of a prompt's beginning; nothing, where it does not say so in time. Raises nothing.
 
         Cancelled, it leaves nothing borrowed.
@@ -77,7 +77,7 @@ class Borrower:
         if not keys or self._client.slab() is None or len(self._overdue) >= _MAX_OVERDUE:
             return
         asked_s, num_gone = self._clock.now_s(), self._num_gone
-        asked = self._ask(keys)
+        asked = self._ask(keys, tenant)
         answered = False
         try:
             await asyncio.wait({asked}, timeout=self._lookup_timeout_s)
@@ -90,6 +90,18 @@ class Borrower:
         if lease is not None:
             self.leases.add(seq_id, lease, asked_s=asked_s)
         self._metrics.looked_up(_outcome(asked, lease), self._clock.now_s() - asked_s)
+
+    async def has(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether the node has all blocks of a text's beginning in its memory now. Raises nothing."""
+        if self._client.slab() is None:
+            return False
+        asked = self._ask(keys)
+        await asyncio.wait({asked})
+        lease = _lease_of(asked)
+        if lease is None or not lease.lease_id:
+            return not keys
+        self.released((lease.lease_id,))
+        return len(lease.blocks) == len(keys)
 
     def node_gone(self) -> None:
         """Whatever the node has answered or will answer is void."""
@@ -122,17 +134,17 @@ class Borrower:
         if left and self._client.slab() is not None:
             await self._call(self._client.release(left))
 
-    def _ask(self, keys: Sequence[BlockKey]) -> "asyncio.Task[BlockLease | None]":
-        asked = asyncio.create_task(self._lease(keys), name="pool-lease")
+    def _ask(self, keys: Sequence[BlockKey], tenant: str = "") -> "asyncio.Task[BlockLease | None]":
+        asked = asyncio.create_task(self._lease(keys, tenant), name="pool-lease")
         self._asked.add(asked)
         asked.add_done_callback(self._asked.discard)
         return asked
 
-    async def _lease(self, keys: Sequence[BlockKey]) -> BlockLease | None:
+    async def _lease(self, keys: Sequence[BlockKey], tenant: str) -> BlockLease | None:
         try:
             async with asyncio.timeout(self._lease_s):  # a later answer is of no use
                 wait_s = self._lookup_timeout_s / 2
-                return await self._client.lease(keys, self._lease_s, wait_s)
+                return await self._client.lease(keys, self._lease_s, wait_s, tenant)
         except (PoolUnavailableError, TimeoutError):
             self._metrics.node_failed()
             return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from baton.clock import Clock
 from baton.errors import PoolUnavailableError
-from baton.ids import BlockKey
+from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from kv_transfer.page_copy import Pages
 from kvpool.host_pages import slab_layers
@@ -30,6 +30,7 @@ class FakePool:
         rows: Its memory, as `PoolClient.slab` has it.
         calls: How often each method of a client was called.
         lent: Every lease that was given.
+        asked_places: The keys that places were asked for, in order.
     """
 
     def __init__(self, layout: KvLayout, clock: Clock, *, num_slots: int = 64) -> None:
@@ -43,6 +44,7 @@ class FakePool:
         self._starts = 0
         self.calls: Counter[str] = Counter()
         self.lent: list[str] = []
+        self.asked_places: list[BlockKey] = []
         self.is_there = False
         self.come()
 
@@ -51,6 +53,11 @@ class FakePool:
         client = FakeClient(self, on_slab)
         self._clients.append(client)
         return client
+
+    @property
+    def identity(self) -> WorkerIdentity:
+        """Its name and its last start."""
+        return WorkerIdentity(worker_id=WorkerId("fake"), incarnation=Incarnation(self._starts))
 
     def come(self) -> None:
         """The node starts, with nothing in its memory."""
@@ -128,7 +135,17 @@ class FakeClient:
         """See PoolClient."""
         return self._pool.rows if self._pool.is_there and self._is_started else None
 
-    async def lease(self, keys: Sequence[BlockKey], lease_s: float, wait_s: float) -> BlockLease:  # noqa: ARG002
+    def node(self) -> WorkerIdentity | None:
+        """See AttachedClient."""
+        return None if self.slab() is None else self._pool.identity
+
+    async def lease(
+        self,
+        keys: Sequence[BlockKey],
+        lease_s: float,
+        wait_s: float,  # noqa: ARG002
+        tenant: str = "",  # noqa: ARG002
+    ) -> BlockLease:
         """See PoolClient. There is no disk to wait for."""
         ledger = await self._pool.answer("lease")
         lease = ledger.lease(keys, lease_s, self._pool.clock.now_s())
@@ -153,6 +170,7 @@ class FakeClient:
     ) -> PutGrant | Refused:
         """See PoolClient."""
         ledger = await self._pool.answer("reserve")
+        self._pool.asked_places += keys
         return ledger.reserve(keys, owner, self._pool.clock.now_s(), first=first)
 
     async def commit(self, put_id: str, checksums: Sequence[bytes]) -> int:

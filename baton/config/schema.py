@@ -193,6 +193,8 @@ class TransferConfig:
         quiesce_timeout_s: How long an aborted transfer may stay unacknowledged before its peer is fenced.
         lease_s: A prefill worker whose heartbeats stop for this long is suspected: it is cut off and another takes over.
         retry_grace_s: How long a decode worker keeps a reservation for another prefill worker after one was lost.
+        pool_after_s: How long a computed prompt waits for room on its decode worker before it is left in the pool, to be fetched
+            from there; without a pool it waits on.
         checksums: Verify every page before it is decoded.
     """
 
@@ -202,6 +204,7 @@ class TransferConfig:
     quiesce_timeout_s: float = 5.0
     lease_s: float = 5.0
     retry_grace_s: float = 2.0
+    pool_after_s: float = 0.5
     checksums: bool = True
 
 
@@ -230,7 +233,8 @@ class PoolConfig:
         lease_s: For how long a reader's blocks stay.
         lookup_timeout_s: How long a request waits for the pool's answer before it is computed without.
         publish_queue_blocks: Blocks of one worker that may wait to be put; the oldest are dropped.
-        tenant_bytes: KV bytes that each tenant may hold on this node.
+        tenant_bytes: KV bytes that a tenant may hold on this node for whom the tenants document names no `kv_bytes`.
+        metrics_address: `host:port` of the node's Prometheus endpoint; empty for none, or the one that `cluster.metrics_port` gives.
     """
 
     enabled: bool = False
@@ -254,6 +258,7 @@ class PoolConfig:
     lookup_timeout_s: float = 0.05
     publish_queue_blocks: int = 1024
     tenant_bytes: int | None = None
+    metrics_address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +274,8 @@ class WorkerConfig:
         stall_timeout_s: Work without progress for this long turns health to NOT_SERVING.
         drain_timeout_s: How long a drain waits for what is in flight.
         metrics_address: `host:port` of this worker's Prometheus endpoint; empty for none.
+        gpu: Index of its GPU, where it computes on one.
+        gpu_sharers: Workers on that GPU, which share `engine.gpu_memory_utilization` evenly.
     """
 
     worker_id: str
@@ -278,6 +285,8 @@ class WorkerConfig:
     stall_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
     metrics_address: str = ""
+    gpu: int = 0
+    gpu_sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +298,7 @@ class ClusterConfig:
         decode_workers: Number of decode workers to start.
         hybrid_workers: Number of workers that do both. With these asked for, the numbers above default to 0.
         workers: Addresses of workers that run elsewhere; the router joins them to the ones started here.
+        pool_nodes: Addresses of pool nodes that run elsewhere: the router watches what they hold.
         runtime_dir: Directory of this cluster's sockets; empty for one named after the HTTP port, in the machine's
             directory for temporary files. Made at start and removed at the end.
         secret: Cluster secret in hex (32 bytes); empty draws a new one at start.
@@ -297,13 +307,15 @@ class ClusterConfig:
         startup_timeout_s: How long a process may take to become ready without showing progress.
         drain_timeout_s: How long a stop waits for requests in flight.
         metrics_port: First of as many ports on the loopback interface as there are workers started here: each answers
-            Prometheus on one, in the order prefill, decode, hybrid. None for no such ports.
+            Prometheus on one, in the order prefill, decode, hybrid; the pool's node, where there is one, on the next. None for
+            no such ports.
     """
 
     prefill_workers: int = 1
     decode_workers: int = 1
     hybrid_workers: int = 0
     workers: tuple[str, ...] = ()
+    pool_nodes: tuple[str, ...] = ()
     runtime_dir: str = ""
     secret: str = ""
     restart_backoff_s: float = 0.5

@@ -28,7 +28,11 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 def write_pages(
     pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Scatters keys and values `[num_tokens, num_kv_heads, head_dim]` into the pages at `slots` `[num_tokens]`."""
+    """Scatters keys and values `[num_tokens, num_kv_heads, head_dim]` into the pages at `slots` `[num_tokens]`; those whose slot is negative
+    nowhere.
+    """
+    stored = slots >= 0
+    key, value, slots = key[stored], value[stored], slots[stored]
     block_tokens = pages.shape[3]
     blocks, offsets = slots // block_tokens, slots % block_tokens
     pages[blocks, :, 0, offsets] = key
@@ -49,6 +53,16 @@ def move_pages(
 ) -> None:
     """Copies rows of bytes `[num_pages, row_bytes]` between two arenas (`page_pack.move_pages`); no target row twice."""
     target[target_pages.long()] = source[source_pages.long()]
+
+
+def sum_pages(pages: torch.Tensor, blocks: torch.Tensor, first_word: int = 0) -> torch.Tensor:
+    """The word sums `[n]` int64 of rows of bytes (`page_sum.sum_pages`)."""
+    words = pages[blocks.long()].contiguous().view(torch.int64)
+    places = torch.arange(first_word, first_word + words.shape[1], device=pages.device)
+    mixed = words + (places + 1) * -0x61C8864680B583EB
+    mixed = (mixed ^ _shifted(mixed, 30)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ _shifted(mixed, 27)) * -0x6B2FB644ECCEEE15
+    return (mixed ^ _shifted(mixed, 31)).sum(1)
 
 
 def rotate_and_store(
@@ -94,6 +108,11 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     return (functional.silu(gate) * up).to(x.dtype)
 
 
+def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, with zeros from the left: torch knows shifts of signed numbers only."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
 def _gather(
     pages: torch.Tensor, table: torch.Tensor, context: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,6 +142,9 @@ def _attend(
 
 class ReferenceKernels:
     """The twins above as a `KernelSet`."""
+
+    def split_rule(self, num_kv_heads: int) -> None:
+        """None: contexts are read whole."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `KernelSet.rms_norm`."""
