@@ -1,4 +1,4 @@
-"""What workers without an engine have in common: where they listen, what they say of themselves, how the pair is served.
+"""What workers without an engine have in common: where they listen, what they say of themselves, how they are served.
 
 A benchmark's own fakes (`bench.stream_workers`, `bench.paced_workers`) say how they take prompts and draw tokens.
 """
@@ -24,9 +24,9 @@ DecodeContext = grpc.aio.ServicerContext[decode_pb2.DecodeCommand, decode_pb2.De
 PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillCommand, prefill_pb2.PrefillFrame]
 
 
-def addresses(directory: Path) -> tuple[str, str]:
-    """Where prefill and decode worker listen."""
-    return f"unix:{directory}/prefill", f"unix:{directory}/decode"
+def addresses(directory: Path, decoders: int = 1) -> tuple[str, ...]:
+    """Where the prefill worker and the decode workers listen."""
+    return f"unix:{directory}/prefill", *(f"unix:{directory}/decode-{n}" for n in range(decoders))
 
 
 def hellos(
@@ -81,16 +81,23 @@ def transfer_of(permit: common_pb2.Signed) -> XferId:
     return XferId(transfer_pb2.Permit.FromString(permit.content).xfer_id)
 
 
-async def serve_pair(
-    directory: Path,
-    prefill: prefill_pb2_grpc.PrefillServicer,
-    decode: decode_pb2_grpc.DecodeServicer,
-) -> tuple[grpc.aio.Server, grpc.aio.Server]:
-    """Starts both; they serve for as long as what is returned is kept."""
-    one, other = new_server(), new_server()
-    prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, one)
-    decode_pb2_grpc.add_DecodeServicer_to_server(decode, other)
-    for server, address in zip((one, other), addresses(directory), strict=True):
-        bind(server, address)
-        await server.start()
-    return one, other
+async def serve_prefill(
+    directory: Path, prefill: prefill_pb2_grpc.PrefillServicer
+) -> grpc.aio.Server:
+    """Starts it; it serves for as long as what is returned is kept."""
+    server = new_server()
+    prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server)
+    bind(server, addresses(directory)[0])
+    await server.start()
+    return server
+
+
+async def serve_decode(
+    directory: Path, decode: decode_pb2_grpc.DecodeServicer, number: int = 0
+) -> grpc.aio.Server:
+    """The same for the decode worker of that number."""
+    server = new_server()
+    decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
+    bind(server, addresses(directory, number + 1)[-1])
+    await server.start()
+    return server

@@ -20,7 +20,8 @@ from bench.fake_workers import (
     DecodeContext,
     PrefillContext,
     hellos,
-    serve_pair,
+    serve_decode,
+    serve_prefill,
     transfer_of,
 )
 from bench.pacing import Pace, PacedDecoder, PacedPrefiller, PacedPrompt, PacedSequence
@@ -136,7 +137,10 @@ async def _serve(directory: Path, pace: Pace) -> None:
     decoder = PacedDecoder(pace)
     prefiller = PacedPrefiller(pace, decoder)
     prefill, decode = hellos(directory, vocab_size=pace.vocab_size, max_num_seqs=pace.seats)
-    _servers = await serve_pair(directory, _Prefill(prefill, prefiller), _Decode(decode, decoder))
+    _servers = [
+        await serve_prefill(directory, _Prefill(prefill, prefiller)),
+        await serve_decode(directory, _Decode(decode, decoder)),
+    ]
     await asyncio.gather(decoder.run(), prefiller.run())
 
 

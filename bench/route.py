@@ -75,7 +75,7 @@ from router.restarts import Patience
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
-from router.slo import SloBook
+from router.slo import STANDARD, SloBook
 from router.tenants.tenant import ANONYMOUS, Caller
 from router.tokenizer import Tokenizer
 
@@ -242,6 +242,7 @@ class _Router:
             serving=self._serving,
             visit=self._visit,
             head=ReplyHead(request_id=request_id, created=0, model="bench"),
+            slo=STANDARD,
             model=_MODEL,
         )
         prompts = body.prompts

@@ -1,9 +1,13 @@
 """How many tokens one router moves from workers to streaming clients: `python -m bench.router_stream [--json FILE]`.
 
-A real `baton serve` without workers of its own, two workers without an engine in another process and the clients in a third.
-The router may use one core only. Figures: `tokens_per_s` is tokens per second of the router's CPU time, which is what a core
-of its own would move; `wall_tokens_per_s` is what was moved on this machine beside whatever else ran there. Figures that
-begin with `paced_` are of a run at the pace of a real engine, where every token makes an event of its own.
+A real `baton serve` without workers of its own, workers without an engine in another process and the clients in a third. The
+router may use one core only. Decode workers step at an engine's pace, each for its share of the clients, so that frames are as full
+as an engine's: with a step every `--step-ms` the router is offered more than it can move, and every `--calm-step-ms` (figures that
+begin with `calm_`) less.
+
+Figures: `tokens_per_s` is tokens per second of the router's CPU time, which is what a core of its own would move;
+`wall_tokens_per_s` is what was moved on this machine beside whatever else ran there; `offered_tokens_per_s` what the engines would
+draw if nobody held them up; `gap_*` is the time between two reads of one client.
 """
 
 import argparse
@@ -14,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 from statistics import median
@@ -26,6 +30,8 @@ from bench.report import Report
 from bench.server import serving
 from bench.stream_clients import Counts, Orders
 
+_WARM_UP_TOKENS = 256
+
 
 def main() -> None:
     """Entry point."""
@@ -34,8 +40,9 @@ def main() -> None:
         benchmark="router_stream",
         settings={name: value for name, value in vars(arguments).items() if name != "json"},
     )
-    for prefix, step_ms in (("", 0.0), ("paced_", arguments.step_ms)):
-        _measure(prefix, step_ms, arguments, report)
+    for prefix, step_ms in (("", arguments.step_ms), ("calm_", arguments.calm_step_ms)):
+        if step_ms:
+            _measure(prefix, step_ms, arguments, report)
     if arguments.json:
         report.write(arguments.json)
 
@@ -46,7 +53,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=200, help="clients at once")
     parser.add_argument("--rounds", type=int, default=2, help="requests per client")
     parser.add_argument("--output-tokens", type=int, default=1024)
-    parser.add_argument("--step-ms", type=float, default=10.0, help="of the paced run")
+    parser.add_argument("--decoders", type=int, default=4, help="decode workers")
+    parser.add_argument("--step-ms", type=float, default=3.0)
+    parser.add_argument("--calm-step-ms", type=float, default=20.0, help="0 for no such run")
     return parser.parse_args()
 
 
@@ -54,16 +63,19 @@ def _measure(prefix: str, step_ms: float, arguments: argparse.Namespace, report:
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
         directory = Path(name)
         config = directory / "cluster.yaml"
-        config.write_text(_config(directory))
+        decoders = arguments.decoders
+        config.write_text(_config(directory, decoders))
         model = str(resources.files("engine.demo") / "model")
-        with _workers(directory, model, step_ms), serving(model, "-f", str(config)) as url:
+        workers = _workers(directory, model, step_ms, decoders)
+        with workers, serving(model, "-f", str(config)) as url:
             router = _router()
             _pin(router)
             orders = _orders(url, arguments)
-            _drive(Orders(**(asdict(orders) | {"rounds": 1})))
+            _drive(replace(orders, rounds=1, output_tokens=_WARM_UP_TOKENS))
             before_s = _cpu_s(router)
             counts = _drive(orders)
             spent_s = _cpu_s(router) - before_s
+    report.figures[f"{prefix}offered_tokens_per_s"] = arguments.streams / step_ms * 1e3
     _record(prefix, counts, spent_s, report)
 
 
@@ -75,21 +87,24 @@ def _record(prefix: str, counts: Counts, spent_s: float, report: Report) -> None
         "router_cpu_us_per_token": spent_s / tokens * 1e6,
         "events_per_token": counts.events / tokens,
         "ttft_p50_ms": median(counts.ttfts_s) * 1e3,
+        "gap_p50_ms": counts.gap_p50_s * 1e3,
+        "gap_p99_ms": counts.gap_p99_s * 1e3,
     }
     for figure, value in figures.items():
         report.figures[prefix + figure] = value
         print(f"{prefix + figure:32}{value:12.2f}", flush=True)
 
 
-def _config(directory: Path) -> str:
+def _config(directory: Path, decoders: int) -> str:
     return json.dumps(
         {
+            "router": {"local_prefill_tokens": 0},  # these decode workers cannot
             "cluster": {
                 "prefill_workers": 0,
                 "decode_workers": 0,
-                "workers": list(addresses(directory)),
+                "workers": list(addresses(directory, decoders)),
                 "runtime_dir": str(directory / "run"),
-            }
+            },
         }
     )
 
@@ -107,9 +122,10 @@ def _orders(url: str, arguments: argparse.Namespace) -> Orders:
 
 
 @contextmanager
-def _workers(directory: Path, model: str, step_ms: float) -> Iterator[None]:
+def _workers(directory: Path, model: str, step_ms: float, decoders: int) -> Iterator[None]:
     command = [sys.executable, "-m", "bench.stream_workers", str(directory)]
-    process = subprocess.Popen([*command, f"{model}/tokenizer.json", str(step_ms)])
+    command += [f"{model}/tokenizer.json", str(step_ms), str(decoders)]
+    process = subprocess.Popen(command)
     try:
         yield
     finally:

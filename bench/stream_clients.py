@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from statistics import quantiles
 from typing import cast
 
 import uvloop
@@ -39,12 +40,14 @@ class Orders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What the clients asked for and saw: tokens, events, and the time from each request to its first byte."""
+    """What the clients asked for and saw: tokens, events, the time from each request to its first byte, and between two reads."""
 
     tokens: int
     events: int
     elapsed_s: float
     ttfts_s: list[float]
+    gap_p50_s: float
+    gap_p99_s: float
 
 
 class _Client(asyncio.Protocol):
@@ -54,20 +57,25 @@ class _Client(asyncio.Protocol):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.events = 0
         self.ttfts_s: list[float] = []
+        self.gaps_s: list[float] = []
         self._request = request
         self._rounds = rounds
         self._tail = b""
         self._last = b""
         self._begun = False
-        self._sent_s = 0.0
+        self._sent_s = self._read_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not say so
         self._send()
 
     def data_received(self, data: bytes) -> None:
-        if not self._begun:
+        now_s = time.perf_counter()
+        if self._begun:
+            self.gaps_s.append(now_s - self._read_s)
+        else:
             self._begin(data)
+        self._read_s = now_s
         seen = self._tail + data
         self.events += seen.count(_EVENT_END)
         self._tail = seen[-1:] if not seen.endswith(_EVENT_END) else b""
@@ -138,11 +146,14 @@ async def _run(orders: Orders) -> Counts:
     begun_s = time.perf_counter()
     clients = [await _connect(orders, output_tokens) for output_tokens in wanted]
     await asyncio.gather(*(client.done for client in clients))
+    percentiles = quantiles((gap_s for client in clients for gap_s in client.gaps_s), n=100)
     return Counts(
         tokens=sum(wanted) * orders.rounds,
         events=sum(client.events for client in clients),
         elapsed_s=time.perf_counter() - begun_s,
         ttfts_s=[ttft_s for client in clients for ttft_s in client.ttfts_s],
+        gap_p50_s=percentiles[49],
+        gap_p99_s=percentiles[98],
     )
 
 

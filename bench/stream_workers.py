@@ -1,19 +1,20 @@
-"""Workers without an engine for `bench.router_stream`: `python -m bench.stream_workers DIRECTORY TOKENIZER STEP_MS`.
+"""Workers without an engine for `bench.router_stream`: `python -m bench.stream_workers DIRECTORY TOKENIZER STEP_MS DECODERS`.
 
-A prefill and a decode worker over real gRPC. A prompt is prefilled as soon as it arrives; the decode worker then takes a step
-for all its sequences whenever the router has taken the frame before, or at fixed times.
+A prefill worker and some decode workers over real gRPC. A prompt is prefilled as soon as it arrives; each decode worker then takes
+a step for all its sequences at fixed times, or late if the router has not taken the frame before.
 """
 
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import uvloop
 from tokenizers import Tokenizer
 
+from baton.ids import WorkerId
 from baton.rpc.frames import HEARTBEAT_S
 from baton.rpc.hello import WorkerHello, hello_to_proto
 from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -22,7 +23,8 @@ from bench.fake_workers import (
     PrefillContext,
     first_token,
     hellos,
-    serve_pair,
+    serve_decode,
+    serve_prefill,
     transfer_of,
 )
 
@@ -42,16 +44,26 @@ class _Sequence:
 
 
 @dataclass(slots=True, eq=False)
-class _Handover:
-    """Hand-offs by transfer id: a leg runs once both workers have spoken of it."""
+class _Batch:
+    """What one decode worker runs."""
 
-    expected: dict[str, _Sequence] = field(default_factory=dict)
-    prefilled: set[str] = field(default_factory=set)
     running: dict[int, _Sequence] = field(default_factory=dict)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def expect(self, xfer_id: str, sequence: _Sequence) -> None:
-        self.expected[xfer_id] = sequence
+    def join(self, sequence: _Sequence) -> None:
+        self.running[sequence.leg_id] = sequence
+        self.news.set()
+
+
+@dataclass(slots=True, eq=False)
+class _Handover:
+    """Hand-offs by transfer id: a leg runs once both workers have spoken of it."""
+
+    expected: dict[str, tuple[_Sequence, _Batch]] = field(default_factory=dict)
+    prefilled: set[str] = field(default_factory=set)
+
+    def expect(self, xfer_id: str, sequence: _Sequence, batch: _Batch) -> None:
+        self.expected[xfer_id] = sequence, batch
         self._start(xfer_id)
 
     def done(self, xfer_id: str) -> None:
@@ -61,9 +73,8 @@ class _Handover:
     def _start(self, xfer_id: str) -> None:
         if xfer_id in self.prefilled and xfer_id in self.expected:
             self.prefilled.remove(xfer_id)
-            sequence = self.expected.pop(xfer_id)
-            self.running[sequence.leg_id] = sequence
-            self.news.set()
+            sequence, batch = self.expected.pop(xfer_id)
+            batch.join(sequence)
 
 
 class _Prefill(prefill_pb2_grpc.PrefillServicer):
@@ -112,6 +123,7 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
     ) -> None:
         self._hello = hello
         self._handover = handover
+        self._batch = _Batch()
         self._text = text
         self._step_s = step_s
 
@@ -137,20 +149,21 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
     async def _read(self, commands: AsyncIterator[decode_pb2.DecodeCommand]) -> None:
         async for command in commands:
             if command.WhichOneof("command") == "cancel":
-                self._handover.running.pop(command.cancel.leg_id, None)
+                self._batch.running.pop(command.cancel.leg_id, None)
             elif command.WhichOneof("command") == "expect":
                 request = command.expect.request
                 xfer_id = transfer_of(command.expect.permit)
                 sequence = _Sequence(request.leg_id, 1, request.sampling.max_tokens)
-                self._handover.expect(xfer_id, sequence)
+                self._handover.expect(xfer_id, sequence, self._batch)
 
     async def _next_frame(self) -> decode_pb2.DecodeFrame:
         """The next step's, or an empty one when there is nothing to do for a while."""
-        if not self._handover.running:
-            self._handover.news.clear()
+        batch = self._batch
+        if not batch.running:
+            batch.news.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._handover.news.wait(), HEARTBEAT_S)
-        running, text = list(self._handover.running.values()), self._text
+                await asyncio.wait_for(batch.news.wait(), HEARTBEAT_S)
+        running, text = list(batch.running.values()), self._text
         frame = decode_pb2.DecodeFrame(
             leg_ids=[sequence.leg_id for sequence in running],
             samples=[0] * len(running),
@@ -159,24 +172,30 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
         for sequence in running:
             sequence.position += 1
             if sequence.position == sequence.max_tokens:
-                del self._handover.running[sequence.leg_id]
+                del batch.running[sequence.leg_id]
                 frame.finished.add(leg_id=sequence.leg_id, reason=common_pb2.FINISH_REASON_LENGTH)
         return frame
 
 
-async def _serve(directory: Path, tokenizer: Tokenizer, step_s: float) -> None:
+async def _serve(directory: Path, tokenizer: Tokenizer, step_s: float, decoders: int) -> None:
     text = tokenizer.encode(TEXT, add_special_tokens=False).ids
     handover = _Handover()
     prefill, decode = hellos(directory, vocab_size=tokenizer.get_vocab_size(), max_num_seqs=4096)
-    _servers = await serve_pair(
-        directory,
-        _Prefill(prefill, handover, text[0]),
-        _Decode(decode, handover, text, step_s),
-    )
+    servers = [await serve_prefill(directory, _Prefill(prefill, handover, text[0]))]
+    for number in range(decoders):
+        identity = replace(decode.identity, worker_id=WorkerId(f"decode-{number}"))
+        hello = replace(decode, identity=identity)
+        worker = _Decode(hello, handover, text, step_s)
+        servers.append(await serve_decode(directory, worker, number))
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
     uvloop.run(
-        _serve(Path(sys.argv[1]), Tokenizer.from_file(sys.argv[2]), float(sys.argv[3]) / 1e3)
+        _serve(
+            Path(sys.argv[1]),
+            Tokenizer.from_file(sys.argv[2]),
+            float(sys.argv[3]) / 1e3,
+            int(sys.argv[4]),
+        )
     )

@@ -8,6 +8,8 @@ from baton.errors import BatonError
 from baton.generation import FinishReason, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import RequestId, Role, WorkerId
 from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing, Tokens, WorkerReport
+from router.slo import Slo
+from router.tenants.tenant import Tenant
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +26,7 @@ class FakeGenerator:
         gate: Opened by the test.
         paused: Set when something waits at `gate`.
         logprob_of: Log-probabilities of drawn tokens that have another one than all others.
+        refusal: Raised by `knock`.
         is_ready: What `ready` answers.
         is_healthy: What `healthy` answers.
         jobs: Every job that was started.
@@ -42,12 +45,18 @@ class FakeGenerator:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     paused: asyncio.Event = field(default_factory=asyncio.Event)
     logprob_of: dict[int, float] = field(default_factory=dict)
+    refusal: BatonError | None = None
     is_ready: bool = True
     is_healthy: bool = True
     jobs: list[GenerationJob] = field(default_factory=list)
     stopped: list[tuple[RequestId, int]] = field(default_factory=list)
     cancelled: asyncio.Queue[RequestId] = field(default_factory=asyncio.Queue)
     _running: set[RequestId] = field(default_factory=set)
+
+    def knock(self, tenant: Tenant, slo: Slo) -> None:  # noqa: ARG002  # the same for everybody
+        """Raises `refusal` if there is one."""
+        if self.refusal is not None:
+            raise self.refusal
 
     async def generate(self, job: GenerationJob) -> AsyncGenerator[GenerationEvent, None]:
         """Plays the script for one job."""

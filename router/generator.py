@@ -50,6 +50,8 @@ from router.routing.index import PrefixIndex
 from router.routing.local import LocalPrefill
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
+from router.slo import Slo
+from router.tenants.tenant import Tenant
 
 _MAKE_ROOM = (
     ClientGone,
@@ -156,6 +158,12 @@ class ClusterGenerator:
         except TimeoutError:
             return False
         return True
+
+    def knock(self, tenant: Tenant, slo: Slo) -> None:
+        """See `router.ports.Generator`."""
+        if self._draining:
+            raise DrainingError("the router is stopping")
+        self.intake.knock(tenant, slo)
 
     async def generate(self, job: GenerationJob) -> AsyncGenerator[GenerationEvent, None]:
         """See `router.ports.Generator`."""

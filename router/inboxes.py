@@ -1,9 +1,8 @@
 """The inboxes of all clients: where tokens leave the dispatcher's world for the replies that wait for them.
 
 A reply that is woken for every token costs more than all that was done for the token before. So a stream's plain tokens wake it
-no oftener than every `EVENT_GAP_S`; what comes meanwhile goes with the next. No engine is that fast with a batch worth
-speaking of: the gap shows only when a router falls behind and frames follow each other closely, and then it is what lets it
-catch up. First tokens, ends and tokens with log-probabilities never wait.
+no oftener than once in a while (`router.event_gap`); what comes meanwhile goes with the next. First tokens, ends and tokens with
+log-probabilities never wait.
 """
 
 import asyncio
@@ -12,12 +11,11 @@ from baton.clock import Clock
 from baton.errors import BatonError
 from baton.generation import plain_token
 from baton.ids import RequestId
+from router.event_gap import EventGap
 from router.events import Emit
 from router.inbox import Inbox
 from router.ports import Timing
 from router.steps import Advance
-
-EVENT_GAP_S = 0.004
 
 
 class Inboxes:
@@ -26,13 +24,14 @@ class Inboxes:
     Args:
         max_bytes: What may wait for one reader that does not come.
         clock: Monotonic.
-        gap_s: Least time between two wakings of one reader by plain tokens.
+        gap: Least time between two wakings of one reader by plain tokens.
     """
 
-    def __init__(self, *, max_bytes: int, clock: Clock, gap_s: float = EVENT_GAP_S) -> None:
+    def __init__(self, *, max_bytes: int, clock: Clock, gap: EventGap | None = None) -> None:
         self._max_bytes = max_bytes
         self._clock = clock
-        self._gap_s = gap_s
+        self._gap = gap or EventGap()
+        self._turn_began_s: float | None = None
         self._inboxes: dict[RequestId, Inbox] = {}
         self._late: list[Inbox] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -74,6 +73,7 @@ class Inboxes:
     def put_step(self, moved: Advance, now_s: float) -> list[RequestId]:
         """A step's tokens. Returns the jobs whose readers should be given up."""
         full: list[RequestId] = []
+        gap_s = self._gap.gap_s
         columns = zip(moved.request_ids, moved.samples, moved.tokens, strict=True)
         for request_id, sample, token in columns:
             inbox = self._inboxes.get(request_id)
@@ -81,13 +81,23 @@ class Inboxes:
                 continue
             if not inbox.put_plain(plain_token(sample, token)):
                 full.append(request_id)
-            if now_s - inbox.woken_s >= self._gap_s:
+            if now_s - inbox.woken_s >= gap_s:
                 inbox.wake(now_s)
             else:
                 self._late.append(inbox)
+        loop = asyncio.get_running_loop()
         if self._late and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._gap_s, self._wake_late)
+            self._timer = loop.call_later(gap_s, self._wake_late)
+        if self._turn_began_s is None:  # what was woken runs before what is called now
+            self._turn_began_s = now_s
+            loop.call_soon(self._end_turn)
         return full
+
+    def _end_turn(self) -> None:
+        """The loop has done what it had to do when a step came."""
+        if self._turn_began_s is not None:
+            self._gap.worked(self._turn_began_s, self._clock.now_s())
+            self._turn_began_s = None
 
     def _wake_late(self) -> None:
         late, self._late, self._timer = self._late, [], None

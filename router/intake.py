@@ -17,6 +17,10 @@ from router.admission.given import Totals
 from router.admission.lengths import OutputLengths
 from router.admission.room import WorkerRoom
 from router.ports import GenerationJob
+from router.slo import Slo
+from router.tenants.tenant import Tenant
+
+_UNBOUNDED_TOKENS = 1 << 30
 
 _WHY = {
     Reason.TARGET: "It could not be begun in the time promised to its class: too many are waiting.",
@@ -80,6 +84,17 @@ class Intake:
         self._jobs[job.request_id] = job
         self.let_in()
 
+    def knock(self, tenant: Tenant, slo: Slo) -> None:
+        """Whether anybody of this tenant may come now, before it is known with what.
+
+        Raises:
+            OverloadedError: The line is full.
+        """
+        now_s = self._clock.now_s()
+        refusal = self._gate.knock(self._unknown(tenant, slo, now_s), now_s)
+        if refusal is not None:
+            raise _refused(refusal)
+
     def leave(self, request_id: RequestId) -> None:
         """A client went away, or has all it wanted."""
         if self._jobs.pop(request_id, None) is not None:
@@ -120,6 +135,19 @@ class Intake:
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless what waits is what is counted."""
         self._gate.check_integrity()
+
+    def _unknown(self, tenant: Tenant, slo: Slo, now_s: float) -> Applicant:
+        """One of whom no more is known."""
+        return Applicant(
+            request_id=RequestId(""),
+            tenant=tenant,
+            slo=slo,
+            prompt_tokens=1,
+            output_tokens=self._lengths.expected(tenant.tenant_id, _UNBOUNDED_TOKENS),
+            samples=1,
+            arrived_s=now_s,
+            deadline_s=float("inf"),
+        )
 
     def _applicant(self, job: GenerationJob, now_s: float) -> Applicant:
         prompt, tenant = job.prompt, job.tenant

@@ -168,6 +168,14 @@ class Overview(Protocol):
 class Generator(Overview, Protocol):
     """Turns prompts into tokens with whatever workers there are. Used from one event loop."""
 
+    def knock(self, tenant: Tenant, slo: Slo) -> None:
+        """Whether a job of this tenant and class might be taken now: to be asked before work is put into a prompt.
+
+        Raises:
+            DrainingError: None is: the router stops.
+            OverloadedError: The line is full for it.
+        """
+
     def generate(self, job: GenerationJob) -> AsyncGenerator[GenerationEvent, None]:
         """Yields `Tokens` until every sample has finished (`finish` set, or `stop_sample`), then one `Timing`.
 

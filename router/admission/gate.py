@@ -6,7 +6,7 @@ ordered, bounded, and leaves at once with its client.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heappop, heappush
 from typing import Protocol
@@ -114,6 +114,18 @@ class Gate:
             self._line.push(applicant)
             heappush(self._deadlines, (applicant.deadline_s, applicant.request_id))
         return refusal
+
+    def knock(self, applicant: Applicant, now_s: float) -> Refusal | None:
+        """What `offer` would refuse whatever the prompt, whose length is not known yet: a line that is full. Comes back as one
+        with a prompt like those that wait.
+        """
+        short = replace(applicant, prompt_tokens=1)
+        full = self._full(short)
+        if full is None:
+            return None
+        total = self._line.total
+        likely = replace(short, prompt_tokens=max(1, total.prompt_tokens // total.requests))
+        return self._refused(full, likely, 0.0, now_s)
 
     def next(self, now_s: float) -> Applicant | None:
         """Takes whoever is next, if there is room. Ask again once it is placed.

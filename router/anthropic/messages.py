@@ -41,12 +41,12 @@ _DELTA = b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta",
 async def messages(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, MessagesRequest, serving.max_body_bytes)
-    order = await take_order(request, serving, body.model, "msg")
-    prompt = await dialogue_prompt(body.dialogue(), order)
     # Everybody has to name a limit here, and many name the largest that there is: it is cut to what the context leaves.
     limit = TokenLimit(
         asked=None, default=body.max_tokens, param="max_tokens", prompt_param="messages"
     )
+    order = await take_order(request, serving, body, limit, "msg")
+    prompt = await dialogue_prompt(body.dialogue(), order)
     (run,) = plan_runs(order, body, [prompt], Wanted(limit=limit))
     return await answer(request, order, [run], MessageShape(order.head, run), stream=body.stream)
 

@@ -37,6 +37,11 @@ class Level:
     remaining: float
     reset_s: float
 
+    def wait_s(self, amount: float) -> float:
+        """Seconds until so much could be taken; a bucket that is full gives any amount."""
+        missing = min(amount, self.limit) - self.remaining
+        return missing * self.reset_s / (self.limit - self.remaining) if missing > 0 else 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:

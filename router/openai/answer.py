@@ -67,7 +67,8 @@ async def answer(
         RateLimitedError: The tenant has not enough tokens left.
     """
     serving, visit = order.serving, order.visit
-    await visit.generate(runs)
+    with serving.refusals_counted(visit):
+        await visit.generate(runs)
     deltas = _deltas(runs)
     if serving.guards.active or visit.keeps_content:
         deltas = watched(deltas, serving.guards, visit)

@@ -36,10 +36,11 @@ from router.pieces import PieceTable
 async def chat_completions(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, ChatCompletionRequest, serving.max_body_bytes)
-    order = await take_order(request, serving, body.model, "chatcmpl")
+    limit = chat_limit(body)
+    order = await take_order(request, serving, body, limit, "chatcmpl")
     prompt = await dialogue_prompt(body.dialogue(), order)
     wanted = Wanted(
-        limit=chat_limit(body),
+        limit=limit,
         samples=body.num_samples,
         logprobs=body.listed_logprobs,
         prompt_logprobs=body.prompt_logprobs,

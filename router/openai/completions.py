@@ -25,11 +25,12 @@ from router.openai.vocabulary import check_vocabulary
 async def completions(request: Request, serving: Serving) -> Response:
     """Continues one or several prompts."""
     body = read_completion(await read_bounded(request, serving.max_body_bytes))
-    order = await take_order(request, serving, body.model, "cmpl")
+    limit = completion_limit(body)
+    order = await take_order(request, serving, body, limit, "cmpl")
     prompts = await _token_prompts(body, order)
     chooses = body.num_samples > (body.n or 1)
     wanted = Wanted(
-        limit=completion_limit(body),
+        limit=limit,
         samples=body.num_samples,
         logprobs=0 if body.logprobs is None and chooses else body.logprobs,
         prompt_logprobs=body.num_scored,

@@ -16,7 +16,6 @@ from router.openai.requests import DrawingBody
 from router.openai.sampling import TokenLimit, sampling_params
 from router.openai.vocabulary import check_vocabulary
 from router.ports import GenerationJob, ServedModel
-from router.slo import Slo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +41,7 @@ def plan_runs(
     """One job per prompt, with the choices numbered as OpenAI does: all of the first prompt, then the next.
 
     Raises:
-        InvalidRequestError: A prompt is empty, too long for what is asked, or not of this model's vocabulary; or the tier
-            is not for this tenant.
+        InvalidRequestError: A prompt is empty, too long for what is asked, or not of this model's vocabulary.
     """
     options = TextOptions(
         stops=body.stops,
@@ -54,10 +52,7 @@ def plan_runs(
     )
     planned = [_prompt(order, body, tokens, wanted) for tokens in prompts]
     _check_scores(planned, wanted)
-    slo = order.serving.slo_book.chosen(
-        order.tenant.slo_class, service_tier=body.service_tier, priority=body.priority or 0
-    )
-    jobs = [_job(order, body, prompt, slo, number) for number, prompt in enumerate(planned)]
+    jobs = [_job(order, body, prompt, number) for number, prompt in enumerate(planned)]
     return [
         JobRun(job, order.serving, options, number * wanted.samples)
         for number, job in enumerate(jobs)
@@ -111,7 +106,7 @@ def _check_scores(prompts: Sequence[Prompt], wanted: Wanted) -> None:
         )
 
 
-def _job(order: Order, body: DrawingBody, prompt: Prompt, slo: Slo, number: int) -> GenerationJob:
+def _job(order: Order, body: DrawingBody, prompt: Prompt, number: int) -> GenerationJob:
     """The first job has the request's own id, those after it a number besides."""
     request_id = order.head.request_id
     return GenerationJob(
@@ -120,5 +115,5 @@ def _job(order: Order, body: DrawingBody, prompt: Prompt, slo: Slo, number: int)
         deadline_s=order.serving.request_timeout_s,
         tenant=order.tenant,
         session=body.user or "",
-        slo=slo,
+        slo=order.slo,
     )

@@ -45,14 +45,14 @@ from router.pieces import PieceTable
 async def responses(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, ResponsesRequest, serving.max_body_bytes)
-    order = await take_order(request, serving, body.model, "resp")
-    prompt = await dialogue_prompt(body.dialogue(), order)
     limit = TokenLimit(
         asked=body.max_output_tokens,
         default=None,
         param="max_output_tokens",
         prompt_param="input",
     )
+    order = await take_order(request, serving, body, limit, "resp")
+    prompt = await dialogue_prompt(body.dialogue(), order)
     (run,) = plan_runs(order, body, [prompt], Wanted(limit=limit, logprobs=body.logprobs))
     shape = ResponseShape(order.head, body, run, serving.tokenizer.pieces)
     return await answer(request, order, [run], shape, stream=body.stream)

@@ -60,6 +60,11 @@ class TokenLimit:
     param: str
     prompt_param: str
 
+    @property
+    def wanted(self) -> int | None:
+        """Tokens wanted, as far as that is said."""
+        return self.default if self.asked is None else self.asked
+
     def resolve(self, prompt_tokens: int, model: ServedModel) -> int:
         """Tokens to generate at most.
 

@@ -1,9 +1,11 @@
 """What the endpoints share, handed to each of them, and the checks that each begins with."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from baton.clock import Clock, MonotonicClock
-from baton.errors import ModelNotFoundError, UnavailableError
+from baton.errors import ModelNotFoundError, OverloadedError, UnavailableError
 from baton.telemetry.tracing import NotTraced, Tracer
 from router.guardrails.chain import GuardChain
 from router.metrics import RouterMetrics
@@ -68,6 +70,15 @@ class Serving:
             raise ModelNotFoundError(f"The model `{model[:200]}` does not exist.", param="model")
         visit.model = model
         return model
+
+    @contextmanager
+    def refusals_counted(self, visit: Visit) -> Iterator[None]:
+        """Counts a refusal that is raised inside."""
+        try:
+            yield
+        except OverloadedError as error:
+            self.metrics.rejected(visit.tenant.tenant_class, error.reason)
+            raise
 
     async def require_model(self) -> ServedModel:
         """What the workers hold. A router that has just started waits for the first of them.

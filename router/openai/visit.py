@@ -14,7 +14,7 @@ from starlette.types import Scope
 from baton.errors import BatonError
 from baton.generation import Prompt
 from router.guardrails.ports import Ask
-from router.limits.ports import GrantId, Levels, Limiter, Refused
+from router.limits.ports import GrantId, Levels, Limiter, LimitKind, Refused
 from router.openai.limit_headers import refusal
 from router.ports import GenerationJob, Timing
 from router.tenants.tenant import Caller, Tenant
@@ -103,6 +103,21 @@ class Visit:
         """Lets `visit_of` find it."""
         scope[_KEY] = self
 
+    def require_tokens(self, prompt_tokens: int, output_tokens: int | None) -> None:
+        """Whether the tenant has any tokens left, asked before it is known how many are needed.
+
+        Args:
+            prompt_tokens: About so many in the prompt; the time to wait goes by these.
+            output_tokens: So many are wanted, if that is said.
+
+        Raises:
+            RateLimitedError: None is left.
+        """
+        level = self.levels.tokens
+        if level is not None and level.remaining < 1:
+            wait_s = level.wait_s(prompt_tokens + _charged_output(output_tokens))
+            raise refusal(Refused(kind=LimitKind.TOKENS, retry_after_s=wait_s, levels=self.levels))
+
     async def generate(self, runs: Sequence[Run]) -> None:
         """Charges the tenant what `runs` are expected to use. Nothing may run before this.
 
@@ -131,5 +146,9 @@ def note_error(scope: Scope, error: BatonError) -> None:
 
 
 def _expected_tokens(prompt: Prompt) -> int:
-    expected = min(prompt.sampling.max_tokens, MAX_EXPECTED_OUTPUT)
+    expected = _charged_output(prompt.sampling.max_tokens)
     return len(prompt.prompt_tokens) + expected * len(prompt.samples)
+
+
+def _charged_output(wanted: int | None) -> int:
+    return MAX_EXPECTED_OUTPUT if wanted is None else min(wanted, MAX_EXPECTED_OUTPUT)

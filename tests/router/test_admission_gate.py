@@ -1,5 +1,6 @@
 """The gate: room, refusals that tell the truth, deadlines."""
 
+import copy
 import heapq
 from random import Random
 
@@ -60,6 +61,28 @@ def test_a_deadline_that_cannot_be_met_any_more_ends_the_wait():
     assert gate.expire(3.9) == []
     assert [one.request_id for one in gate.expire(4.0)] == ["soon"]
     assert gate.waiting == 1
+
+
+def test_a_full_line_is_known_before_the_prompt_is_and_tells_the_same_time_to_come_back():
+    room = FakeRoom(places=0)
+    gate = Gate(room=room, limits=limits(requests=2))
+    other = applicant("x")
+    assert gate.knock(other, 0.0) is None
+    gate.offer(applicant("one"), 0.0)
+    room.places = 1
+    gate.next(0.0)
+    gate.offer(applicant("two"), 0.0)
+    assert gate.knock(other, 0.0) is None
+    gate.offer(applicant("three"), 0.0)
+    room.places = 2
+    gate.next(10.0)
+    gate.offer(applicant("four"), 10.0)
+    twin = copy.deepcopy(gate)
+    refused = twin.knock(other, 10.0)
+    assert refused is not None
+    assert refused == gate.offer(other, 10.0)
+    assert gate.knock(applicant("y", tenant="b"), 10.0) is not None
+    gate.check_integrity()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from router.generator import ClusterGenerator
 from router.links import LinkTiming
 from router.ports import GenerationJob, ServedModel, Timing, Tokens
 from router.restarts import Patience
+from router.slo import STANDARD
 from router.tenants.tenant import ANONYMOUS
 from tests.router.grpc_workers import FakeWorker, running
 from tests.router.workers import drawn
@@ -276,6 +277,8 @@ async def test_a_draining_generator_finishes_what_it_has_and_takes_nothing_new(t
         assert not generator.ready()
         with pytest.raises(DrainingError):
             await collect(generator, job("late"))
+        with pytest.raises(DrainingError):
+            generator.knock(ANONYMOUS, STANDARD)
         workers["h0"].gate.set()
         assert await draining
         assert (await running_job)[0][0] == model_output(0, 6)

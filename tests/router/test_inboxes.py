@@ -6,6 +6,7 @@ from baton.clock import ManualClock
 from baton.errors import OverloadedError
 from baton.generation import FinishReason, TokenSample, plain_token
 from baton.ids import RequestId
+from router.event_gap import EventGap
 from router.events import Emit
 from router.inboxes import Inboxes
 from router.ports import Tokens
@@ -34,7 +35,7 @@ async def _waiting(reading: asyncio.Task[object]) -> bool:
 
 
 async def test_a_step_reaches_every_reader_that_was_not_woken_a_moment_ago():
-    inboxes = Inboxes(max_bytes=1 << 20, clock=ManualClock(), gap_s=60.0)
+    inboxes = Inboxes(max_bytes=1 << 20, clock=ManualClock(), gap=EventGap(60.0))
     readers = [asyncio.create_task(inboxes.open(name).next()) for name in (A, B)]
     await asyncio.sleep(0)
     assert inboxes.put_step(_step((A, 1), (B, 2)), 0.0) == []
@@ -43,7 +44,7 @@ async def test_a_step_reaches_every_reader_that_was_not_woken_a_moment_ago():
 
 async def test_what_follows_at_once_waits_for_the_gap_and_comes_together():
     clock = ManualClock()
-    inboxes = Inboxes(max_bytes=1 << 20, clock=clock, gap_s=0.001)
+    inboxes = Inboxes(max_bytes=1 << 20, clock=clock, gap=EventGap(0.001))
     inbox = inboxes.open(A)
     inboxes.put_step(_step((A, 1)), clock.now_s())
     assert await inbox.next() == _tokens(1)
@@ -57,7 +58,7 @@ async def test_what_follows_at_once_waits_for_the_gap_and_comes_together():
 
 
 async def test_an_end_never_waits_for_the_gap():
-    inboxes = Inboxes(max_bytes=1 << 20, clock=ManualClock(), gap_s=60.0)
+    inboxes = Inboxes(max_bytes=1 << 20, clock=ManualClock(), gap=EventGap(60.0))
     inbox = inboxes.open(A)
     inboxes.put_step(_step((A, 1)), 0.0)
     await inbox.next()

@@ -4,16 +4,18 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 
 from baton.clock import ManualClock
-from baton.errors import WorkerLostError
+from baton.errors import DrainingError, OverloadedError, WorkerLostError
 from router.limits.local import LocalLimiter
 from router.openai.replies import ErrorReply
 from router.tenants.directory import TenantDirectory
 from router.tenants.document import parse
 from router.tenants.keys import hash_key
 from router.tenants.suspects import Suspects
-from tests.router.served import Served, serve
+from router.tokenizer import Tokenizer
+from tests.router.served import MODEL, Served, serve
 
 KEY = {"Authorization": "Bearer k"}
 
@@ -161,3 +163,49 @@ async def test_a_tenant_whose_requests_keep_breaking_workers_is_slowed():
         served.generator.fault = None
         assert (await served.chat(KEY)).status_code == 200
         assert (await served.chat(KEY)).status_code == 200
+
+
+async def test_a_tenant_without_tokens_is_refused_before_its_prompt_is_looked_at():
+    made = parts("tokens_per_minute: 60, token_burst: 100")
+    async with serve(parts=made) as served:
+        served.says("x" * 100)
+        assert (await served.chat(KEY, max_tokens=100)).status_code == 200
+        strange = [{"role": "tool", "content": "hi"}]
+        refused = await served.chat(KEY, max_tokens=80, messages=strange)
+        wait_s = int(_refusal(refused) or 0)
+        assert served.metric(
+            "baton_rejected_total", tenant_class="interactive", reason="limit_tokens"
+        )
+        made["clock"].advance(wait_s)
+        assert (await served.chat(KEY, max_tokens=80)).status_code == 200
+        assert len(served.generator.jobs) == 2
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status"),
+    [
+        (OverloadedError("Too many are waiting.", retry_after_s=7, reason="queue_full"), 429),
+        (DrainingError("the router is stopping"), 503),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}),
+    ],
+)
+async def test_nothing_is_tokenized_for_who_could_not_be_taken(
+    path, body, refusal, status, monkeypatch
+):
+    async with serve(parts=parts("weight: 1")) as served:
+        served.generator.refusal = refusal
+        monkeypatch.delattr(Tokenizer, "encode")
+        monkeypatch.delattr(Tokenizer, "encode_chat")
+        reply = await served.http.post(path, json={"model": MODEL, **body}, headers=KEY)
+        assert reply.status_code == status
+        if status == 429:
+            assert reply.headers["retry-after"] == "7"
+        assert not served.generator.jobs
