@@ -32,6 +32,9 @@ from kvpool.convert import (
 from kvpool.directory.memory import MemoryDirectory
 from kvpool.directory.redis import RedisDirectory
 from kvpool.node import PoolNode
+from kvpool.peer_seal import PeerSeal
+from kvpool.peer_service import PeerService
+from kvpool.peering import Peering, PeeringPlan
 from kvpool.ports import Directory
 from kvpool.ssd.store import SsdStore
 
@@ -191,24 +194,48 @@ async def run(
     *,
     identity: WorkerIdentity,
     address: str,
+    peer_address: str,
     region_path: str,
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
     """Serves the pool node of this host until `stop` is set.
 
+    Args:
+        config: Of the cluster.
+        identity: This start of the node.
+        address: Where workers of this host and operators reach it.
+        peer_address: Where other nodes do; bound only with a directory that several nodes share.
+        region_path: Unix socket that gives the slab's descriptor to workers.
+        ready: Called once it serves.
+        stop: Ends it.
+
     Raises:
         OSError: The address cannot be bound.
         ConfigError: The directory or the disk cannot be used as configured.
     """
     pool = config.pool
+    directory, clock = _directory(pool), MonotonicClock()
+    peers = None
+    if pool.directory != "memory":
+        peers = PeerService(PeerSeal(bytes.fromhex(config.cluster.secret)))
+        peer_address = await peers.start(peer_address)
+    plan = PeeringPlan(
+        identity=identity,
+        address=peer_address,
+        gate_path=Path(f"{region_path}-peers"),
+        secret=bytes.fromhex(config.cluster.secret),
+        pool=pool,
+        transfer=config.transfer,
+    )
     node = PoolNode(
         pool,
         identity,
-        address=address,
+        address=plan.advertised,
         region_path=region_path,
-        directory=_directory(pool),
-        clock=MonotonicClock(),
+        directory=directory,
+        clock=clock,
+        meet=None if peers is None else lambda store: Peering(plan, store, directory, peers, clock),
         open_disk=partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes) if pool.ssd_dir else None,
     )
     server = new_server()
@@ -228,6 +255,8 @@ async def run(
         task.cancel()
     await asyncio.wait({*beats, stopped})
     await node.close()
+    if peers is not None:
+        await peers.close()
     for beat in beats:
         if not beat.cancelled():
             beat.result()  # a node that cannot sweep must not go on: its process ends, and another is started

@@ -135,14 +135,23 @@ RULES: tuple[Rule, ...] = (
         Rule(path=path, holds=lambda v: 0 < v <= 1, demand="must be above 0 and at most 1")
         for path in ("pool.high_watermark", "pool.low_watermark")
     ),
-    *_at_least(1, "pool.memory_bytes", "pool.publish_queue_blocks", "pool.tenant_bytes"),
-    *_at_least(0, "pool.ssd_bytes"),
+    *_at_least(
+        1,
+        "pool.memory_bytes",
+        "pool.nodes",
+        "pool.publish_queue_blocks",
+        "pool.tenant_bytes",
+        "pool.fetch_bytes",
+        "pool.max_replicas",
+    ),
+    *_at_least(0, "pool.ssd_bytes", "pool.replicate_reads"),
     *_above_zero(
         "pool.redis_timeout_s",
         "pool.node_lease_s",
         "pool.put_timeout_s",
         "pool.lease_s",
         "pool.lookup_timeout_s",
+        "pool.fetch_timeout_s",
     ),
     *_at_least(0, "cluster.prefill_workers", "cluster.decode_workers", "cluster.hybrid_workers"),
     Rule(
@@ -191,6 +200,13 @@ def contradiction(config: BatonConfig) -> str | None:
     pool = config.pool
     if pool.directory == "redis" and not pool.redis_url:
         return "pool.directory is redis, which needs pool.redis_url"
+    if pool.directory == "memory" and (pool.nodes > 1 or pool.peer_address):
+        several = "pool.peer_address" if pool.peer_address else f"pool.nodes is {pool.nodes}, which"
+        return f"{several} needs pool.directory redis: the one in memory serves a single node"
+    if pool.nodes > 1 and (pool.address or pool.peer_address or pool.ssd_dir):
+        return (
+            "pool.address, pool.peer_address and pool.ssd_dir are of one node, pool.nodes is more"
+        )
     if pool.low_watermark > pool.high_watermark:
         return "pool.low_watermark must not be above pool.high_watermark"
     if bool(pool.ssd_dir) != bool(pool.ssd_bytes):
