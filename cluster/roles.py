@@ -21,6 +21,7 @@ from baton.ids import Role, WorkerId, WorkerIdentity
 from baton.layout import SPARE_BLOCKS
 from baton.rpc.hello import WorkerHello
 from baton.rpc.worker import WorkerServer, WorkerService
+from baton.telemetry.logs import get_logger
 from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer
 from baton.telemetry.worker import WorkerMetrics
@@ -28,9 +29,9 @@ from baton.version import version
 from cluster.child import Child, RoleMain, run
 from cluster.plan import POOL, ROUTER
 from cluster.runtime_dir import kv_socket
+from kv_transfer.arena_hashes import Hashing, ways_to_hash
+from kv_transfer.arena_memory import WorkerMemory
 from kv_transfer.backends import needed, open_receivers, open_senders
-from kv_transfer.checksum import ArenaHashes
-from kv_transfer.regions import SharedMemoryArena, SharedRegion
 from kv_transfer.ticket import TicketOffice
 from kvpool.agent import PoolAgent
 from kvpool.client import GrpcPoolClient
@@ -39,8 +40,11 @@ from kvpool.worker_metrics import PoolMetrics
 
 if TYPE_CHECKING:
     from engine.build import BuiltEngine
+    from engine.kernels.pages import PageKernels
     from engine.ports import EnginePort
     from prefill_worker.sink import TransferSink
+
+_log = get_logger(__name__)
 
 
 async def run_router(child: Child) -> None:
@@ -81,7 +85,7 @@ async def run_worker(child: Child) -> None:
     from prefill_worker.sink import TransferSink
 
     config, worker = child.assignment.config, _worker_of(child)
-    memory, sink = SharedMemoryArena(), TransferSink()
+    memory, sink = WorkerMemory(), TransferSink()
     built = await asyncio.to_thread(
         build_engine,
         config.model,
@@ -90,21 +94,19 @@ async def run_worker(child: Child) -> None:
         memory=memory,
         sink=sink if worker.role.prefills_for_others else None,
         progress=child.progress,
+        gpu=worker.gpu,
+        gpu_sharers=worker.gpu_sharers,
     )
     metrics = _metrics(built)
-    pool = _pool(child, built, memory.region, metrics)
+    pool = _pool(child, built, memory, metrics)
     engine: EnginePort = built.host if pool is None else _pooled(config, built, pool)
     parts = _Parts(
         config=config,
         worker=worker,
         hello=_hello(child, built),
         engine=engine,
-        region=memory.region,
-        hashes=ArenaHashes(
-            memory.region.memoryview,
-            built.layout,
-            num_blocks=built.limits.num_blocks + SPARE_BLOCKS,
-        ),
+        memory=memory,
+        kernels=built.page_kernels,
         office=TicketOffice(bytes.fromhex(config.cluster.secret)),
         sink=sink,
         metrics=metrics,
@@ -138,8 +140,8 @@ class _Parts:
     worker: WorkerConfig
     hello: WorkerHello
     engine: "EnginePort"
-    region: SharedRegion
-    hashes: ArenaHashes
+    memory: WorkerMemory
+    kernels: "PageKernels | None"
     office: TicketOffice
     sink: "TransferSink"
     metrics: WorkerMetrics
@@ -149,6 +151,15 @@ class _Parts:
     def region_blocks(self) -> int:
         """Pages of the region: those that the engine hands out, and the spare ones."""
         return self.hello.num_blocks + SPARE_BLOCKS
+
+    def hashes(self) -> Hashing:
+        """How its pages are hashed."""
+        return ways_to_hash(
+            self.memory.span,
+            self.hello.layout,
+            num_blocks=self.region_blocks,
+            kernel=self.kernels.sums if self.kernels is not None else None,
+        )
 
 
 def _hello(child: Child, built: "BuiltEngine") -> WorkerHello:
@@ -177,16 +188,19 @@ def _metrics(built: "BuiltEngine") -> WorkerMetrics:
 
 
 def _pool(
-    child: Child, built: "BuiltEngine", region: SharedRegion, metrics: WorkerMetrics
+    child: Child, built: "BuiltEngine", memory: WorkerMemory, metrics: WorkerMetrics
 ) -> PoolAgent | None:
     """The worker's part in the pool; None without one, or where the engine shares no blocks."""
     config, address = child.assignment.config, child.assignment.part.pool_address
     if not (config.pool.enabled and address and config.engine.enable_prefix_caching):
         return None
+    if memory.span.device is not None:
+        _log.warning("pages on a GPU take no part in the pool: this worker goes without")
+        return None
     pages = built.limits.num_blocks + SPARE_BLOCKS
     agent = PoolAgent(
         partial(GrpcPoolClient, address, _hello(child, built).identity, built.layout),
-        HostPages(region.memoryview, built.layout, num_blocks=pages),
+        HostPages(memory.span.host_view, built.layout, num_blocks=pages),
         built.host.generation,
         config=config.pool,
         model=built.layout.model_fingerprint,
@@ -217,13 +231,18 @@ def _prefill(parts: _Parts) -> WorkerService:
     from prefill_worker.service import PrefillWorker
 
     allowed = parts.config.transfer.backends
-    senders = open_senders(allowed, parts.region, num_blocks=parts.region_blocks)
+    senders = open_senders(
+        allowed,
+        parts.memory.place,
+        num_blocks=parts.region_blocks,
+        mover=parts.kernels.mover if parts.kernels is not None else None,
+    )
     return PrefillWorker(
         engine=parts.engine,
         sink=parts.sink,
         hello=parts.hello,
         senders=senders,
-        hashes=parts.hashes,
+        hashes=parts.hashes(),
         office=parts.office,
         metrics=parts.metrics,
         clock=MonotonicClock(),
@@ -235,8 +254,8 @@ def _decode(parts: _Parts) -> WorkerService:
     from decode_worker.service import DecodeWorker
 
     receivers = open_receivers(
-        needed(parts.config.transfer.backends, parts.worker.address, parts.region),
-        parts.region,
+        needed(parts.config.transfer.backends, parts.worker.address, parts.memory.place),
+        parts.memory.place,
         gate_address=partial(_gate_address, parts),
         layout=parts.hello.layout,
         num_blocks=parts.region_blocks,
@@ -245,7 +264,7 @@ def _decode(parts: _Parts) -> WorkerService:
         engine=parts.engine,
         hello=parts.hello,
         receivers=receivers,
-        hashes=parts.hashes,
+        hashes=parts.hashes(),
         office=parts.office,
         transfer=parts.config.transfer,
         metrics=parts.metrics,

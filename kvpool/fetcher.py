@@ -126,10 +126,10 @@ class Fetcher:
             fetch.not_soon.set()
         end = fetch.at + min(source.num_blocks, self._most_blocks)
         while fetch.at < end:
-            part = fetch.keys[: min(fetch.at + self._part_blocks, end)]
-            if not await self._parts.bring(part, source):
+            part = fetch.keys[fetch.at : min(fetch.at + self._part_blocks, end)]
+            if not await self._parts.bring(part, fetch.at, source):
                 return
-            self._move(fetch, len(part))
+            self._move(fetch, fetch.at + len(part))
 
     def _part_s(self, source: Source) -> float:
         """What its first part is expected to take."""

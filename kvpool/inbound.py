@@ -93,7 +93,7 @@ class Inbound:
             retry_grace_s=0.0,
             checksums=False,
         )
-        offer = SessionOffer(num_blocks=num_slots, lease_s=transfer.lease_s, checksums=False)
+        offer = SessionOffer(num_blocks=num_slots, lease_s=transfer.lease_s, checksum=None)
         self._ledger = TransferLedger(limits)
         self._receivers = receivers
         self._clock = clock

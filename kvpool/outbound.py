@@ -18,7 +18,6 @@ from baton.ids import BlockId, WorkerIdentity, XferId
 from baton.rpc.mailbox import Mailbox
 from baton.telemetry.logs import get_logger
 from kv_transfer.backends import offered
-from kv_transfer.checksum import Hashes, PageHashes
 from kv_transfer.handshake import Endpoint
 from kv_transfer.messages import ToPrefill
 from kv_transfer.outbox import Outbox
@@ -39,6 +38,7 @@ from kv_transfer.outbox_messages import (
     Started,
     StartPush,
 )
+from kv_transfer.page_hash import Hashes
 from kv_transfer.plan import Export
 from kv_transfer.ports import KvSender
 from kv_transfer.pusher import Pusher
@@ -74,7 +74,6 @@ class Outbound:
     Args:
         here: This node.
         senders: Ways out of the slab by backend, preferred first.
-        hashes: Of the slab, for peers that want checksums of the session's own.
         sent: Told how many blocks have arrived somewhere.
         timeout_s: What a transfer may take.
         clock: Monotonic.
@@ -85,14 +84,12 @@ class Outbound:
         here: Endpoint,
         *,
         senders: Mapping[str, KvSender],
-        hashes: PageHashes,
         sent: Callable[[int], None],
         timeout_s: float,
         clock: Clock,
     ) -> None:
         self._here = here
         self._senders = senders
-        self._hashes = hashes
         self._sent = sent
         self._timeout_s = timeout_s
         self._clock = clock
@@ -186,7 +183,7 @@ class Outbound:
             address=address,
             senders=offered(self._senders, address),
             listener=self,
-            hashes=self._hashes,
+            hashes={},
             clock=self._clock,
             number=next(self._numbers),
         )

@@ -75,10 +75,10 @@ class PartFetcher:
         self._clock = clock
         self._numbers = itertools.count(1)
 
-    async def bring(self, keys: Sequence[BlockKey], source: Source) -> bool:
-        """Brings what is missing of `keys`, and keeps all of them meanwhile. Returns whether to go on."""
+    async def bring(self, keys: Sequence[BlockKey], first: int, source: Source) -> bool:
+        """Brings what is missing of `keys`, which begin at block `first` of their text. Returns whether to go on."""
         ledger = self._store.ledger
-        put = ledger.reserve(keys, _UNKNOWN, self._clock.now_s(), fetched=True)
+        put = ledger.reserve(keys, _UNKNOWN, self._clock.now_s(), first=first, fetched=True)
         self._store.carry_out()
         if not isinstance(put, PutGrant):
             return False

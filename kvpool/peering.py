@@ -16,7 +16,6 @@ from baton.clock import Clock
 from baton.config.schema import PoolConfig, TransferConfig
 from baton.ids import BlockKey, WorkerIdentity
 from kv_transfer.backends import needed, open_receivers, open_senders
-from kv_transfer.checksum import ArenaHashes
 from kv_transfer.handshake import Endpoint
 from kv_transfer.ports import KvReceiver
 from kv_transfer.ticket import TicketOffice
@@ -99,7 +98,6 @@ class Peering:
         self._outbound = Outbound(
             here,
             senders=open_senders(plan.transfer.backends, slab.region, num_blocks=slab.num_slots),
-            hashes=ArenaHashes(slab.region.memoryview, layout, num_blocks=slab.num_slots),
             sent=self._sent,
             timeout_s=pool.fetch_timeout_s,
             clock=clock,

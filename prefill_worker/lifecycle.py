@@ -171,6 +171,7 @@ class PrefillLifecycle:
                 layer_index=event.layer_index,
                 first_block=export.first_block,
                 source=export.blocks,
+                ready=event.done,
             )
             actions += self._transfer(Exported(xfer_id=leg.xfer_id, export=pages), now_s)
         return actions

@@ -8,7 +8,7 @@ from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import LegId, RequestId, WorkerIdentity
 from baton.rpc.frames import StreamId
 from engine.messages import Command, SeqEvent
-from engine.ports import PageExport
+from engine.ports import LayerDone, PageExport
 from kv_transfer.outbox_messages import (
     FromDecode,
     HandOver,
@@ -50,10 +50,11 @@ class StreamGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReady:
-    """The engine completed pages in one layer."""
+    """The engine completed pages in one layer, or has them once its GPU comes to `done`."""
 
     layer_index: int
     exports: Sequence[PageExport]
+    done: LayerDone | None = None
 
 
 PrefillEvent = (

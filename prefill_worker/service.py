@@ -23,7 +23,7 @@ from baton.telemetry.tracing import NotTraced, Tracer
 from baton.telemetry.worker import WorkerMetrics
 from engine.messages import StepEvents
 from engine.ports import EnginePort
-from kv_transfer.checksum import PageHashes
+from kv_transfer.arena_hashes import Hashing
 from kv_transfer.handshake import Endpoint
 from kv_transfer.outbox_messages import PushDone, Send, StartPush
 from kv_transfer.ports import KvSender
@@ -59,7 +59,7 @@ class PrefillWorker:
         sink: The one that the engine was built with.
         hello: What routers are told first.
         senders: Transfer backends by name, preferred first.
-        hashes: Of the arena that they send from.
+        hashes: Of the arena that they send from, by every rule that it can be hashed by.
         office: Checks permits and tickets.
         metrics: Shared with the process's other service.
         clock: Monotonic.
@@ -73,7 +73,7 @@ class PrefillWorker:
         sink: TransferSink,
         hello: WorkerHello,
         senders: Mapping[str, KvSender],
-        hashes: PageHashes,
+        hashes: Hashing,
         office: TicketOffice,
         metrics: WorkerMetrics,
         clock: Clock,

@@ -196,6 +196,7 @@ class Dispatcher:
             return []
         was_away = worker.draining or self._view.suspected(worker, now_s)
         worker.report(event.load, now_s)
+        self._view.pools.attach(worker)
         return self._attempts.place_waiting(now_s) if was_away and not worker.draining else []
 
     def _blocks(self, event: BlocksReported) -> list[Action]:

@@ -117,8 +117,9 @@ class Placement:
             prefill_s=timing.prefill_s,
             unhidden_s=timing.unhidden_s,
             first_token_s=timing.first_token_s,
-            cached_tokens=timing.reused_tokens,
+            cached_tokens=timing.cached_tokens,
             output_tokens=timing.output_tokens,
+            pooled_tokens=timing.pooled_tokens,
         )
         self.log.ended(job.request_id, measured)
 

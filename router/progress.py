@@ -100,7 +100,7 @@ class FlightProgress:
             return self._breach(leg, "sent first tokens that were not asked for", now_s)
         if _aborted(event.tokens):
             return self._breach(leg, "aborted a sample", now_s)
-        leg.computed(event.reused_tokens, event.prefill_s, now_s)
+        leg.computed(event, now_s)
         known = flight.first is not None
         if flight.first is not None and not _same(flight.first, event.tokens):
             # Two logits were all but equal. The client has the other token: go on from what it has.
@@ -165,7 +165,7 @@ class FlightProgress:
         return actions, Orphaned(flight=flight, error=event.error, blamed=blamed)
 
     def _locally_prefilled(self, leg: Leg, event: LocallyPrefilled, now_s: float) -> Progress:
-        leg.computed(event.reused_tokens, event.prefill_s, now_s)
+        leg.computed(event, now_s)
         leg.flight.job.watch.prefilled(event)
         leg.flight.job.prompt_logprobs = event.prompt_logprobs
         return [], None

@@ -281,6 +281,8 @@ class WorkerConfig:
         stall_timeout_s: Work without progress for this long turns health to NOT_SERVING.
         drain_timeout_s: How long a drain waits for what is in flight.
         metrics_address: `host:port` of this worker's Prometheus endpoint; empty for none.
+        gpu: Index of its GPU, where it computes on one.
+        gpu_sharers: Workers on that GPU, which share `engine.gpu_memory_utilization` evenly.
     """
 
     worker_id: str
@@ -290,6 +292,8 @@ class WorkerConfig:
     stall_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
     metrics_address: str = ""
+    gpu: int = 0
+    gpu_sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
