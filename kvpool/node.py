@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from baton.blocks import BlockChanges
 from baton.clock import Clock
 from baton.config.schema import PoolConfig
 from baton.errors import ConfigError, IncompatibleError
@@ -231,6 +232,10 @@ class PoolNode:
             self._store.carry_out()
         if self._peering is not None:
             self._peering.tick()
+
+    def take_changes(self) -> BlockChanges | None:
+        """Which blocks came to be held and which were given up since the last call; None for none."""
+        return None if self._store is None else self._store.ledger.take_changes()
 
     async def publish(self) -> None:
         """Tells the directory what has changed."""
