@@ -68,7 +68,9 @@ async def run_pool(child: Child) -> None:
         child.assignment.config,
         identity=WorkerIdentity(worker_id=WorkerId(part.name), incarnation=part.incarnation),
         address=part.pool_address,
+        peer_address=part.peer_address,
         region_path=part.region_path,
+        peer_region_path=part.peer_region_path,
         ready=child.ready,
         stop=child.stop,
     )

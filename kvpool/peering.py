@@ -8,11 +8,12 @@
 A node alone has none of this.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from baton.clock import Clock
+from baton.clock import Clock, MonotonicClock
 from baton.config.schema import PoolConfig, TransferConfig
 from baton.ids import BlockKey, WorkerIdentity
 from kv_transfer.backends import needed, open_receivers, open_senders
@@ -156,6 +157,23 @@ class Peering:
 
     def _sent(self, blocks: int) -> None:
         self._store.ledger.counts.sent_blocks += blocks
+
+
+@asynccontextmanager
+async def meeting(
+    plan: PeeringPlan, directory: Directory
+) -> AsyncIterator[tuple[PeeringPlan, Callable[[NodeStore], Peering]]]:
+    """Serves other nodes while the context lasts: the plan with the address that was bound, and how the node joins in.
+
+    Raises:
+        OSError: The address cannot be bound.
+    """
+    service = PeerService(PeerSeal(plan.secret))
+    bound = replace(plan, address=await service.start(plan.address))
+    try:
+        yield bound, lambda store: Peering(bound, store, directory, service, MonotonicClock())
+    finally:
+        await service.close()
 
 
 def _receivers(plan: PeeringPlan, store: NodeStore) -> dict[str, KvReceiver]:

@@ -2,7 +2,8 @@
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,9 +33,7 @@ from kvpool.convert import (
 from kvpool.directory.memory import MemoryDirectory
 from kvpool.directory.redis import RedisDirectory
 from kvpool.node import PoolNode
-from kvpool.peer_seal import PeerSeal
-from kvpool.peer_service import PeerService
-from kvpool.peering import Peering, PeeringPlan
+from kvpool.peering import PeeringPlan, meeting
 from kvpool.ports import Directory
 from kvpool.ssd.store import SsdStore
 from kvpool.watchers import Watchers
@@ -205,6 +204,7 @@ async def run(
     address: str,
     peer_address: str,
     region_path: str,
+    peer_region_path: str,
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
@@ -216,6 +216,7 @@ async def run(
         address: Where workers of this host and operators reach it.
         peer_address: Where other nodes do; bound only with a directory that several nodes share.
         region_path: Unix socket that gives the slab's descriptor to workers.
+        peer_region_path: The same for other nodes of this host.
         ready: Called once it serves.
         stop: Ends it.
 
@@ -224,30 +225,43 @@ async def run(
         ConfigError: The directory or the disk cannot be used as configured.
     """
     pool = config.pool
-    directory, clock = _directory(pool), MonotonicClock()
-    peers = None
-    if pool.directory != "memory":
-        peers = PeerService(PeerSeal(bytes.fromhex(config.cluster.secret)))
-        peer_address = await peers.start(peer_address)
-    plan = PeeringPlan(
-        identity=identity,
-        address=peer_address,
-        gate_path=Path(f"{region_path}-peers"),
-        secret=bytes.fromhex(config.cluster.secret),
-        pool=pool,
-        transfer=config.transfer,
-    )
-    node = PoolNode(
-        pool,
-        identity,
-        address=plan.advertised,
-        region_path=region_path,
-        directory=directory,
-        clock=clock,
-        meet=None if peers is None else lambda store: Peering(plan, store, directory, peers, clock),
-        open_disk=partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes) if pool.ssd_dir else None,
-    )
-    watchers = Watchers(identity)
+    async with AsyncExitStack() as stack:
+        directory = await stack.enter_async_context(_directory(pool))
+        plan = PeeringPlan(
+            identity=identity,
+            address=peer_address,
+            gate_path=Path(peer_region_path),
+            secret=bytes.fromhex(config.cluster.secret),
+            pool=pool,
+            transfer=config.transfer,
+        )
+        meet = None
+        if pool.directory != "memory":
+            plan, meet = await stack.enter_async_context(meeting(plan, directory))
+        disk = partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes) if pool.ssd_dir else None
+        node = PoolNode(
+            pool,
+            identity,
+            address=plan.advertised,
+            region_path=region_path,
+            directory=directory,
+            clock=MonotonicClock(),
+            open_disk=disk,
+            meet=meet,
+        )
+        await _serve(node, pool, address, ready=ready, stop=stop)
+
+
+async def _serve(
+    node: PoolNode,
+    pool: PoolConfig,
+    address: str,
+    *,
+    ready: Callable[[], None],
+    stop: asyncio.Event,
+) -> None:
+    """Answers workers and operators until `stop` is set, then closes the node."""
+    watchers = Watchers(node.identity)
     server = new_server()
     pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node, watchers), server)
     wellness = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
@@ -268,8 +282,6 @@ async def run(
         task.cancel()
     await asyncio.wait({*beats, stopped})
     await node.close()
-    if peers is not None:
-        await peers.close()
     for beat in beats:
         if not beat.cancelled():
             beat.result()  # a node that cannot sweep must not go on: its process ends, and another is started
@@ -298,8 +310,13 @@ async def _register(node: PoolNode, pool: PoolConfig) -> None:
         await asyncio.sleep(TICK_S)
 
 
-def _directory(pool: PoolConfig) -> Directory:
+@asynccontextmanager
+async def _directory(pool: PoolConfig) -> AsyncIterator[Directory]:
     if pool.directory == "memory":
-        return MemoryDirectory(MonotonicClock())
+        yield MemoryDirectory(MonotonicClock())
+        return
     redis = open_redis(pool.redis_url, pool.redis_timeout_s, setting="pool.redis_url", text=False)
-    return RedisDirectory(redis, prefix=pool.redis_prefix)
+    try:
+        yield RedisDirectory(redis, prefix=pool.redis_prefix)
+    finally:
+        await redis.aclose()

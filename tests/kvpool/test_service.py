@@ -65,7 +65,9 @@ class Node:
                 BatonConfig(pool=self._pool),
                 identity=identity("pool-0", self._starts),
                 address=self.address,
+                peer_address="",
                 region_path=self._region_path,
+                peer_region_path="",
                 ready=ready.set,
                 stop=self._stop,
             )

@@ -685,6 +685,10 @@ class PoolUsageReply(_message.Message):
     DIRECTORY_REACHABLE_FIELD_NUMBER: _builtins.int
     OWNERS_FIELD_NUMBER: _builtins.int
     HOTTEST_FIELD_NUMBER: _builtins.int
+    FETCHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SENT_BLOCKS_FIELD_NUMBER: _builtins.int
+    FAILED_FETCHES_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     slots_total: _builtins.int
     slots_free: _builtins.int
     slot_bytes: _builtins.int
@@ -701,6 +705,13 @@ class PoolUsageReply(_message.Message):
     puts: _builtins.int
     sick: _builtins.bool
     directory_reachable: _builtins.bool
+    fetched_blocks: _builtins.int
+    """that other nodes sent"""
+    sent_blocks: _builtins.int
+    """to other nodes"""
+    failed_fetches: _builtins.int
+    copies: _builtins.int
+    """blocks held now that another node sent"""
     @_builtins.property
     def node(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -729,10 +740,14 @@ class PoolUsageReply(_message.Message):
         directory_reachable: _builtins.bool = ...,
         owners: _abc.Iterable[Global___OwnerUsage] | None = ...,
         hottest: _abc.Iterable[Global___HotPrefix] | None = ...,
+        fetched_blocks: _builtins.int = ...,
+        sent_blocks: _builtins.int = ...,
+        failed_fetches: _builtins.int = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt_blocks", b"corrupt_blocks", "demoted_blocks", b"demoted_blocks", "directory_reachable", b"directory_reachable", "evicted_blocks", b"evicted_blocks", "hit_blocks", b"hit_blocks", "hottest", b"hottest", "leases", b"leases", "missed_blocks", b"missed_blocks", "node", b"node", "owners", b"owners", "promoted_blocks", b"promoted_blocks", "puts", b"puts", "sick", b"sick", "slot_bytes", b"slot_bytes", "slots_free", b"slots_free", "slots_total", b"slots_total", "ssd_blocks", b"ssd_blocks", "stored_blocks", b"stored_blocks", "zombie_puts", b"zombie_puts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "corrupt_blocks", b"corrupt_blocks", "demoted_blocks", b"demoted_blocks", "directory_reachable", b"directory_reachable", "evicted_blocks", b"evicted_blocks", "failed_fetches", b"failed_fetches", "fetched_blocks", b"fetched_blocks", "hit_blocks", b"hit_blocks", "hottest", b"hottest", "leases", b"leases", "missed_blocks", b"missed_blocks", "node", b"node", "owners", b"owners", "promoted_blocks", b"promoted_blocks", "puts", b"puts", "sent_blocks", b"sent_blocks", "sick", b"sick", "slot_bytes", b"slot_bytes", "slots_free", b"slots_free", "slots_total", b"slots_total", "ssd_blocks", b"ssd_blocks", "stored_blocks", b"stored_blocks", "zombie_puts", b"zombie_puts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
