@@ -23,6 +23,7 @@ class Part:
         incarnation: New at every start.
         worker: What it serves; only for workers.
         worker_addresses: Every worker's gRPC address; only for the router.
+        pool_addresses: Every pool node's gRPC address; only for the router.
         http_fds: Listening sockets that it inherits; only for the router.
         pool_address: Where this host's pool node listens; empty without a pool.
         peer_address: Where that node listens to other nodes; only for the pool node.
@@ -35,6 +36,7 @@ class Part:
     incarnation: Incarnation
     worker: WorkerConfig | None = None
     worker_addresses: tuple[str, ...] = ()
+    pool_addresses: tuple[str, ...] = ()
     http_fds: tuple[int, ...] = ()
     pool_address: str = ""
     peer_address: str = ""

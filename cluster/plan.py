@@ -149,7 +149,14 @@ def assignment_of(
     )
     if child.role == ROUTER:
         here = tuple(other.worker.address for other in children if other.worker is not None)
-        part = replace(part, worker_addresses=(*here, *config.cluster.workers), http_fds=(http_fd,))
+        nodes = range(config.pool.nodes if pool.enabled else 0)
+        pool_here = tuple(node_config(config, node).address for node in nodes)
+        part = replace(
+            part,
+            worker_addresses=(*here, *config.cluster.workers),
+            pool_addresses=(*pool_here, *config.cluster.pool_nodes),
+            http_fds=(http_fd,),
+        )
     if child.role == POOL:
         part = _pool_part(part, pool, Path(config.cluster.runtime_dir))
         config = replace(config, pool=pool)
@@ -161,11 +168,15 @@ def node_config(config: BatonConfig, number: int) -> PoolConfig:
     pool = config.pool
     if pool.nodes == 1:
         return pool
-    name = f"{POOL}-{number}"
+    name, scraped = f"{POOL}-{number}", pool.metrics_address
+    if scraped:
+        host, _, port = scraped.rpartition(":")
+        scraped = f"{host}:{int(port) + number}"
     return replace(
         pool,
         address=socket_address(Path(config.cluster.runtime_dir), name),
         failure_domain=f"{pool.failure_domain}{name}",
+        metrics_address=scraped,
     )
 
 
@@ -188,12 +199,14 @@ def _resolve_pool(config: BatonConfig, runtime_dir: Path, workers: int) -> PoolC
     if not pool.enabled or not workers:
         # A node serves the workers of its own host: without any there is nothing for it to do.
         return replace(pool, enabled=False)
-    is_demo = config.model.model == _demo_model()
+    is_demo, first_port = config.model.model == _demo_model(), config.cluster.metrics_port
+    scraped = "" if first_port is None else f"127.0.0.1:{first_port + workers}"
     return replace(
         pool,
         memory_bytes=pool.memory_bytes
         or max(1, pool_bytes(config, workers=workers, is_demo=is_demo) // pool.nodes),
         address=pool.address or socket_address(runtime_dir, POOL_NODE),
+        metrics_address=pool.metrics_address or scraped,
     )
 
 

@@ -5,7 +5,8 @@ with larger blocks are refused by the field's name.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from baton.blocks import BlockChanges
@@ -15,6 +16,7 @@ from baton.errors import ConfigError, IncompatibleError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.layout import KvLayout
 from baton.telemetry.logs import get_logger
+from kvpool.accounts import Allowance
 from kvpool.hot_prefixes import HotPrefixes
 from kvpool.messages import (
     BlockLease,
@@ -31,6 +33,7 @@ from kvpool.ports import Directory
 from kvpool.registrar import Registrar
 from kvpool.slab import Welcome
 from kvpool.store import NodeStore, OpenDisk, StorePlan
+from kvpool.tenant_book import TenantBook
 
 _NOTHING = BlockLease(lease_id="")
 _EMPTY = Refused(reason=RefusalReason.SICK, detail="no worker has attached yet")
@@ -52,6 +55,9 @@ class PoolNode:
         clock: Puts, leases and the node's own lease run on it.
         open_disk: Opens the SSD tier; None without one.
         meet: Joins the other nodes, once there are blocks to share; None for a node alone.
+
+    Attributes:
+        tenants: What is known of them besides their blocks.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class PoolNode:
         self._prefixes = HotPrefixes()
         self._meet = meet
         self._peering: Peering | None = None
+        self.tenants = TenantBook(Allowance(max_bytes=config.tenant_bytes))
 
     def attach(self, worker: WorkerIdentity, layout: KvLayout) -> Welcome:
         """Lets a worker of this host map the slab, which is made for the first of them.
@@ -107,6 +114,8 @@ class PoolNode:
 
     def _open(self, slot_bytes: int) -> NodeStore:
         store = self._store = NodeStore(self._plan, slot_bytes, self._clock)
+        for tenant, allowance in self.tenants.allowances.items():
+            store.ledger.allow(tenant, allowance)
         self._registrar = Registrar(
             self._directory, store.ledger, lease_s=self._config.node_lease_s
         )
@@ -180,10 +189,10 @@ class PoolNode:
         lease = store.ledger.lease(keys, lease_s, self._clock.now_s(), reader=reader)
         store.carry_out()
         if not nothing_here and await self._bring(store, keys, until_s):
-            store.ledger.extend(lease.lease_id, keys, self._clock.now_s())
+            lease = store.ledger.extend(lease.lease_id, keys, self._clock.now_s())
         if store.ledger.loading(lease.lease_id):
             await store.loaded(lease.lease_id, until_s - self._clock.now_s())
-        lease = store.ledger.leased(lease.lease_id)
+            lease = store.ledger.leased(lease.lease_id)
         if lease.blocks:
             self._prefixes.note(keys[0])
             if self._peering is not None:
@@ -217,6 +226,13 @@ class PoolNode:
         if self._store is not None:
             dropped = self._store.ledger.drop(keys)
             _log.error("blocks of the pool were corrupt and are dropped", blocks=dropped)
+
+    def allow(self, allowances: Mapping[str, Allowance]) -> None:
+        """From now on tenants may take this; who is not named, what is usual. What one has too much goes when it next puts."""
+        changed = self.tenants.allow(allowances)
+        if self._store is not None:
+            for tenant, allowance in changed.items():
+                self._store.ledger.allow(tenant, allowance)
 
     async def flush(self, selection: Selection) -> int:
         """Gives up what `selection` covers, here at once and on other nodes with their next renewal."""
@@ -262,11 +278,10 @@ class PoolNode:
 
     def usage(self) -> NodeUsage:
         """Counts so far."""
-        return (
-            NodeUsage(slots_total=0, slots_free=0)
-            if self._store is None
-            else self._store.ledger.usage()
-        )
+        if self._store is None:
+            return NodeUsage(slots_total=0, slots_free=0)
+        usage = self._store.ledger.usage()
+        return replace(usage, owners=self.tenants.complete(usage.owners))
 
     @property
     def slot_bytes(self) -> int:

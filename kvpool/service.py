@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, PoolConfig
@@ -22,6 +23,7 @@ from baton.rpc.reports import failure_to_proto
 from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.telemetry.logs import get_logger
+from baton.telemetry.scrape import ScrapeServer
 from kvpool.convert import (
     grant_to_proto,
     keys_from_bytes,
@@ -32,9 +34,11 @@ from kvpool.convert import (
 )
 from kvpool.directory.memory import MemoryDirectory
 from kvpool.directory.redis import RedisDirectory
+from kvpool.metrics import NodeMetrics
 from kvpool.node import PoolNode
 from kvpool.peering import PeeringPlan, meeting
-from kvpool.ports import Directory
+from kvpool.ports import AllowanceSource, Directory
+from kvpool.quotas import QuotaKeeper
 from kvpool.ssd.store import SsdStore
 from kvpool.watchers import Watchers
 
@@ -129,12 +133,15 @@ class PoolService(pool_pb2_grpc.PoolServicer):
         """Keeps the leading blocks of a text where they are."""
         del context
         self._check_node(request.node)
+        keys = keys_from_bytes(request.keys)
         lease = await self._node.lease(
-            keys_from_bytes(request.keys),
+            keys,
             max(0.0, request.lease_s),
             min(max(0.0, request.wait_s), _MAX_WAIT_S),
             identity_from_proto(request.reader),
         )
+        hits = len(lease.blocks)
+        self._node.tenants.asked(request.tenant, hit_blocks=hits, missed_blocks=len(keys) - hits)
         return lease_to_proto(lease)
 
     @_typed
@@ -205,20 +212,22 @@ async def run(
     peer_address: str,
     region_path: str,
     peer_region_path: str,
+    allowances: AllowanceSource | None = None,
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
     """Serves the pool node of this host until `stop` is set.
 
     Args:
-        config: Of the cluster.
+        config: The whole configuration, resolved.
         identity: This start of the node.
         address: Where workers of this host and operators reach it.
         peer_address: Where other nodes do; bound only with a directory that several nodes share.
         region_path: Unix socket that gives the slab's descriptor to workers.
         peer_region_path: The same for other nodes of this host.
-        ready: Called once it serves.
-        stop: Ends it.
+        allowances: What tenants may keep; all the same where that is not said.
+        ready: Called once it answers.
+        stop: Set from outside.
 
     Raises:
         OSError: The address cannot be bound.
@@ -238,7 +247,6 @@ async def run(
         meet = None
         if pool.directory != "memory":
             plan, meet = await stack.enter_async_context(meeting(plan, directory))
-        disk = partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes) if pool.ssd_dir else None
         node = PoolNode(
             pool,
             identity,
@@ -246,52 +254,69 @@ async def run(
             region_path=region_path,
             directory=directory,
             clock=MonotonicClock(),
-            open_disk=disk,
+            open_disk=partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes)
+            if pool.ssd_dir
+            else None,
             meet=meet,
         )
-        await _serve(node, pool, address, ready=ready, stop=stop)
+        await _serve(node, config, address, allowances=allowances, ready=ready, stop=stop)
 
 
 async def _serve(
     node: PoolNode,
-    pool: PoolConfig,
+    config: BatonConfig,
     address: str,
     *,
+    allowances: AllowanceSource | None,
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
     """Answers workers and operators until `stop` is set, then closes the node."""
+    pool = config.pool
     watchers = Watchers(node.identity)
+    metrics = NodeMetrics(registry := CollectorRegistry())
+    beats = [_sweep(node, watchers, metrics), _register(node, pool)]
+    if allowances is not None:
+        keeper = QuotaKeeper(allowances, node.allow, pause_s=config.tenants.reload_s)
+        await keeper.look()  # before anybody can put
+        beats.append(keeper.run())
     server = new_server()
     pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node, watchers), server)
     wellness = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
     health_pb2_grpc.add_HealthServicer_to_server(wellness, server)
     bind(server, address)
+    scraped = ScrapeServer(pool.metrics_address, registry) if pool.metrics_address else None
     await wellness.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
-    beats = [
-        asyncio.ensure_future(_sweep(node, watchers)),
-        asyncio.ensure_future(_register(node, pool)),
-    ]
+    beating = [asyncio.ensure_future(beat) for beat in beats]
     stopped = asyncio.ensure_future(stop.wait())
     ready()
-    await asyncio.wait({*beats, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({*beating, stopped}, return_when=asyncio.FIRST_COMPLETED)
     await wellness.enter_graceful_shutdown()
     await server.stop(_STOP_GRACE_S)
-    for task in (*beats, stopped):
+    for task in (*beating, stopped):
         task.cancel()
-    await asyncio.wait({*beats, stopped})
+    await asyncio.wait({*beating, stopped})
     await node.close()
-    for beat in beats:
+    if scraped is not None:
+        await asyncio.to_thread(scraped.close)
+    for beat in beating:
         if not beat.cancelled():
             beat.result()  # a node that cannot sweep must not go on: its process ends, and another is started
 
 
-async def _sweep(node: PoolNode, watchers: Watchers) -> None:
+async def _sweep(node: PoolNode, watchers: Watchers, metrics: NodeMetrics) -> None:
     """Ends what is over and tells routers what has changed, whether or not there is new work or the directory answers."""
     while True:
         node.sweep()
         watchers.changed(node.take_changes())
+        metrics.observe(
+            node.usage(),
+            slot_bytes=node.slot_bytes,
+            sick=node.state().sick,
+            degraded=node.slot_bytes > 0 and not node.directory_reachable,
+            routers=len(watchers),
+        )
         await asyncio.sleep(TICK_S)
 
 

@@ -37,13 +37,14 @@ class Stock:
         """What is known of one block."""
         return self._book.stored(key)
 
-    def usage(self, *, leases: int, puts: int) -> NodeUsage:
+    def usage(self, *, leases: int, puts: int, ssd_works: bool) -> NodeUsage:
         """Counts, with what stands in other books."""
         counts, memory = self._counts, self._book.memory
         return NodeUsage(
             slots_total=memory.num_places,
             slots_free=memory.num_free,
             ssd_blocks=self._book.disk.num_taken,
+            ssd_works=ssd_works,
             leases=leases,
             puts=puts,
             hit_blocks=counts.hit_blocks,

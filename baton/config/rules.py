@@ -160,6 +160,7 @@ RULES: tuple[Rule, ...] = (
         demand="must be from 1 to 65535",
     ),
     Rule(path="cluster.workers", holds=all, demand="must not hold an empty address"),
+    Rule(path="cluster.pool_nodes", holds=all, demand="must not hold an empty address"),
     Rule(
         path="cluster.secret",
         holds=lambda v: v == "" or re.fullmatch(r"[0-9a-fA-F]{64}", v) is not None,
@@ -204,10 +205,10 @@ def contradiction(config: BatonConfig) -> str | None:
     if pool.directory == "memory" and (pool.nodes > 1 or pool.peer_address):
         several = "pool.peer_address" if pool.peer_address else f"pool.nodes is {pool.nodes}, which"
         return f"{several} needs pool.directory redis: the one in memory serves a single node"
-    if pool.nodes > 1 and (pool.address or pool.peer_address or pool.ssd_dir):
-        return (
-            "pool.address, pool.peer_address and pool.ssd_dir are of one node, pool.nodes is more"
-        )
+    of_one = ("address", "peer_address", "advertise_address", "ssd_dir", "metrics_address")
+    named = [name for name in of_one if getattr(pool, name)]
+    if pool.nodes > 1 and named:
+        return f"pool.{named[0]} is of one node, but pool.nodes is {pool.nodes}"
     if pool.low_watermark > pool.high_watermark:
         return "pool.low_watermark must not be above pool.high_watermark"
     if bool(pool.ssd_dir) != bool(pool.ssd_bytes):
@@ -215,10 +216,9 @@ def contradiction(config: BatonConfig) -> str | None:
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
     started_here = cluster.prefill_workers + cluster.decode_workers + cluster.hybrid_workers
-    if cluster.metrics_port is not None and cluster.metrics_port + started_here > 65536:
-        return (
-            f"cluster.metrics_port: from {cluster.metrics_port} there are not {started_here} ports"
-        )
+    ports = started_here + (pool.nodes if pool.enabled else 0)
+    if cluster.metrics_port is not None and cluster.metrics_port + ports > 65536:
+        return f"cluster.metrics_port: from {cluster.metrics_port} there are not {ports} ports"
     can_prefill = cluster.prefill_workers + cluster.hybrid_workers > 0
     can_decode = cluster.decode_workers + cluster.hybrid_workers > 0
     if not cluster.workers and not (can_prefill and can_decode):

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig
+from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig, TransferConfig
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
 from kv_transfer import shm
 from kvpool.service import run
@@ -38,7 +38,11 @@ async def main(said: dict[str, Any]) -> None:
         stall(Path(said["stall_at"]))
     folder, name = said["folder"], said["name"]
     await run(
-        BatonConfig(pool=PoolConfig(**said["pool"]), cluster=ClusterConfig(secret=said["secret"])),
+        BatonConfig(
+            pool=PoolConfig(**said["pool"]),
+            transfer=TransferConfig(backends=tuple(said["backends"])),
+            cluster=ClusterConfig(secret=said["secret"]),
+        ),
         identity=WorkerIdentity(
             worker_id=WorkerId(name), incarnation=Incarnation(said["incarnation"])
         ),

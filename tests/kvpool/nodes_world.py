@@ -119,6 +119,7 @@ class Node:
             "incarnation": 1,
             "pool": asdict(self.pool),
             "secret": self.secret,
+            "backends": self.transfer.backends,
             "peer_address": self.bound,
             "stall_at": stall_at,
         }

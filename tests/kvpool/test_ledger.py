@@ -487,6 +487,7 @@ def test_the_size_of_a_block_may_be_learned_late():
     node.ledger.commit(put.put_id, sums, node.now_s, [owner("u")], 100)
     node.run()
     stored = node.ledger.find(key("a", 0))
+    assert stored is not None
     assert (stored.size_bytes, stored.owner) == (100, owner("u"))
     node.empty()
 

@@ -254,7 +254,7 @@ async def test_between_hosts_blocks_come_over_the_network(
         )
         for number in range(2)
     ]
-    async with nodes[0].started() as here, nodes[1].started() as there:
+    async with nodes[0].process(), nodes[0].attached() as here, nodes[1].started() as there:
         await here.put(1, 2, 3)
         await here.found(1, 2, 3)
         assert await there.has(1, 2, 3) == 3
