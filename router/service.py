@@ -35,6 +35,7 @@ from router.index_metrics import IndexMetrics
 from router.links import LinkState
 from router.model_files import model_files, revision_of
 from router.openai.sampling import SamplingDefaults, read_defaults
+from router.pool_desk import PoolDesk
 from router.pool_watch import watching
 from router.restart_metrics import RestartMetrics
 from router.sharing import sharing
@@ -108,7 +109,7 @@ async def run(
             sharing(config.tenants, generator.intake),
             watching(pool_addresses, generator.view.pools),
             _control(config, generator, control_address),
-            _admin(config, tenancy),
+            _admin(config, tenancy, PoolDesk(pool_addresses)),
             _http(
                 _app(config, generator, loaded, registry, tenancy, tracer),
                 config,
@@ -222,7 +223,7 @@ async def _http(
 
 
 @asynccontextmanager
-async def _admin(config: BatonConfig, tenancy: Tenancy) -> AsyncIterator[None]:
+async def _admin(config: BatonConfig, tenancy: Tenancy, pool: PoolDesk) -> AsyncIterator[None]:
     """Serves operators inside, where there is a port for them."""
     admin = config.admin
     if admin.port is None:
@@ -235,7 +236,7 @@ async def _admin(config: BatonConfig, tenancy: Tenancy) -> AsyncIterator[None]:
         why = (error.strerror or str(error)).lower()
         raise ConfigError(f"admin: {admin.host}:{admin.port}: {why}", param="admin.port") from error
     _log.info("operators are served", host=admin.host, port=listener.getsockname()[1])
-    async with _http(create_admin_app(tenancy, admin.api_keys), config, [listener]):
+    async with _http(create_admin_app(tenancy, admin.api_keys, pool), config, [listener]):
         yield
 
 

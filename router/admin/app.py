@@ -8,9 +8,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import AuthenticationError, ConfigError, InvalidRequestError, RouteNotFoundError
+from router.admin.pool import add_pool
 from router.admin.replies import Reloaded, TenantReply, TenantUsage, tenant_reply, usage_reply
 from router.openai import description, errors
 from router.openai.credential import credential_of
+from router.pool_desk import PoolDesk
 from router.tenancy import Tenancy
 from router.tenants.keys import KeyRing, hash_key
 from router.tenants.tenant import Tenant, TenantId
@@ -41,18 +43,22 @@ class AdminGate:
         await self._app(scope, receive, send)
 
 
-def create_admin_app(tenancy: Tenancy, api_keys: tuple[str, ...]) -> FastAPI:
+def create_admin_app(
+    tenancy: Tenancy, api_keys: tuple[str, ...], pool: PoolDesk | None = None
+) -> FastAPI:
     """The application. It owns nothing.
 
     Args:
         tenancy: What it shows, and lets reload.
         api_keys: Operators must send one of them.
+        pool: Asks the pool's nodes; there are none if None.
     """
     app = FastAPI(title="Baton operations", docs_url=None, redoc_url=None, redirect_slashes=False)
     keys = KeyRing([(hash_key(key), None) for key in api_keys])
     app.add_middleware(AdminGate, keys=keys)
     errors.install(app)
     _add_tenants(app, tenancy)
+    add_pool(app, pool or PoolDesk(()))
 
     @app.get("/health")
     async def get_health() -> dict[str, str]:
