@@ -158,7 +158,7 @@ def assignment_of(
             http_fds=(http_fd,),
         )
     if child.role == POOL:
-        part = _pool_part(part, pool, Path(config.cluster.runtime_dir))
+        part = pool_part(part, pool, Path(config.cluster.runtime_dir))
         config = replace(config, pool=pool)
     return Assignment(config=config, part=part)
 
@@ -180,7 +180,8 @@ def node_config(config: BatonConfig, number: int) -> PoolConfig:
     )
 
 
-def _pool_part(part: Part, pool: PoolConfig, runtime_dir: Path) -> Part:
+def pool_part(part: Part, pool: PoolConfig, runtime_dir: Path) -> Part:
+    """`part` of a pool's node, with where it lets workers and other nodes in."""
     peers = for_peers(part.name)
     return replace(
         part,
