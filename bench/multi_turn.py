@@ -2,8 +2,13 @@
 
 Some users talk in turns to one prefill and one decode worker whose own caches are too small for all of their histories. Two clusters
 stand side by side, one with a pool and one without, and take each turn of each user one after the other, so neither noise nor
-queueing falls on one of them alone. Figures: `ttft_ms_pool_turnN`, `ttft_ms_alone_turnN` (medians over users) and
-`ttft_ratio_from_turn_3`, the ratio of the medians over all turns from the third on.
+queueing falls on one of them alone. Both have the same memory for KV pages on either worker, and local prefix caches in it; the pool's
+slab comes on top of that, as memory that a host has and an engine does not. Until the caches overflow, in the third turn by default,
+there is nothing that a pool could bring.
+
+Figures: `ttft_ms_pool_turnN`, `ttft_ms_alone_turnN` (medians over users) and `ttft_ratio_from_turn_3`, the ratio of the medians over all
+turns from the third on. Of the same turns, medians of what the router says of its requests: `queue_ms_SIDE`, `prefill_ms_SIDE` and
+`unhidden_ms_SIDE`, which a hand-off added after that; `computed_tokens_SIDE` of each prompt, `pooled_tokens_SIDE`.
 """
 
 import argparse
@@ -13,7 +18,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +30,29 @@ from bench.server import serving
 from bench.shapes import SHAPES, write_model
 
 _TOPOLOGY = ("--prefill-workers", "1", "--decode-workers", "1")
+_FIRST_LATE_TURN = 3
+_TIMING = ": baton "
 _SIDES = {"pool": "true", "alone": "false"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One question, answered.
+
+    Attributes:
+        ttft_s: Time to its first token, at the client.
+        timing: Where it went, as the router says: `X-Baton-Timing`.
+    """
+
+    ttft_s: float
+    timing: dict[str, float]
+
+    def part(self, name: str) -> float:
+        """One of the figures of `timing`: seconds or tokens; `computed_tokens` are those of the prompt found nowhere."""
+        if name == "computed_tokens":
+            found = self.timing["cached_tokens"] + self.timing["pooled_tokens"]
+            return self.timing["prompt_tokens"] - found
+        return self.timing[name]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,11 +61,11 @@ class Chat:
 
     Attributes:
         history: Token ids so far, questions and answers.
-        ttfts_s: Time to first token of each turn.
+        turns: Those taken.
     """
 
     history: list[int]
-    ttfts_s: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
 
 
 async def take_turn(
@@ -61,15 +88,24 @@ async def take_turn(
     }
     begun_s, first_s = time.monotonic(), None
     answered: list[int] = []
-    async with client.stream("POST", "/v1/completions", json=body) as reply:
+    timing: dict[str, float] = {}
+    headers = {"X-Baton-Timing": "1"}
+    async with client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
         reply.raise_for_status()
         async for line in reply.aiter_lines():
+            if line.startswith(_TIMING):
+                timing = _numbers(line)
             for tokens in _tokens(line):
                 first_s = first_s or time.monotonic()
                 answered += tokens
     assert first_s is not None, "a stream without tokens"
     chat.history += answered
-    chat.ttfts_s.append(first_s - begun_s)
+    chat.turns.append(Turn(ttft_s=first_s - begun_s, timing=timing))
+
+
+def _numbers(line: str) -> dict[str, float]:
+    said = json.loads(line.removeprefix(_TIMING))
+    return {name: value for name, value in said.items() if isinstance(value, (int, float))}
 
 
 def _tokens(line: str) -> Iterator[list[int]]:
@@ -108,7 +144,7 @@ async def talk(urls: dict[str, str], arguments: argparse.Namespace) -> dict[str,
 
 def _show(turn: int, chats: dict[str, list[Chat]]) -> None:
     told = "   ".join(
-        f"{side} {1e3 * statistics.median(chat.ttfts_s[turn] for chat in of_side):8.1f} ms"
+        f"{side} {1e3 * statistics.median(chat.turns[turn].ttft_s for chat in of_side):8.1f} ms"
         for side, of_side in chats.items()
     )
     print(f"turn {turn + 1}: TTFT {told}", flush=True)
@@ -116,15 +152,26 @@ def _show(turn: int, chats: dict[str, list[Chat]]) -> None:
 
 def record(chats: dict[str, list[Chat]], report: Report) -> None:
     """Fills the report's figures."""
-    late: dict[str, float] = {}
+    late_s: dict[str, float] = {}
     for side, of_side in chats.items():
-        turns = list(zip(*(chat.ttfts_s for chat in of_side), strict=True))
-        for number, ttfts_s in enumerate(turns, start=1):
-            report.figures[f"ttft_ms_{side}_turn{number}"] = 1e3 * statistics.median(ttfts_s)
-        late[side] = statistics.median(ttft_s for turn in turns[2:] for ttft_s in turn)
-    report.figures["ttft_ratio_from_turn_3"] = late["alone"] / late["pool"]
+        turns = list(zip(*(chat.turns for chat in of_side), strict=True))
+        for number, same_turn in enumerate(turns, start=1):
+            ttft_s = statistics.median(turn.ttft_s for turn in same_turn)
+            report.figures[f"ttft_ms_{side}_turn{number}"] = 1e3 * ttft_s
+        late = [turn for same_turn in turns[_FIRST_LATE_TURN - 1 :] for turn in same_turn]
+        late_s[side] = statistics.median(turn.ttft_s for turn in late)
+        _record_parts(side, late, report)
+    report.figures["ttft_ratio_from_turn_3"] = late_s["alone"] / late_s["pool"]
     same = [a.history == b.history for a, b in zip(*chats.values(), strict=True)]
     report.figures["chats_with_equal_answers"] = sum(same)
+
+
+def _record_parts(side: str, turns: Sequence[Turn], report: Report) -> None:
+    for name in ("queue", "prefill", "unhidden"):
+        seconds = statistics.median(turn.part(f"{name}_s") for turn in turns)
+        report.figures[f"{name}_ms_{side}"] = 1e3 * seconds
+    for name in ("computed_tokens", "pooled_tokens"):
+        report.figures[f"{name}_{side}"] = statistics.median(turn.part(name) for turn in turns)
 
 
 def main() -> None:
@@ -147,6 +194,8 @@ def main() -> None:
         }
         chats = asyncio.run(talk(urls, arguments))
     record(chats, report)
+    for name, value in sorted(report.figures.items()):
+        print(f"{name:28} {value:10.1f}")
     print(f"median TTFT from the third turn on: {report.figures['ttft_ratio_from_turn_3']:.2f} x")
     if arguments.json:
         report.write(arguments.json)
@@ -159,10 +208,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--system-tokens", type=int, default=256)
-    parser.add_argument("--question-tokens", type=int, default=128)
-    parser.add_argument("--answer-tokens", type=int, default=32)
-    parser.add_argument("--kv-bytes", type=int, default=40 << 20, help="of each worker's own cache")
-    parser.add_argument("--max-model-len", type=int, default=1536)
+    parser.add_argument("--question-tokens", type=int, default=64)
+    parser.add_argument("--answer-tokens", type=int, default=16)
+    parser.add_argument("--kv-bytes", type=int, default=20 << 20, help="of each worker's own cache")
+    parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -12,11 +12,13 @@ from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
 from engine.cache.arena import KvArena
 from engine.cache.budget import Demand, affordable_on_cpu, affordable_on_gpu, num_blocks
-from engine.device import arena_buffer, choose_device, weigh_gpu
+from engine.device import arena_buffer, choose_device, current, weigh_gpu
+from engine.graphs import CudaGraphs, DecodeGraphs
 from engine.host import ThreadEngineHost
 from engine.kernels.pages import PageKernels, page_kernels
 from engine.models.checkpoint import read_checkpoint
 from engine.models.config import ModelSpec, choose_dtype, kv_layout, load_spec, resolve_model
+from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
 from engine.ports import ArenaMemory, LayerSink
 from engine.runner import ModelRunner
@@ -95,8 +97,26 @@ def build_engine(
         eos_ids=spec.eos_token_ids,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    host = ThreadEngineHost(scheduler, ModelRunner(decoder, arena, sink))
+    graphs = _graphs(decoder, arena, limits, config)
+    host = ThreadEngineHost(scheduler, ModelRunner(decoder, arena, sink, graphs))
     return BuiltEngine(host=host, layout=layout, limits=limits, page_kernels=page_kernels(arena))
+
+
+def _graphs(
+    decoder: Decoder, arena: KvArena, limits: Limits, config: EngineConfig
+) -> DecodeGraphs | None:
+    """None where kernels cannot be captured: on a CPU, and where torch serves for them."""
+    cuts = decoder.kernels.split_rule(decoder.spec.num_kv_heads) is not None
+    if decoder.device.type != "cuda" or not cuts or not config.cuda_graphs:
+        return None
+    with current(decoder.device):
+        return DecodeGraphs(
+            decoder,
+            arena,
+            most_rows=limits.seats,
+            table_width=limits.num_blocks_for(limits.max_model_len),
+            backend=CudaGraphs(),
+        )
 
 
 def _block_tokens(device: torch.device) -> int:

@@ -7,6 +7,7 @@ from baton.generation import TokenLogprobs
 from baton.pages import FetchOutcome
 from engine.cache.arena import KvArena
 from engine.device import current, layer_marker
+from engine.graphs import DecodeGraphs
 from engine.layer_walk import LayerWalk
 from engine.models.decoder import Decoder
 from engine.models.inputs import InputBuilder
@@ -25,12 +26,20 @@ class ModelRunner:
         model: Weights and layers, on one device.
         arena: Pages on the same device.
         sink: Told after each layer which pages may leave; None where nothing is handed over.
+        graphs: Of the same model and arena, for the steps that they take; None where there are none.
     """
 
-    def __init__(self, model: Decoder, arena: KvArena, sink: LayerSink | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        arena: KvArena,
+        sink: LayerSink | None = None,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._model = model
         self._arena = arena
         self._sink = sink
+        self._graphs = graphs
         self._mark = layer_marker(model.device)
         self._source: KvSource | None = None
         self._inputs = InputBuilder(
@@ -63,15 +72,21 @@ class ModelRunner:
         self._arena.copy_pages(plan.copies)
         if not plan.rows:
             return StepResult(drawn=())
-        step = self._inputs.build(plan.rows)
-        walk = LayerWalk(plan, self._source, self._sink, self._mark)
-        with walk:
-            hidden = self._model.hidden(step, self._arena, walk)
+        hidden, fetched = self._compute(plan)
         sampling = [row for row in plan.rows if row.samples]
         drawn = iter(self._draw(hidden[: len(sampling)], sampling) if sampling else ())
         scores = self._scorer.score(hidden[len(sampling) :], plan.rows)
         by_row = tuple(next(drawn) if row.samples else () for row in plan.rows)
-        return _result(plan, by_row, scores, walk.outcome)
+        return _result(plan, by_row, scores, fetched)
+
+    def _compute(self, plan: StepPlan) -> tuple[torch.Tensor, FetchOutcome | None]:
+        if self._graphs is not None and self._graphs.takes(plan):
+            return self._graphs.hidden(plan.rows), None
+        step = self._inputs.build(plan.rows)
+        walk = LayerWalk(plan, self._source, self._sink, self._mark)
+        with walk:
+            hidden = self._model.hidden(step, self._arena, walk)
+        return hidden, walk.outcome
 
     def _draw(self, hidden: torch.Tensor, rows: list[Row]) -> list[tuple[Drawn, ...]]:
         """Apart from what is scored, so that nobody's tokens depend on whether somebody scores."""

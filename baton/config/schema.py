@@ -42,6 +42,7 @@ class EngineConfig:
         max_num_batched_tokens: Token budget of one step.
         enable_prefix_caching: Keep finished blocks for later prompts.
         num_threads: Threads for computing on the CPU; None divides the machine's cores among its workers.
+        cuda_graphs: On a GPU, launch the kernels of a decode step all at once; captured at start, which takes some seconds.
     """
 
     device: str = "auto"
@@ -52,6 +53,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     num_threads: int | None = None
+    cuda_graphs: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

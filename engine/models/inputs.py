@@ -45,21 +45,27 @@ class InputBuilder:
         self._positions = np.zeros(0, np.int64)
         self._tables = np.zeros(0, np.int32)
 
-    def build(self, rows: Sequence[Row]) -> DecoderInput:
+    def build(self, rows: Sequence[Row], pad_to: int = 0) -> DecoderInput:
         """The step's tensors.
+
+        Args:
+            rows: Who computes what.
+            pad_to: Add rows of one token up to so many, if there are fewer: they have no context and no page.
 
         Raises:
             EngineError: A row is empty, or its pages do not cover its tokens.
         """
         for row in rows:
             self._check(row)
-        lengths = np.array([row.num_tokens for row in rows], np.int64)
-        starts = np.zeros(len(rows) + 1, np.int32)
+        padding = max(0, pad_to - len(rows))
+        lengths = np.array([row.num_tokens for row in rows] + [1] * padding, np.int64)
+        starts = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(lengths, out=starts[1:])
         tokens, positions = self._splice(rows, int(starts[-1]))
-        tables = self._fill_tables(rows)
-        slots = self._slots(positions, np.repeat(np.arange(len(rows)), lengths), tables)
-        contexts = np.array([row.start + row.num_tokens for row in rows], np.int32)
+        tables = self._fill_tables(rows, padding)
+        slots = self._slots(positions, np.repeat(np.arange(len(lengths)), lengths), tables)
+        slots[len(slots) - padding :] = -1
+        contexts = np.array([row.start + row.num_tokens for row in rows] + [0] * padding, np.int32)
         last = [int(starts[i + 1]) - 1 for i, row in enumerate(rows) if row.samples]
         scored = [
             np.arange(row.num_scored) + starts[i] for i, row in enumerate(rows) if row.num_scored
@@ -107,14 +113,18 @@ class InputBuilder:
             self._tokens[begin:end] = row.seq.tokens[row.start : stop]
             self._positions[begin:end] = np.arange(row.start, stop)
             begin = end
+        self._tokens[begin:total] = 0
+        self._positions[begin:total] = 0
         return self._tokens[:total], self._positions[:total]
 
-    def _fill_tables(self, rows: Sequence[Row]) -> NDArray[np.int32]:
+    def _fill_tables(self, rows: Sequence[Row], padding: int) -> NDArray[np.int32]:
         needed = [-(-(row.start + row.num_tokens) // self._block_tokens) for row in rows]
         width = max(needed)
-        self._tables = _grown(self._tables, len(rows) * width)
-        tables = self._tables[: len(rows) * width].reshape(len(rows), width)
-        for table, row, count in zip(tables, rows, needed, strict=True):
+        total = len(rows) + padding
+        self._tables = _grown(self._tables, total * width)
+        tables = self._tables[: total * width].reshape(total, width)
+        tables[len(rows) :] = 0
+        for table, row, count in zip(tables, rows, needed, strict=False):
             table[:count] = row.seq.blocks[:count]
             table[count:] = 0
         if int(tables.max()) >= self._num_blocks or int(tables.min()) < 0:

@@ -9,7 +9,7 @@ from engine.kernels.ports import PagedBatch
 from engine.kernels.reference import paged_attention
 from engine.kernels.splits import SplitRule
 from tests.engine.kernel_cases import paged_batch
-from tests.engine.triton_cases import DEVICE, DTYPES, close, cut, kernels, needs_triton
+from tests.engine.triton_cases import DEVICE, DTYPES, WIDE, close, cut, kernels, needs_triton
 
 pytestmark = needs_triton
 MIXED = [(1, 1), (5, 5), (19, 150), (40, 40), (3, 131)]
@@ -67,7 +67,7 @@ def test_every_page_size_agrees_with_the_twin(attend, rows, block_tokens, window
 @pytest.mark.parametrize(("attend", "rows"), [(prefill, MIXED[1:3]), (decode, DECODES[1:3])])
 def test_every_group_of_heads_agrees_with_the_twin(attend, rows, heads, kv_heads):
     query, pages, batch = make(
-        rows, block_tokens=16, heads=heads, kv_heads=kv_heads, head_dim=64, dtype=torch.float32
+        rows, block_tokens=16, heads=heads, kv_heads=kv_heads, head_dim=64, dtype=WIDE
     )
     close(attend(query, pages, batch), paged_attention(query, pages, batch, 0.125, None))
 
@@ -75,9 +75,7 @@ def test_every_group_of_heads_agrees_with_the_twin(attend, rows, heads, kv_heads
 @pytest.mark.parametrize("window", [1, 7, 64, 100, 1000])
 @pytest.mark.parametrize(("attend", "rows"), [(prefill, MIXED), (decode, DECODES)])
 def test_every_window_agrees_with_the_twin(attend, rows, window):
-    query, pages, batch = make(
-        rows, block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=torch.float32
-    )
+    query, pages, batch = make(rows, block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=WIDE)
     close(attend(query, pages, batch, window), paged_attention(query, pages, batch, 0.125, window))
 
 
@@ -86,7 +84,7 @@ def test_every_window_agrees_with_the_twin(attend, rows, window):
 )
 def test_decodes_do_not_depend_on_how_contexts_are_cut_but_for_rounding(rule):
     query, pages, batch = make(
-        DECODES, block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=torch.float32
+        DECODES, block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=WIDE
     )
     close(decode(query, pages, batch, rule=rule), paged_attention(query, pages, batch, 0.125, None))
 
@@ -126,9 +124,7 @@ def test_a_tokens_bits_do_not_depend_on_how_its_prompt_was_cut(window):
 @pytest.mark.parametrize(("attend", "rows"), [(prefill, [(30, 90)] * 2), (decode, [(1, 90)] * 2)])
 @pytest.mark.parametrize("place", [0, 1], ids=["key", "value"])
 def test_a_page_that_is_not_finite_shows_in_its_own_row_and_in_no_other(attend, rows, place):
-    query, pages, batch = make(
-        rows, block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=torch.float32
-    )
+    query, pages, batch = make(rows, block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=WIDE)
     queries = rows[0][0]
     healthy = attend(query, pages, batch)
     pages[batch.block_tables[0, 1], :, place, 3] = float("nan")
@@ -139,19 +135,17 @@ def test_a_page_that_is_not_finite_shows_in_its_own_row_and_in_no_other(attend, 
 
 @pytest.mark.parametrize(("attend", "rows"), [(prefill, MIXED), (decode, DECODES)])
 def test_large_scores_do_not_overflow(attend, rows):
-    query, pages, batch = make(
-        rows, block_tokens=16, heads=1, kv_heads=1, head_dim=64, dtype=torch.float32
-    )
+    query, pages, batch = make(rows, block_tokens=16, heads=1, kv_heads=1, head_dim=64, dtype=WIDE)
     query, pages = query * 100, pages * 100
     expected = paged_attention(query, pages, batch, 1.0, None)
     torch.testing.assert_close(
-        attend(query, pages, batch, scale=1.0), expected, atol=0.05, rtol=1e-3
+        attend(query, pages, batch, scale=1.0), expected, atol=0.05, rtol=1e-2
     )
 
 
 def test_a_row_that_stands_for_nobody_gets_zeros_and_touches_nothing():
     query, pages, batch = make(
-        [(1, 33), (1, 1)], block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=torch.float32
+        [(1, 33), (1, 1)], block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=WIDE
     )
     alone = decode(query, pages, batch)
     contexts = torch.tensor([33, 0], dtype=torch.int32, device=DEVICE)
@@ -195,7 +189,7 @@ def test_pages_of_8_bits_agree_with_the_twin_over_what_they_hold(attend, rows):
 @pytest.mark.parametrize("attend", [prefill, decode])
 def test_what_a_kernel_would_misread_is_refused(attend, change, complaint):
     query, pages, batch = make(
-        [(1, 5)] * 2, block_tokens=4, heads=4, kv_heads=2, head_dim=32, dtype=torch.float32
+        [(1, 5)] * 2, block_tokens=4, heads=4, kv_heads=2, head_dim=32, dtype=WIDE
     )
     query, pages = change(query, pages)
     with pytest.raises(ValueError, match=complaint):
@@ -207,7 +201,7 @@ def test_what_a_kernel_would_misread_is_refused(attend, change, complaint):
 )
 def test_numbers_out_of_range_are_refused(scale, window, complaint):
     query, pages, batch = make(
-        [(1, 1)], block_tokens=4, heads=2, kv_heads=2, head_dim=32, dtype=torch.float32
+        [(1, 1)], block_tokens=4, heads=2, kv_heads=2, head_dim=32, dtype=WIDE
     )
     with pytest.raises(ValueError, match=complaint):
         prefill(query, pages, batch, window, scale=scale)

@@ -15,9 +15,12 @@ from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
 from tests.engine.stepping import make_runner, make_texts, run_all
 from tests.engine.tiny_models import make_model
-from tests.engine.triton_cases import kernels, needs_triton
+from tests.engine.triton_cases import DEVICE, kernels, needs_triton
 
-pytestmark = needs_triton
+pytestmark = [
+    needs_triton,
+    pytest.mark.skipif(DEVICE != "cpu", reason="the models of these tests lie on the CPU"),
+]
 GREEDY = SamplingParams(temperature=0, max_tokens=2, logprobs=3)
 CPU = torch.device("cpu")
 

@@ -13,10 +13,14 @@ from engine.kernels.ports import PagedBatch
 from engine.kernels.splits import SplitRule, Splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16], ids=["float32", "float16"]
-)
-TOLERANCE = {torch.float32: (2e-5, 1e-5), torch.float16: (4e-3, 4e-3)}
+WIDE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+"""What tests compute in that ask for no dtype: matrix instructions take no float32, and the interpreter no bfloat16."""
+DTYPES = pytest.mark.parametrize("dtype", [WIDE, torch.float16], ids=["wide", "float16"])
+TOLERANCE = {
+    torch.float32: (2e-5, 1e-5),
+    torch.float16: (4e-3, 4e-3),
+    torch.bfloat16: (3e-2, 2e-2),
+}
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason='no Triton: its kernels are untested (a torch for GPUs brings it; pip install "baton-serve[triton]" is enough)',

@@ -1,0 +1,136 @@
+"""How near the engine comes to what a GPU can do: `python -m bench.gpu_roofline [--json FILE]`; under ten minutes on an H200.
+
+For each shape: kernels held against their twins; decode steps, prompts and kernels alone, each as a share of the bytes that must
+move at the measured rate of a copy, or of the operations at the measured rate of a bfloat16 product. Figures are named
+`decode_SHAPE_bBATCH_cCONTEXT_...`, `decode_attention_...`, `prefill_SHAPE_nTOKENS_...`, `prefill_attention_...`, `rms_norm_...`:
+
+    fraction           of the ceiling; for a decode step from its plan to its tokens on the host
+    kernels_fraction   the same for the step's kernels in one graph, without the host
+    overhead           share of a step in which none of them runs
+
+What does not fit into memory is left out, as is what would begin after `--limit-s`; both are said. The goals: decode 0.80 at
+batch 1 and 64 with 8k of context, its attention 0.85, prefill 0.65, its attention 0.60, overhead 0.08.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from bench.gpu_models import GPU_SHAPES, GpuShape, random_decoder
+from bench.gpu_points import Ceilings, ModelBench
+from bench.gpu_timing import CudaTimer, copy_rate, matmul_rate
+from bench.gpu_verify import verify
+from bench.report import Report
+from engine.graphs import CudaGraphs
+from engine.kernels.select import select_kernels
+
+BATCHES = (1, 64, 16, 256)
+CONTEXTS = (8192, 1024, 32_768)
+PROMPTS = (8192, 2048, 32_768)
+"""The ones that have a goal come first."""
+BLOCK_TOKENS = 64
+_DTYPE = torch.bfloat16
+_KV_SHARE = 0.75
+
+Point = tuple[str, Callable[[], dict[str, float]]]
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = _arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU: this benchmark measures a GPU and nothing else")
+    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+    settings["gpu"] = torch.cuda.get_device_name()
+    report = Report(benchmark="gpu_roofline", settings=settings)
+    deadline_s = time.monotonic() + arguments.limit_s
+    device, timer = torch.device("cuda", torch.cuda.current_device()), CudaTimer()
+    ceilings = Ceilings(copy=copy_rate(timer, device), matmul=matmul_rate(timer, device))
+    report.figures["copy_gb_s"] = ceilings.copy / 1e9
+    report.figures["matmul_tflop_s"] = ceilings.matmul / 1e12
+    for name in arguments.shapes:
+        measure_shape(name, device, ceilings, report, deadline_s)
+        torch.cuda.empty_cache()
+    for figure, value in sorted(report.figures.items()):
+        print(f"{figure:56} {value:12.4f}")
+    if arguments.json:
+        report.write(arguments.json)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--shapes", nargs="+", choices=GPU_SHAPES, default=list(GPU_SHAPES))
+    parser.add_argument("--limit-s", type=float, default=540.0, help="begin nothing after this")
+    return parser.parse_args()
+
+
+def measure_shape(
+    name: str, device: torch.device, ceilings: Ceilings, report: Report, deadline_s: float
+) -> None:
+    """Verifies and measures one shape on a GPU; adds to the report's figures.
+
+    Raises:
+        SystemExit: A kernel does not agree with its twin.
+    """
+    shape, kernels = GPU_SHAPES[name], select_kernels(device, _DTYPE)
+    for kernel, error in verify(kernels, shape, device, _DTYPE, BLOCK_TOKENS).items():
+        report.figures[f"error_{kernel}_{name}"] = error
+    longest, most_rows = max(*CONTEXTS, *PROMPTS), max(BATCHES)
+    model = random_decoder(shape, kernels, device, _DTYPE, longest)
+    bench = ModelBench(
+        shape,
+        model,
+        num_blocks=_num_blocks(shape, device, longest * most_rows),
+        block_tokens=BLOCK_TOKENS,
+        most_rows=most_rows,
+        longest=longest,
+        timer=CudaTimer(),
+        graphs=CudaGraphs(),
+        ceilings=ceilings,
+    )
+    for point, work in points(bench, name):
+        if time.monotonic() > deadline_s:
+            print(f"{point}: left out, the time is up")
+            continue
+        figures = work()
+        report.figures |= {f"{point}_{what}": value for what, value in figures.items()}
+        print(point, {what: round(value, 3) for what, value in figures.items()}, flush=True)
+
+
+def _num_blocks(shape: GpuShape, device: torch.device, most_tokens: int) -> int:
+    """Pages for the largest point, or as many as leave room for a long prompt's activations."""
+    free, _ = torch.cuda.mem_get_info(device)
+    page_bytes = BLOCK_TOKENS * shape.kv_token_bytes * shape.layers
+    return min(int(free * _KV_SHARE) // page_bytes, -(-most_tokens // BLOCK_TOKENS))
+
+
+def points(bench: ModelBench, name: str) -> Iterator[Point]:
+    """Everything to measure of a model, by name; what has a goal first."""
+    for context in CONTEXTS:
+        for batch in BATCHES:
+            label = f"{name}_b{batch}_c{context // 1024}k"
+            if not bench.fits(batch, context):
+                print(f"decode_{label}: left out, its pages do not fit")
+                continue
+            yield f"decode_{label}", lambda b=batch, c=context: bench.decode(b, c)  # type: ignore[misc]
+            yield (
+                f"decode_attention_{label}",
+                lambda b=batch, c=context: bench.decode_attention(b, c),  # type: ignore[misc]
+            )
+    for tokens in PROMPTS:
+        label = f"{name}_n{tokens // 1024}k"
+        yield f"prefill_{label}", lambda n=tokens: bench.prefill(n)  # type: ignore[misc]
+        yield f"prefill_attention_{label}", lambda n=tokens: bench.prefill_attention(n)  # type: ignore[misc]
+    yield f"fused_{name}_n2k", lambda: _flat(bench.fused(2048))
+
+
+def _flat(figures: dict[str, dict[str, float]]) -> dict[str, float]:
+    return {f"{kernel}_{what}": v for kernel, of in figures.items() for what, v in of.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Decode steps as CUDA graphs: the kernels of a whole step in one launch, where launching them one by one takes longer than
+they do. Between the runner, which has a plan of nothing but decodes, and the model.
+
+A graph repeats what was captured, at the same addresses. So there is one per number of rows (a bucket), and its inputs lie in
+tensors that stay. Rows that fill up a bucket stand for nobody: they have no context, and their keys and values go nowhere.
+
+    rows      7            ─▶  bucket 8    captured at start: 1 2 4 8 16 24 ... 64 96 128 ...
+    contexts  5 900 .. 31      5 900 .. 31 0
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.cache.arena import KvArena
+from engine.kernels.ports import PagedBatch
+from engine.kernels.splits import Splits
+from engine.models.decoder import Decoder, DecoderInput
+from engine.models.inputs import InputBuilder
+from engine.scheduling.plan import Row, StepPlan
+
+_FINE_UP_TO = 64
+_FINE, _COARSE = 8, 32
+
+
+class GraphBackend(Protocol):
+    """Captures work on a device."""
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Runs `work` some times, and gives what repeats it: same addresses read, same tensor written and given back."""
+
+
+def bucket_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of rows, rising up to `most`, that graphs are captured for."""
+    sizes = [1, 2, 4, *range(_FINE, _FINE_UP_TO, _FINE), *range(_FINE_UP_TO, most, _COARSE)]
+    return (*(size for size in sizes if size < most), most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bucket:
+    """One captured graph and its inputs."""
+
+    inputs: DecoderInput
+    repeat: Callable[[], torch.Tensor]
+
+
+class DecodeGraphs:
+    """Computes the decode steps of one model. All graphs are captured here; blocks for some seconds.
+
+    Args:
+        model: Its kernels ask nothing of the host, and cut the contexts of decodes (`KernelSet.split_rule`).
+        arena: The pages; captured by address.
+        most_rows: Steps of more rows are not taken.
+        table_width: Pages of the longest sequence.
+        backend: Captures.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        arena: KvArena,
+        *,
+        most_rows: int,
+        table_width: int,
+        backend: GraphBackend,
+    ) -> None:
+        self._model = model
+        self._arena = arena
+        self._table_width = table_width
+        self._rule = model.kernels.split_rule(model.spec.num_kv_heads)
+        self._host = InputBuilder(
+            arena.layout.block_tokens, arena.num_blocks, torch.device("cpu"), self._rule
+        )
+        self._sizes = bucket_sizes(most_rows)
+        # The largest first: the others fit into the memory that it took.
+        self._buckets = {size: self._capture(size, backend) for size in reversed(self._sizes)}
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether the step can be repeated from a graph: it draws one token after each row, and nobody takes part in it."""
+        return (
+            0 < len(plan.rows) <= self._sizes[-1]
+            and not plan.fetches
+            and not plan.exports
+            and all(row.num_tokens == 1 and row.samples and not row.num_scored for row in plan.rows)
+        )
+
+    @torch.inference_mode()
+    def hidden(self, rows: Sequence[Row]) -> torch.Tensor:
+        """As `Decoder.hidden`: `[num_rows, hidden]`, overwritten by the next step.
+
+        Raises:
+            EngineError: A row cannot be computed; nothing was.
+        """
+        size = self._sizes[bisect_left(self._sizes, len(rows))]
+        bucket = self._buckets[size]
+        _overwrite(bucket.inputs, self._host.build(rows, pad_to=size))
+        return bucket.repeat()[: len(rows)]
+
+    @torch.inference_mode()
+    def _capture(self, size: int, backend: GraphBackend) -> _Bucket:
+        inputs = self._static(size)
+        return _Bucket(
+            inputs=inputs,
+            repeat=backend.capture(lambda: self._model.hidden(inputs, self._arena)),
+        )
+
+    def _static(self, size: int) -> DecoderInput:
+        """Inputs of a step in which every row stands for nobody."""
+
+        def filled(count: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full((count,), value, dtype=dtype, device=self._model.device)
+
+        pieces = self._rule.max_pieces(size) if self._rule is not None else 0
+        splits = Splits(row_of_piece=filled(pieces, -1), first_piece=filled(size + 1, 0))
+        tables = filled(size * self._table_width, 0).view(size, self._table_width)
+        return DecoderInput(
+            tokens=filled(size, 0, torch.int64),
+            positions=filled(size, 0, torch.int64),
+            batch=PagedBatch(
+                slots=filled(size, -1, torch.int64),
+                query_starts=torch.arange(size + 1, dtype=torch.int32, device=self._model.device),
+                context_lens=filled(size, 0),
+                block_tables=tables,
+                splits=splits if self._rule is not None else None,
+            ),
+            logit_tokens=torch.arange(size, device=self._model.device),
+        )
+
+
+def _overwrite(inputs: DecoderInput, step: DecoderInput) -> None:
+    """Rows, their first tokens and whose logits are wanted are the same in every step of a bucket."""
+    here, there = inputs.batch, step.batch
+    pairs = [
+        (inputs.tokens, step.tokens),
+        (inputs.positions, step.positions),
+        (here.slots, there.slots),
+        (here.context_lens, there.context_lens),
+        (here.block_tables[:, : there.block_tables.shape[1]], there.block_tables),
+    ]
+    if here.splits is not None and there.splits is not None:
+        pairs += [
+            (here.splits.row_of_piece, there.splits.row_of_piece),
+            (here.splits.first_piece, there.splits.first_piece),
+        ]
+    for static, given in pairs:
+        static.copy_(given, non_blocking=True)
+
+
+class CudaGraphs:
+    """A `GraphBackend` over torch's; all graphs share one pool of memory, since one runs at a time."""
+
+    _WARM_UPS = 2
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """See `GraphBackend.capture`. What is compiled or allocated at first use is so before the capture."""
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(self._WARM_UPS):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, which hand pages over, may go on calling the driver meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = work()
+
+        def repeat() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return repeat

@@ -1,0 +1,153 @@
+"""Decode steps over buckets of rows, with a backend that repeats work by doing it again."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import EngineError
+from baton.generation import SamplingParams
+from baton.ids import BlockId
+from baton.layout import KvLayout
+from engine.cache.arena import KvArena
+from engine.graphs import DecodeGraphs, bucket_sizes
+from engine.kernels.ports import PagedBatch
+from engine.kernels.reference import ReferenceKernels
+from engine.kernels.splits import SplitRule
+from engine.models.config import kv_layout, load_spec
+from engine.models.decoder import Decoder
+from engine.models.loader import load_decoder
+from engine.ports import PageExport
+from engine.runner import ModelRunner
+from engine.scheduling.plan import Row, StepPlan
+from tests.engine.stepping import Text, make_runner, make_texts, run_all
+from tests.engine.tiny_models import make_model, random_prompts
+
+CPU = torch.device("cpu")
+PARAMS = SamplingParams(temperature=0, max_tokens=6)
+
+
+class EagerGraphs:
+    """A `GraphBackend` that does the work again; counts."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self.repeated = 0
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        work()
+        self.captured += 1
+
+        def repeat() -> torch.Tensor:
+            self.repeated += 1
+            return work()
+
+        return repeat
+
+
+class CuttingKernels(ReferenceKernels):
+    """The twins, as if they cut contexts; sees to it that the pieces are those of the contexts."""
+
+    RULE = SplitRule(spread=3)
+
+    def split_rule(self, num_kv_heads: int) -> SplitRule:  # type: ignore[override]
+        return self.RULE
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        if batch.splits is not None:
+            contexts = batch.context_lens[: batch.splits.num_decodes].numpy()
+            row_of_piece, first_piece = self.RULE.cut(contexts)
+            assert batch.splits.row_of_piece.tolist() == row_of_piece.tolist()
+            assert batch.splits.first_piece.tolist() == first_piece.tolist()
+        return super().paged_attention(query, pages, batch, scale, window)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory) -> Decoder:
+    path = make_model(tmp_path_factory.mktemp("model"), "mistral")
+    return load_decoder(path, load_spec(path), torch.float32, CPU, kernels=CuttingKernels())
+
+
+def graphed(
+    decoder: Decoder, num_blocks: int, most_rows: int = 5
+) -> tuple[ModelRunner, KvArena, DecodeGraphs, EagerGraphs]:
+    layout: KvLayout = kv_layout(decoder.spec, decoder.dtype, 16)
+    memory = memoryview(bytearray(layout.region_bytes(num_blocks)))
+    arena, backend = KvArena(layout, num_blocks, memory), EagerGraphs()
+    graphs = DecodeGraphs(decoder, arena, most_rows=most_rows, table_width=20, backend=backend)
+    return ModelRunner(decoder, arena, graphs=graphs), arena, graphs, backend
+
+
+def texts_of(num_texts: int) -> tuple[list[Text], int]:
+    return make_texts(
+        random_prompts(num_texts, 90, seed=2), PARAMS, block_tokens=16, chunks=(64, 200)
+    )
+
+
+@given(most=st.integers(1, 2000))
+def test_there_is_a_bucket_for_every_number_of_rows_and_none_too_many(most):
+    sizes = bucket_sizes(most)
+    assert sizes[-1] == most
+    assert all(smaller < larger for smaller, larger in pairwise(sizes))
+    assert all(larger <= max(2 * smaller, smaller + 32) for smaller, larger in pairwise(sizes))
+
+
+def test_steps_from_graphs_draw_what_steps_without_them_draw(decoder):
+    plain, num_blocks = texts_of(7)
+    run_all(make_runner(decoder, block_tokens=16, num_blocks=num_blocks)[0], plain)
+    repeated, _ = texts_of(7)
+    runner, _, _, backend = graphed(decoder, num_blocks)
+    run_all(runner, repeated)
+    assert backend.repeated
+    assert [t.seq.tokens for t in repeated] == [t.seq.tokens for t in plain]
+
+
+def test_rows_that_fill_up_a_bucket_touch_no_page(decoder):
+    (text,), _ = texts_of(1)
+    _, arena, graphs, _ = graphed(decoder, num_blocks=9, most_rows=4)
+    arena.layer(0).fill_(7.0)
+    text.seq.blocks = [BlockId(3)]
+    row = Row(seq=text.seq, start=0, num_tokens=1, samples=(0,))
+    graphs.hidden([row, row, row])
+    untouched = [block for block in range(9) if block != 3]
+    assert (arena.layer(0)[untouched] == 7.0).all()
+    assert not (arena.layer(0)[3, :, :, 0] == 7.0).all()
+
+
+def test_every_bucket_is_captured_once_at_start(decoder):
+    *_, backend = graphed(decoder, num_blocks=2, most_rows=12)
+    assert (backend.captured, backend.repeated) == (len(bucket_sizes(12)), 0)
+
+
+def test_only_steps_of_nothing_but_decodes_are_taken(decoder):
+    (text,), num_blocks = texts_of(1)
+    _, _, graphs, _ = graphed(decoder, num_blocks)
+    decode = Row(seq=text.seq, start=1, num_tokens=1, samples=(0,))
+    chunk = Row(seq=text.seq, start=0, num_tokens=2, samples=(0,))
+    silent = Row(seq=text.seq, start=1, num_tokens=1, samples=())
+    scored = Row(seq=text.seq, start=1, num_tokens=1, samples=(0,), num_scored=1)
+    export = PageExport(seq_id=text.seq.seq_id, first_block=0, blocks=(BlockId(0),), last=True)
+    assert graphs.takes(StepPlan(step=0, rows=(decode, decode)))
+    for rows in ((), (decode, chunk), (silent,), (scored,), (decode,) * 6):
+        assert not graphs.takes(StepPlan(step=0, rows=rows))
+    assert not graphs.takes(StepPlan(step=0, rows=(decode,), exports=(export,)))
+
+
+def test_a_row_without_its_pages_is_refused_before_anything_is_computed(decoder):
+    (text,), num_blocks = texts_of(1)
+    runner, _, _, backend = graphed(decoder, num_blocks)
+    text.seq.blocks = []
+    row = Row(seq=text.seq, start=0, num_tokens=1, samples=(0,))
+    with pytest.raises(EngineError, match="do not cover"):
+        runner.execute(StepPlan(step=0, rows=(row,)))
+    assert not backend.repeated
