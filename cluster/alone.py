@@ -24,8 +24,8 @@ from cluster.assignment import Assignment, Part, encode
 from cluster.flags import add_flags, given_settings
 from cluster.lifeline import Fatal, Progress, Ready, Status
 from cluster.machine import usable_cores
-from cluster.plan import POOL, ROUTER, resolve_model
-from cluster.runtime_dir import RuntimeDir, kv_socket, parent_dir, socket_address
+from cluster.plan import POOL, ROUTER, pool_part, resolve_model
+from cluster.runtime_dir import RuntimeDir, parent_dir, socket_address
 
 _ROLES = (ROUTER, POOL, *(role.value for role in Role))
 _LISTEN = "0.0.0.0:7001"  # whoever starts it alone has it reached from elsewhere
@@ -169,7 +169,7 @@ def part_of(config: BatonConfig, alone: Alone, runtime: RuntimeDir, http_fd: int
         )
     is_router = alone.role == ROUTER
     pool_here = config.pool.address if config.pool.enabled else ""
-    return Part(
+    part = Part(
         name=alone.name,
         incarnation=new_incarnation(),
         worker=worker,
@@ -179,9 +179,9 @@ def part_of(config: BatonConfig, alone: Alone, runtime: RuntimeDir, http_fd: int
         else (),
         http_fds=() if http_fd is None else (http_fd,),
         pool_address=pool_here,
-        region_path=str(kv_socket(runtime.path, alone.name)) if alone.role == POOL else "",
         lock_fd=runtime.lock_fd,
     )
+    return pool_part(part, config.pool, runtime.path) if alone.role == POOL else part
 
 
 def _tell(lifeline: socket.socket) -> None:

@@ -26,7 +26,9 @@ class Part:
         pool_addresses: Every pool node's gRPC address; only for the router.
         http_fds: Listening sockets that it inherits; only for the router.
         pool_address: Where this host's pool node listens; empty without a pool.
-        region_path: Unix socket where the node gives its slab's descriptor; only for the pool node.
+        peer_address: Where that node listens to other nodes; only for the pool node.
+        region_path: Unix socket where the node gives its slab's descriptor to workers; only for the pool node.
+        peer_region_path: The same for other nodes of this host.
         lock_fd: Holds the cluster's runtime directory as long as any of its processes lives.
     """
 
@@ -37,17 +39,19 @@ class Part:
     pool_addresses: tuple[str, ...] = ()
     http_fds: tuple[int, ...] = ()
     pool_address: str = ""
+    peer_address: str = ""
     region_path: str = ""
+    peer_region_path: str = ""
     lock_fd: int
 
     @property
     def sockets(self) -> tuple[Path, ...]:
         """Unix sockets that this child binds and that nobody else removes when it hangs."""
         address = self.worker.address if self.worker else self.pool_address
-        if self.http_fds or not address.startswith("unix:"):
-            address = ""
-        paths = (address.removeprefix("unix:"), self.region_path)
-        return tuple(Path(path) for path in paths if path)
+        bound = (address, self.peer_address) if not self.http_fds else ()
+        paths = [one.removeprefix("unix:") for one in bound if one.startswith("unix:")]
+        regions = (self.region_path, self.peer_region_path)
+        return tuple(Path(path) for path in (*paths, *regions) if path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,13 @@ from baton.errors import ModelLoadError
 from baton.ids import Incarnation, Role
 from cluster.assignment import Assignment, Part
 from cluster.pool_memory import pool_bytes
-from cluster.runtime_dir import RuntimeDir, kv_socket, socket_address
+from cluster.runtime_dir import RuntimeDir, for_peers, kv_socket, socket_address
 
 DEMO_MODEL_NAME = "baton-demo"
 ROUTER = "router"
 POOL = "pool"
 POOL_NODE = "pool-0"
-"""The name of a host's one pool node."""
+"""The name of a host's one pool node; `pool-1` and so on where several stand for as many hosts."""
 
 _PATH_STARTS = ("/", "./", "../", "~")
 """Ids on the hub never begin like this."""
@@ -34,12 +34,14 @@ class ChildPlan:
         role: `router`, `pool`, or the value of the worker's `Role`.
         worker: What it serves; only workers have one.
         num_threads: For computing.
+        pool_node: Which of the pool's nodes it is, or uses.
     """
 
     name: str
     role: str
     worker: WorkerConfig | None = None
     num_threads: int = 1
+    pool_node: int = 0
 
     @property
     def stop_rank(self) -> int:
@@ -110,7 +112,8 @@ def plan_children(config: BatonConfig, runtime: RuntimeDir, gpus: int = 0) -> li
         _on_gpu(_worker(role, index, number, config, runtime), number, len(places), gpus)
         for number, (role, index) in enumerate(places)
     ]
-    pool = [ChildPlan(name=POOL_NODE, role=POOL)] if config.pool.enabled else []
+    nodes = range(config.pool.nodes if config.pool.enabled else 0)
+    pool = [ChildPlan(name=f"{POOL}-{node}", role=POOL, pool_node=node) for node in nodes]
     return [*pool, *workers, ChildPlan(name=ROUTER, role=ROUTER)]
 
 
@@ -136,16 +139,18 @@ def assignment_of(
     lock_fd: int,
 ) -> Assignment:
     """What `child` is told when it starts. Only the router learns of the other workers and gets the HTTP socket."""
+    pool = node_config(config, child.pool_node)
     part = Part(
         name=child.name,
         incarnation=incarnation,
         worker=child.worker,
-        pool_address=config.pool.address if config.pool.enabled else "",
+        pool_address=pool.address if pool.enabled else "",
         lock_fd=lock_fd,
     )
     if child.role == ROUTER:
         here = tuple(other.worker.address for other in children if other.worker is not None)
-        pool_here = (part.pool_address,) if part.pool_address else ()
+        nodes = range(config.pool.nodes if pool.enabled else 0)
+        pool_here = tuple(node_config(config, node).address for node in nodes)
         part = replace(
             part,
             worker_addresses=(*here, *config.cluster.workers),
@@ -153,9 +158,37 @@ def assignment_of(
             http_fds=(http_fd,),
         )
     if child.role == POOL:
-        region = kv_socket(Path(config.cluster.runtime_dir), child.name)
-        part = replace(part, region_path=str(region))
+        part = pool_part(part, pool, Path(config.cluster.runtime_dir))
+        config = replace(config, pool=pool)
     return Assignment(config=config, part=part)
+
+
+def node_config(config: BatonConfig, number: int) -> PoolConfig:
+    """The pool as one of the nodes of a resolved `config` has it. Of several, each has a place and a failure domain of its own."""
+    pool = config.pool
+    if pool.nodes == 1:
+        return pool
+    name, scraped = f"{POOL}-{number}", pool.metrics_address
+    if scraped:
+        host, _, port = scraped.rpartition(":")
+        scraped = f"{host}:{int(port) + number}"
+    return replace(
+        pool,
+        address=socket_address(Path(config.cluster.runtime_dir), name),
+        failure_domain=f"{pool.failure_domain}{name}",
+        metrics_address=scraped,
+    )
+
+
+def pool_part(part: Part, pool: PoolConfig, runtime_dir: Path) -> Part:
+    """`part` of a pool's node, with where it lets workers and other nodes in."""
+    peers = for_peers(part.name)
+    return replace(
+        part,
+        peer_address=pool.peer_address or socket_address(runtime_dir, peers),
+        region_path=str(kv_socket(runtime_dir, part.name)),
+        peer_region_path=str(kv_socket(runtime_dir, peers)),
+    )
 
 
 def _demo_model() -> str:
@@ -171,7 +204,8 @@ def _resolve_pool(config: BatonConfig, runtime_dir: Path, workers: int) -> PoolC
     scraped = "" if first_port is None else f"127.0.0.1:{first_port + workers}"
     return replace(
         pool,
-        memory_bytes=pool.memory_bytes or pool_bytes(config, workers=workers, is_demo=is_demo),
+        memory_bytes=pool.memory_bytes
+        or max(1, pool_bytes(config, workers=workers, is_demo=is_demo) // pool.nodes),
         address=pool.address or socket_address(runtime_dir, POOL_NODE),
         metrics_address=pool.metrics_address or scraped,
     )
@@ -191,7 +225,13 @@ def _worker(
         metrics_address="" if first_port is None else f"127.0.0.1:{first_port + number}",
     )
     num_threads = config.engine.num_threads or 1
-    return ChildPlan(name=name, role=role.value, worker=worker, num_threads=num_threads)
+    return ChildPlan(
+        name=name,
+        role=role.value,
+        worker=worker,
+        num_threads=num_threads,
+        pool_node=index % config.pool.nodes,
+    )
 
 
 def _on_gpu(child: ChildPlan, number: int, workers: int, gpus: int) -> ChildPlan:

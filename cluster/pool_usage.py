@@ -62,6 +62,10 @@ class PoolUsage:
     promoted_blocks: int
     corrupt_blocks: int
     zombie_puts: int
+    fetched_blocks: int
+    sent_blocks: int
+    failed_fetches: int
+    copies: int
     leases: int
     puts: int
     sick: bool
@@ -139,6 +143,10 @@ def _from_proto(reply: PoolUsageReply) -> PoolUsage:
         promoted_blocks=reply.promoted_blocks,
         corrupt_blocks=reply.corrupt_blocks,
         zombie_puts=reply.zombie_puts,
+        fetched_blocks=reply.fetched_blocks,
+        sent_blocks=reply.sent_blocks,
+        failed_fetches=reply.failed_fetches,
+        copies=reply.copies,
         leases=reply.leases,
         puts=reply.puts,
         sick=reply.sick,

@@ -58,6 +58,10 @@ def _counts(usage: PoolUsage) -> Table:
         *("misses", f"{usage.missed_blocks:,}", "evicted", f"{usage.evicted_blocks:,}"),
         *("from disk", f"{usage.promoted_blocks:,}", "given up", f"{usage.zombie_puts:,}"),
     )
+    table.add_row(
+        *("fetched", f"{usage.fetched_blocks:,}", "sent", f"{usage.sent_blocks:,}"),
+        *("copies", f"{usage.copies:,}", "not come", f"{usage.failed_fetches:,}"),
+    )
     return table
 
 

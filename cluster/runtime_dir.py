@@ -91,8 +91,9 @@ class RuntimeDir:
 
     def forget(self, name: str) -> None:
         """Removes the sockets of a child that is gone."""
-        for socket in (self.path / f"{name}.sock", kv_socket(self.path, name)):
-            socket.unlink(missing_ok=True)
+        for its in (name, for_peers(name)):
+            for socket in (self.path / f"{its}.sock", kv_socket(self.path, its)):
+                socket.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Lets go; the last process to do so removes the directory."""
@@ -117,6 +118,11 @@ def _acquire(path: Path) -> int:
 def socket_address(path: Path, name: str) -> str:
     """gRPC address of the child `name` of the cluster at `path`."""
     return f"unix:{path / name}.sock"
+
+
+def for_peers(name: str) -> str:
+    """Under which name the pool's node `name` has its sockets for other nodes."""
+    return f"{name}-peers"
 
 
 def pool_address(path: Path) -> str:

@@ -21,6 +21,16 @@ class BlockBook:
 
     Every place enters and leaves its states here, so that bills, logs and eviction policies agree with them.
 
+    Attributes:
+        memory: The slots.
+        disk: The extents.
+        pinned: Blocks that stay.
+        copies: Blocks in memory that came from another node, which most likely has them still; those to be looked at first
+            come first.
+        changes: For routers.
+        replicas: For the directory.
+        actions: For the shell.
+
     Args:
         num_slots: Of the memory.
         num_extents: Of the disk.
@@ -32,6 +42,7 @@ class BlockBook:
         self.memory = Shelf(Tier.DRAM, num_slots, epochs)
         self.disk = Shelf(Tier.SSD, num_extents, epochs)
         self.pinned: set[BlockKey] = set()
+        self.copies: dict[BlockKey, None] = {}
         self.changes = ChangeLog()
         self.replicas = ReplicaLog()
         self.actions: list[NodeAction] = []
@@ -158,6 +169,8 @@ class BlockBook:
             self._check_account(account)
         if not all(self.readable(key) for key in self.pinned):
             raise InvariantError("a block is pinned that is not held")
+        if not all(self.memory.readable(key) for key in self.copies):
+            raise InvariantError("a copy of another node's block is not in memory")
 
     def _check_account(self, account: Account) -> None:
         billed = set()
@@ -174,6 +187,8 @@ class BlockBook:
             raise InvariantError(f"{account.tenant!r} is billed {account.blocks} of {len(billed)}")
 
     def _left(self, key: BlockKey, *, in_memory: bool, is_held: bool) -> None:
+        if in_memory:
+            self.copies.pop(key, None)
         if not is_held:
             self.changes.removed(key)
             self.replicas.removed(key)

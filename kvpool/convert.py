@@ -1,6 +1,7 @@
 """Between the pool's protobuf messages and its own types."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from baton.errors import InvalidRequestError
 from baton.hashing import KEY_BYTES
@@ -17,7 +18,9 @@ from kvpool.messages import (
     Refused,
     Selection,
 )
-from kvpool.node import PoolNode
+
+if TYPE_CHECKING:
+    from kvpool.node import PoolNode  # which imports this module
 
 MAX_KEYS = 16_384
 """In one message: a text of a million tokens in blocks of 64."""
@@ -105,7 +108,7 @@ def lease_from_proto(message: pb.LeaseBlocksReply, keys: Sequence[BlockKey]) -> 
     return BlockLease(lease_id=message.lease_id, blocks=blocks, lease_s=message.lease_s)
 
 
-def usage_to_proto(node: PoolNode, hottest: int) -> pb.PoolUsageReply:
+def usage_to_proto(node: "PoolNode", hottest: int) -> pb.PoolUsageReply:
     """How a node is used, with so many of its hottest prefixes."""
     usage = node.usage()
     return pb.PoolUsageReply(
@@ -139,5 +142,9 @@ def usage_to_proto(node: PoolNode, hottest: int) -> pb.PoolUsageReply:
             )
             for owner in usage.owners
         ],
+        fetched_blocks=usage.fetched_blocks,
+        sent_blocks=usage.sent_blocks,
+        failed_fetches=usage.failed_fetches,
+        copies=usage.copies,
         hottest=[pb.HotPrefix(key=key, hits=hits) for key, hits in node.hottest(hottest)],
     )

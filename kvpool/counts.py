@@ -15,3 +15,6 @@ class Counts:
     promoted_blocks: int = 0
     zombie_puts: int = 0
     corrupt_blocks: int = 0
+    fetched_blocks: int = 0
+    sent_blocks: int = 0
+    failed_fetches: int = 0

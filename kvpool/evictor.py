@@ -2,13 +2,16 @@
 
 Room that somebody waits for is made at once: what is on the disk too leaves memory, the rest is given up. Room ahead of need is
 made by copying blocks to the disk once memory is fuller than the high watermark; without a disk there is no use in it.
+
+Before any other block go cold copies: what came from another node, and is not read any more.
 """
 
-from itertools import groupby
+from itertools import groupby, islice
 
 from kvpool.accounts import Account, Accounts
 from kvpool.block_book import BlockBook
 from kvpool.counts import Counts
+from kvpool.demand import Demand
 from kvpool.disk_health import DiskHealth
 from kvpool.eviction.policy import MayGo
 from kvpool.fairness import Claim, share_out
@@ -17,6 +20,11 @@ from kvpool.messages import Tier
 from kvpool.moves import Moves
 from kvpool.places import Place, PlaceState
 from kvpool.shelf import Shelf
+
+_COLD_READS = 0.5
+"""A copy of another node's block that was read less than this of late, once a minute ago, is cold."""
+
+_MORE_LOOKS = 64
 
 
 class Evictor:
@@ -34,6 +42,7 @@ class Evictor:
         health: DiskHealth,
         limits: NodeLimits,
         counts: Counts,
+        demand: Demand,
     ) -> None:
         self._book = book
         self._accounts = accounts
@@ -41,11 +50,14 @@ class Evictor:
         self._health = health
         self._limits = limits
         self._counts = counts
+        self._demand = demand
 
     def make_slots(self, wanted: int, account: Account, now_s: float) -> int:
         """Frees slots for `account` until `wanted` are free. Returns how many of these there are."""
         memory = self._book.memory
         short = wanted - memory.num_free
+        if short > 0:
+            short -= self._drop_copies(short, now_s)
         if short > 0:
             for slot in self._choose(memory, short, now_s, account, wanted):
                 self._drop(slot)
@@ -71,6 +83,7 @@ class Evictor:
         if used <= limits.high_watermark * limits.num_slots:
             return
         excess = used - int(limits.low_watermark * limits.num_slots)
+        excess -= self._drop_copies(excess, now_s)
         slots = self._choose(memory, excess, now_s, None, 0)
         copied = [slot for slot in slots if self._book.disk.readable(slot.key)]
         for slot in copied:
@@ -78,6 +91,26 @@ class Evictor:
         fresh = [slot for slot in slots if slot.state is PlaceState.RESIDENT]
         for account, its_slots in groupby(fresh, key=lambda slot: slot.holding.account):
             self._demote(list(its_slots), account, now_s)
+
+    def _drop_copies(self, most: int, now_s: float) -> int:
+        """Gives up blocks that came from other nodes and that nobody has read for a while. Returns how many.
+
+        None of them is copied to the disk, and no tenant's share is asked for: nothing is lost by it.
+        """
+        book, demand, copies = self._book, self._demand, self._book.copies
+        dropped = 0
+        for key in list(islice(copies, 2 * most + _MORE_LOOKS)):
+            if dropped == most:
+                break
+            place = book.memory.named[key]
+            idle = place.state is PlaceState.RESIDENT and book.may_go(place)
+            if idle and demand.of(key, now_s) < _COLD_READS:
+                book.give_up(place)
+                dropped += 1
+            else:
+                copies[key] = copies.pop(key)  # not again before all others
+        self._counts.evicted_blocks += dropped
+        return dropped
 
     def _demote(self, slots: list[Place], account: Account, now_s: float) -> None:
         book = self._book

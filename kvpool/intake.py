@@ -49,6 +49,8 @@ class Intake:
         first: int,
         writer: WorkerIdentity | None,
         now_s: float,
+        *,
+        fetched: bool = False,
     ) -> PutGrant | Refused:
         """Gives places for those of `keys` that nobody has."""
         refused = self._refusal(size_bytes)
@@ -63,12 +65,17 @@ class Intake:
         if isinstance(room, Refused):
             return room
         places = self._take(wanted[:room], holding)
-        put = self._puts.open(places, writer, now_s)
+        put = self._puts.open_fetch(places) if fetched else self._puts.open(places, writer, now_s)
         items = [PutItem(key=place.key, slot=place.index, epoch=place.epoch) for place in places]
         return PutGrant(put_id=put.put_id, items=tuple(items))
 
     def commit(
-        self, put_id: str, checksums: Sequence[bytes], owners: Sequence[Owner] | None, now_s: float
+        self,
+        put_id: str,
+        checksums: Sequence[bytes],
+        owners: Sequence[Owner] | None,
+        size_bytes: int | None,
+        now_s: float,
     ) -> int:
         """Settles what was written, and frees the rest."""
         self.expire(now_s)
@@ -77,13 +84,17 @@ class Intake:
             return 0
         written, void = [], put.places[len(checksums) :]
         for place, sums, owner in zip(put.places, checksums, owners or repeat(None), strict=False):
-            if sums and place.state is _S.RESERVED and self._belongs(place, owner):
+            if sums and place.state is _S.RESERVED and self._belongs(place, owner, size_bytes):
                 place.checksums = sums
                 written.append(place)
             else:
                 void.append(place)
         self._stop_writing(void)
         self._book.settle(written)
+        if put.fetched:
+            # The end of a text goes before its beginning.
+            self._book.copies.update(dict.fromkeys(place.key for place in reversed(written)))
+            self._counts.fetched_blocks += len(written)
         self._counts.stored_blocks += len(written)
         return len(written)
 
@@ -161,11 +172,12 @@ class Intake:
         book, memory = self._book, self._book.memory
         return [book.take(memory, key, holding, position, _S.RESERVED) for key, position in wanted]
 
-    def _belongs(self, place: Place, owner: Owner | None) -> bool:
+    def _belongs(self, place: Place, owner: Owner | None, size_bytes: int | None) -> bool:
         """Whether a block may be held for whom it turns out to belong to; None for whom it was reserved for."""
-        if owner is None or owner == place.holding.owner:
+        was = place.holding
+        holding = self._accounts.holding(owner or was.owner, size_bytes or was.size_bytes)
+        if holding is was:
             return True
-        holding = self._accounts.holding(owner, place.holding.size_bytes)
         self._book.rehouse(place, holding)
         self._evictor.trim(holding.account, holding.account.over)
         return not holding.account.over

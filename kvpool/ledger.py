@@ -18,6 +18,7 @@ from kvpool.accounts import Accounts, Allowance
 from kvpool.actions import Demote, DiskBlock, NodeAction, Promote
 from kvpool.block_book import BlockBook
 from kvpool.counts import Counts
+from kvpool.demand import Demand
 from kvpool.disk_health import DiskHealth
 from kvpool.eviction.select import POLICIES
 from kvpool.evictor import Evictor
@@ -51,13 +52,18 @@ class NodeLedger:
         name: Begins the ids of puts and leases; no other start of any node has it.
         on_disk: What the disk held when the node started.
 
+    Attributes:
+        counts: Of what happened; the shell adds what only it sees.
+        demand: How often blocks were read of late.
+
     Raises:
         InvariantError: `on_disk` has an extent or a block twice, or an extent that does not exist.
     """
 
     def __init__(self, limits: NodeLimits, name: str, on_disk: Sequence[DiskBlock] = ()) -> None:
         self._slot_bytes = limits.slot_bytes
-        counts = Counts()
+        self.counts = counts = Counts()
+        self.demand = Demand()
         self._accounts = Accounts(
             block_bytes=limits.slot_bytes,
             usual=limits.usual,
@@ -75,6 +81,7 @@ class NodeLedger:
             health=health,
             limits=limits,
             counts=counts,
+            demand=self.demand,
         )
         self._intake = Intake(
             book=self._book,
@@ -90,6 +97,7 @@ class NodeLedger:
             moves=self._moves,
             evictor=self._evictor,
             counts=counts,
+            demand=self.demand,
         )
         self._stock = Stock(book=self._book, accounts=self._accounts, counts=counts)
         for block in on_disk:
@@ -120,6 +128,7 @@ class NodeLedger:
         first: int = 0,
         size_bytes: int | None = None,
         writer: WorkerIdentity | None = None,
+        fetched: bool = False,
     ) -> PutGrant | Refused:
         """Gives places to write to for blocks that nobody holds or is writing, for `put_timeout_s`.
 
@@ -133,12 +142,14 @@ class NodeLedger:
             first: So many blocks of the text come before them.
             size_bytes: Of each; a whole slot where it is not said.
             writer: Who will write; its puts end with it (`worker_gone`).
+            fetched: Another node will write. Such a put is never too late: the caller commits or abandons it, but not before
+                that node has stopped writing.
 
         Returns:
             The places, none of them where everything is held already; or why nothing is taken.
         """
         size_bytes = self._slot_bytes if size_bytes is None else size_bytes
-        return self._intake.reserve(keys, owner, size_bytes, first, writer, now_s)
+        return self._intake.reserve(keys, owner, size_bytes, first, writer, now_s, fetched=fetched)
 
     def commit(
         self,
@@ -146,6 +157,7 @@ class NodeLedger:
         checksums: Sequence[bytes],
         now_s: float,
         owners: Sequence[Owner] | None = None,
+        size_bytes: int | None = None,
     ) -> int:
         """The writer is done: its blocks are held from now on.
 
@@ -154,11 +166,12 @@ class NodeLedger:
             checksums: One per place of the grant, each with a 64-bit number per layer; empty where nothing was written.
             now_s: The time.
             owners: Whose the blocks turned out to be, where that was not known when they were reserved.
+            size_bytes: Of each block, likewise.
 
         Returns:
             How many blocks are held now; 0 for a put that is over, or was too late.
         """
-        committed = self._intake.commit(put_id, checksums, owners, now_s)
+        committed = self._intake.commit(put_id, checksums, owners, size_bytes, now_s)
         self._evictor.make_headroom(now_s)
         return committed
 
@@ -187,6 +200,16 @@ class NodeLedger:
         """
         return self._lending.lease(keys, lease_s, reader, now_s)
 
+    def extend(self, lease_id: str, keys: Sequence[BlockKey], now_s: float) -> BlockLease:
+        """Adds to a lease what has come to be held of the rest of its chain; all that can be read by now.
+
+        Args:
+            lease_id: The lease.
+            keys: The whole chain, as it was asked for.
+            now_s: The time.
+        """
+        return self._lending.extend(lease_id, keys, now_s)
+
     def leased(self, lease_id: str) -> BlockLease:
         """What a lease holds that can be read by now."""
         return self._lending.leased(lease_id)
@@ -206,6 +229,10 @@ class NodeLedger:
     def held(self, keys: Iterable[BlockKey]) -> int:
         """How many of the leading blocks of a chain are held, in whichever tier. Grants nothing and leaves no trace."""
         return self._stock.held(keys)
+
+    def find(self, key: BlockKey) -> Stored | None:
+        """What is known of a block; None where it is not held."""
+        return self._stock.find(key)
 
     def drop(self, keys: Iterable[BlockKey]) -> int:
         """A reader found other bytes than were put: the blocks are held no longer. Returns how many were."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from baton.ids import BlockKey, WorkerIdentity
 from kvpool.block_book import BlockBook
 from kvpool.counts import Counts
+from kvpool.demand import Demand
 from kvpool.evictor import Evictor
 from kvpool.leases import Lease, LeaseBook
 from kvpool.messages import BlockLease, HeldBlock, Tier
@@ -26,12 +27,14 @@ class Lending:
         moves: Moves,
         evictor: Evictor,
         counts: Counts,
+        demand: Demand,
     ) -> None:
         self._book = book
         self._leases = leases
         self._moves = moves
         self._evictor = evictor
         self._counts = counts
+        self._demand = demand
 
     def lease(
         self,
@@ -41,18 +44,30 @@ class Lending:
         now_s: float,
     ) -> BlockLease:
         """Lends what is held of the beginning of a chain."""
-        chain = self._leading(keys)
-        for place in chain:
-            place.users += 1
-            place.holding.account.active_s = now_s
-        places = self._in_memory(chain, now_s)
+        places = self._lend(keys, now_s)
         num_ready = _num_readable(places)
         self._counts.hit_blocks += num_ready
         self._counts.missed_blocks += len(keys) - len(places)
+        self._demand.read(keys[: len(places)], now_s)
         if not places:
             return _NOTHING
         self._book.memory.touch(places)
         return _told(self._leases.open(places, lease_s, now_s, reader), num_ready)
+
+    def extend(self, lease_id: str, keys: Sequence[BlockKey], now_s: float) -> BlockLease:
+        """Adds to a lease what is held by now of the rest of its chain."""
+        lease = self._leases.find(lease_id)
+        if lease is None:
+            return _NOTHING
+        rest = keys[len(lease.places) :]
+        places = self._lend(rest, now_s)
+        num_ready = _num_readable(places)
+        self._counts.hit_blocks += num_ready
+        self._counts.missed_blocks -= len(places)
+        self._demand.read(rest[: len(places)], now_s)
+        self._book.memory.touch(places)
+        lease.places += places
+        return _told(lease, _num_readable(lease.places))
 
     def leased(self, lease_id: str) -> BlockLease:
         """What a lease holds that can be read by now."""
@@ -89,6 +104,14 @@ class Lending:
         """Ends leases whose time is over."""
         for lease in self._leases.take_ended(now_s):
             self._end(lease)
+
+    def _lend(self, keys: Sequence[BlockKey], now_s: float) -> list[Place]:
+        """Where the leading blocks are read, or will soon be; each of the places is in use once more."""
+        chain = self._leading(keys)
+        for place in chain:
+            place.users += 1
+            place.holding.account.active_s = now_s
+        return self._in_memory(chain, now_s)
 
     def _leading(self, keys: Sequence[BlockKey]) -> list[Place]:
         """Where the leading blocks are read, or will soon be."""

@@ -262,6 +262,10 @@ class NodeUsage:
         promoted_blocks: And back.
         zombie_puts: Puts whose writer never came back.
         corrupt_blocks: Dropped for a wrong checksum.
+        fetched_blocks: Stored because another node sent them.
+        sent_blocks: Sent to other nodes.
+        failed_fetches: Times that blocks were asked of another node and did not come.
+        copies: Blocks held now that another node sent.
         owners: By tenant.
     """
 
@@ -279,4 +283,8 @@ class NodeUsage:
     promoted_blocks: int = 0
     zombie_puts: int = 0
     corrupt_blocks: int = 0
+    fetched_blocks: int = 0
+    sent_blocks: int = 0
+    failed_fetches: int = 0
+    copies: int = 0
     owners: tuple[OwnerUsage, ...] = field(default=())

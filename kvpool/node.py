@@ -5,14 +5,14 @@ with larger blocks are refused by the field's name.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from baton.blocks import BlockChanges
 from baton.clock import Clock
 from baton.config.schema import PoolConfig
-from baton.errors import IncompatibleError
+from baton.errors import ConfigError, IncompatibleError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.layout import KvLayout
 from baton.telemetry.logs import get_logger
@@ -28,32 +28,19 @@ from kvpool.messages import (
     Refused,
     Selection,
 )
+from kvpool.peering import Peering
 from kvpool.ports import Directory
 from kvpool.registrar import Registrar
+from kvpool.slab import Welcome
 from kvpool.store import NodeStore, OpenDisk, StorePlan
 from kvpool.tenant_book import TenantBook
 
 _NOTHING = BlockLease(lease_id="")
 _EMPTY = Refused(reason=RefusalReason.SICK, detail="no worker has attached yet")
 
+Meet = Callable[[NodeStore], Peering]
+
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """What a worker needs to map the slab.
-
-    Attributes:
-        path: Unix socket that gives the descriptor.
-        token: Shown there, once.
-        num_slots: Of the slab.
-        slot_bytes: Of each.
-    """
-
-    path: str
-    token: bytes
-    num_slots: int
-    slot_bytes: int
 
 
 class PoolNode:
@@ -62,11 +49,12 @@ class PoolNode:
     Args:
         config: Of the pool; `memory_bytes` is decided.
         identity: This start of the node.
-        address: Where its service answers, as the directory is told.
+        address: Where other nodes reach it, as the directory is told.
         region_path: Unix socket for the slab's descriptor.
         directory: Of the whole pool.
         clock: Puts, leases and the node's own lease run on it.
         open_disk: Opens the SSD tier; None without one.
+        meet: Joins the other nodes, once there are blocks to share; None for a node alone.
 
     Attributes:
         tenants: What is known of them besides their blocks.
@@ -82,6 +70,7 @@ class PoolNode:
         directory: Directory,
         clock: Clock,
         open_disk: OpenDisk | None = None,
+        meet: Meet | None = None,
     ) -> None:
         assert config.memory_bytes is not None, "decided by whoever starts the node"
         self.identity = identity
@@ -100,6 +89,8 @@ class PoolNode:
         self._store: NodeStore | None = None
         self._registrar: Registrar | None = None
         self._prefixes = HotPrefixes()
+        self._meet = meet
+        self._peering: Peering | None = None
         self.tenants = TenantBook(Allowance(max_bytes=config.tenant_bytes))
 
     def attach(self, worker: WorkerIdentity, layout: KvLayout) -> Welcome:
@@ -119,11 +110,7 @@ class PoolNode:
                 f" {store.slab.slot_bytes}",
                 param="block_bytes",
             )
-        slab = store.slab
-        token = slab.invite(partial(self._on_gone, worker))
-        return Welcome(
-            path=slab.path, token=token, num_slots=slab.num_slots, slot_bytes=slab.slot_bytes
-        )
+        return store.slab.invite(partial(self._on_gone, worker))
 
     def _open(self, slot_bytes: int) -> NodeStore:
         store = self._store = NodeStore(self._plan, slot_bytes, self._clock)
@@ -132,7 +119,18 @@ class PoolNode:
         self._registrar = Registrar(
             self._directory, store.ledger, lease_s=self._config.node_lease_s
         )
+        self._peering = self._join(store)
         return store
+
+    def _join(self, store: NodeStore) -> Peering | None:
+        """The node's part among others; None alone, and where no way to them works: this host's blocks are worth having."""
+        if self._meet is None:
+            return None
+        try:
+            return self._meet(store)
+        except (OSError, ConfigError) as error:
+            _log.error("the pool goes on without the nodes of other hosts", reason=str(error))
+            return None
 
     def _on_gone(self, worker: WorkerIdentity) -> None:
         """On the gate's thread."""
@@ -179,19 +177,35 @@ class PoolNode:
     async def lease(
         self, keys: Sequence[BlockKey], lease_s: float, wait_s: float, reader: WorkerIdentity
     ) -> BlockLease:
-        """Keeps the leading blocks of a chain; what is on the disk is waited for, for at most `wait_s`."""
+        """Keeps the leading blocks of a chain; what is on the disk, or on another node, is waited for, for at most `wait_s`."""
         store = self._store
         if store is None:
             return _NOTHING
         lease_s = min(lease_s, self._config.lease_s)
+        until_s = self._clock.now_s() + wait_s
+        nothing_here = not store.ledger.held(keys[:1])
+        if nothing_here:
+            await self._bring(store, keys, until_s)
         lease = store.ledger.lease(keys, lease_s, self._clock.now_s(), reader=reader)
         store.carry_out()
+        if not nothing_here and await self._bring(store, keys, until_s):
+            lease = store.ledger.extend(lease.lease_id, keys, self._clock.now_s())
+        if store.ledger.loading(lease.lease_id):
+            await store.loaded(lease.lease_id, until_s - self._clock.now_s())
+            lease = store.ledger.leased(lease.lease_id)
         if lease.blocks:
             self._prefixes.note(keys[0])
-        if store.ledger.loading(lease.lease_id):
-            await store.loaded(lease.lease_id, wait_s)
-            return store.ledger.leased(lease.lease_id)
+            if self._peering is not None:
+                self._peering.read(keys[: len(lease.blocks)])
         return lease
+
+    async def _bring(self, store: NodeStore, keys: Sequence[BlockKey], until_s: float) -> bool:
+        """Has other nodes send what is missing here, until `until_s`. Returns whether anybody was asked."""
+        held = store.ledger.held(keys)
+        if self._peering is None or held == len(keys):
+            return False
+        await self._peering.bring(keys, held, max(0.0, until_s - self._clock.now_s()))
+        return True
 
     def renew(self, lease_ids: Sequence[str], lease_s: float) -> list[str]:
         """Prolongs leases; returns those that are over."""
@@ -232,6 +246,8 @@ class PoolNode:
         if self._store is not None:
             self._store.ledger.sweep(self._clock.now_s())
             self._store.carry_out()
+        if self._peering is not None:
+            self._peering.tick()
 
     def take_changes(self) -> BlockChanges | None:
         """Which blocks came to be held and which were given up since the last call; None for none."""
@@ -253,7 +269,7 @@ class PoolNode:
         slot_bytes = 0 if self._store is None else self._store.slab.slot_bytes
         return NodeState(
             node=self.identity,
-            address=self._config.advertise_address or self._address,
+            address=self._address,
             failure_domain=self._config.failure_domain,
             free_bytes=usage.slots_free * slot_bytes,
             capacity_bytes=usage.slots_total * slot_bytes,
@@ -287,9 +303,13 @@ class PoolNode:
             return
         self._store.ledger.refuse(RefusalReason.DRAINING)
         await self._registrar.retire(self.state())
+        if self._peering is not None:
+            await self._peering.close()
         await self._store.close()
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the ledger contradicts itself."""
         if self._store is not None:
             self._store.ledger.check_integrity()
+        if self._peering is not None:
+            self._peering.check_integrity()

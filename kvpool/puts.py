@@ -2,8 +2,12 @@
 
 A put that is too late is a *zombie*: its writer may be dead, or stopped and about to go on. Its blocks are forgotten at once, its
 places stay out of use until the writer says that it has stopped, is known to be gone, or as much time again has passed.
+
+What another node writes here has no time of its own: whoever brings it knows when that node has stopped (`kvpool.inbound`), and
+ends the put then.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +26,7 @@ class Put:
         deadline_s: When it is too late; of a zombie, when its places are free.
         writer: Who writes, if that is known.
         zombie: Whether it was too late.
+        fetched: Whether it is another node that writes.
     """
 
     put_id: str
@@ -29,10 +34,11 @@ class Put:
     deadline_s: float
     writer: WorkerIdentity | None = None
     zombie: bool = False
+    fetched: bool = False
 
 
 class PutBook:
-    """All puts that are not over. Every put has the same time, so the oldest is due first.
+    """All puts that are not over. Every put of a worker has the same time, so the oldest is due first.
 
     Args:
         name: Begins every put's id; no other start of any node has it.
@@ -45,24 +51,34 @@ class PutBook:
         self._number = 0
         self._open: dict[str, Put] = {}
         self._zombies: dict[str, Put] = {}
+        self._fetched: dict[str, Put] = {}
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._fetched)
 
     def __iter__(self) -> Iterator[Put]:
         yield from self._open.values()
         yield from self._zombies.values()
+        yield from self._fetched.values()
 
     def open(self, places: list[Place], writer: WorkerIdentity | None, now_s: float) -> Put:
-        """Begins a put."""
-        self._number += 1
-        put = Put(f"{self._name}-p{self._number:x}", places, now_s + self._timeout_s, writer)
+        """Begins a put of a worker."""
+        put = Put(self._next_id(), places, now_s + self._timeout_s, writer)
         self._open[put.put_id] = put
+        return put
+
+    def open_fetch(self, places: list[Place]) -> Put:
+        """Begins a put of another node."""
+        put = Put(self._next_id(), places, math.inf, fetched=True)
+        self._fetched[put.put_id] = put
         return put
 
     def close(self, put_id: str) -> Put | None:
         """Ends a put, a zombie too; None for one that is over."""
-        return self._open.pop(put_id, None) or self._zombies.pop(put_id, None)
+        for book in (self._open, self._zombies, self._fetched):
+            if put_id in book:
+                return book.pop(put_id)
+        return None
 
     def by(self, writer: WorkerIdentity) -> list[Put]:
         """The puts of one writer."""
@@ -93,3 +109,7 @@ class PutBook:
                 allowed = {PlaceState.QUARANTINED}
             if not {place.state for place in put.places} <= allowed:
                 raise InvariantError(f"put {put.put_id} has places in other states: {put!r}")
+
+    def _next_id(self) -> str:
+        self._number += 1
+        return f"{self._name}-p{self._number:x}"

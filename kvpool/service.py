@@ -2,7 +2,8 @@
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from kvpool.directory.memory import MemoryDirectory
 from kvpool.directory.redis import RedisDirectory
 from kvpool.metrics import NodeMetrics
 from kvpool.node import PoolNode
+from kvpool.peering import PeeringPlan, meeting
 from kvpool.ports import AllowanceSource, Directory
 from kvpool.quotas import QuotaKeeper
 from kvpool.ssd.store import SsdStore
@@ -207,7 +209,9 @@ async def run(
     *,
     identity: WorkerIdentity,
     address: str,
+    peer_address: str,
     region_path: str,
+    peer_region_path: str,
     allowances: AllowanceSource | None = None,
     ready: Callable[[], None],
     stop: asyncio.Event,
@@ -217,8 +221,10 @@ async def run(
     Args:
         config: The whole configuration, resolved.
         identity: This start of the node.
-        address: Where it answers.
-        region_path: Unix socket for the slab's descriptor.
+        address: Where workers of this host and operators reach it.
+        peer_address: Where other nodes do; bound only with a directory that several nodes share.
+        region_path: Unix socket that gives the slab's descriptor to workers.
+        peer_region_path: The same for other nodes of this host.
         allowances: What tenants may keep; all the same where that is not said.
         ready: Called once it answers.
         stop: Set from outside.
@@ -228,16 +234,46 @@ async def run(
         ConfigError: The directory or the disk cannot be used as configured.
     """
     pool = config.pool
-    node = PoolNode(
-        pool,
-        identity,
-        address=address,
-        region_path=region_path,
-        directory=_directory(pool),
-        clock=MonotonicClock(),
-        open_disk=partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes) if pool.ssd_dir else None,
-    )
-    watchers = Watchers(identity)
+    async with AsyncExitStack() as stack:
+        directory = await stack.enter_async_context(_directory(pool))
+        plan = PeeringPlan(
+            identity=identity,
+            address=peer_address,
+            gate_path=Path(peer_region_path),
+            secret=bytes.fromhex(config.cluster.secret),
+            pool=pool,
+            transfer=config.transfer,
+        )
+        meet = None
+        if pool.directory != "memory":
+            plan, meet = await stack.enter_async_context(meeting(plan, directory))
+        node = PoolNode(
+            pool,
+            identity,
+            address=plan.advertised,
+            region_path=region_path,
+            directory=directory,
+            clock=MonotonicClock(),
+            open_disk=partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes)
+            if pool.ssd_dir
+            else None,
+            meet=meet,
+        )
+        await _serve(node, config, address, allowances=allowances, ready=ready, stop=stop)
+
+
+async def _serve(
+    node: PoolNode,
+    config: BatonConfig,
+    address: str,
+    *,
+    allowances: AllowanceSource | None,
+    ready: Callable[[], None],
+    stop: asyncio.Event,
+) -> None:
+    """Answers workers and operators until `stop` is set, then closes the node."""
+    pool = config.pool
+    watchers = Watchers(node.identity)
     metrics = NodeMetrics(registry := CollectorRegistry())
     beats = [_sweep(node, watchers, metrics), _register(node, pool)]
     if allowances is not None:
@@ -299,8 +335,13 @@ async def _register(node: PoolNode, pool: PoolConfig) -> None:
         await asyncio.sleep(TICK_S)
 
 
-def _directory(pool: PoolConfig) -> Directory:
+@asynccontextmanager
+async def _directory(pool: PoolConfig) -> AsyncIterator[Directory]:
     if pool.directory == "memory":
-        return MemoryDirectory(MonotonicClock())
+        yield MemoryDirectory(MonotonicClock())
+        return
     redis = open_redis(pool.redis_url, pool.redis_timeout_s, setting="pool.redis_url", text=False)
-    return RedisDirectory(redis, prefix=pool.redis_prefix)
+    try:
+        yield RedisDirectory(redis, prefix=pool.redis_prefix)
+    finally:
+        await redis.aclose()

@@ -33,6 +33,10 @@ class Stock:
             if stored is not None:
                 yield stored
 
+    def find(self, key: BlockKey) -> Stored | None:
+        """What is known of one block."""
+        return self._book.stored(key)
+
     def usage(self, *, leases: int, puts: int, ssd_works: bool) -> NodeUsage:
         """Counts, with what stands in other books."""
         counts, memory = self._counts, self._book.memory
@@ -51,6 +55,10 @@ class Stock:
             promoted_blocks=counts.promoted_blocks,
             zombie_puts=counts.zombie_puts,
             corrupt_blocks=counts.corrupt_blocks,
+            fetched_blocks=counts.fetched_blocks,
+            sent_blocks=counts.sent_blocks,
+            failed_fetches=counts.failed_fetches,
+            copies=len(self._book.copies),
             owners=self._accounts.usage(),
         )
 

@@ -135,14 +135,23 @@ RULES: tuple[Rule, ...] = (
         Rule(path=path, holds=lambda v: 0 < v <= 1, demand="must be above 0 and at most 1")
         for path in ("pool.high_watermark", "pool.low_watermark")
     ),
-    *_at_least(1, "pool.memory_bytes", "pool.publish_queue_blocks", "pool.tenant_bytes"),
-    *_at_least(0, "pool.ssd_bytes"),
+    *_at_least(
+        1,
+        "pool.memory_bytes",
+        "pool.nodes",
+        "pool.publish_queue_blocks",
+        "pool.tenant_bytes",
+        "pool.fetch_bytes",
+        "pool.max_replicas",
+    ),
+    *_at_least(0, "pool.ssd_bytes", "pool.replicate_reads"),
     *_above_zero(
         "pool.redis_timeout_s",
         "pool.node_lease_s",
         "pool.put_timeout_s",
         "pool.lease_s",
         "pool.lookup_timeout_s",
+        "pool.fetch_timeout_s",
     ),
     *_at_least(0, "cluster.prefill_workers", "cluster.decode_workers", "cluster.hybrid_workers"),
     Rule(
@@ -193,6 +202,13 @@ def contradiction(config: BatonConfig) -> str | None:
     pool = config.pool
     if pool.directory == "redis" and not pool.redis_url:
         return "pool.directory is redis, which needs pool.redis_url"
+    if pool.directory == "memory" and (pool.nodes > 1 or pool.peer_address):
+        several = "pool.peer_address" if pool.peer_address else f"pool.nodes is {pool.nodes}, which"
+        return f"{several} needs pool.directory redis: the one in memory serves a single node"
+    of_one = ("address", "peer_address", "advertise_address", "ssd_dir", "metrics_address")
+    named = [name for name in of_one if getattr(pool, name)]
+    if pool.nodes > 1 and named:
+        return f"pool.{named[0]} is of one node, but pool.nodes is {pool.nodes}"
     if pool.low_watermark > pool.high_watermark:
         return "pool.low_watermark must not be above pool.high_watermark"
     if bool(pool.ssd_dir) != bool(pool.ssd_bytes):
@@ -200,7 +216,7 @@ def contradiction(config: BatonConfig) -> str | None:
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
     started_here = cluster.prefill_workers + cluster.decode_workers + cluster.hybrid_workers
-    ports = started_here + pool.enabled
+    ports = started_here + (pool.nodes if pool.enabled else 0)
     if cluster.metrics_port is not None and cluster.metrics_port + ports > 65536:
         return f"cluster.metrics_port: from {cluster.metrics_port} there are not {ports} ports"
     can_prefill = cluster.prefill_workers + cluster.hybrid_workers > 0

@@ -217,9 +217,11 @@ class PoolConfig:
     Attributes:
         enabled: Whether there is one. Off unless asked for: what it lacks stands in CHANGELOG.md, "Not yet".
         memory_bytes: Of this host's slab; None for a quarter of the memory that is free at start, 4 GiB at most.
-        address: Where the node's service listens; empty for a Unix socket beside the workers'.
-        advertise_address: Where the directory says that it is, if not at `address`.
-        failure_domain: What fails together with this node: a rack, a zone. Told to the directory; nothing is placed by it yet.
+        nodes: Nodes to start here. More than one is for tests and demonstrations: each stands for a host, with workers of its own.
+        address: Where the node's service for workers listens; empty for a Unix socket beside the workers'.
+        peer_address: `host:port` where nodes of other hosts reach this one; empty for a Unix socket, which those of this host reach.
+        advertise_address: Where the directory says that it is, if not at `peer_address`.
+        failure_domain: What fails together with this node: a rack, a zone. Copies of hot blocks go to another one.
         ssd_dir: Directory of the SSD tier; empty for none. It survives restarts.
         ssd_bytes: That it may take.
         eviction: What goes first when memory is full: `lru`, `s3fifo` or `cost`.
@@ -236,12 +238,18 @@ class PoolConfig:
         lookup_timeout_s: How long a request waits for the pool's answer before it is computed without.
         publish_queue_blocks: Blocks of one worker that may wait to be put; the oldest are dropped.
         tenant_bytes: KV bytes that a tenant may hold on this node for whom the tenants document names no `kv_bytes`.
+        fetch_bytes: Of blocks that are on their way from other nodes at a time.
+        fetch_timeout_s: What has not come from another node by then is given up.
+        replicate_reads: Reads of a block in a minute from which on a second node is asked to hold it; 0: never.
+        max_replicas: Nodes that hold a hot block because it is hot.
         metrics_address: `host:port` of the node's Prometheus endpoint; empty for none, or the one that `cluster.metrics_port` gives.
     """
 
     enabled: bool = False
     memory_bytes: int | None = None
+    nodes: int = 1
     address: str = ""
+    peer_address: str = ""
     advertise_address: str = ""
     failure_domain: str = ""
     ssd_dir: str = ""
@@ -260,6 +268,10 @@ class PoolConfig:
     lookup_timeout_s: float = 0.05
     publish_queue_blocks: int = 1024
     tenant_bytes: int | None = None
+    fetch_bytes: int = 256 << 20
+    fetch_timeout_s: float = 5.0
+    replicate_reads: float = 8.0
+    max_replicas: int = 3
     metrics_address: str = ""
 
 

@@ -138,6 +138,23 @@ def test_a_secret_is_never_repeated_in_an_error(cluster_yaml):
     assert "4711" not in refusal(cluster_yaml("router: {api_keys: [4711]}"))
 
 
+@pytest.mark.parametrize(
+    ("pool", "setting"),
+    [
+        ("{nodes: 2}", "pool.nodes"),
+        ("{peer_address: '10.0.0.1:9100'}", "pool.peer_address"),
+        (
+            "{nodes: 2, directory: redis, redis_url: 'redis://r', ssd_dir: /d, ssd_bytes: 1}",
+            "pool.ssd_dir",
+        ),
+    ],
+)
+def test_several_pool_nodes_need_a_directory_that_they_share_and_places_of_their_own(
+    cluster_yaml, pool, setting
+):
+    assert setting in refusal(cluster_yaml(f"pool: {pool}"))
+
+
 def test_workers_elsewhere_make_workers_here_optional(cluster_yaml):
     file = cluster_yaml(
         "cluster: {prefill_workers: 0, decode_workers: 0, workers: ['10.0.0.1:9000']}"

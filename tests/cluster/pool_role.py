@@ -21,11 +21,14 @@ async def serve(
     *,
     identity: WorkerIdentity,
     address: str,
+    peer_address: str,
     region_path: str,
+    peer_region_path: str,
     allowances: AllowanceSource | None,  # the real one
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
+    del peer_address, peer_region_path
     record = Path(config.cluster.runtime_dir).with_suffix(".pool")
     facts = {
         "identity": str(identity),

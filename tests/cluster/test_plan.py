@@ -125,7 +125,8 @@ def test_everybody_learns_where_the_pools_node_is_and_only_the_node_where_its_sl
     assert [part.pool_addresses for part in parts[:-1]] == [(), (), ()]
     assert parts[-1].pool_addresses == ("unix:/run/b/pool-0.sock", "10.0.0.2:9100")
     assert [part.region_path for part in parts] == ["/run/b/pool-0.kv.sock", "", "", ""]
-    assert parts[0].sockets == (Path("/run/b/pool-0.sock"), Path("/run/b/pool-0.kv.sock"))
+    names = ("pool-0.sock", "pool-0-peers.sock", "pool-0.kv.sock", "pool-0-peers.kv.sock")
+    assert parts[0].sockets == tuple(Path("/run/b") / name for name in names)
     assert parts[-1].sockets == ()
 
 
@@ -167,3 +168,25 @@ def test_the_pool_stays_in_proportion_to_the_workers_it_serves(monkeypatch):
     demo = replace(config, model=resolve_model(config.model))
     pool = resolve(demo, runtime_dir=Path("/run/b"), port=8123, cores=8).pool
     assert pool.memory_bytes == DEMO_BYTES
+
+
+def test_several_nodes_of_the_pool_stand_for_several_hosts_each_with_its_workers():
+    config = resolved(
+        pool__enabled=True,
+        pool__nodes=2,
+        pool__directory="redis",
+        pool__redis_url="redis://localhost",
+        cluster__prefill_workers=2,
+    )
+    children = plan_children(config, RuntimeDir(Path("/run/b"), -1))
+    told = {
+        child.name: assignment_of(
+            child, children, config=config, incarnation=Incarnation(7), http_fd=5, lock_fd=6
+        )
+        for child in children
+    }
+    assert told["prefill-1"].part.pool_address == told["pool-1"].part.pool_address
+    assert told["prefill-0"].part.pool_address == told["pool-0"].part.pool_address
+    assert told["pool-0"].config.pool.failure_domain != told["pool-1"].config.pool.failure_domain
+    sockets = [path for child in ("pool-0", "pool-1") for path in told[child].part.sockets]
+    assert len(set(sockets)) == 8

@@ -1,5 +1,6 @@
 """A node's ledger with a shell around it that has real bytes: what is in each slot and extent, who reads it, who writes it."""
 
+import math
 from dataclasses import dataclass, field
 
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
@@ -46,6 +47,7 @@ class Reader:
     lease: BlockLease
     until_s: float
     worker: WorkerIdentity
+    text: str
     gone: set[BlockKey] = field(default_factory=set)
 
 
@@ -72,19 +74,23 @@ class World:
             self.extents[block.extent] = bytes_of(block.key)
             self.epochs["extent", block.extent] = block.epoch
 
-    def reserve(self, text: str, tenant: str = "t", *, first: int = 0, by: str = "w"):
+    def reserve(
+        self, text: str, tenant: str = "t", *, first: int = 0, by: str = "w", fetched: bool = False
+    ):
         outcome = self.ledger.reserve(
             chain(text, first),
             owner(tenant),
             self.now_s,
             first=first,
             writer=worker(by),
+            fetched=fetched,
         )
         if isinstance(outcome, PutGrant) and outcome.items:
             for item in outcome.items:
                 self._taken("slot", item.slot, item.epoch)
-            gives_up_s = self.now_s + 2 * self.limits.put_timeout_s
-            self.writers[outcome.put_id] = Writer(outcome, gives_up_s, worker(by))
+            gives_up_s = math.inf if fetched else self.now_s + 2 * self.limits.put_timeout_s
+            writer = worker("another node") if fetched else worker(by)
+            self.writers[outcome.put_id] = Writer(outcome, gives_up_s, writer)
         self.run()
         return outcome
 
@@ -116,7 +122,12 @@ class World:
     def lease(self, text: str, lease_s: float = 30.0, *, by: str = "r") -> BlockLease:
         lease = self.ledger.lease(chain(text), lease_s, self.now_s, reader=worker(by))
         if lease.lease_id:
-            self.readers[lease.lease_id] = Reader(lease, self.now_s + lease_s, worker(by))
+            self.readers[lease.lease_id] = Reader(lease, self.now_s + lease_s, worker(by), text)
+        self.run()
+        return lease
+
+    def extend(self, lease_id: str) -> BlockLease:
+        lease = self.ledger.extend(lease_id, chain(self.readers[lease_id].text), self.now_s)
         self.run()
         return lease
 

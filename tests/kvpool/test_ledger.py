@@ -465,3 +465,74 @@ def test_changes_nobody_took_do_not_pile_up():
     changes = node.take_replica_changes(limit=1000)
     assert changes is not None
     assert (len(changes.stored), len(changes.removed)) == (4, 0)
+
+
+def test_what_another_node_writes_has_no_time_of_its_own():
+    node = world()
+    put = node.reserve("abc", fetched=True)
+    node.sweep(1000.0)
+    node.sweep(1000.0)
+    assert node.ledger.usage().slots_free == 5
+    assert node.commit(put.put_id) == 3
+    assert node.ledger.usage().fetched_blocks == 3
+    node.empty()
+
+
+def test_the_size_of_a_block_may_be_learned_late():
+    node = world()
+    put = node.reserve("a", fetched=True)
+    node.write(put.put_id)
+    node.writers.clear()
+    sums = [bytes_of(key("a", 0))]
+    node.ledger.commit(put.put_id, sums, node.now_s, [owner("u")], 100)
+    node.run()
+    stored = node.ledger.find(key("a", 0))
+    assert stored is not None
+    assert (stored.size_bytes, stored.owner) == (100, owner("u"))
+    node.empty()
+
+
+def test_a_lease_is_extended_by_what_has_come_since():
+    node = world()
+    node.put("ab")
+    lease = node.lease("abcd")
+    assert len(lease.blocks) == 2
+    node.put("abc")
+    assert [b.key for b in node.extend(lease.lease_id).blocks] == chain("abc")
+    usage = node.ledger.usage()
+    assert (usage.hit_blocks, usage.missed_blocks) == (3, 1)
+    node.put("wxyz" + "v" * 4)
+    assert node.ledger.held(chain("abc")) == 3
+    node.empty()
+
+
+def test_when_memory_is_short_cold_copies_of_other_nodes_go_before_anything_else():
+    node = world(4)
+    node.put("ab")
+    node.commit(node.reserve("xy", fetched=True).put_id)
+    node.sweep(300.0)
+    node.put("cd")
+    assert node.ledger.held(chain("ab")) == 2
+    assert node.ledger.held(chain("xy")) == 0
+    node.empty()
+
+
+def test_a_copy_that_is_read_is_kept_like_any_other_block():
+    node = world(4)
+    node.put("ab")
+    node.commit(node.reserve("xy", fetched=True).put_id)
+    node.sweep(300.0)
+    node.release(node.lease("xy").lease_id)
+    node.put("cd")
+    assert node.ledger.held(chain("xy")) == 2
+    assert node.ledger.held(chain("ab")) == 0
+    node.empty()
+
+
+def test_cold_copies_are_not_written_to_the_disk():
+    node = two_tiers()
+    node.commit(node.reserve("xyz", fetched=True).put_id)
+    node.sweep(300.0)
+    assert node.moves == []
+    assert node.ledger.usage().copies == 2
+    node.empty()

@@ -52,6 +52,15 @@ class Interleavings(RuleBasedStateMachine):
         self.world.reserve(text, tenant, first=min(first, len(text) - 1), by=by)
 
     @rule(text=TEXTS, tenant=TENANTS)
+    def fetch(self, text, tenant):
+        self.world.reserve(text, tenant, fetched=True)
+
+    @rule(data=st.data())
+    def extend(self, data):
+        if self.world.readers:
+            self.world.extend(data.draw(st.sampled_from(sorted(self.world.readers))))
+
+    @rule(text=TEXTS, tenant=TENANTS)
     def put(self, text, tenant):
         self.world.put(text, tenant)
 

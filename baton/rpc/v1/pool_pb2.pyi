@@ -685,6 +685,10 @@ class PoolUsageReply(_message.Message):
     DIRECTORY_REACHABLE_FIELD_NUMBER: _builtins.int
     OWNERS_FIELD_NUMBER: _builtins.int
     HOTTEST_FIELD_NUMBER: _builtins.int
+    FETCHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SENT_BLOCKS_FIELD_NUMBER: _builtins.int
+    FAILED_FETCHES_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     slots_total: _builtins.int
     slots_free: _builtins.int
     slot_bytes: _builtins.int
@@ -701,6 +705,13 @@ class PoolUsageReply(_message.Message):
     puts: _builtins.int
     sick: _builtins.bool
     directory_reachable: _builtins.bool
+    fetched_blocks: _builtins.int
+    """that other nodes sent"""
+    sent_blocks: _builtins.int
+    """to other nodes"""
+    failed_fetches: _builtins.int
+    copies: _builtins.int
+    """blocks held now that another node sent"""
     @_builtins.property
     def node(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -729,11 +740,188 @@ class PoolUsageReply(_message.Message):
         directory_reachable: _builtins.bool = ...,
         owners: _abc.Iterable[Global___OwnerUsage] | None = ...,
         hottest: _abc.Iterable[Global___HotPrefix] | None = ...,
+        fetched_blocks: _builtins.int = ...,
+        sent_blocks: _builtins.int = ...,
+        failed_fetches: _builtins.int = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt_blocks", b"corrupt_blocks", "demoted_blocks", b"demoted_blocks", "directory_reachable", b"directory_reachable", "evicted_blocks", b"evicted_blocks", "hit_blocks", b"hit_blocks", "hottest", b"hottest", "leases", b"leases", "missed_blocks", b"missed_blocks", "node", b"node", "owners", b"owners", "promoted_blocks", b"promoted_blocks", "puts", b"puts", "sick", b"sick", "slot_bytes", b"slot_bytes", "slots_free", b"slots_free", "slots_total", b"slots_total", "ssd_blocks", b"ssd_blocks", "stored_blocks", b"stored_blocks", "zombie_puts", b"zombie_puts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "corrupt_blocks", b"corrupt_blocks", "demoted_blocks", b"demoted_blocks", "directory_reachable", b"directory_reachable", "evicted_blocks", b"evicted_blocks", "failed_fetches", b"failed_fetches", "fetched_blocks", b"fetched_blocks", "hit_blocks", b"hit_blocks", "hottest", b"hottest", "leases", b"leases", "missed_blocks", b"missed_blocks", "node", b"node", "owners", b"owners", "promoted_blocks", b"promoted_blocks", "puts", b"puts", "sent_blocks", b"sent_blocks", "sick", b"sick", "slot_bytes", b"slot_bytes", "slots_free", b"slots_free", "slots_total", b"slots_total", "ssd_blocks", b"ssd_blocks", "stored_blocks", b"stored_blocks", "zombie_puts", b"zombie_puts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolUsageReply: _TypeAlias = PoolUsageReply  # noqa: Y015
+
+@_typing.final
+class PeerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASKER_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
+    TAKE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def asker(self) -> _common_pb2.WorkerIdentity: ...
+    @_builtins.property
+    def asked(self) -> _common_pb2.WorkerIdentity:
+        """this start of it, and no other"""
+
+    @_builtins.property
+    def fetch(self) -> Global___FetchBlocks: ...
+    @_builtins.property
+    def take(self) -> Global___TakeReplica: ...
+    def __init__(
+        self,
+        *,
+        asker: _common_pb2.WorkerIdentity | None = ...,
+        asked: _common_pb2.WorkerIdentity | None = ...,
+        fetch: Global___FetchBlocks | None = ...,
+        take: Global___TakeReplica | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "asker", b"asker", "fetch", b"fetch", "request", b"request", "take", b"take"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "asker", b"asker", "fetch", b"fetch", "request", b"request", "take", b"take"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["fetch", "take"]  # noqa: Y015
+    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+
+Global___PeerRequest: _TypeAlias = PeerRequest  # noqa: Y015
+
+@_typing.final
+class PeerReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAILURE_FIELD_NUMBER: _builtins.int
+    COMING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def failure(self) -> _common_pb2.Failure:
+        """nothing was done"""
+
+    @_builtins.property
+    def coming(self) -> Global___BlocksComing: ...
+    def __init__(
+        self,
+        *,
+        failure: _common_pb2.Failure | None = ...,
+        coming: Global___BlocksComing | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coming", b"coming", "failure", b"failure"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coming", b"coming", "failure", b"failure"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerReply: _TypeAlias = PeerReply  # noqa: Y015
+
+@_typing.final
+class FetchBlocks(_message.Message):
+    """Send me these blocks: all of them, or none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PERMIT_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    address: _builtins.str
+    """of the asker's Transfer service"""
+    wait_s: _builtins.float
+    """how long blocks may be read from the disk before the answer"""
+    @_builtins.property
+    def permit(self) -> _common_pb2.Signed:
+        """the asker's word that they may be written into its slab"""
+
+    def __init__(
+        self,
+        *,
+        permit: _common_pb2.Signed | None = ...,
+        keys: _builtins.bytes = ...,
+        address: _builtins.str = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["permit", b"permit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "keys", b"keys", "permit", b"permit", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchBlocks: _TypeAlias = FetchBlocks  # noqa: Y015
+
+@_typing.final
+class ComingBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    checksums: _builtins.bytes
+    owner: _builtins.int
+    """index into `owners`"""
+    def __init__(
+        self,
+        *,
+        checksums: _builtins.bytes = ...,
+        owner: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComingBlock: _TypeAlias = ComingBlock  # noqa: Y015
+
+@_typing.final
+class BlocksComing(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    held: _builtins.int
+    """of the asked keys, from the first one on; fewer than were asked for: none will come"""
+    block_bytes: _builtins.int
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockOwner]: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ComingBlock]: ...
+    def __init__(
+        self,
+        *,
+        held: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+        owners: _abc.Iterable[Global___BlockOwner] | None = ...,
+        blocks: _abc.Iterable[Global___ComingBlock] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "blocks", b"blocks", "held", b"held", "owners", b"owners"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlocksComing: _TypeAlias = BlocksComing  # noqa: Y015
+
+@_typing.final
+class TakeReplica(_message.Message):
+    """Others read these blocks often: hold them too, if there is room."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """of a text, from its beginning"""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeReplica: _TypeAlias = TakeReplica  # noqa: Y015

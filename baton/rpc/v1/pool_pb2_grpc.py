@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 from baton.rpc.v1 import pool_pb2 as baton_dot_rpc_dot_v1_dot_pool__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -476,6 +477,85 @@ class Pool:
             '/baton.rpc.v1.Pool/Usage',
             baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class PoolPeersStub:
+    """Between the nodes of several hosts. What a node lacks it asks another one for, which then writes it into the asker's slab as a
+    prefill worker writes into a decode worker's arena (transfer.proto): the asker serves `Transfer.Session`, the holder dials.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Ask = channel.unary_unary(
+                '/baton.rpc.v1.PoolPeers/Ask',
+                request_serializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.FromString,
+                _registered_method=True)
+
+
+class PoolPeersServicer:
+    """Between the nodes of several hosts. What a node lacks it asks another one for, which then writes it into the asker's slab as a
+    prefill worker writes into a decode worker's arena (transfer.proto): the asker serves `Transfer.Session`, the holder dials.
+    """
+
+    def Ask(self, request, context):
+        """A sealed `PeerRequest` there, a sealed `PeerReply` back (kvpool/peer_seal.py).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PoolPeersServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Ask': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ask,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_common__pb2.Signed.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.rpc.v1.PoolPeers', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.rpc.v1.PoolPeers', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PoolPeers:
+    """Between the nodes of several hosts. What a node lacks it asks another one for, which then writes it into the asker's slab as a
+    prefill worker writes into a decode worker's arena (transfer.proto): the asker serves `Transfer.Session`, the holder dials.
+    """
+
+    @staticmethod
+    def Ask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.PoolPeers/Ask',
+            baton_dot_rpc_dot_v1_dot_common__pb2.Signed.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_common__pb2.Signed.FromString,
             options,
             channel_credentials,
             insecure,

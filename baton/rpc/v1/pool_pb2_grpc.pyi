@@ -6,6 +6,7 @@ commit; Get is lease, read, verify, release. The bytes never pass through gRPC. 
 one after the other.
 """
 
+from baton.rpc.v1 import common_pb2 as _common_pb2
 from baton.rpc.v1 import pool_pb2 as _pool_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
@@ -140,3 +141,40 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_pool_pb2.PoolUsageReply, _abc.Awaitable[_pool_pb2.PoolUsageReply]]: ...
 
 def add_PoolServicer_to_server(servicer: PoolServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class PoolPeersStub:
+    """Between the nodes of several hosts. What a node lacks it asks another one for, which then writes it into the asker's slab as a
+    prefill worker writes into a decode worker's arena (transfer.proto): the asker serves `Transfer.Session`, the holder dials.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> PoolPeersAsyncStub: ...
+    Ask: _grpc.UnaryUnaryMultiCallable[_common_pb2.Signed, _common_pb2.Signed]
+    """A sealed `PeerRequest` there, a sealed `PeerReply` back (kvpool/peer_seal.py)."""
+
+@_typing.type_check_only
+class PoolPeersAsyncStub(PoolPeersStub):
+    """Between the nodes of several hosts. What a node lacks it asks another one for, which then writes it into the asker's slab as a
+    prefill worker writes into a decode worker's arena (transfer.proto): the asker serves `Transfer.Session`, the holder dials.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Ask: _aio.UnaryUnaryMultiCallable[_common_pb2.Signed, _common_pb2.Signed]  # type: ignore[assignment]
+    """A sealed `PeerRequest` there, a sealed `PeerReply` back (kvpool/peer_seal.py)."""
+
+class PoolPeersServicer(metaclass=_abc_1.ABCMeta):
+    """Between the nodes of several hosts. What a node lacks it asks another one for, which then writes it into the asker's slab as a
+    prefill worker writes into a decode worker's arena (transfer.proto): the asker serves `Transfer.Session`, the holder dials.
+    """
+
+    @_abc_1.abstractmethod
+    def Ask(
+        self,
+        request: _common_pb2.Signed,
+        context: _ServicerContext,
+    ) -> _typing.Union[_common_pb2.Signed, _abc.Awaitable[_common_pb2.Signed]]:
+        """A sealed `PeerRequest` there, a sealed `PeerReply` back (kvpool/peer_seal.py)."""
+
+def add_PoolPeersServicer_to_server(servicer: PoolPeersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

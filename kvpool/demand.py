@@ -1,0 +1,55 @@
+"""How often the blocks of a node were read of late: what replication and its reverse go by."""
+
+from collections.abc import Sequence
+from heapq import nlargest
+
+from baton.ids import BlockKey
+
+HALF_LIFE_S = 60.0
+_MAX_DEPTH = 1024
+"""Blocks of a text that are counted: what many texts have in common is at their beginning."""
+
+_MAX_BLOCKS = 65_536
+_LONGEST_LIVES = 64.0
+
+
+class Demand:
+    """Reads per block, each of which counts half as much a minute later. Pure; when there are too many blocks the coldest are forgotten.
+
+    All counts would have to shrink all the time; instead a later read weighs more:
+
+        time           0    1 min    2 min
+        a read adds    1    2        4         and `of` divides by what a read adds now
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[BlockKey, float] = {}
+        self._began_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def read(self, keys: Sequence[BlockKey], now_s: float) -> None:
+        """The beginning of a text was read."""
+        weight = self._weight(now_s)
+        counts = self._counts
+        for key in keys[:_MAX_DEPTH]:
+            counts[key] = counts.get(key, 0.0) + weight
+        if len(counts) > 2 * _MAX_BLOCKS:
+            self._counts = dict(nlargest(_MAX_BLOCKS, counts.items(), key=lambda item: item[1]))
+
+    def of(self, key: BlockKey, now_s: float) -> float:
+        """Reads of late; 0 for a block that nobody has read."""
+        return self._counts.get(key, 0.0) / self._weight(now_s)
+
+    def _weight(self, now_s: float) -> float:
+        """What a read adds now."""
+        lives = (now_s - self._began_s) / HALF_LIFE_S
+        if lives <= _LONGEST_LIVES:
+            return float(2.0**lives)
+        shrunk = 2.0 ** -min(lives, 1000.0)
+        self._counts = {
+            k: left for k, count in self._counts.items() if (left := count * shrunk) > 1e-6
+        }
+        self._began_s = now_s
+        return 1.0

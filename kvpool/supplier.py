@@ -1,0 +1,144 @@
+"""What other nodes may ask of this one: to send them blocks, and to take copies of theirs."""
+
+from dataclasses import dataclass
+
+from baton.clock import Clock
+from baton.errors import BatonError, OverloadedError, StaleIncarnationError, TicketError
+from baton.ids import WorkerIdentity
+from baton.rpc.hello import identity_from_proto
+from baton.rpc.reports import failure_to_proto
+from baton.rpc.v1 import pool_pb2 as pb
+from kv_transfer.handshake import Endpoint
+from kv_transfer.ticket import Permit, refuse_holder
+from kvpool.convert import keys_from_bytes
+from kvpool.fetcher import Fetcher
+from kvpool.messages import BlockLease
+from kvpool.outbound import Outbound
+from kvpool.peer_convert import coming_to_proto
+from kvpool.store import NodeStore
+
+_MAX_WAIT_S = 1.0
+_HOLD_S = 10.0
+_ROOM_SHARE = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class _Hold:
+    """A lease for a transfer (`kvpool.outbound.Hold`)."""
+
+    store: NodeStore
+    clock: Clock
+    lease_id: str
+
+    def renew(self) -> bool:
+        return self.store.ledger.renew(self.lease_id, _HOLD_S, self.clock.now_s())
+
+    def release(self) -> None:
+        self.store.ledger.release(self.lease_id)
+
+
+class Supplier:
+    """For one event loop.
+
+    Args:
+        here: This node.
+        store: Its blocks.
+        outbound: Sends them.
+        fetcher: Brings copies.
+        clock: Monotonic.
+    """
+
+    def __init__(
+        self,
+        here: Endpoint,
+        store: NodeStore,
+        outbound: Outbound,
+        fetcher: Fetcher,
+        clock: Clock,
+    ) -> None:
+        self._here = here
+        self._store = store
+        self._outbound = outbound
+        self._fetcher = fetcher
+        self._clock = clock
+
+    async def answer(self, request: pb.PeerRequest) -> pb.PeerReply:
+        """What a node asks that has shown the cluster's seal. Refusals are answers."""
+        try:
+            if identity_from_proto(request.asked) != self._here.identity:
+                raise StaleIncarnationError(f"this is {self._here.identity}")
+            match request.WhichOneof("request"):
+                case "fetch":
+                    asker = identity_from_proto(request.asker)
+                    return pb.PeerReply(coming=await self._fetch(request.fetch, asker))
+                case "take":
+                    self._take(request.take)
+                case _:
+                    raise TicketError("the question is of another version")
+        except BatonError as error:
+            return pb.PeerReply(failure=failure_to_proto(error))
+        return pb.PeerReply()
+
+    async def _fetch(self, asked: pb.FetchBlocks, asker: WorkerIdentity) -> pb.BlocksComing:
+        """Sends blocks, all or none."""
+        keys = keys_from_bytes(asked.keys)
+        permit = self._permit(asked, asker, len(keys))
+        ledger = self._store.ledger
+        lease_id = ledger.lease(keys, _HOLD_S, self._clock.now_s()).lease_id
+        self._store.carry_out()
+        if ledger.loading(lease_id):
+            await self._store.loaded(lease_id, min(asked.wait_s, _MAX_WAIT_S))
+        lease = ledger.leased(lease_id)
+        if len(lease.blocks) < len(keys):
+            ledger.release(lease_id)
+            return pb.BlocksComing(held=len(lease.blocks))
+        return self._send(permit, lease, asked.address)
+
+    def _send(self, permit: Permit, lease: BlockLease, address: str) -> pb.BlocksComing:
+        ledger = self._store.ledger
+        hold = _Hold(self._store, self._clock, lease.lease_id)
+        stored = [known for held in lease.blocks if (known := ledger.find(held.key)) is not None]
+        if len(stored) < len(lease.blocks):  # flushed while the disk was read
+            hold.release()
+            return pb.BlocksComing(held=0)
+        try:
+            self._outbound.send(permit, [held.slot for held in lease.blocks], hold, address)
+        except BatonError:
+            hold.release()
+            raise
+        return coming_to_proto(lease.blocks, stored)
+
+    def _permit(self, asked: pb.FetchBlocks, asker: WorkerIdentity, num_blocks: int) -> Permit:
+        """The asker's word that its slab may be written to.
+
+        Raises:
+            TicketError: It is not good, or for something else.
+        """
+        permit = self._here.office.read_permit(asked.permit)
+        if permit.source != self._here.identity:
+            raise refuse_holder("source")
+        if permit.target != asker:
+            raise refuse_holder("target")
+        if permit.layout_digest != self._here.layout.content_digest():
+            raise refuse_holder("layout_digest")
+        if permit.num_blocks != num_blocks or not num_blocks:
+            raise refuse_holder("num_blocks")
+        return permit
+
+    def _take(self, asked: pb.TakeReplica) -> None:
+        """Begins to bring copies, where there is room.
+
+        Raises:
+            OverloadedError: There is none, or the node takes nothing new.
+        """
+        keys = keys_from_bytes(asked.keys)
+        ledger, usage = self._store.ledger, self._store.ledger.usage()
+        held = ledger.held(keys)
+        if held == len(keys):
+            return
+        spare = usage.slots_free - (len(keys) - held)
+        full = spare < _ROOM_SHARE * usage.slots_total
+        if full or ledger.refuses is not None:
+            raise OverloadedError("the node takes no copies now", retry_after_s=1.0)
+        if self._fetcher.start(keys, held, soon_s=0.0) is None:
+            raise OverloadedError("the node fetches too much already", retry_after_s=1.0)
