@@ -95,8 +95,8 @@ class Attempts:
                 return self._take_over(verdict, now_s)
             case Broken():
                 return self._retry(verdict, now_s)
-            case Pooled(flight=flight):
-                return self._leave_to_pool(flight, now_s)
+            case Pooled():
+                return self._leave_to_pool(verdict, now_s)
             case None:
                 return []
 
@@ -232,11 +232,14 @@ class Attempts:
             flight, now_s, attempt=flight.attempt + 1, avoid=avoid, cause=error, pinned=pinned
         )
 
-    def _leave_to_pool(self, flight: Flight, now_s: float) -> list[Action]:
-        """D had no room, and the prompt lies in the pool: D fetches it when it has room, and holds nothing until then."""
+    def _leave_to_pool(self, pooled: Pooled, now_s: float) -> list[Action]:
+        """D had no room, and the prompt lies in the pool: D fetches it when it has room, and holds nothing until then. Where it
+        cannot, the prompt would be computed among those who decode there: another pair is better, P has it in its cache.
+        """
+        flight = pooled.flight
         assert flight.decode is not None
-        self.restarts.rungs[Rung.NO_ROOM] += 1
-        decode = flight.decode.worker.identity
+        self.restarts.rungs[Rung.NO_ROOM if pooled.in_reach else Rung.ELSEWHERE] += 1
+        decode = flight.decode.worker.identity if pooled.in_reach else None
         return self._ground(flight, now_s) + self._go_on(
             flight, now_s, attempt=flight.attempt, avoid=flight.avoid, cause=None, pinned=decode
         )
