@@ -147,11 +147,9 @@ def _become(config: BatonConfig, alone: Alone) -> None:
         runtime.note_pool(config.pool.address)
     part = part_of(config, alone, runtime, http.detach() if http is not None else None)
     ours, theirs = socket.socketpair()
-    for work in (
-        lambda: ours.sendall(encode(Assignment(config=config, part=part))),
-        lambda: _tell(ours),
-    ):
-        _in_background(work)
+    assignment = encode(Assignment(config=config, part=part))
+    _in_background(lambda: ours.sendall(assignment))
+    _in_background(lambda: _tell(ours))
     child.run(roles.ROLES[alone.role], theirs.detach(), interruptible=True)
 
 

@@ -7,12 +7,8 @@ Pure: events in, actions out. Where a leg may stand is drawn in `legs.py`; the h
 from collections.abc import Mapping
 
 from baton.errors import (
-    BatonError,
-    DrainingError,
     EngineError,
-    InvalidRequestError,
     InvariantError,
-    TransferError,
 )
 from baton.ids import WorkerIdentity
 from baton.layout import KvLayout
@@ -42,7 +38,6 @@ from kv_transfer.outbox_messages import (
     Started,
 )
 from kv_transfer.plan import Export
-from kv_transfer.ticket import refuse_holder
 from prefill_worker.detours import Detours
 from prefill_worker.legs import Leg, LegState, LegTable
 from prefill_worker.messages import (
@@ -59,6 +54,7 @@ from prefill_worker.messages import (
     TellHandedOff,
     TellPooled,
 )
+from prefill_worker.refusals import refusal_of
 
 
 class PrefillLifecycle:
@@ -139,7 +135,7 @@ class PrefillLifecycle:
     def _submit(self, event: Submit, now_s: float) -> list[PrefillAction]:
         if (event.stream, event.leg_id) in self._legs:
             return []  # a repetition; failing it would end the leg that runs
-        refusal = self._refusal(event)
+        refusal = refusal_of(event, self._layout, self._outbox, draining=self.draining)
         if refusal is not None:
             return [TellFailed(stream=event.stream, leg_id=event.leg_id, error=refusal)]
         leg = self._legs.admit(event, now_s)
@@ -148,27 +144,6 @@ class PrefillLifecycle:
             *self._transfer(Opened(permit=event.permit), now_s),
             Prefill(seq_id=leg.seq_id, prompt=event.prompt),
         ]
-
-    def _refusal(self, event: Submit) -> BatonError | None:
-        if self.draining:
-            return DrainingError("this prefill worker is leaving")
-        if not event.prompt.tokens or not event.prompt.samples:
-            return InvalidRequestError("a prompt needs a token and a sample", param="prompt")
-        if not event.permit.xfer_id or not event.address:
-            return InvalidRequestError("a prefill needs a transfer id and a target", param="target")
-        if self._outbox.state(event.permit.xfer_id) is not None:
-            # Perhaps an earlier attempt of ours that still has to stop: somebody else can take this one.
-            return TransferError("the transfer id is in use")
-        return self._misfit(event)
-
-    def _misfit(self, event: Submit) -> BatonError | None:
-        """Why the permit is not one for this prompt."""
-        blocks = self._layout.num_blocks_for(len(event.prompt.tokens))
-        if event.permit.num_blocks != blocks:
-            return refuse_holder(f"prompt: it takes {blocks} pages, not {event.permit.num_blocks}")
-        if event.permit.cache_scope != event.prompt.cache_scope:
-            return refuse_holder("cache_scope")
-        return None
 
     def _connect(self, event: Submit) -> list[PrefillAction]:
         peer = event.permit.target

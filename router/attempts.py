@@ -14,7 +14,7 @@ from router.legs import LegTable
 from router.placement import Placement
 from router.ports import GenerationJob
 from router.restarts import Patience, Restarts, Rung
-from router.routing.policy import Pair, Unavailable
+from router.routing.policy import Unavailable
 from router.routing.view import ClusterView
 from router.verdicts import Broken, Orphaned, Over, Pooled, Settling, Verdict
 
@@ -95,8 +95,8 @@ class Attempts:
                 return self._take_over(verdict, now_s)
             case Broken():
                 return self._retry(verdict, now_s)
-            case Pooled(flight=flight):
-                return self._leave_to_pool(flight, now_s)
+            case Pooled():
+                return self._leave_to_pool(verdict, now_s)
             case None:
                 return []
 
@@ -153,9 +153,8 @@ class Attempts:
         """Starts the legs of a waiting flight, or leaves it waiting."""
         job = flight.job
         prompt = flight.prompt()
-        chosen = self._pinned(flight, now_s) or self._placement.choose(
-            job, prompt, flight.avoid, now_s
-        )
+        pinned = flight.pinned and self._placement.alone(flight.pinned, now_s)
+        chosen = pinned or self._placement.choose(job, prompt, flight.avoid, now_s)
         paused = now_s - flight.since_s >= self._patience.retry_pause_s
         if isinstance(chosen, Unavailable) and flight.avoid and paused:
             chosen = self._placement.choose(job, prompt, frozenset(), now_s)
@@ -171,15 +170,6 @@ class Attempts:
         flight.move(FlightState.PREFILLING, now_s)
         permit = self._placement.permit(prompt, chosen, new_xfer_id(), flight.attempt)
         return list(self._legs.start_pair(flight, chosen, permit, now_s))
-
-    def _pinned(self, flight: Flight, now_s: float) -> Pair | None:
-        """The worker that is to do all of it itself, while it can be used."""
-        if flight.pinned is None:
-            return None
-        worker = self._view.find(flight.pinned.worker_id)
-        if worker is None or worker.identity != flight.pinned:
-            return None
-        return Pair(prefill=worker, decode=worker) if worker in self._view.usable(now_s) else None
 
     def _end(self, flight: Flight, now_s: float) -> list[Action]:
         """Ends a flight, and the job with its last one."""
@@ -242,11 +232,14 @@ class Attempts:
             flight, now_s, attempt=flight.attempt + 1, avoid=avoid, cause=error, pinned=pinned
         )
 
-    def _leave_to_pool(self, flight: Flight, now_s: float) -> list[Action]:
-        """D had no room, and the prompt lies in the pool: D fetches it when it has room, and holds nothing until then."""
+    def _leave_to_pool(self, pooled: Pooled, now_s: float) -> list[Action]:
+        """D had no room, and the prompt lies in the pool: D fetches it when it has room, and holds nothing until then. Where it
+        cannot, the prompt would be computed among those who decode there: another pair is better, P has it in its cache.
+        """
+        flight = pooled.flight
         assert flight.decode is not None
-        self.restarts.rungs[Rung.NO_ROOM] += 1
-        decode = flight.decode.worker.identity
+        self.restarts.rungs[Rung.NO_ROOM if pooled.in_reach else Rung.ELSEWHERE] += 1
+        decode = flight.decode.worker.identity if pooled.in_reach else None
         return self._ground(flight, now_s) + self._go_on(
             flight, now_s, attempt=flight.attempt, avoid=flight.avoid, cause=None, pinned=decode
         )

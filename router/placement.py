@@ -89,6 +89,13 @@ class Placement:
             self.log.refused()
         return chosen
 
+    def alone(self, identity: WorkerIdentity, now_s: float) -> Pair | None:
+        """That worker for both legs, while it can be used."""
+        worker = self._view.find(identity.worker_id)
+        if worker is None or worker.identity != identity:
+            return None
+        return Pair(prefill=worker, decode=worker) if worker in self._view.usable(now_s) else None
+
     def another_pair(
         self, job: Job, prompt: Prompt, decode: WorkerView, avoid: Set[WorkerIdentity], now_s: float
     ) -> Pair | None:

@@ -25,6 +25,7 @@ from router.events import (
 )
 from router.flight import Flight, FlightState
 from router.legs import Leg, LegTable
+from router.routing.pools import node_of
 from router.verdicts import Broken, Orphaned, Over, Pooled, Settling, Verdict
 
 _UNDECIDED = (FlightState.PREFILLING, FlightState.HANDING_OVER)
@@ -192,7 +193,9 @@ class FlightProgress:
             return self._breach(leg, "put a prompt into the pool that was handed over", now_s)
         leg.worker.breaker.succeeded(now_s)
         self._legs.close(leg)
-        return [], Pooled(flight=flight)
+        node = node_of(leg.worker.load)
+        in_reach = node is not None and node == node_of(flight.decode.worker.load)
+        return [], Pooled(flight=flight, in_reach=in_reach)
 
     def _prefill_done(self, flight: Flight, now_s: float) -> Verdict | None:
         """P has nothing more to say: D goes on alone, or the flight is over."""

@@ -42,9 +42,14 @@ class Orphaned(Broken):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooled:
-    """D has no room for the prompt, which lies in the pool."""
+    """D has no room for the prompt, which lies in the pool.
+
+    Attributes:
+        in_reach: Whether D can fetch it from there.
+    """
 
     flight: Flight
+    in_reach: bool
 
 
 Verdict = Over | Settling | Broken | Orphaned | Pooled

@@ -1,6 +1,8 @@
 """A cluster whose pool loses its disk, or its directory, while it serves: fewer hits, never a wrong token."""
 
 import json
+import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -10,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.e2e.reference import Reference
@@ -129,6 +132,33 @@ def _flip(path: Path) -> None:
         whole = file.read()
         file.seek(0)
         file.write(bytes(byte ^ 0x55 for byte in whole))
+
+
+@pytest.mark.slow
+def test_a_disk_whose_files_are_cut_gives_nothing_and_stops_nobody(
+    checkpoint: Path, disk: Path
+) -> None:
+    with with_disk(checkpoint, disk) as cluster:
+        ask_all(cluster, checkpoint)
+        eventually(lambda: _settled_on_disk(cluster), "blocks are on the disk")
+        healthy = ask_all(cluster, checkpoint)
+        for path in disk.iterdir():
+            if "extent" in path.name:
+                os.truncate(path, 0)
+        assert ask_all(cluster, checkpoint) < healthy
+
+
+def test_a_disk_that_takes_nothing_more_is_left_alone(checkpoint: Path, disk: Path) -> None:
+    with with_disk(checkpoint, disk) as cluster:
+        node = cluster.child("pool")
+        # The kernel refuses every write to a file from here on, as a full disk does: EFBIG is all that differs.
+        psutil.Process(node.pid).rlimit(resource.RLIMIT_FSIZE, (0, 0))
+        ask_all(cluster, checkpoint, count=12)
+        now = usage(cluster)
+        assert now["evicted_blocks"] > 0, "what had to go to the disk went nowhere"
+        assert now["ssd_bytes"] == now["demoted_blocks"] == 0
+        assert node.is_running()
+        assert ask_all(cluster, checkpoint, first=4) > 0, "memory serves on"
 
 
 @pytest.mark.redis

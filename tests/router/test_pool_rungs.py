@@ -1,8 +1,12 @@
 """The rungs of the ladder that lead over the pool."""
 
+import pytest
+
 from baton.errors import CancelledByPeerError
+from baton.generation import WorkerLoad
 from router.events import (
     Finish,
+    LoadReported,
     PutInPool,
     SendCancel,
     SendExpect,
@@ -34,9 +38,18 @@ def _writer_lost(to: SendExpect) -> WriterLost:
     return WriterLost(worker=to.worker, leg_id=to.leg_id, attempt=1, error=error)
 
 
+def pooled(core: Core, **nodes: str) -> None:
+    """Has workers say which node's memory they map; by default all map one."""
+    for worker in core.view.workers:
+        node = nodes.get(worker.identity.worker_id, "pool-0")
+        load = WorkerLoad(pool_node=node, pool_incarnation=1)
+        core(LoadReported(worker=worker.identity, load=load))
+
+
 def test_a_prompt_without_room_is_fetched_by_the_same_worker_once_it_has_room():
     core = Core()
     core.join("p0", "d0", "d1")
+    pooled(core)
     p, d = start_pair(core, max_tokens=3)
     core(first_tokens(p, drawn(0, 0, 3)))
     actions = core(_put_in_pool(p))
@@ -54,6 +67,7 @@ def test_a_prompt_without_room_is_fetched_by_the_same_worker_once_it_has_room():
 def test_each_sample_that_goes_on_fetches_the_prompt_for_itself():
     core = Core()
     core.join("p0", "d0")
+    pooled(core)
     p, _ = start_pair(core, samples=(0, 1, 2), max_tokens=3)
     core(first_tokens(p, drawn(0, 0, 3), drawn(1, 0, 3), drawn(2, 0, 1)))
     actions = core(_put_in_pool(p))
@@ -64,12 +78,25 @@ def test_each_sample_that_goes_on_fetches_the_prompt_for_itself():
 def test_a_worker_that_is_lost_while_its_prompt_lies_in_the_pool_is_replaced():
     core = Core()
     core.join("p0", "d0", "d1")
+    pooled(core)
     p, d = start_pair(core)
     core(first_tokens(p, drawn(0, 0, 4)))
     core(_put_in_pool(p))
     actions = core(WorkerLost(worker=d.worker, reason="killed"))
     assert sent(actions, SendExpect).worker != d.worker
     assert core.dispatcher.restarts.rungs == {Rung.NO_ROOM: 1, Rung.ELSEWHERE: 1}
+
+
+@pytest.mark.parametrize("node", ["", "pool-of-another-host"])
+def test_a_worker_that_cannot_fetch_a_prompt_does_not_compute_it_among_those_who_decode(node):
+    core = Core()
+    core.join("p0", "d0")
+    pooled(core, d0=node)
+    p, _ = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    actions = core(_put_in_pool(p))
+    assert sent(actions, SendPrefill).worker == p.worker
+    assert core.dispatcher.restarts.rungs == {Rung.ELSEWHERE: 1}
 
 
 def test_the_worker_may_hear_first_that_nobody_writes_any_more():
