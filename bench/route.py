@@ -45,7 +45,6 @@ from baton.tokens import PackedTokens
 from bench.report import Report
 from router.admission.pace import LearnedPace
 from router.admission.room import WorkerRoom
-from router.attempts import Patience
 from router.dispatch import Dispatcher
 from router.events import (
     ClientGone,
@@ -72,6 +71,7 @@ from router.openai.serving import Serving
 from router.openai.visit import Visit
 from router.placement import Placement
 from router.ports import GenerationJob, ServedModel
+from router.restarts import Patience
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView

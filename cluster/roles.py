@@ -21,30 +21,25 @@ from baton.ids import Role, WorkerId, WorkerIdentity
 from baton.layout import SPARE_BLOCKS
 from baton.rpc.hello import WorkerHello
 from baton.rpc.worker import WorkerServer, WorkerService
-from baton.telemetry.logs import get_logger
 from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer
 from baton.telemetry.worker import WorkerMetrics
 from baton.version import version
 from cluster.child import Child, RoleMain, run
 from cluster.plan import POOL, ROUTER
+from cluster.pooling import join_pool
 from cluster.runtime_dir import kv_socket
 from kv_transfer.arena_hashes import Hashing, ways_to_hash
 from kv_transfer.arena_memory import WorkerMemory
 from kv_transfer.backends import needed, open_receivers, open_senders
 from kv_transfer.ticket import TicketOffice
-from kvpool.agent import PoolAgent
-from kvpool.client import GrpcPoolClient
-from kvpool.host_pages import HostPages
-from kvpool.worker_metrics import PoolMetrics
 
 if TYPE_CHECKING:
     from engine.build import BuiltEngine
     from engine.kernels.pages import PageKernels
     from engine.ports import EnginePort
+    from kvpool.prompt_store import PooledPrompts
     from prefill_worker.sink import TransferSink
-
-_log = get_logger(__name__)
 
 
 async def run_router(child: Child) -> None:
@@ -98,19 +93,20 @@ async def run_worker(child: Child) -> None:
         gpu_sharers=worker.gpu_sharers,
     )
     metrics = _metrics(built)
-    pool = _pool(child, built, memory, metrics)
-    engine: EnginePort = built.host if pool is None else _pooled(config, built, pool)
+    hello = _hello(child, built)
+    pool = join_pool(child.assignment, built.host, hello, memory, metrics)
     parts = _Parts(
         config=config,
         worker=worker,
-        hello=_hello(child, built),
-        engine=engine,
+        hello=hello,
+        engine=built.host if pool is None else pool.engine,
         memory=memory,
         kernels=built.page_kernels,
         office=TicketOffice(bytes.fromhex(config.cluster.secret)),
         sink=sink,
         metrics=metrics,
         tracer=open_tracer(config.trace, worker.worker_id, MonotonicClock()),
+        prompts=None if pool is None else pool.prompts,
     )
     server = WorkerServer(
         config=worker,
@@ -122,13 +118,13 @@ async def run_worker(child: Child) -> None:
         model=config.model.served_model_name[0],
     )
     if pool is not None:
-        await pool.start()
+        await pool.agent.start()
     await server.start()
     built.host.start()  # Only now: an event that nobody listens for would end it.
     await _serve(server, child, worker)
-    engine.close()
+    parts.engine.close()
     if pool is not None:
-        await pool.close()
+        await pool.agent.close()
     await asyncio.to_thread(parts.tracer.close)
 
 
@@ -146,6 +142,7 @@ class _Parts:
     sink: "TransferSink"
     metrics: WorkerMetrics
     tracer: Tracer
+    prompts: "PooledPrompts | None"
 
     @property
     def region_blocks(self) -> int:
@@ -187,37 +184,6 @@ def _metrics(built: "BuiltEngine") -> WorkerMetrics:
     )
 
 
-def _pool(
-    child: Child, built: "BuiltEngine", memory: WorkerMemory, metrics: WorkerMetrics
-) -> PoolAgent | None:
-    """The worker's part in the pool; None without one, or where the engine shares no blocks."""
-    config, address = child.assignment.config, child.assignment.part.pool_address
-    if not (config.pool.enabled and address and config.engine.enable_prefix_caching):
-        return None
-    if memory.span.device is not None:
-        _log.warning("pages on a GPU take no part in the pool: this worker goes without")
-        return None
-    pages = built.limits.num_blocks + SPARE_BLOCKS
-    agent = PoolAgent(
-        partial(GrpcPoolClient, address, _hello(child, built).identity, built.layout),
-        HostPages(memory.span.host_view, built.layout, num_blocks=pages),
-        built.host.generation,
-        config=config.pool,
-        model=built.layout.model_fingerprint,
-        metrics=PoolMetrics(metrics.registry),
-        clock=MonotonicClock(),
-    )
-    built.host.connect_pool(agent.source, agent.outlet)
-    return agent
-
-
-def _pooled(config: BatonConfig, built: "BuiltEngine", pool: PoolAgent) -> "EnginePort":
-    from kvpool.pooled_engine import PooledEngine, PromptKeys
-
-    secret = bytes.fromhex(config.cluster.secret)
-    return PooledEngine(built.host, pool, PromptKeys(secret, built.layout))
-
-
 def _services(parts: _Parts) -> list[WorkerService]:
     services: list[WorkerService] = []
     if parts.worker.role.prefills_for_others:
@@ -247,6 +213,8 @@ def _prefill(parts: _Parts) -> WorkerService:
         metrics=parts.metrics,
         clock=MonotonicClock(),
         tracer=parts.tracer,
+        pool=parts.prompts,
+        pool_after_s=parts.config.transfer.pool_after_s,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from baton.blocks import BlockChanges
 from baton.clock import Clock
 from baton.config.schema import PoolConfig
 from baton.errors import IncompatibleError
@@ -216,6 +217,10 @@ class PoolNode:
         if self._store is not None:
             self._store.ledger.sweep(self._clock.now_s())
             self._store.carry_out()
+
+    def take_changes(self) -> BlockChanges | None:
+        """Which blocks came to be held and which were given up since the last call; None for none."""
+        return None if self._store is None else self._store.ledger.take_changes()
 
     async def publish(self) -> None:
         """Tells the directory what has changed."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
-from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.ids import BlockId, LegId, RequestId, SeqId, WorkerIdentity
 from baton.rpc.frames import StreamId
 from engine.messages import Command, SeqEvent
 from engine.ports import LayerDone, PageExport
@@ -57,9 +57,35 @@ class LayerReady:
     done: LayerDone | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPut:
+    """The answer to `PutPrompt`; `complete` if the pool has every full block of the prompt."""
+
+    seq_id: SeqId
+    complete: bool
+
+
 PrefillEvent = (
-    Submit | Cancel | StreamGone | LayerReady | SeqEvent | PeerUp | PeerDown | FromDecode | PushDone
+    Submit
+    | Cancel
+    | StreamGone
+    | LayerReady
+    | PromptPut
+    | SeqEvent
+    | PeerUp
+    | PeerDown
+    | FromDecode
+    | PushDone
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutPrompt:
+    """Put a computed prompt into the pool; `PromptPut` answers. `blocks` are all its pages, in order."""
+
+    seq_id: SeqId
+    prompt: Prompt
+    blocks: tuple[BlockId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +121,14 @@ class TellHandedOff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TellPooled:
+    """To the router: the decode worker has no room, and can fetch the prompt from the pool when it has."""
+
+    stream: StreamId
+    leg_id: LegId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TellFailed:
     """To the router: this leg is over."""
 
@@ -103,5 +137,5 @@ class TellFailed:
     error: BatonError
 
 
-Tell = TellFirstTokens | TellHandedOff | TellFailed
-PrefillAction = Command | Connect | Send | StartPush | Tell
+Tell = TellFirstTokens | TellHandedOff | TellPooled | TellFailed
+PrefillAction = Command | Connect | PutPrompt | Send | StartPush | Tell

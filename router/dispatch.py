@@ -13,7 +13,7 @@ from baton.errors import (
     WorkerLostError,
 )
 from baton.ids import RequestId, WorkerIdentity
-from router.attempts import Attempts, Patience, Restarts
+from router.attempts import Attempts
 from router.events import (
     Action,
     AskForSnapshot,
@@ -37,6 +37,7 @@ from router.flight import FlightState
 from router.legs import LegTable
 from router.placement import Placement
 from router.progress import FlightProgress
+from router.restarts import Patience, Restarts
 from router.routing.view import ClusterView, WorkerView
 from router.steps import Advance, advance
 

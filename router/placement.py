@@ -108,6 +108,10 @@ class Placement:
         self._remember(job, chosen, demand)
         return chosen
 
+    def pooled_tokens(self, job: Job, prompt: Prompt, worker: WorkerView, now_s: float) -> int:
+        """Leading tokens of `prompt`, one of the job's, that `worker` can fetch from the pool as far as is known here."""
+        return self._demand(job, prompt, now_s).pooled_for(worker)
+
     def ended(self, job: Job, timing: Timing) -> None:
         """A job is complete: how long outputs are is learned from it."""
         drawn = timing.output_tokens / len(job.prompt.samples)

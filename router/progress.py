@@ -18,13 +18,14 @@ from router.events import (
     LegEvent,
     LegFailed,
     LocallyPrefilled,
+    PutInPool,
     SampleFinished,
     Service,
     WriterLost,
 )
 from router.flight import Flight, FlightState
 from router.legs import Leg, LegTable
-from router.verdicts import Broken, Orphaned, Over, Settling, Verdict
+from router.verdicts import Broken, Orphaned, Over, Pooled, Settling, Verdict
 
 _UNDECIDED = (FlightState.PREFILLING, FlightState.HANDING_OVER)
 
@@ -59,6 +60,8 @@ class FlightProgress:
                 return self._first_tokens(leg, event, now_s)
             case HandedOff():
                 return self._handed_off(leg, event, now_s)
+            case PutInPool():
+                return self._put_in_pool(leg, now_s)
             case WriterLost():
                 return self._writer_lost(leg, event)
             case LocallyPrefilled():
@@ -181,6 +184,16 @@ class FlightProgress:
         self._legs.close(leg)
         return [], self._prefill_done(flight, now_s)
 
+    def _put_in_pool(self, leg: Leg, now_s: float) -> Progress:
+        flight = leg.flight
+        if flight.state is FlightState.PREFILLING:
+            return self._breach(leg, "put a prompt into the pool before its first tokens", now_s)
+        if flight.decoded or flight.decode is None:
+            return self._breach(leg, "put a prompt into the pool that was handed over", now_s)
+        leg.worker.breaker.succeeded(now_s)
+        self._legs.close(leg)
+        return [], Pooled(flight=flight)
+
     def _prefill_done(self, flight: Flight, now_s: float) -> Verdict | None:
         """P has nothing more to say: D goes on alone, or the flight is over."""
         if flight.state is FlightState.SETTLING:
@@ -215,6 +228,7 @@ _SERVICE_OF: dict[type[LegEvent], Service] = {
     LocallyPrefilled: Service.DECODE,
     FirstTokensArrived: Service.PREFILL,
     HandedOff: Service.PREFILL,
+    PutInPool: Service.PREFILL,
     WriterLost: Service.DECODE,
 }
 

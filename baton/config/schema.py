@@ -193,6 +193,8 @@ class TransferConfig:
         quiesce_timeout_s: How long an aborted transfer may stay unacknowledged before its peer is fenced.
         lease_s: A prefill worker whose heartbeats stop for this long is suspected: it is cut off and another takes over.
         retry_grace_s: How long a decode worker keeps a reservation for another prefill worker after one was lost.
+        pool_after_s: How long a computed prompt waits for room on its decode worker before it is left in the pool, to be fetched
+            from there; without a pool it waits on.
         checksums: Verify every page before it is decoded.
     """
 
@@ -202,6 +204,7 @@ class TransferConfig:
     quiesce_timeout_s: float = 5.0
     lease_s: float = 5.0
     retry_grace_s: float = 2.0
+    pool_after_s: float = 0.5
     checksums: bool = True
 
 
