@@ -28,7 +28,7 @@ class Watched(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.syncs = 0
+        self.syncs: int = 0
 
     def __torch_dispatch__(
         self,
@@ -79,6 +79,7 @@ class AbsentKernels(ReferenceKernels):
 
 def watched(work: Callable[[], object]) -> int:
     """How often `work` made the host wait."""
-    with Watched() as mode:
+    mode = Watched()
+    with mode:
         work()
     return mode.syncs

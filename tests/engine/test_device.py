@@ -1,6 +1,7 @@
 """Where an engine computes, and that all of a step is computed there."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_a_step_mixes_no_memory_of_the_host_in_and_waits_once(
     runner, plans = steps_of(checkpoint, params, dtype)
     for plan in plans:
         drawing = any(row.samples for row in plan.rows)
-        assert watched(lambda plan=plan: runner.execute(plan)) == (1 if drawing else 0)
+        assert watched(partial(runner.execute, plan)) == (1 if drawing else 0)
 
 
 def test_a_step_that_scores_its_prompt_waits_once_more(checkpoint: Path):
