@@ -145,7 +145,13 @@ def assignment_of(
     )
     if child.role == ROUTER:
         here = tuple(other.worker.address for other in children if other.worker is not None)
-        part = replace(part, worker_addresses=(*here, *config.cluster.workers), http_fds=(http_fd,))
+        pool_here = (part.pool_address,) if part.pool_address else ()
+        part = replace(
+            part,
+            worker_addresses=(*here, *config.cluster.workers),
+            pool_addresses=(*pool_here, *config.cluster.pool_nodes),
+            http_fds=(http_fd,),
+        )
     if child.role == POOL:
         region = kv_socket(Path(config.cluster.runtime_dir), child.name)
         part = replace(part, region_path=str(region))

@@ -80,6 +80,10 @@ class GrpcPoolClient:
         """See `PoolClient`."""
         return self._slab
 
+    def node(self) -> WorkerIdentity | None:
+        """See `AttachedClient`."""
+        return None if self._node is None else identity_from_proto(self._node.node)
+
     async def lease(self, keys: Sequence[BlockKey], lease_s: float, wait_s: float) -> BlockLease:
         """See `PoolClient`."""
         keys = keys[:MAX_KEYS]

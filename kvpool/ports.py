@@ -127,6 +127,9 @@ class PoolClient(Protocol):
 class AttachedClient(PoolClient, Protocol):
     """A client that finds the node by itself, again and again, and says on the event loop which slab there is, if any."""
 
+    def node(self) -> WorkerIdentity | None:
+        """The start of the node whose slab is mapped, if one is."""
+
     async def start(self) -> None:
         """Looks for the node from now on; does not wait for it."""
 

@@ -151,6 +151,7 @@ RULES: tuple[Rule, ...] = (
         demand="must be from 1 to 65535",
     ),
     Rule(path="cluster.workers", holds=all, demand="must not hold an empty address"),
+    Rule(path="cluster.pool_nodes", holds=all, demand="must not hold an empty address"),
     Rule(
         path="cluster.secret",
         holds=lambda v: v == "" or re.fullmatch(r"[0-9a-fA-F]{64}", v) is not None,

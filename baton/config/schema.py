@@ -296,6 +296,7 @@ class ClusterConfig:
         decode_workers: Number of decode workers to start.
         hybrid_workers: Number of workers that do both. With these asked for, the numbers above default to 0.
         workers: Addresses of workers that run elsewhere; the router joins them to the ones started here.
+        pool_nodes: Addresses of pool nodes that run elsewhere: the router watches what they hold.
         runtime_dir: Directory of this cluster's sockets; empty for one named after the HTTP port, in the machine's
             directory for temporary files. Made at start and removed at the end.
         secret: Cluster secret in hex (32 bytes); empty draws a new one at start.
@@ -311,6 +312,7 @@ class ClusterConfig:
     decode_workers: int = 1
     hybrid_workers: int = 0
     workers: tuple[str, ...] = ()
+    pool_nodes: tuple[str, ...] = ()
     runtime_dir: str = ""
     secret: str = ""
     restart_backoff_s: float = 0.5
