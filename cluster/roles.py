@@ -61,17 +61,20 @@ async def run_router(child: Child) -> None:
 
 async def run_pool(child: Child) -> None:
     """The pool's node: the blocks that this host's workers share."""
+    from cluster.pool_tenants import open_allowances
     from kvpool import service
 
-    part = child.assignment.part
-    await service.run(
-        child.assignment.config,
-        identity=WorkerIdentity(worker_id=WorkerId(part.name), incarnation=part.incarnation),
-        address=part.pool_address,
-        region_path=part.region_path,
-        ready=child.ready,
-        stop=child.stop,
-    )
+    config, part = child.assignment.config, child.assignment.part
+    async with open_allowances(config.tenants, config.pool.tenant_bytes) as allowances:
+        await service.run(
+            config,
+            identity=WorkerIdentity(worker_id=WorkerId(part.name), incarnation=part.incarnation),
+            address=part.pool_address,
+            region_path=part.region_path,
+            allowances=allowances,
+            ready=child.ready,
+            stop=child.stop,
+        )
 
 
 async def run_worker(child: Child) -> None:

@@ -110,9 +110,9 @@ class PoolAgent:
             pool_fetch_s=told.pool_fetch_s,
         )
 
-    async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+    async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey], tenant: str = "") -> None:
         """Borrows what the pool has of a prompt that is about to be submitted. See `Borrower.prepare`."""
-        await self._borrower.prepare(seq_id, keys)
+        await self._borrower.prepare(seq_id, keys, tenant)
 
     async def put_now(self, pages: Sequence[PublishedPage]) -> bool:
         """Puts a text's leading pages ahead of all that waits; whether the pool has every one of them then."""

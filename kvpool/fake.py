@@ -139,7 +139,13 @@ class FakeClient:
         """See AttachedClient."""
         return None if self.slab() is None else self._pool.identity
 
-    async def lease(self, keys: Sequence[BlockKey], lease_s: float, wait_s: float) -> BlockLease:  # noqa: ARG002
+    async def lease(
+        self,
+        keys: Sequence[BlockKey],
+        lease_s: float,
+        wait_s: float,  # noqa: ARG002
+        tenant: str = "",  # noqa: ARG002
+    ) -> BlockLease:
         """See PoolClient. There is no disk to wait for."""
         ledger = await self._pool.answer("lease")
         lease = ledger.lease(keys, lease_s, self._pool.clock.now_s())

@@ -2,12 +2,13 @@
 pages of its arena and somebody who talks to the node.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from baton.ids import BlockKey, SeqId, WorkerIdentity
 from kv_transfer.page_copy import Pages
 from kv_transfer.plan import Numbers
+from kvpool.accounts import Allowance
 from kvpool.actions import DiskBlock
 from kvpool.hashed_copy import Hashes
 from kvpool.messages import (
@@ -60,6 +61,18 @@ class Directory(Protocol):
         """Voids every replica that `selection` covers, on all nodes. Returns the number of flushes so far."""
 
 
+class AllowanceSource(Protocol):
+    """Where a node learns what the operator allows its tenants."""
+
+    async def next(self) -> Mapping[str, Allowance] | None:
+        """What holds now, by tenant, if it is other than the last time; None if it is the same.
+
+        Raises:
+            ConfigError: It cannot be read, or is wrong. Said once; until it changes again the answer is None.
+            UnavailableError: There is no answer.
+        """
+
+
 class ArenaPages(Protocol):
     """The pages of one engine's KV arena, as the threads see them that copy between it and a slab.
 
@@ -103,8 +116,12 @@ class PoolClient(Protocol):
     def slab(self) -> list[Pages] | None:
         """The slab, one array `[num_slots, page_layer_bytes]` per layer; None while no node is there."""
 
-    async def lease(self, keys: Sequence[BlockKey], lease_s: float, wait_s: float) -> BlockLease:
-        """Keeps the leading blocks of a text where they are; what is on the disk is waited for, for `wait_s`."""
+    async def lease(
+        self, keys: Sequence[BlockKey], lease_s: float, wait_s: float, tenant: str = ""
+    ) -> BlockLease:
+        """Keeps the leading blocks of a text where they are; what is on the disk is waited for, for `wait_s`. Counted for
+        `tenant`.
+        """
 
     async def renew(self, lease_ids: Sequence[str], lease_s: float) -> tuple[str, ...]:
         """Prolongs leases; returns those that are over."""

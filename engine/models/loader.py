@@ -128,6 +128,7 @@ class _Assembly:
             spec=spec,
             dtype=weights.dtype,
             device=weights.device,
+            kernels=self._kernels,
             embedding=Embedding(weight=embedding),
             rotary=RotaryEmbedding(spec.rope, spec.head_dim, weights.device),
             layers=tuple(layers),
