@@ -24,19 +24,21 @@ def test_prompts_that_are_handed_over_on_a_gpu_go_on_as_transformers_would(
 ) -> None:
     checkpoint = make_model(tmp_path / "model", "llama")
     reference = Reference(checkpoint)
-    with serve(str(checkpoint), *FLAGS, "--transfer-backends", backend) as served:
-        with served.client() as http:
-            for prompt in PROMPTS:
-                asked = {
-                    "model": str(checkpoint),
-                    "prompt": prompt,
-                    "max_tokens": 24,
-                    "temperature": 0,
-                    "ignore_eos": True,
-                    "return_token_ids": True,
-                }
-                reply = http.post("/v1/completions", json=asked)
-                assert reply.status_code == 200, reply.text
-                drawn = reply.json()["choices"][0]["token_ids"]
-                assert len(drawn) == 24
-                reference.assert_greedy(prompt, drawn)
+    with (
+        serve(str(checkpoint), *FLAGS, "--transfer-backends", backend) as served,
+        served.client() as http,
+    ):
+        for prompt in PROMPTS:
+            asked = {
+                "model": str(checkpoint),
+                "prompt": prompt,
+                "max_tokens": 24,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            reply = http.post("/v1/completions", json=asked)
+            assert reply.status_code == 200, reply.text
+            drawn = reply.json()["choices"][0]["token_ids"]
+            assert len(drawn) == 24
+            reference.assert_greedy(prompt, drawn)

@@ -1,5 +1,6 @@
 """Where an engine computes, and that all of a step is computed there."""
 
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from baton.errors import ConfigError
 from baton.generation import SamplingParams
 from baton.ids import BlockId
 from engine.cache.arena import KvArena
-from engine.device import arena_buffer, choose_device, layer_marker
+from engine.device import arena_buffer, choose_device, computing_on, layer_marker
 from engine.models.config import kv_layout, load_spec
 from engine.models.loader import load_decoder
 from engine.runner import ModelRunner
@@ -123,6 +124,28 @@ def test_a_gpu_that_is_missing_is_refused_by_what_is_missing(
     with pytest.raises(ConfigError, match=names) as caught:
         choose_device("cuda", gpu)
     assert caught.value.param == "engine.device"
+
+
+class Stream:
+    """Counts how often somebody waited for it."""
+
+    waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_step_is_over_once_its_gpu_is_through(monkeypatch: pytest.MonkeyPatch, broken: bool):
+    """Its pages may be freed then, and granted to a peer that writes at once."""
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    with suppress(ValueError), computing_on(torch.device("cuda", 0)):
+        assert stream.waits == 0
+        if broken:
+            raise ValueError
+    assert stream.waits == 1
 
 
 def test_host_memory_is_taken_as_it_is_and_needs_no_events():

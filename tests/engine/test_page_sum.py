@@ -1,7 +1,5 @@
 """Triton's word sums against their torch twin and the host's: on a GPU, else under Triton's interpreter."""
 
-import importlib.util
-import os
 from types import ModuleType
 
 import numpy as np
@@ -13,19 +11,12 @@ from baton.layout import KvLayout
 from engine.cache.arena import KvArena
 from engine.kernels import reference
 from kv_transfer.page_hash import Checksum, hash_rows
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason='no Triton: its kernels are untested (a torch for GPUs brings it; pip install "baton-serve[triton]" is enough)',
-)
+from tests.engine.triton_cases import DEVICE, kernels, needs_triton
 
 
 @pytest.fixture(scope="module")
 def page_sum() -> ModuleType:
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined
-    return importlib.import_module("engine.kernels.page_sum")
+    return kernels("page_sum")
 
 
 def rows(num_pages: int, row_bytes: int) -> torch.Tensor:
