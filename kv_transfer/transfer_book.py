@@ -5,13 +5,13 @@ Kept by the ledger (`ledger.py`), which says what may happen to them.
 """
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.errors import BatonError, InvariantError, TransferError
 from baton.ids import XferId
 from kv_transfer.ledger_messages import LedgerAction
-from kv_transfer.messages import SessionId
+from kv_transfer.peers import PeerBook
 from kv_transfer.ticket import Permit
 from kv_transfer.transfer import Transfer
 from kv_transfer.transfer_state import TransferState
@@ -78,13 +78,13 @@ class TransferBook:
             self.shut(transfer.xfer_id, transfer.error or TransferError(OVER), now_s)
         return actions
 
-    def quarantined(self, sessions: Container[SessionId]) -> int:
-        """Pages that nobody may use: a prefill worker whose session is none of these may still write there."""
+    def quarantined(self, peers: PeerBook) -> int:
+        """Pages that nobody may use, because a prefill worker that was lost may still write there."""
         return sum(
             len(transfer.grant.blocks)
             for transfer in self
             if transfer.grant
-            and any(part.session not in sessions for part in transfer.parts.writers())
+            and any(part.session not in peers for part in transfer.parts.writers())
         )
 
     def forget_old(self, now_s: float) -> None:

@@ -101,12 +101,6 @@ class Request:
             raise TransferError(f"UCX lost a message: error {status}")
         return True
 
-    def release(self) -> None:
-        """Gives UCX its request back, whatever became of the message; what it was given stays until this object goes."""
-        if self._pointer:
-            self._library.ucp_request_free(self._pointer)
-            self._pointer = 0
-
 
 class Messages:
     """What can be sent and received by one worker. Not thread-safe.

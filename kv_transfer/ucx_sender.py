@@ -246,8 +246,6 @@ class UcxWriter:
 
     def _end(self, error: TransferError) -> None:
         """The thread's last act: nothing is read or sent any more, and whoever still waits for a push hears of it."""
-        for request in self._unfinished():
-            request.release()
         self._way.worker.close()
         with self._lock:
             self._lost = error
@@ -262,11 +260,6 @@ class UcxWriter:
             job.done(error)
         self._way.connection.close()
         os.close(self._wake)
-
-    def _unfinished(self) -> list[Request]:
-        """What UCX has not been asked about for the last time."""
-        sent = [request for entry in self._on_their_way.values() for request in entry.requests]
-        return [*self._answered, *sent]
 
 
 def _finish(job: _Job) -> None:

@@ -96,8 +96,6 @@ class UcxSession:
             self._refuse(error.message)
         except Exception as error:  # noqa: BLE001  # whatever the peer made UCX say ends this peer, no other
             self._refuse(repr(error))
-        for unfinished in (*self._heads, *self._arriving):
-            unfinished.request.release()
         self._worker.close()
         with self._lock:
             self._is_over = True

@@ -93,7 +93,7 @@ class GpuPages:
             for turn in self._turns(len(pages), stage):
                 staged = np.arange(len(pages[turn]), dtype=np.int64)
                 hashes[turn] = copy_hashed(source, stage.rows, slots[turn], staged)
-                for begin, page, count in runs(staged, pages[turn]):
+                for begin, page, count in runs(staged.tolist(), pages[turn].tolist()):
                     self._gpu.put(
                         self._page(layer_index, page),
                         self._staged(stage, begin),
@@ -114,7 +114,7 @@ class GpuPages:
         with stage.lock:
             for turn in self._turns(len(pages), stage):
                 staged = np.arange(len(pages[turn]), dtype=np.int64)
-                for page, begin, count in runs(pages[turn], staged):
+                for page, begin, count in runs(pages[turn].tolist(), staged.tolist()):
                     self._gpu.fetch(
                         self._staged(stage, begin),
                         self._page(layer_index, page),
@@ -131,10 +131,10 @@ class GpuPages:
 
     def _page(self, layer_index: int, page: int) -> int:
         layer = self._layout.layer_offset(layer_index, self._num_blocks)
-        return self._address + layer + int(page) * self._layout.page_layer_bytes
+        return self._address + layer + page * self._layout.page_layer_bytes
 
     def _staged(self, stage: _Stage, row: int) -> int:
-        return stage.address + int(row) * self._layout.page_layer_bytes
+        return stage.address + row * self._layout.page_layer_bytes
 
     def _check(self, pages: Numbers) -> None:
         if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self._num_blocks:
