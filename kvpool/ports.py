@@ -33,10 +33,11 @@ class Directory(Protocol):
     async def publish(self, node: WorkerIdentity, changes: DirectoryChanges) -> None:
         """Takes one node's changes, in the order in which the node says them. Those of a node without a lease are passed over."""
 
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[tuple[Replica, ...]]:
+    async def lookup(self, keys: Sequence[BlockKey]) -> Sequence[tuple[Replica, ...]]:
         """Replicas of the leading blocks of a chain that some living node holds: one entry per block, none of them empty.
 
-        One round trip, whatever the chain's length. Grants nothing and leaves no trace.
+        One round trip, whatever the chain's length. Grants nothing and leaves no trace. The answer may make its objects where
+        it is looked at, so look once, and only at the blocks that matter.
         """
 
     async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Renewal:
