@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.kernels.ports import PagedBatch
-from engine.kernels.reference import ReferenceKernels
+from engine.kernels.ports import HeadNorms, PagedBatch, Rotation
+from engine.kernels.reference import ReferenceKernels, rms_norm, rotate
 
 ABSENT = torch.device("meta")
 _FETCHING = {"aten::_to_copy", "aten::to"}
@@ -62,7 +62,26 @@ def _wants_host(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 class AbsentKernels(ReferenceKernels):
-    """The twins, but for attention, which reads lengths on the host: here every input is used where it lies."""
+    """The twins, but for those that read lengths or count slots on the host: here every input is used where it lies."""
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """For slots that are all there."""
+        _, kv_heads, _, block_tokens, head_dim = pages.shape
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        query, key, value = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+        if norms is not None:
+            query = rms_norm(query, norms.query, norms.eps)
+            key = rms_norm(key, norms.key, norms.eps)
+        pages[slots // block_tokens, :, 0, slots % block_tokens] = rotate(key, rotation)
+        pages[slots // block_tokens, :, 1, slots % block_tokens] = value
+        return rotate(query, rotation)
 
     def paged_attention(
         self,
