@@ -3,7 +3,15 @@
 import argparse
 from dataclasses import dataclass
 
-from baton.config.rules import DIRECTORIES, DTYPES, EVICTIONS, LOG_FORMATS, LOG_LEVELS, POLICIES
+from baton.config.rules import (
+    DEVICES,
+    DIRECTORIES,
+    DTYPES,
+    EVICTIONS,
+    LOG_FORMATS,
+    LOG_LEVELS,
+    POLICIES,
+)
 from baton.config.setting import Setting
 
 
@@ -71,6 +79,7 @@ FLAGS: tuple[Flag, ...] = (
         path="engine.max_num_batched_tokens",
         help="token budget of one step",
     ),
+    _flag("--device", path="engine.device", help="|".join(DEVICES), metavar="NAME"),
     _flag("--block-size", path="engine.block_size", help="tokens per KV page (power of two)"),
     _flag(
         "--gpu-memory-utilization",
@@ -88,7 +97,7 @@ FLAGS: tuple[Flag, ...] = (
     _flag(
         "--transfer-backends",
         path="transfer.backends",
-        help="ways to hand KV over, preferred first: shm|nixl|ucx",
+        help="ways to hand KV over, preferred first: cuda_ipc|shm|nixl|ucx",
         metavar="NAME",
         is_list=True,
     ),

@@ -5,24 +5,24 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.clock import MonotonicClock
-from baton.layout import SPARE_BLOCKS
+from baton.layout import SPARE_BLOCKS, KvLayout
 from baton.rpc.hello import WorkerHello
-from baton.telemetry.logs import get_logger
 from baton.telemetry.worker import WorkerMetrics
 from cluster.assignment import Assignment
 from kv_transfer.arena_memory import WorkerMemory
+from kv_transfer.cuda import Cuda
+from kv_transfer.memory import ArenaSpan
 from kvpool.agent import PoolAgent
 from kvpool.client import GrpcPoolClient
+from kvpool.gpu_pages import GpuPages
 from kvpool.host_pages import HostPages
+from kvpool.ports import ArenaPages
 from kvpool.worker_metrics import PoolMetrics
 
 if TYPE_CHECKING:
     from engine.host import ThreadEngineHost
     from kvpool.pooled_engine import PooledEngine
     from kvpool.prompt_store import PooledPrompts
-
-
-_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +54,9 @@ def join_pool(
     config, address, layout = assignment.config, assignment.part.pool_address, hello.layout
     if not (config.pool.enabled and address and config.engine.enable_prefix_caching):
         return None
-    if memory.span.device is not None:
-        _log.warning("pages on a GPU take no part in the pool: this worker goes without")
-        return None
     agent = PoolAgent(
         partial(GrpcPoolClient, address, hello.identity, layout),
-        HostPages(memory.span.host_view, layout, num_blocks=hello.num_blocks + SPARE_BLOCKS),
+        _pages(memory.span, layout, hello.num_blocks + SPARE_BLOCKS),
         host.generation,
         config=config.pool,
         model=layout.model_fingerprint,
@@ -73,3 +70,9 @@ def join_pool(
         engine=PooledEngine(host, agent, keys),
         prompts=PooledPrompts(agent, keys, host.generation),
     )
+
+
+def _pages(arena: ArenaSpan, layout: KvLayout, num_blocks: int) -> ArenaPages:
+    if arena.device is None:
+        return HostPages(arena.host_view, layout, num_blocks=num_blocks)
+    return GpuPages(arena, Cuda(arena.device), layout, num_blocks=num_blocks)

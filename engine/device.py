@@ -4,8 +4,8 @@ A GPU computes behind its host's back: when the runner tells that a layer is don
 Whoever takes the layer's pages away waits for the event that was queued behind them.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -33,9 +33,21 @@ def choose_device(asked: str, gpu: int = 0) -> torch.device:
     return torch.device("cuda", gpu)
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which kernels go to `device`; which GPU that is each thread has to say for itself."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def computing_on(device: torch.device) -> AbstractContextManager[None]:
+    """A context in which kernels go to `device`. Left once they are done, also where a step drew nothing or broke off: what it
+    wrote to may be freed then, and others write there without asking the GPU.
+    """
+    return _on_gpu(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _on_gpu(device: torch.device) -> Iterator[None]:
+    with torch.cuda.device(device):  # which GPU is meant each thread has to say for itself
+        try:
+            yield
+        finally:
+            # Not the whole GPU: others' copies have streams of their own.
+            torch.cuda.current_stream(device).synchronize()
 
 
 def weigh_gpu(device: torch.device) -> int:

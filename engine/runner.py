@@ -6,7 +6,7 @@ from baton.errors import BatonError, EngineError
 from baton.generation import TokenLogprobs
 from baton.pages import FetchOutcome
 from engine.cache.arena import KvArena
-from engine.device import current, layer_marker
+from engine.device import computing_on, layer_marker
 from engine.graphs import DecodeGraphs
 from engine.layer_walk import LayerWalk
 from engine.models.decoder import Decoder
@@ -63,7 +63,7 @@ class ModelRunner:
             EngineError: The step cannot be computed, be it for one row. Nothing but the pages of the plan's rows was written.
         """
         try:
-            with current(self._model.device):
+            with computing_on(self._model.device):
                 return self._execute(plan)
         except (RuntimeError, IndexError, ValueError) as error:
             raise EngineError(f"step {plan.step} failed: {error}") from error

@@ -254,6 +254,11 @@ class Cuda:
         to, size = ctypes.c_void_p(target), ctypes.c_size_t(size_bytes)
         self._here("cuMemcpyDtoHAsync_v2", to, _address(source), size, ctypes.c_void_p(stream))
 
+    def put(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
+        """Queues a copy from pinned host memory to device memory."""
+        given, size = ctypes.c_void_p(source), ctypes.c_size_t(size_bytes)
+        self._here("cuMemcpyHtoDAsync_v2", _address(target), given, size, ctypes.c_void_p(stream))
+
     def write(self, address: int, content: bytes) -> None:
         """Host bytes to device memory. Blocks."""
         self._here("cuMemcpyHtoD_v2", _address(address), content, ctypes.c_size_t(len(content)))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineError, TransferError, WorkerLostError
+from kv_transfer.messages import SessionId
 from kv_transfer.transfer import Transfer
 from kv_transfer.transfer_state import TransferState
 
@@ -52,3 +53,13 @@ def overdue(transfer: Transfer, limits: LedgerLimits, now_s: float) -> BatonErro
             return None if waited_s <= limit_s else transfer.error or WorkerLostError(LOST)
         case _:
             return None
+
+
+def too_slow(transfer: Transfer, limits: LedgerLimits, now_s: float) -> list[SessionId]:
+    """Those who were asked to stop writing and have not answered in time."""
+    limit_s = now_s - limits.quiesce_timeout_s
+    return [
+        part.session
+        for part in transfer.parts.writers()
+        if part.stop_asked_s is not None and part.stop_asked_s < limit_s
+    ]

@@ -11,13 +11,11 @@ from baton.errors import (
     BatonError,
     CancelledByPeerError,
     CorruptKvError,
-    InvariantError,
     TransferError,
     WorkerLostError,
 )
 from baton.ids import XferId
-from kv_transfer.deadlines import LOST, LedgerLimits, overdue
-from kv_transfer.ended import EndedTransfers
+from kv_transfer.deadlines import LOST, LedgerLimits, overdue, too_slow
 from kv_transfer.ledger_messages import (
     EndSession,
     Expected,
@@ -39,10 +37,10 @@ from kv_transfer.messages import AbortRequest, Commit, Heartbeat, Quiesced, Rese
 from kv_transfer.peers import PeerBook
 from kv_transfer.ticket import Permit
 from kv_transfer.transfer import Transfer
+from kv_transfer.transfer_book import OVER, TransferBook
 from kv_transfer.transfer_state import TransferState
 
 _S = TransferState
-_OVER = "this transfer is over already"
 
 
 class TransferLedger:
@@ -54,8 +52,7 @@ class TransferLedger:
 
     def __init__(self, limits: LedgerLimits) -> None:
         self._limits = limits
-        self._transfers: dict[XferId, Transfer] = {}
-        self._ended = EndedTransfers(keep_s=limits.expect_timeout_s)
+        self._book = TransferBook(keep_s=limits.expect_timeout_s, checksums=limits.checksums)
         self._peers = PeerBook(limits.lease_s)
         self.refused = 0
         self.corrupted = 0
@@ -92,56 +89,48 @@ class TransferLedger:
             silent = WorkerLostError("the prefill worker gave no sign of life within its lease")
             actions += self._cut_off(session, silent)
             actions += self._session_lost(session, now_s)
-        for transfer in list(self._transfers.values()):
+        for transfer in self._book:
             actions += self._check_deadline(transfer, now_s)
-        self._ended.forget_old(now_s)
+        self._book.forget_old(now_s)
         return actions
 
     def state(self, xfer_id: XferId) -> TransferState | None:
         """Where a transfer stands; None once it is over."""
-        transfer = self._transfers.get(xfer_id)
+        transfer = self._book.find(xfer_id)
         return transfer.state if transfer else None
 
     def in_flight(self) -> int:
         """Transfers that are not over."""
-        return len(self._transfers)
+        return len(self._book)
 
     def quarantined(self) -> int:
         """Pages that nobody may use because a prefill worker that was lost may still write there."""
-        return sum(
-            len(transfer.grant.blocks)
-            for transfer in self._transfers.values()
-            if transfer.grant
-            and any(part.session not in self._peers for part in transfer.parts.writers())
-        )
+        return self._book.quarantined(self._peers)
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the book contradicts itself."""
-        for xfer_id, transfer in self._transfers.items():
-            transfer.check_integrity()
-            if xfer_id != transfer.xfer_id or self._ended.find(xfer_id) is not None:
-                raise InvariantError(f"transfer {xfer_id} is over and still here: {transfer!r}")
+        self._book.check_integrity()
 
     def _expect(self, permit: Permit, now_s: float) -> list[LedgerAction]:
-        ended = self._ended.find(permit.xfer_id)
+        ended = self._book.ended_with(permit.xfer_id)
         if ended is not None:
             # The prefill worker gave up before the router's word arrived, or this is a replay.
             self.refused += 1
-            return [TransferFailed(xfer_id=permit.xfer_id, error=ended.error)]
-        transfer = self._transfers.get(permit.xfer_id)
+            return [TransferFailed(xfer_id=permit.xfer_id, error=ended)]
+        transfer = self._book.find(permit.xfer_id)
         if transfer is None:
-            self._open(permit, _S.EXPECTED, now_s)
+            self._book.open(permit, _S.EXPECTED, now_s)
             return []
         if transfer.state is not _S.ASKED:
             self.refused += 1
             return []
         if transfer.permit != permit:
             error = TransferError("the prefill worker showed another permit than the router")
-            return self._kept(transfer, transfer.fail(error, now_s), now_s)
+            return self._book.kept(transfer, transfer.fail(error, now_s), now_s)
         return transfer.announced(now_s)
 
     def _reassigned(self, permit: Permit, now_s: float) -> list[LedgerAction]:
-        transfer = self._transfers.get(permit.xfer_id)
+        transfer = self._book.find(permit.xfer_id)
         if transfer is not None and transfer.permit == permit:
             transfer.reassigned = True  # its request overtook the router's word
             return []
@@ -168,13 +157,14 @@ class TransferLedger:
     def _asked(self, event: FromPeer, permit: Permit, now_s: float) -> list[LedgerAction]:
         if permit.source != event.peer:
             return self._refuse(event, permit.xfer_id, permit.attempt)
-        ended = self._ended.find(permit.xfer_id)
+        ended = self._book.ended_with(permit.xfer_id)
         if ended is not None:
-            return self._refuse(event, permit.xfer_id, permit.attempt, ended.error)
+            return self._refuse(event, permit.xfer_id, permit.attempt, ended)
         link = self._peers.link(event.session)
-        transfer = self._transfers.get(permit.xfer_id)
+        transfer = self._book.find(permit.xfer_id)
         if transfer is None:
-            return self._open(permit, _S.ASKED, now_s).join(event.session, link, now_s)
+            opened = self._book.open(permit, _S.ASKED, now_s)
+            return opened.join(event.session, link, now_s)
         actions: list[LedgerAction] = []
         if transfer.takes_over(permit):
             # The permit is the router's word too; the other copy is still on its way.
@@ -187,11 +177,11 @@ class TransferLedger:
         return [*actions, *transfer.join(event.session, link, now_s)]
 
     def _reserved(self, event: PagesReserved, now_s: float) -> list[LedgerAction]:
-        transfer = self._transfers.get(event.xfer_id)
+        transfer = self._book.find(event.xfer_id)
         return transfer.reserved(event.grant, now_s) if transfer else []
 
     def _commit(self, event: FromPeer, commit: Commit, now_s: float) -> list[LedgerAction]:
-        transfer = self._transfers.get(commit.xfer_id)
+        transfer = self._book.find(commit.xfer_id)
         part = transfer.parts.writer(event.session, commit.attempt) if transfer else None
         if transfer is None or part is None:
             return self._refuse(event, commit.xfer_id, commit.attempt)
@@ -201,7 +191,7 @@ class TransferLedger:
         return self._judged(transfer, transfer.commit(part, commit, now_s), now_s)
 
     def _verified(self, event: PagesVerified, now_s: float) -> list[LedgerAction]:
-        transfer = self._transfers.get(event.xfer_id)
+        transfer = self._book.find(event.xfer_id)
         part = transfer.in_question(event.session, event.attempt) if transfer else None
         if transfer is None or part is None:
             return []
@@ -212,64 +202,64 @@ class TransferLedger:
     ) -> list[LedgerAction]:
         """What followed of a commit, or of the look at its bytes."""
         self.corrupted += isinstance(transfer.error, CorruptKvError)
-        return self._kept(transfer, actions, now_s)
+        return self._book.kept(transfer, actions, now_s)
 
     def _quiesced(self, event: FromPeer, said: Quiesced, now_s: float) -> list[LedgerAction]:
         error = CancelledByPeerError("the prefill worker gave this transfer up")
-        transfer = self._transfers.get(said.xfer_id)
+        transfer = self._book.find(said.xfer_id)
         if transfer is None:
             # Perhaps before the router's word, which then finds it over.
             self.refused += 1
-            self._ended.add(said.xfer_id, error, now_s)
+            self._book.shut(said.xfer_id, error, now_s)
             return []
         writer = transfer.parts.writer(event.session, said.attempt)
         if writer is not None:
-            return self._kept(transfer, transfer.writer_stopped(writer, error, now_s), now_s)
+            return self._book.kept(transfer, transfer.writer_stopped(writer, error, now_s), now_s)
         current = said.attempt == transfer.attempt and not transfer.unclaimed
         if not current or not transfer.waits_for_peers or not self._is_needed(transfer, event):
             self.refused += 1
             return []
-        return self._kept(transfer, transfer.lost(event.session, error, now_s), now_s)
+        return self._book.kept(transfer, transfer.lost(event.session, error, now_s), now_s)
 
     def _is_needed(self, transfer: Transfer, event: FromPeer) -> bool:
         link, ours = self._peers.link(event.session), transfer.permit.source == event.peer
         return transfer.needs(event.session, link, ours=ours)
 
     def _withdraw(self, event: Withdrawn, now_s: float) -> list[LedgerAction]:
-        transfer = self._transfers.get(event.xfer_id)
+        transfer = self._book.find(event.xfer_id)
         if transfer is None:
             # Withdrawn before anybody asked for pages: whoever asks later is refused at once.
-            self._ended.add(event.xfer_id, event.error, now_s)
+            self._book.shut(event.xfer_id, event.error, now_s)
             return []
         if transfer.state in (_S.ABORTING, _S.QUIESCED):
             return []
-        return self._kept(transfer, transfer.abort(event.error, now_s), now_s)
+        return self._book.kept(transfer, transfer.abort(event.error, now_s), now_s)
 
     def _gone(self, event: PagesGone, now_s: float) -> list[LedgerAction]:
-        transfer = self._transfers.get(event.xfer_id)
+        transfer = self._book.find(event.xfer_id)
         if transfer is None:
             return []
-        return self._kept(transfer, transfer.pages_gone(event.error, now_s), now_s)
+        return self._book.kept(transfer, transfer.pages_gone(event.error, now_s), now_s)
 
     def _session_lost(self, session: SessionId, now_s: float) -> list[LedgerAction]:
         """Of parts that were committed all that their sender had to say is here; the others are lost."""
         self._peers.end(session)
         actions: list[LedgerAction] = []
-        for transfer in list(self._transfers.values()):
+        for transfer in self._book:
             transfer.parts.disconnected(session)
             part = transfer.parts.of(session)
             if part is not None and part.commit is None and transfer.waits_for_peers:
                 told = transfer.lost(session, WorkerLostError(LOST), now_s)
-                actions += self._kept(transfer, told, now_s)
+                actions += self._book.kept(transfer, told, now_s)
         return actions
 
     def _fenced(self, session: SessionId, now_s: float) -> list[LedgerAction]:
         actions = self._session_lost(session, now_s)
-        for transfer in list(self._transfers.values()):
+        for transfer in self._book:
             for part in transfer.parts.writers():
                 if part.session == session:
                     told = transfer.writer_stopped(part, WorkerLostError(LOST), now_s)
-                    actions += self._kept(transfer, told, now_s)
+                    actions += self._book.kept(transfer, told, now_s)
         self._peers.fenced(session)
         return actions
 
@@ -280,18 +270,13 @@ class TransferLedger:
             return actions
         # Of what the router never announced there is no leg to be told.
         ends = transfer.abort if transfer.state is _S.ASKED else transfer.fail
-        return [*actions, *self._kept(transfer, ends(error, now_s), now_s)]
+        return [*actions, *self._book.kept(transfer, ends(error, now_s), now_s)]
 
     def _check_writers(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
         """A writer that was asked to stop has to answer in time."""
-        limit_s = now_s - self._limits.quiesce_timeout_s
         error = TransferError("the prefill worker did not confirm that it stopped writing")
-        return [
-            cut
-            for part in transfer.parts.writers()
-            if part.stop_asked_s is not None and part.stop_asked_s < limit_s
-            for cut in self._cut_off(part.session, error)
-        ]
+        slow = too_slow(transfer, self._limits, now_s)
+        return [cut for session in slow for cut in self._cut_off(session, error)]
 
     def _cut_off(self, session: SessionId, error: BatonError) -> list[LedgerAction]:
         if not self._peers.cut_off(session):
@@ -311,23 +296,5 @@ class TransferLedger:
         self.refused += 1
         if repeated:
             return []
-        message = AbortRequest(
-            xfer_id=xfer_id, attempt=attempt, error=error or TransferError(_OVER)
-        )
+        message = AbortRequest(xfer_id=xfer_id, attempt=attempt, error=error or TransferError(OVER))
         return [ToPeer(session=event.session, message=message)]
-
-    def _open(self, permit: Permit, state: TransferState, now_s: float) -> Transfer:
-        transfer = Transfer(
-            permit=permit, state=state, since_s=now_s, checksums=self._limits.checksums
-        )
-        self._transfers[permit.xfer_id] = transfer
-        return transfer
-
-    def _kept(
-        self, transfer: Transfer, actions: list[LedgerAction], now_s: float
-    ) -> list[LedgerAction]:
-        """What followed of an event that may have been a transfer's last."""
-        if transfer.over:
-            del self._transfers[transfer.xfer_id]
-            self._ended.add(transfer.xfer_id, transfer.error or TransferError(_OVER), now_s)
-        return actions

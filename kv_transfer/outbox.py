@@ -42,8 +42,8 @@ class Outbox:
         self._sendings: dict[XferId, Sending] = {}
         self._peers: dict[WorkerIdentity, PeerUp] = {}
         self._push_ids = itertools.count(1)
-        self.stale = 0
-        """Messages of peers about attempts that are over here."""
+        self.refused = 0
+        """Messages of peers that fit nothing here: late, repeated, or of another attempt."""
 
     def handle(self, event: OutboxEvent, now_s: float) -> list[OutboxAction]:
         """Applies one event; what names an unknown transfer has no effect."""
@@ -125,7 +125,7 @@ class Outbox:
         sending = self._sendings.get(message.xfer_id)
         meant = sending is not None and sending.peer == event.peer
         if sending is None or not meant or sending.attempt != message.attempt:
-            self.stale += 1
+            self.refused += 1
             return _answer_stale(event)
         if sending.ending:
             return []
@@ -139,7 +139,7 @@ class Outbox:
 
     def _granted(self, sending: Sending, granted: Granted, now_s: float) -> list[OutboxAction]:
         if sending.state is not SendingState.RESERVING:
-            self.stale += 1  # a ticket that is shown again is worth nothing
+            self.refused += 1  # a ticket that is shown again is worth nothing
             return []
         peer = self._peers[sending.peer]
         return sending.granted(granted, peer, peer.link or self._whole, now_s)

@@ -180,6 +180,9 @@ class UcxWorker:
     def close(self) -> None:
         """Disconnects, which a dead peer does not hold up for long, and ends whatever is on its way: nothing is read or
         written for this worker any more. The worker is not used again.
+
+        UCX logs a warning ("was not returned to mpool") for each message that was on its way then: it has no call that ends a
+        rendezvous with a peer that may be alive, and gives the memory of such requests back with the worker.
         """
         if self._endpoint is not None:
             try:

@@ -77,10 +77,7 @@ class AllowanceSource(Protocol):
 class ArenaPages(Protocol):
     """The pages of one engine's KV arena, as the threads see them that copy between it and a slab.
 
-    `HostPages` is for memory that the processor reads. An arena on a GPU needs more: its layers' pages are packed by a kernel
-    into one pinned buffer on the host (or out of it), on a stream of its own, in turns of a few MiB so that packing a turn and
-    copying the one before it overlap; hashes are of the pinned buffer. Torch has no place here, so that implementation belongs
-    to the engine's side and is handed in.
+    `HostPages` is for memory that the processor reads, `GpuPages` for a GPU's.
     """
 
     @property

@@ -91,6 +91,7 @@ class LegAccounts:
         """Takes over what the lifecycle has counted."""
         for outcome, total in self._lifecycle.outcomes.items():
             self._shared.legs_ended(OWNER, outcome.value, total)
+        self._metrics.refused(self._lifecycle.refused_messages)
 
     def _prefilled(self, tell: TellFirstTokens) -> None:
         self._shared.prefilled(

@@ -120,6 +120,11 @@ class PrefillLifecycle:
         return self._outbox.in_flight()
 
     @property
+    def refused_messages(self) -> int:
+        """Messages of decode workers that fitted nothing."""
+        return self._outbox.refused
+
+    @property
     def outcomes(self) -> Mapping[LegState, int]:
         """How many legs have ended in which way."""
         return self._legs.outcomes

@@ -1,6 +1,6 @@
 """What a prefill worker counts beside what every worker does (baton/telemetry/worker.py)."""
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from baton.errors import BatonError
 from baton.telemetry.metrics import REQUEST_LATENCY_BUCKETS_S
@@ -32,6 +32,11 @@ class PrefillMetrics:
             registry=registry,
         )
 
+        self._refused = Gauge(
+            "baton_kv_refused_replies",
+            "Messages of decode workers that fitted no hand-off",
+            registry=registry,
+        )
         self._fenced = Counter(
             "baton_fenced_writes",
             "Writes given up because the lease on the peer's pages was over",
@@ -50,6 +55,10 @@ class PrefillMetrics:
             "Prompts left in the pool because the decode worker had no room",
             registry=registry,
         )
+
+    def refused(self, messages: int) -> None:
+        """So many messages have been refused since the start."""
+        self._refused.set(messages)
 
     def unreachable(self, backend: str) -> None:
         """A backend does not work to some decode worker; backends are a closed set."""

@@ -47,6 +47,7 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from kv_transfer.arena_hashes import ways_to_hash
 from kv_transfer.arena_memory import WorkerMemory
+from kv_transfer.page_hash import Checksum
 from kv_transfer.shm import ShmReceiver, ShmSender
 from kv_transfer.ticket import Permit, TicketOffice
 from prefill_worker.service import PrefillWorker
@@ -165,6 +166,7 @@ async def start_node(
     name: str = "",
     transfer: TransferConfig | None = None,
     advertised: str = "",
+    checksum: Checksum = Checksum.XXH3,
     tracer: Tracer | None = None,
 ) -> Node:
     """Composes a worker as a process of the cluster does: memory and sink, engine, services, server."""
@@ -193,7 +195,8 @@ async def start_node(
     metrics = WorkerMetrics(
         CollectorRegistry(), block_tokens=LAYOUT.block_tokens, num_blocks=LIMITS.num_blocks
     )
-    hashes, office = ways_to_hash(span, LAYOUT, num_blocks=REGION_BLOCKS), TicketOffice(SECRET)
+    ways, office = ways_to_hash(span, LAYOUT, num_blocks=REGION_BLOCKS), TicketOffice(SECRET)
+    hashes = {checksum: ways[checksum], **ways}
     services: list[PrefillWorker | DecodeWorker] = []
     receiver = None
     if role.prefills_for_others:

@@ -19,6 +19,7 @@ from baton.rpc.v1 import (
     prefill_pb2,
     transfer_pb2,
 )
+from kv_transfer.page_hash import Checksum
 from kv_transfer.shm import layer_pages
 from tests.decode_worker.cluster import (
     LAYOUT,
@@ -393,8 +394,11 @@ async def test_a_permit_for_another_prompt_worker_or_tenant_is_refused(tmp_path:
             assert await both.failed(both.to_d, leg) == "ticket_refused"
 
 
-async def test_pages_that_were_corrupted_on_the_way_are_never_decoded(tmp_path: Path):
-    async with pair(tmp_path) as both:
+@pytest.mark.parametrize("checksum", Checksum)
+async def test_pages_that_were_corrupted_on_the_way_are_never_decoded(
+    tmp_path: Path, checksum: Checksum
+):
+    async with pair(tmp_path, checksum=checksum) as both:
         await prefilling(both)
         row = await written_page(both)
         row[0] ^= 1

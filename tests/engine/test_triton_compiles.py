@@ -108,6 +108,15 @@ def page_move() -> Build:
     )
 
 
+def page_sum() -> Build:
+    return Build(
+        kernel="page_sum:_sum_kernel",
+        pointers=dict.fromkeys(("pages", "blocks", "sums"), "i64"),
+        numbers={"stride": "i64", "words": "int", "first_word": "int"},
+        constants={"tile": 2048},
+    )
+
+
 def served(capability: int) -> list[Build]:
     """One of each kernel."""
     return [
@@ -118,6 +127,7 @@ def served(capability: int) -> list[Build]:
         silu_mul(),
         rotate(normed=True),
         page_move(),
+        page_sum(),
     ]
 
 

@@ -61,6 +61,10 @@ class FakeCuda:
         self._gpu.holds(source, size_bytes)
         ctypes.memmove(target, source, size_bytes)
 
+    def put(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
+        self._gpu.holds(target, size_bytes)
+        ctypes.memmove(target, source, size_bytes)
+
     def stream(self) -> Stream:
         stream = Stream(next(self._streams))
         self._queued[stream] = []

@@ -6,9 +6,11 @@ import pytest
 from baton.errors import TransferError
 from baton.ids import BlockId
 from kv_transfer.arena_hashes import ArenaHashes, ReadBackHashes, ways_to_hash
+from kv_transfer.cuda import Cuda, devices
 from kv_transfer.memory import ArenaSpan
 from kv_transfer.page_hash import Checksum
 from tests.kv_transfer.conformance import LAYOUT, fill
+from tests.kv_transfer.device_memory import DeviceMemory
 from tests.kv_transfer.fake_cuda import FakeCuda, FakeGpu
 
 NUM_BLOCKS = 5
@@ -36,6 +38,17 @@ def test_pages_that_are_read_back_hash_as_they_would_on_the_host(
     for layer in range(len(LAYOUT.layers)):
         found = there.of_layer(layer, BLOCKS, parts)
         assert np.array_equal(found, here.of_layer(layer, BLOCKS, parts))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not devices(), reason="no GPU")
+@pytest.mark.parametrize("kind", Checksum)
+def test_pages_of_a_gpu_hash_as_they_would_on_the_host(memory: memoryview, kind: Checksum) -> None:
+    gpu = DeviceMemory(0, len(memory))
+    gpu[:] = bytes(memory)
+    there = ReadBackHashes(gpu.span, Cuda(0), LAYOUT, num_blocks=NUM_BLOCKS, kind=kind)
+    here = ArenaHashes(memory, LAYOUT, num_blocks=NUM_BLOCKS, kind=kind)
+    assert np.array_equal(there.of_layer(1, BLOCKS), here.of_layer(1, BLOCKS))
 
 
 def test_host_memory_prefers_xxh3_and_knows_the_gpus_rule(memory: memoryview) -> None:

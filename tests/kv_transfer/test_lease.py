@@ -1,10 +1,12 @@
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from baton.clock import ManualClock
 from baton.errors import LeaseExpiredError, TransferError
+from baton.ids import BlockId
 from kv_transfer.arena_hashes import ArenaHashes
 from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
 from kv_transfer.heads import plan_link
@@ -95,8 +97,12 @@ class Way:
 
     def push(self, *args) -> tuple[TransferError | None, Hashes | None]:
         self.pusher.push(push(*args), self.done)
-        assert self._came.acquire(timeout=TIMEOUT_S)
+        assert self.landed()
         return self.outcomes[-1]
+
+    def landed(self) -> bool:
+        """Whether one more push came back."""
+        return self._came.acquire(timeout=TIMEOUT_S)
 
     def done(self, error: TransferError | None, hashes: Hashes | None) -> None:
         self.outcomes.append((error, hashes))
@@ -116,6 +122,28 @@ def test_a_push_comes_back_with_the_hashes_of_what_was_pushed(way: Way):
     assert hashes is not None
     assert hashes.tolist() == way.hashes.of_layer(1, push(1, [3, 4], [7, 2]).source).tolist()
     assert page(way.target, RECEIVER_BLOCKS, 1, 7) == page(way.source, SENDER_BLOCKS, 1, 3)
+
+
+class Filled:
+    """The event of pages that nobody has waited for yet: they are written when somebody does."""
+
+    event = 7
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def wait(self) -> None:
+        fill(self._memory)
+
+
+def test_pages_are_hashed_once_the_gpu_has_written_them(way: Way):
+    written = replace(push(1, [3], [7]), ready=Filled(way.source))
+    way.pusher.push(written, way.done)
+    assert way.landed()
+    error, hashes = way.outcomes[-1]
+    assert error is None
+    assert hashes is not None
+    assert hashes.tolist() == way.hashes.of_layer(1, (BlockId(3),)).tolist()
 
 
 def test_nothing_is_written_once_the_lease_is_over(way: Way):

@@ -231,7 +231,7 @@ def test_messages_of_another_attempt_do_not_touch_this_one(outbox: Outbox):
     assert outbox.handle(older, 0.0) == [Send(peer=D, message=Quiesced(xfer_id=X, attempt=0))]
     assert outbox.handle(said(Committed(xfer_id=X, attempt=2)), 0.0) == []
     assert outbox.state(X) is SendingState.RESERVING
-    assert outbox.stale == 2
+    assert outbox.refused == 2
 
 
 def test_a_ticket_that_is_shown_again_is_worth_nothing(outbox: Outbox):

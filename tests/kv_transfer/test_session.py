@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from baton.clock import MonotonicClock
-from baton.errors import BatonError, TicketError, TransferError
+from baton.errors import BatonError, IncompatibleError, TicketError, TransferError
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from baton.rpc.channel import bind, new_server, open_channel
@@ -23,7 +23,14 @@ from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.rpc.v1.common_pb2 import Failure, Signed
 from kv_transfer.arena_hashes import ArenaHashes
 from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
-from kv_transfer.handshake import Endpoint, SessionOffer, refused_field
+from kv_transfer.handshake import (
+    Accepted,
+    Endpoint,
+    SessionOffer,
+    accept,
+    read_accepted,
+    refused_field,
+)
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.link import Link
 from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecode, ToPrefill
@@ -122,7 +129,13 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(folder: Path, layout: KvLayout = LAYOUT, backends=("fake",), spare: int = 0):
+async def serving(
+    folder: Path,
+    layout: KvLayout = LAYOUT,
+    backends=("fake",),
+    spare: int = 0,
+    checksum: Checksum = Checksum.XXH3,
+):
     fabric = FakeFabric()
     target = memoryview(bytearray(LAYOUT.region_bytes(RECEIVER_BLOCKS)))
     source = memoryview(bytearray(LAYOUT.region_bytes(SENDER_BLOCKS)))
@@ -130,9 +143,7 @@ async def serving(folder: Path, layout: KvLayout = LAYOUT, backends=("fake",), s
     receiver = FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS)
     service = TransferService(
         here=Endpoint(identity=D, layout=layout, office=OFFICE),
-        offer=SessionOffer(
-            num_blocks=RECEIVER_BLOCKS - spare, lease_s=LEASE_S, checksum=Checksum.XXH3
-        ),
+        offer=SessionOffer(num_blocks=RECEIVER_BLOCKS - spare, lease_s=LEASE_S, checksum=checksum),
         receivers={
             name: FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS, backend=name)
             for name in backends
@@ -225,6 +236,48 @@ async def test_a_rank_of_another_tensor_parallelism_writes_its_heads(tmp_path: P
         ]
         assert bytes(both.target) == bytes(wanted)
         await session.close()
+
+
+async def test_a_checksum_that_the_prefill_worker_cannot_compute_is_refused_by_name(
+    tmp_path: Path,
+):
+    async with serving(tmp_path, checksum=Checksum.WORD_SUM) as both:
+        both.dial()
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert isinstance(error, IncompatibleError)
+        assert refused_field(error) == "checksum"
+        assert "word_sum there" in error.message
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named", "found"),
+    [
+        (True, "", Checksum.XXH3),  # said before there were several
+        (True, "word_sum", Checksum.WORD_SUM),
+        (False, "", None),
+    ],
+)
+def test_the_decode_worker_says_which_checksum_it_wants(
+    wanted: bool, named: str, found: Checksum | None
+):
+    assert _read(checksums=wanted, checksum=named).checksum is found
+
+
+def test_a_checksum_of_a_later_version_is_refused_by_name():
+    with pytest.raises(IncompatibleError, match="checksum: 'crc9' there") as caught:
+        _read(checksums=True, checksum="crc9")
+    assert refused_field(caught.value) == "checksum"
+
+
+def _read(**said: Any) -> Accepted:
+    here = Endpoint(identity=D, layout=LAYOUT, office=OFFICE)
+    offer = SessionOffer(num_blocks=RECEIVER_BLOCKS, lease_s=LEASE_S, checksum=None)
+    handle = RegionHandle(backend="fake", opaque=b"x", num_blocks=RECEIVER_BLOCKS)
+    accepted = accept(here, offer, handle)
+    accepted.MergeFrom(pb.SessionAccepted(**said))
+    at_p = Endpoint(identity=P, layout=LAYOUT, office=OFFICE)
+    return read_accepted(accepted, at_p, D, ["fake"])
 
 
 class Unreachable:

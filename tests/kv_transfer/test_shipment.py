@@ -31,3 +31,22 @@ def test_a_worker_that_has_pushed_for_weeks_still_knows_its_exports_apart():
         shipment.land(started.push_id, None)
         assert shipment.complete
         shipment.check_integrity()
+
+
+class Written:
+    """A layer's event."""
+
+    event = 7
+
+    def wait(self) -> None:
+        """It has come."""
+
+
+def test_a_push_knows_when_a_gpu_has_written_its_pages():
+    shipment = Shipment(permit(num_blocks=1), num_layers=1, push_ids=itertools.count(1))
+    grant = Grant(held_blocks=0, blocks=(BlockId(7),))
+    shipment.grant(grant, plan_link(LAYOUT, LAYOUT), checksums=False)
+    ready = Written()
+    shipment.export(Export(layer_index=0, first_block=0, source=(BlockId(3),), ready=ready))
+    (started,) = shipment.start()
+    assert started.push.ready is ready

@@ -1,0 +1,141 @@
+"""An arena on a GPU, and the slab beside it: rows go through a pinned buffer on the host, hashed on their way.
+
+slab rows ── copied and hashed by the processor ── pinned buffer ── the GPU's copy engine ── pages of the arena
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from baton.errors import TransferError
+from baton.layout import KvLayout
+from kv_transfer.cuda import HostBuffer, Stream
+from kv_transfer.memory import ArenaSpan
+from kv_transfer.page_copy import Pages
+from kv_transfer.plan import Numbers, runs
+from kvpool.hashed_copy import Hashes, copy_hashed
+
+_STAGED_BYTES = 8 << 20
+
+
+class GpuCopies(Protocol):
+    """Copies between one GPU and pinned memory. Faults raise TransferError."""
+
+    def stream(self) -> Stream:
+        """A stream that waits for no other."""
+
+    def host_buffer(self, size_bytes: int) -> HostBuffer:
+        """Pinned host memory, kept until the process ends."""
+
+    def fetch(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
+        """Queues a copy from device memory to pinned memory."""
+
+    def put(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
+        """Queues a copy from pinned memory to device memory."""
+
+    def wait(self, stream: Stream) -> None:
+        """Blocks until everything queued is done."""
+
+
+class _Stage:
+    """One pinned buffer and the stream that its rows come or go by."""
+
+    def __init__(self, gpu: GpuCopies, row_bytes: int) -> None:
+        count = max(1, _STAGED_BYTES // row_bytes)
+        buffer = gpu.host_buffer(count * row_bytes)
+        self.lock = threading.Lock()
+        self.stream = gpu.stream()
+        self.address = buffer.address
+        self.rows: Pages = np.frombuffer(buffer.view, dtype=np.uint8).reshape(count, row_bytes)
+
+
+class GpuPages:
+    """`ArenaPages` over an arena on a GPU. What the engine wrote has to be done, as it is once a step has ended.
+
+    Args:
+        arena: Where it lies.
+        gpu: That holds it.
+        layout: Of its pages.
+        num_blocks: Pages per layer, those that are never handed out included.
+
+    Raises:
+        TransferError: The arena is smaller than that, or the GPU gives no pinned memory.
+    """
+
+    def __init__(
+        self, arena: ArenaSpan, gpu: GpuCopies, layout: KvLayout, *, num_blocks: int
+    ) -> None:
+        arena.check_holds(layout, num_blocks)
+        self._gpu = gpu
+        self._layout = layout
+        self._num_blocks = num_blocks
+        self._address = arena.address
+        # One for each way: the reader and the publisher are threads of their own.
+        self._inward = _Stage(gpu, layout.page_layer_bytes)
+        self._outward = _Stage(gpu, layout.page_layer_bytes)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a block."""
+        return len(self._layout.layers)
+
+    def copy_in(self, layer_index: int, source: Pages, slots: Numbers, pages: Numbers) -> Hashes:
+        """See `ArenaPages`. The hashes are of the pinned buffer.
+
+        Raises:
+            TransferError: A page lies outside the arena, or the GPU fails.
+        """
+        self._check(pages)
+        hashes, stage = np.empty(len(pages), dtype=np.uint64), self._inward
+        with stage.lock:
+            for turn in self._turns(len(pages), stage):
+                staged = np.arange(len(pages[turn]), dtype=np.int64)
+                hashes[turn] = copy_hashed(source, stage.rows, slots[turn], staged)
+                for begin, page, count in runs(staged.tolist(), pages[turn].tolist()):
+                    self._gpu.put(
+                        self._page(layer_index, page),
+                        self._staged(stage, begin),
+                        count * self._layout.page_layer_bytes,
+                        stage.stream,
+                    )
+                self._gpu.wait(stage.stream)
+        return hashes
+
+    def copy_out(self, layer_index: int, pages: Numbers, target: Pages, slots: Numbers) -> Hashes:
+        """See `ArenaPages`.
+
+        Raises:
+            TransferError: As `copy_in`.
+        """
+        self._check(pages)
+        hashes, stage = np.empty(len(pages), dtype=np.uint64), self._outward
+        with stage.lock:
+            for turn in self._turns(len(pages), stage):
+                staged = np.arange(len(pages[turn]), dtype=np.int64)
+                for page, begin, count in runs(pages[turn].tolist(), staged.tolist()):
+                    self._gpu.fetch(
+                        self._staged(stage, begin),
+                        self._page(layer_index, page),
+                        count * self._layout.page_layer_bytes,
+                        stage.stream,
+                    )
+                self._gpu.wait(stage.stream)
+                hashes[turn] = copy_hashed(stage.rows, target, staged, slots[turn])
+        return hashes
+
+    def _turns(self, count: int, stage: _Stage) -> Sequence[slice]:
+        size = len(stage.rows)
+        return [slice(begin, begin + size) for begin in range(0, count, size)]
+
+    def _page(self, layer_index: int, page: int) -> int:
+        layer = self._layout.layer_offset(layer_index, self._num_blocks)
+        return self._address + layer + page * self._layout.page_layer_bytes
+
+    def _staged(self, stage: _Stage, row: int) -> int:
+        return stage.address + row * self._layout.page_layer_bytes
+
+    def _check(self, pages: Numbers) -> None:
+        if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self._num_blocks:
+            raise TransferError(f"a page outside an arena of {self._num_blocks}")
