@@ -143,3 +143,8 @@ class WorkerLoad:
     step_sequences: int = 0
     step_context_tokens: int = 0
     pool_hit_tokens: int = 0
+    pool_node: str = ""
+    pool_incarnation: int = 0
+    pool_fetches: int = 0
+    pool_fetched_blocks: int = 0
+    pool_fetch_s: float = 0.0

@@ -20,7 +20,7 @@ from baton.layout import KvLayout
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from bench.report import Report
-from kv_transfer.checksum import ArenaHashes
+from kv_transfer.arena_hashes import ArenaHashes
 from kv_transfer.convert import (
     SessionTerms,
     reply_from_proto,

@@ -9,6 +9,8 @@ A decision (`decision_*`) finds who holds how much of the prompt, prices the wor
 room, and remembers the choice. A request (`request_cpu_ms`) is all of the router's work from the body's bytes to both
 commands' bytes: checking, hashing, the decision, the permit. `index_bytes_per_block` is what the index's table takes,
 `index_rss_bytes_per_block` what the process grew by while it was filled.
+
+With `--pool-nodes` as many nodes of the pool hold every text whole, and each worker maps one of them.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from prometheus_client import CollectorRegistry
 from baton.blocks import BlockReport, joined
 from baton.clock import MonotonicClock
 from baton.config.schema import RouterConfig
+from baton.generation import WorkerLoad
 from baton.hashing import KEY_BYTES, chain_keys, root_key
 from baton.ids import BlockKey, Incarnation, LayerName, RequestId, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
@@ -42,11 +45,11 @@ from baton.tokens import PackedTokens
 from bench.report import Report
 from router.admission.pace import LearnedPace
 from router.admission.room import WorkerRoom
-from router.attempts import Patience
 from router.dispatch import Dispatcher
 from router.events import (
     ClientGone,
     Heard,
+    LoadReported,
     SendAction,
     SendExpect,
     SendGenerate,
@@ -68,6 +71,7 @@ from router.openai.serving import Serving
 from router.openai.visit import Visit
 from router.placement import Placement
 from router.ports import GenerationJob, ServedModel
+from router.restarts import Patience
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
@@ -162,6 +166,7 @@ class _Router:
     def __init__(self, policy: str) -> None:
         self.index = PrefixIndex()
         view = ClusterView(self.index, silence_timeout_s=float("inf"))
+        self._pools = view.pools
         config = RouterConfig()
         window_tokens = config.prefill_window_tokens
         self.placement = _Measured(
@@ -196,6 +201,23 @@ class _Router:
         """A worker is connected."""
         joined_ = WorkerJoined(hello=worker.hello, address=worker.hello.identity.worker_id)
         self.dispatcher.handle(joined_, 0.0)
+
+    def watch(
+        self, number: int, workers: Sequence[_Worker], texts: Sequence[Sequence[BlockKey]]
+    ) -> None:
+        """A node of the pool that holds `texts`, and that `workers` map."""
+        node = WorkerIdentity(worker_id=WorkerId("pool-0"), incarnation=Incarnation(number))
+        self._pools.join(node, f"10.0.1.{number}:7000")
+        for seq, text in enumerate(texts, 1):
+            whole = seq == 1
+            report = BlockReport(
+                seq=seq, stored=joined(text), snapshot=whole, first=whole, last=whole
+            )
+            self._pools.report_blocks(node, report)
+        load = WorkerLoad(pool_node=node.worker_id, pool_incarnation=node.incarnation)
+        for worker in workers:
+            heard = LoadReported(worker=worker.hello.identity, load=load)
+            self.dispatcher.handle(heard, time.monotonic())
 
     def hear(self, worker: _Worker, frame: bytes) -> None:
         """A worker's frame came."""
@@ -325,6 +347,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     snapshots = [(worker, frame) for worker in workers for frame in worker.snapshot()]
     bodies = [texts.prompt() for _ in range(arguments.bodies)]
     figures = _load_index(router, workers, snapshots)
+    nodes = arguments.pool_nodes
+    for number in range(nodes):
+        router.watch(1 + number, workers[number::nodes], texts.keys)
     figures |= _serve(router, workers, bodies, arguments, rng)
     router.index.check_integrity()
     return figures
@@ -393,6 +418,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--workers", type=int, default=100, help="half prefill, half decode")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="in the index")
+    parser.add_argument("--pool-nodes", type=int, default=0, help="that hold all texts")
     parser.add_argument("--tokens", type=int, default=100_000, help="of each prompt")
     parser.add_argument("--texts", type=int, default=20, help="that prompts go on from")
     parser.add_argument("--bodies", type=int, default=20, help="different prompts")

@@ -16,7 +16,6 @@ from bench.simulated_decode import DecodeWorker
 from bench.simulated_prefill import PrefillWorker
 from bench.simulation import BlockCache, Hardware, Room, Text, Timeline
 from bench.trace import TracedRequest
-from router.attempts import Patience
 from router.dispatch import Dispatcher
 from router.events import (
     Action,
@@ -34,6 +33,7 @@ from router.events import (
 )
 from router.placement import Placement
 from router.ports import GenerationJob
+from router.restarts import Patience
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView

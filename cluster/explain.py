@@ -73,7 +73,7 @@ def render(reply: ExplainReply, request_id: str) -> list[str | Table]:
         f"\n{_KINDS.get(reply.kind, reply.kind)}{again}"
         f"\n{reply.policy}: {reply.why}"
         f"\n{reply.tokens} tokens, of which {reply.held_by_prefill} were believed to be held by the"
-        f" prefill worker and {reply.held_by_decode} by the decode worker"
+        f" prefill worker and {reply.held_by_decode} by the decode worker{_pool(reply)}"
     )
     parts: list[str | Table] = [head]
     if reply.HasField("predicted") or reply.HasField("measured"):
@@ -81,6 +81,14 @@ def render(reply: ExplainReply, request_id: str) -> list[str | Table]:
     if reply.considered:
         parts.append(_considered(reply))
     return parts
+
+
+def _pool(reply: ExplainReply) -> str:
+    """What the pool had to do with it, where there is one."""
+    if not reply.pool_node:
+        return ""
+    fetched = f", {reply.measured.pooled_tokens} were fetched" if reply.HasField("measured") else ""
+    return f"\n{reply.held_by_pool} in {reply.pool_node}, from which it can fetch{fetched}"
 
 
 def _times(reply: ExplainReply) -> Table:

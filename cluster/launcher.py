@@ -42,6 +42,7 @@ from cluster.ports import Observer, Unobserved
 from cluster.process import ChildProcess
 from cluster.runtime_dir import RuntimeDir, default_dir
 from cluster.supervisor import ChildState, Member, Policy, Supervisor
+from kv_transfer.cuda import devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +175,9 @@ class LocalCluster:
         )
         if self._config.pool.enabled:
             self._runtime.note_pool(self._config.pool.address)
-        plans = plan_children(self._config, self._runtime)
+        on_cpu = self._config.engine.device == "cpu"
+        gpus = 0 if on_cpu else len(devices())
+        plans = plan_children(self._config, self._runtime, gpus)
         self._plans = {plan.name: plan for plan in plans}
         self._core = self._supervisor(plans)
 

@@ -95,9 +95,9 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     return replace(model, model=str(path.absolute()), served_model_name=names)
 
 
-def plan_children(config: BatonConfig, runtime: RuntimeDir) -> list[ChildPlan]:
+def plan_children(config: BatonConfig, runtime: RuntimeDir, gpus: int = 0) -> list[ChildPlan]:
     """The processes that a resolved `config` asks for, in the order in which they start, which nobody waits for: the pool's
-    node first, the router last.
+    node first, the router last. Workers take turns with the machine's `gpus`.
     """
     cluster = config.cluster
     counts = {
@@ -107,7 +107,8 @@ def plan_children(config: BatonConfig, runtime: RuntimeDir) -> list[ChildPlan]:
     }
     places = [(role, index) for role, count in counts.items() for index in range(count)]
     workers = [
-        _worker(role, index, number, config, runtime) for number, (role, index) in enumerate(places)
+        _on_gpu(_worker(role, index, number, config, runtime), number, len(places), gpus)
+        for number, (role, index) in enumerate(places)
     ]
     pool = [ChildPlan(name=POOL_NODE, role=POOL)] if config.pool.enabled else []
     return [*pool, *workers, ChildPlan(name=ROUTER, role=ROUTER)]
@@ -183,3 +184,12 @@ def _worker(
     )
     num_threads = config.engine.num_threads or 1
     return ChildPlan(name=name, role=role.value, worker=worker, num_threads=num_threads)
+
+
+def _on_gpu(child: ChildPlan, number: int, workers: int, gpus: int) -> ChildPlan:
+    """The `number`-th of the workers on its GPU, if there is any."""
+    if not gpus or child.worker is None:
+        return child
+    gpu = number % gpus
+    sharers = len(range(gpu, workers, gpus))
+    return replace(child, worker=replace(child.worker, gpu=gpu, gpu_sharers=sharers))

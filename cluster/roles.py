@@ -27,19 +27,18 @@ from baton.telemetry.worker import WorkerMetrics
 from baton.version import version
 from cluster.child import Child, RoleMain, run
 from cluster.plan import POOL, ROUTER
+from cluster.pooling import join_pool
 from cluster.runtime_dir import kv_socket
+from kv_transfer.arena_hashes import Hashing, ways_to_hash
+from kv_transfer.arena_memory import WorkerMemory
 from kv_transfer.backends import needed, open_receivers, open_senders
-from kv_transfer.checksum import ArenaHashes
-from kv_transfer.regions import SharedMemoryArena, SharedRegion
 from kv_transfer.ticket import TicketOffice
-from kvpool.agent import PoolAgent
-from kvpool.client import GrpcPoolClient
-from kvpool.host_pages import HostPages
-from kvpool.worker_metrics import PoolMetrics
 
 if TYPE_CHECKING:
     from engine.build import BuiltEngine
+    from engine.kernels.pages import PageKernels
     from engine.ports import EnginePort
+    from kvpool.prompt_store import PooledPrompts
     from prefill_worker.sink import TransferSink
 
 
@@ -81,7 +80,7 @@ async def run_worker(child: Child) -> None:
     from prefill_worker.sink import TransferSink
 
     config, worker = child.assignment.config, _worker_of(child)
-    memory, sink = SharedMemoryArena(), TransferSink()
+    memory, sink = WorkerMemory(), TransferSink()
     built = await asyncio.to_thread(
         build_engine,
         config.model,
@@ -90,25 +89,24 @@ async def run_worker(child: Child) -> None:
         memory=memory,
         sink=sink if worker.role.prefills_for_others else None,
         progress=child.progress,
+        gpu=worker.gpu,
+        gpu_sharers=worker.gpu_sharers,
     )
     metrics = _metrics(built)
-    pool = _pool(child, built, memory.region, metrics)
-    engine: EnginePort = built.host if pool is None else _pooled(config, built, pool)
+    hello = _hello(child, built)
+    pool = join_pool(child.assignment, built.host, hello, memory, metrics)
     parts = _Parts(
         config=config,
         worker=worker,
-        hello=_hello(child, built),
-        engine=engine,
-        region=memory.region,
-        hashes=ArenaHashes(
-            memory.region.memoryview,
-            built.layout,
-            num_blocks=built.limits.num_blocks + SPARE_BLOCKS,
-        ),
+        hello=hello,
+        engine=built.host if pool is None else pool.engine,
+        memory=memory,
+        kernels=built.page_kernels,
         office=TicketOffice(bytes.fromhex(config.cluster.secret)),
         sink=sink,
         metrics=metrics,
         tracer=open_tracer(config.trace, worker.worker_id, MonotonicClock()),
+        prompts=None if pool is None else pool.prompts,
     )
     server = WorkerServer(
         config=worker,
@@ -120,13 +118,13 @@ async def run_worker(child: Child) -> None:
         model=config.model.served_model_name[0],
     )
     if pool is not None:
-        await pool.start()
+        await pool.agent.start()
     await server.start()
     built.host.start()  # Only now: an event that nobody listens for would end it.
     await _serve(server, child, worker)
-    engine.close()
+    parts.engine.close()
     if pool is not None:
-        await pool.close()
+        await pool.agent.close()
     await asyncio.to_thread(parts.tracer.close)
 
 
@@ -138,17 +136,27 @@ class _Parts:
     worker: WorkerConfig
     hello: WorkerHello
     engine: "EnginePort"
-    region: SharedRegion
-    hashes: ArenaHashes
+    memory: WorkerMemory
+    kernels: "PageKernels | None"
     office: TicketOffice
     sink: "TransferSink"
     metrics: WorkerMetrics
     tracer: Tracer
+    prompts: "PooledPrompts | None"
 
     @property
     def region_blocks(self) -> int:
         """Pages of the region: those that the engine hands out, and the spare ones."""
         return self.hello.num_blocks + SPARE_BLOCKS
+
+    def hashes(self) -> Hashing:
+        """How its pages are hashed."""
+        return ways_to_hash(
+            self.memory.span,
+            self.hello.layout,
+            num_blocks=self.region_blocks,
+            kernel=self.kernels.sums if self.kernels is not None else None,
+        )
 
 
 def _hello(child: Child, built: "BuiltEngine") -> WorkerHello:
@@ -176,34 +184,6 @@ def _metrics(built: "BuiltEngine") -> WorkerMetrics:
     )
 
 
-def _pool(
-    child: Child, built: "BuiltEngine", region: SharedRegion, metrics: WorkerMetrics
-) -> PoolAgent | None:
-    """The worker's part in the pool; None without one, or where the engine shares no blocks."""
-    config, address = child.assignment.config, child.assignment.part.pool_address
-    if not (config.pool.enabled and address and config.engine.enable_prefix_caching):
-        return None
-    pages = built.limits.num_blocks + SPARE_BLOCKS
-    agent = PoolAgent(
-        partial(GrpcPoolClient, address, _hello(child, built).identity, built.layout),
-        HostPages(region.memoryview, built.layout, num_blocks=pages),
-        built.host.generation,
-        config=config.pool,
-        model=built.layout.model_fingerprint,
-        metrics=PoolMetrics(metrics.registry),
-        clock=MonotonicClock(),
-    )
-    built.host.connect_pool(agent.source, agent.outlet)
-    return agent
-
-
-def _pooled(config: BatonConfig, built: "BuiltEngine", pool: PoolAgent) -> "EnginePort":
-    from kvpool.pooled_engine import PooledEngine, PromptKeys
-
-    secret = bytes.fromhex(config.cluster.secret)
-    return PooledEngine(built.host, pool, PromptKeys(secret, built.layout))
-
-
 def _services(parts: _Parts) -> list[WorkerService]:
     services: list[WorkerService] = []
     if parts.worker.role.prefills_for_others:
@@ -217,17 +197,24 @@ def _prefill(parts: _Parts) -> WorkerService:
     from prefill_worker.service import PrefillWorker
 
     allowed = parts.config.transfer.backends
-    senders = open_senders(allowed, parts.region, num_blocks=parts.region_blocks)
+    senders = open_senders(
+        allowed,
+        parts.memory.place,
+        num_blocks=parts.region_blocks,
+        mover=parts.kernels.mover if parts.kernels is not None else None,
+    )
     return PrefillWorker(
         engine=parts.engine,
         sink=parts.sink,
         hello=parts.hello,
         senders=senders,
-        hashes=parts.hashes,
+        hashes=parts.hashes(),
         office=parts.office,
         metrics=parts.metrics,
         clock=MonotonicClock(),
         tracer=parts.tracer,
+        pool=parts.prompts,
+        pool_after_s=parts.config.transfer.pool_after_s,
     )
 
 
@@ -235,8 +222,8 @@ def _decode(parts: _Parts) -> WorkerService:
     from decode_worker.service import DecodeWorker
 
     receivers = open_receivers(
-        needed(parts.config.transfer.backends, parts.worker.address, parts.region),
-        parts.region,
+        needed(parts.config.transfer.backends, parts.worker.address, parts.memory.place),
+        parts.memory.place,
         gate_address=partial(_gate_address, parts),
         layout=parts.hello.layout,
         num_blocks=parts.region_blocks,
@@ -245,7 +232,7 @@ def _decode(parts: _Parts) -> WorkerService:
         engine=parts.engine,
         hello=parts.hello,
         receivers=receivers,
-        hashes=parts.hashes,
+        hashes=parts.hashes(),
         office=parts.office,
         transfer=parts.config.transfer,
         metrics=parts.metrics,

@@ -37,7 +37,7 @@ from decode_worker.routers import Routers
 from decode_worker.verifier import PageVerifier
 from engine.messages import Start, StepEvents
 from engine.ports import EnginePort
-from kv_transfer.checksum import PageHashes
+from kv_transfer.arena_hashes import Hashing
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.handshake import Endpoint, SessionOffer
 from kv_transfer.ledger_messages import EndSession, ToPeer, VerifyPages
@@ -54,7 +54,7 @@ class DecodeWorker:
         engine: Its sequences are named `decode/N`.
         hello: What routers are told first.
         receivers: Transfer backends by name.
-        hashes: Of the arena that they receive into.
+        hashes: Of the arena that they receive into; peers are asked for the first rule.
         office: Checks permits and signs tickets.
         transfer: Timeouts of the hand-off.
         metrics: Shared with the process's other service.
@@ -68,7 +68,7 @@ class DecodeWorker:
         engine: EnginePort,
         hello: WorkerHello,
         receivers: Mapping[str, KvReceiver],
-        hashes: PageHashes,
+        hashes: Hashing,
         office: TicketOffice,
         transfer: TransferConfig,
         metrics: WorkerMetrics,
@@ -86,7 +86,8 @@ class DecodeWorker:
             metrics=DecodeMetrics(metrics.registry),
             spans=LegSpans(tracer or NotTraced(), hello.identity.worker_id, clock),
         )
-        self._verifier = PageVerifier(hashes, self._apply)
+        checksum = next(iter(hashes))
+        self._verifier = PageVerifier(hashes[checksum], self._apply)
         self._routers = Routers(
             hello=hello,
             load=self.load,
@@ -100,7 +101,7 @@ class DecodeWorker:
             offer=SessionOffer(
                 num_blocks=hello.num_blocks,
                 lease_s=transfer.lease_s,
-                checksums=transfer.checksums,
+                checksum=checksum if transfer.checksums else None,
             ),
             receivers=receivers,
             accounts=self._accounts,

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from baton.telemetry.logs import get_logger
-from kv_transfer.checksum import PageHashes, find_corruption
+from kv_transfer.arena_hashes import PageHashes
+from kv_transfer.checksum import find_corruption
 from kv_transfer.ledger_messages import PagesVerified, VerifyPages
 
 _log = get_logger(__name__)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -10,8 +11,11 @@ from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
 from engine.cache.arena import KvArena
-from engine.cache.budget import Demand, num_blocks
+from engine.cache.budget import Demand, affordable_on_cpu, affordable_on_gpu, num_blocks
+from engine.device import arena_buffer, choose_device, weigh_gpu
 from engine.host import ThreadEngineHost
+from engine.kernels.pages import PageKernels, page_kernels
+from engine.models.checkpoint import read_checkpoint
 from engine.models.config import ModelSpec, choose_dtype, kv_layout, load_spec, resolve_model
 from engine.models.loader import load_decoder
 from engine.ports import ArenaMemory, LayerSink
@@ -20,6 +24,7 @@ from engine.scheduling.limits import Limits
 from engine.scheduling.scheduler import Scheduler
 
 CPU_BLOCK_TOKENS = 16
+GPU_BLOCK_TOKENS = 64
 
 Progress = Callable[[str, float | None], None]
 
@@ -32,11 +37,13 @@ class BuiltEngine:
         host: The engine; attach its owners, then `start` it.
         layout: Shape of its KV pages.
         limits: What it takes.
+        page_kernels: Move and check its pages where they lie on a GPU; None otherwise.
     """
 
     host: ThreadEngineHost
     layout: KvLayout
     limits: Limits
+    page_kernels: PageKernels | None
 
 
 def build_engine(
@@ -47,6 +54,8 @@ def build_engine(
     memory: ArenaMemory,
     sink: LayerSink | None,
     progress: Progress,
+    gpu: int = 0,
+    gpu_sharers: int = 1,
 ) -> BuiltEngine:
     """Loads the model and takes the memory for its KV pages. Blocks, for minutes with a large model.
 
@@ -57,22 +66,26 @@ def build_engine(
         memory: Gives the bytes of the KV region.
         sink: Told when pages of a layer are complete; None where nothing is handed over.
         progress: Called with what is being done and the fraction that is done, where one is known.
+        gpu: Index of the GPU to compute on, where it is to be one.
+        gpu_sharers: Workers on that GPU.
 
     Raises:
         ModelLoadError: The model cannot be served.
-        ConfigError: A limit contradicts the model.
+        ConfigError: A limit contradicts the model, or the device is not there.
         OutOfMemoryError: The KV region does not fit this machine.
     """
-    device = _device(config)
+    device = choose_device(config.device, gpu)
     torch.set_num_threads(config.num_threads or torch.get_num_threads())
     progress("reading the model's files", None)
     path = resolve_model(model.model, model.revision)
     spec = load_spec(path)
     dtype = choose_dtype(spec, model.dtype, device)
-    layout = kv_layout(spec, dtype, config.block_size or CPU_BLOCK_TOKENS)
-    limits = _limits(model, config, spec, layout)
+    layout = kv_layout(spec, dtype, config.block_size or _block_tokens(device))
+    affordable = _affordable(config, path, dtype, device, gpu_sharers)
+    limits = _limits(model, config, spec, layout, affordable)
     pages = limits.num_blocks + SPARE_BLOCKS
-    arena = KvArena(layout, pages, memory.allocate(layout.region_bytes(pages)))
+    given = memory.allocate(layout.region_bytes(pages), device.index)
+    arena = KvArena(layout, pages, arena_buffer(given))
     progress("preparing kernels", None)
     decoder = load_decoder(path, spec, dtype, device, progress)
     scheduler = Scheduler(
@@ -83,18 +96,34 @@ def build_engine(
         enable_prefix_caching=config.enable_prefix_caching,
     )
     host = ThreadEngineHost(scheduler, ModelRunner(decoder, arena, sink))
-    return BuiltEngine(host=host, layout=layout, limits=limits)
+    return BuiltEngine(host=host, layout=layout, limits=limits, page_kernels=page_kernels(arena))
 
 
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "cuda":
-        raise ConfigError(
-            "device cuda is not served yet; use cpu (docs/gpu-status.md)", param="engine.device"
-        )
-    return torch.device("cpu")
+def _block_tokens(device: torch.device) -> int:
+    return GPU_BLOCK_TOKENS if device.type == "cuda" else CPU_BLOCK_TOKENS
 
 
-def _limits(model: ModelConfig, config: EngineConfig, spec: ModelSpec, layout: KvLayout) -> Limits:
+def _affordable(
+    config: EngineConfig, path: Path, dtype: torch.dtype, device: torch.device, sharers: int
+) -> int:
+    """Bytes that pages may take unasked."""
+    if device.type == "cpu":
+        return affordable_on_cpu(config, psutil.virtual_memory().available)
+    return affordable_on_gpu(
+        config,
+        total_bytes=weigh_gpu(device),
+        weights_bytes=read_checkpoint(path).num_elements * dtype.itemsize,
+        sharers=sharers,
+    )
+
+
+def _limits(
+    model: ModelConfig,
+    config: EngineConfig,
+    spec: ModelSpec,
+    layout: KvLayout,
+    affordable_bytes: int,
+) -> Limits:
     longest = spec.max_position_embeddings
     if model.max_model_len is not None and model.max_model_len > longest:
         raise ConfigError(
@@ -102,11 +131,7 @@ def _limits(model: ModelConfig, config: EngineConfig, spec: ModelSpec, layout: K
             param="model.max_model_len",
         )
     max_model_len = model.max_model_len or longest
-    demand = Demand(
-        layout=layout,
-        max_model_len=max_model_len,
-        available_bytes=psutil.virtual_memory().available,
-    )
+    demand = Demand(layout=layout, max_model_len=max_model_len, affordable_bytes=affordable_bytes)
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

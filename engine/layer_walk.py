@@ -8,11 +8,12 @@ away.
     sink                         | take 0  | take 1  | take 2 |
 """
 
+from collections.abc import Callable
 from types import TracebackType
 
 from baton.ids import SeqId
 from baton.pages import FetchOutcome
-from engine.ports import KvSource, LayerSink
+from engine.ports import KvSource, LayerDone, LayerSink
 from engine.scheduling.plan import StepPlan
 
 
@@ -23,15 +24,23 @@ class LayerWalk:
         plan: The step.
         source: Brings the plan's fetches; None where there are none.
         sink: Takes the plan's exports; None where nothing is handed over.
+        mark: Marks where a GPU is through with a layer (`engine.device.layer_marker`); None on a CPU.
 
     Attributes:
         outcome: How the fetches went; known once the context is left, None without any.
     """
 
-    def __init__(self, plan: StepPlan, source: KvSource | None, sink: LayerSink | None) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        source: KvSource | None,
+        sink: LayerSink | None,
+        mark: Callable[[], LayerDone] | None = None,
+    ) -> None:
         self._plan = plan
         self._source = source if plan.fetches else None
         self._sink = sink if plan.exports else None
+        self._mark = mark
         self._lost: list[frozenset[SeqId]] = []
         self.outcome: FetchOutcome | None = None
 
@@ -55,10 +64,13 @@ class LayerWalk:
             self._lost.append(self._source.await_layer(layer_index))
 
     def after(self, layer_index: int) -> None:
-        """The pages hold this layer's keys and values. Nothing is told of sequences whose fetch has failed."""
+        """The pages hold this layer's keys and values, or will once the GPU has done what it was given. Nothing is told of
+        sequences whose fetch has failed.
+        """
         if self._sink is None:
             return
         lost = self._lost[layer_index] if self._lost else frozenset()
         exports = [export for export in self._plan.exports if export.seq_id not in lost]
         if exports:
-            self._sink.layer_ready(layer_index, exports)
+            done = self._mark() if self._mark is not None else None
+            self._sink.layer_ready(layer_index, exports, done)

@@ -26,11 +26,24 @@ class PageExport:
     last: bool
 
 
+class LayerDone(Protocol):
+    """Marks the place in a GPU's work behind which a layer's pages hold its KV. Called from any thread."""
+
+    @property
+    def event(self) -> int:
+        """The driver's handle of the CUDA event, for a stream that is to wait for it."""
+
+    def wait(self) -> None:
+        """Blocks until the GPU has come by."""
+
+
 class LayerSink(Protocol):
     """Told when KV of a layer is complete, while the next layer computes. Must not block and must not raise."""
 
-    def layer_ready(self, layer_index: int, exports: Sequence[PageExport]) -> None:
-        """The pages of `exports` now hold their KV in layer `layer_index` (an index into `KvLayout.layers`)."""
+    def layer_ready(
+        self, layer_index: int, exports: Sequence[PageExport], done: LayerDone | None
+    ) -> None:
+        """The pages of `exports` hold their KV in layer `layer_index` (an index into `KvLayout.layers`): now, or once `done`."""
 
 
 class KvSource(Protocol):
@@ -75,11 +88,31 @@ class BlockOutlet(Protocol):
         """
 
 
+class ArenaBytes(Protocol):
+    """The bytes of one worker's KV arenas."""
+
+    @property
+    def address(self) -> int:
+        """Of the first byte."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How many."""
+
+    @property
+    def device(self) -> int | None:
+        """Index of the GPU that holds them; None for host memory."""
+
+    @property
+    def view(self) -> memoryview | None:
+        """The bytes themselves where they are host memory."""
+
+
 class ArenaMemory(Protocol):
     """Gives the bytes in which the KV arenas live."""
 
-    def allocate(self, size_bytes: int) -> memoryview:
-        """Writable, zeroed, page-aligned bytes; stays valid until the process ends.
+    def allocate(self, size_bytes: int, gpu: int | None = None) -> ArenaBytes:
+        """Writable, zeroed, page-aligned bytes of host memory, or of the GPU's; they stay valid until the process ends.
 
         Raises:
             OutOfMemoryError: This machine has not got them.

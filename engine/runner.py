@@ -6,6 +6,7 @@ from baton.errors import BatonError, EngineError
 from baton.generation import TokenLogprobs
 from baton.pages import FetchOutcome
 from engine.cache.arena import KvArena
+from engine.device import current, layer_marker
 from engine.layer_walk import LayerWalk
 from engine.models.decoder import Decoder
 from engine.models.inputs import InputBuilder
@@ -30,6 +31,7 @@ class ModelRunner:
         self._model = model
         self._arena = arena
         self._sink = sink
+        self._mark = layer_marker(model.device)
         self._source: KvSource | None = None
         self._inputs = InputBuilder(arena.layout.block_tokens, arena.num_blocks, model.device)
         self._sampler = Sampler(model.spec.eos_token_ids)
@@ -47,7 +49,8 @@ class ModelRunner:
             EngineError: The step cannot be computed, be it for one row. Nothing but the pages of the plan's rows was written.
         """
         try:
-            return self._execute(plan)
+            with current(self._model.device):
+                return self._execute(plan)
         except (RuntimeError, IndexError, ValueError) as error:
             raise EngineError(f"step {plan.step} failed: {error}") from error
 
@@ -56,7 +59,7 @@ class ModelRunner:
         if not plan.rows:
             return StepResult(drawn=())
         step = self._inputs.build(plan.rows)
-        walk = LayerWalk(plan, self._source, self._sink)
+        walk = LayerWalk(plan, self._source, self._sink, self._mark)
         with walk:
             hidden = self._model.hidden(step, self._arena, walk)
         sampling = [row for row in plan.rows if row.samples]

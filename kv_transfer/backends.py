@@ -103,11 +103,7 @@ def open_senders(
         ConfigError: As `usable`.
     """
     arena = _span(region)
-    return {
-        name: _sender(name, arena, num_blocks, mover)
-        for name in usable(names)
-        if BACKENDS[name].moves(arena)
-    }
+    return {name: _sender(name, arena, num_blocks, mover) for name in _moving(names, arena)}
 
 
 def needed(
@@ -120,8 +116,7 @@ def needed(
     Raises:
         ConfigError: As `usable`.
     """
-    arena = _span(region)
-    found = tuple(name for name in usable(allowed) if BACKENDS[name].moves(arena))
+    found = _moving(allowed, _span(region))
     return found[:1] if address.startswith("unix:") else found
 
 
@@ -154,11 +149,27 @@ def open_receivers(
         ConfigError: As `usable`.
         OSError: An address cannot be bound.
     """
-    arena, opened = _span(region), dict[str, KvReceiver]()
-    for name in usable(names):
-        if BACKENDS[name].moves(arena):
-            opened[name] = _receiver(name, region, gate_address(name), layout, num_blocks)
-    return opened
+    return {
+        name: _receiver(name, region, gate_address(name), layout, num_blocks)
+        for name in _moving(names, _span(region))
+    }
+
+
+def _moving(names: Sequence[str], arena: ArenaSpan) -> tuple[str, ...]:
+    """The usable ones that reach the arena.
+
+    Raises:
+        ConfigError: As `usable`; or none of them does.
+    """
+    found = tuple(name for name in usable(names) if BACKENDS[name].moves(arena))
+    if not found:
+        where = "in host memory" if arena.device is None else "on a GPU"
+        able = ", ".join(name for name, backend in BACKENDS.items() if backend.moves(arena))
+        raise ConfigError(
+            f"transfer.backends: none of {', '.join(names)} moves pages {where}; {able} would",
+            param="transfer.backends",
+        )
+    return found
 
 
 def _span(region: SharedRegion | ArenaSpan) -> ArenaSpan:

@@ -1,65 +1,22 @@
 """Checksums of pages: what a prefill worker computes of what it pushes, and a decode worker of what arrived.
 
-Of every page there is one 64-bit number per group of layers: the xxh3 of each layer's bytes, folded with an odd factor per
+Of every page there is one 64-bit number per group of layers: the hash of each layer's bytes (`page_hash.py`), folded with an odd factor per
 layer, so that no layer can change alone, nor two change places, without changing the sum. A group spans 16 layers: that
 says in which part of the model a fault lies, and keeps the commit record of 1,000 pages of 80 layers at 40 KB, where
 one number per layer would be 640 KB. Per-layer hashes can be computed as layers are pushed, in any order.
 """
 
-import time
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
-from baton.ids import BlockId
-from baton.layout import KvLayout
+from kv_transfer.arena_hashes import PageHashes
 from kv_transfer.heads import LinkPlan
+from kv_transfer.page_hash import Hashes
 from kv_transfer.plan import Grant
-from kv_transfer.shm import layer_pages
 
 LAYERS_PER_GROUP = 16
-_YIELD_BYTES = 256 * 1024
-"""xxh3 of a small page keeps the interpreter's lock; between so many bytes other threads get it."""
-
-Hashes = npt.NDArray[np.uint64]
-
-
-class PageHashes(Protocol):
-    """Reads a local arena."""
-
-    def of_layer(
-        self, layer_index: int, blocks: Sequence[BlockId], parts: Sequence[slice] = ()
-    ) -> Hashes:
-        """The xxh3 of each page in one layer, `[len(blocks)]`; of `parts` of each page where only those are written."""
-
-
-class ArenaHashes:
-    """Of an arena in host memory. Blocks; for threads that nobody waits for."""
-
-    def __init__(self, memory: memoryview, layout: KvLayout, *, num_blocks: int) -> None:
-        self._layers = layer_pages(memory, layout, num_blocks)
-        self._pages_per_turn = max(1, _YIELD_BYTES // layout.page_layer_bytes)
-
-    def of_layer(
-        self, layer_index: int, blocks: Sequence[BlockId], parts: Sequence[slice] = ()
-    ) -> Hashes:
-        """See `PageHashes`."""
-        pages = self._layers[layer_index]
-        hashes = np.empty(len(blocks), dtype=np.uint64)
-        for begin in range(0, len(blocks), self._pages_per_turn):
-            turn = blocks[begin : begin + self._pages_per_turn]
-            if parts:
-                hashes[begin : begin + len(turn)] = [_of_parts(pages[b], parts) for b in turn]
-            else:
-                hashes[begin : begin + len(turn)] = [
-                    xxhash.xxh3_64_intdigest(pages[b]) for b in turn
-                ]
-            time.sleep(0)
-        return hashes
 
 
 def fold(hashes: Sequence[Hashes] | Hashes) -> Hashes:
@@ -100,13 +57,6 @@ def find_corruption(
         f"{len(wrong)} checksums differ, the first of block {grant.held_blocks + page}, "
         f"layers {first} to {last}"
     )
-
-
-def _of_parts(page: npt.NDArray[np.uint8], parts: Sequence[slice]) -> int:
-    whole = xxhash.xxh3_64()
-    for part in parts:
-        whole.update(page[part].data)
-    return whole.intdigest()
 
 
 @lru_cache(maxsize=16)

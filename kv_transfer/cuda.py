@@ -18,6 +18,7 @@ _LIBRARY = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1
 _NON_BLOCKING = 1
 _DEVICE_MEMORY = 2
+_PORTABLE = 1
 
 Stream = NewType("Stream", int)
 
@@ -37,6 +38,9 @@ class CudaDriver(Protocol):
     def stream(self) -> Stream:
         """A stream that waits for no other."""
 
+    def follow(self, stream: Stream, event: int) -> None:
+        """What is queued from now on waits for a CUDA event of this process; does not block."""
+
     def copy_rows(self, rows: "Rows", stream: Stream) -> None:
         """Queues a copy between device memory and device memory."""
 
@@ -54,6 +58,14 @@ class Rows:
     target_pitch: int
     length: int
     count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBuffer:
+    """Pinned host memory: the GPU copies to it by itself."""
+
+    address: int
+    view: memoryview
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +194,12 @@ class Cuda:
         self._here("cuStreamCreate", ctypes.byref(made), ctypes.c_uint(_NON_BLOCKING))
         return Stream(made.value or 0)
 
+    def follow(self, stream: Stream, event: int) -> None:
+        """See `CudaDriver`."""
+        self._here(
+            "cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0)
+        )
+
     def copy_rows(self, rows: Rows, stream: Stream) -> None:
         """See `CudaDriver`."""
         if rows.count == 1 or rows.length == rows.source_pitch == rows.target_pitch:
@@ -205,6 +223,13 @@ class Cuda:
         """See `CudaDriver`."""
         self._here("cuStreamSynchronize", ctypes.c_void_p(stream))
 
+    def clear(self, address: int, size_bytes: int) -> None:
+        """Fills device memory with zeros. Blocks."""
+        self._here(
+            "cuMemsetD8_v2", _address(address), ctypes.c_ubyte(0), ctypes.c_size_t(size_bytes)
+        )
+        self._here("cuCtxSynchronize")
+
     def allocate(self, size_bytes: int) -> int:
         """Device memory that has an IPC handle; kept until `free`."""
         made = ctypes.c_uint64()
@@ -214,6 +239,20 @@ class Cuda:
     def free(self, address: int) -> None:
         """Gives back what `allocate` gave."""
         self._here("cuMemFree_v2", _address(address))
+
+    def host_buffer(self, size_bytes: int) -> HostBuffer:
+        """Pinned host memory, kept until the process ends."""
+        made = ctypes.c_void_p()
+        flags = ctypes.c_uint(_PORTABLE)
+        self._here("cuMemHostAlloc", ctypes.byref(made), ctypes.c_size_t(size_bytes), flags)
+        address = made.value or 0
+        whole = (ctypes.c_ubyte * size_bytes).from_address(address)
+        return HostBuffer(address=address, view=memoryview(whole).cast("B"))
+
+    def fetch(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
+        """Queues a copy from device memory to pinned host memory."""
+        to, size = ctypes.c_void_p(target), ctypes.c_size_t(size_bytes)
+        self._here("cuMemcpyDtoHAsync_v2", to, _address(source), size, ctypes.c_void_p(stream))
 
     def write(self, address: int, content: bytes) -> None:
         """Host bytes to device memory. Blocks."""

@@ -4,8 +4,8 @@ Like `shm`, and with the same promise: what a peer has mapped cannot be taken fr
 gate, which it does after its last copy, or died. A process opens the driver before it comes to the gate, and the kernel
 closes a dying process's files in the order in which they were opened: its GPU work is over before its connection ends.
 
-Pages are copied on a stream of the writer's own; `done` is called once the stream has passed them. What is pushed must be
-complete in the arena, as on a CPU: whoever exports a layer has waited for its event.
+Pages are copied on a stream of the writer's own, which waits for the event of their layer (`Push.ready`); `done` is called once
+the stream has passed them.
 """
 
 import queue
@@ -219,6 +219,8 @@ class CudaIpcWriter:
                 job.done(error)
                 continue
             try:
+                if job.push.ready is not None:
+                    self._way.driver.follow(self._stream, job.push.ready.event)
                 for part in parts:
                     self._way.mover.move(part, self._stream)
             except TransferError as error:

@@ -9,7 +9,7 @@ No stream and no memory here; `session.py` and `session_service.py` carry it out
 """
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 
 from baton.errors import BatonError, IncompatibleError, StaleIncarnationError
@@ -24,13 +24,22 @@ from baton.rpc.hello import (
 )
 from baton.rpc.v1 import transfer_pb2 as pb
 from kv_transfer.heads import LinkPlan, plan_link, refuse_difference
+from kv_transfer.page_hash import Checksum
 from kv_transfer.ports import RegionHandle
 from kv_transfer.ticket import TicketOffice
 
 _MIN_LEASE_S, _MAX_LEASE_S = 0.05, 3600.0
 _MAX_KNOWN_PEERS = 4096
 _FIELDS = frozenset(
-    {"protocol_version", "incarnation", "backends", "lease_ms", "total_kv_heads", "layout"}
+    {
+        "protocol_version",
+        "incarnation",
+        "backends",
+        "lease_ms",
+        "checksum",
+        "total_kv_heads",
+        "layout",
+    }
     | {field.name for field in fields(KvLayout)}
 )
 
@@ -51,12 +60,12 @@ class SessionOffer:
     Attributes:
         num_blocks: Pages that it grants; its region has `SPARE_BLOCKS` more.
         lease_s: How long what it grants holds without a heartbeat.
-        checksums: Whether commits have to carry them.
+        checksum: By which rule commits have to carry checksums; None where they need none.
     """
 
     num_blocks: int
     lease_s: float
-    checksums: bool
+    checksum: Checksum | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +94,7 @@ class Accepted:
         num_blocks: Pages that may be granted.
         spare: A page that belongs to no sequence, if there is one; it lies behind those.
         lease_s: How long a grant holds without a heartbeat.
-        checksums: Whether commits have to carry them.
+        checksum: By which rule commits have to carry checksums; None where they need none.
     """
 
     handle: RegionHandle
@@ -94,7 +103,7 @@ class Accepted:
     num_blocks: int
     spare: BlockId | None
     lease_s: float
-    checksums: bool
+    checksum: Checksum | None
 
 
 def greet(
@@ -168,7 +177,8 @@ def accept(here: Endpoint, offer: SessionOffer, handle: RegionHandle) -> pb.Sess
         spare_blocks=max(handle.num_blocks - offer.num_blocks, 0),
         layout=layout_to_proto(here.layout),
         lease_ms=round(offer.lease_s * 1000),
-        checksums=offer.checksums,
+        checksums=offer.checksum is not None,
+        checksum="" if offer.checksum is None else offer.checksum.value,
     )
 
 
@@ -202,13 +212,18 @@ def read_accepted(
         num_blocks=granted,
         spare=BlockId(granted) if spare else None,
         lease_s=lease_s,
-        checksums=accepted.checksums,
+        checksum=_checksum_of(accepted),
     )
 
 
 def no_way(tried: Collection[str]) -> IncompatibleError:
     """None of the backends that both have works between the two."""
     return _misfit("backends", f"none works between the two workers: {', '.join(tried)}")
+
+
+def no_hash(rule: Checksum, known: Iterable[Checksum]) -> IncompatibleError:
+    """The decode worker asks for a rule that the prefill worker cannot hash its pages by."""
+    return _misfit("checksum", f"{[one.value for one in known]} here, {rule.value} there")
 
 
 def refused_field(error: BatonError) -> str | None:
@@ -220,6 +235,16 @@ def refused_field(error: BatonError) -> str | None:
             return error.param if error.param in _FIELDS else "other"
         case _:
             return None
+
+
+def _checksum_of(accepted: pb.SessionAccepted) -> Checksum | None:
+    """By which rule the peer wants checksums; one of before there were several means xxh3 and says nothing."""
+    if not accepted.checksums:
+        return None
+    try:
+        return Checksum(accepted.checksum or Checksum.XXH3.value)
+    except ValueError:
+        raise _misfit("checksum", f"{accepted.checksum!r} there is unknown here") from None
 
 
 def _misfit(field: str, what: str) -> IncompatibleError:

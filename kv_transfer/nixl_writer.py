@@ -95,6 +95,7 @@ class NixlWriter:
 
     def _post(self, job: _Job) -> None:
         try:
+            job.push.await_ready()
             job.push.check_lease()
             request, is_done = self._pages.post(job.push)
         except TransferError as error:

@@ -66,6 +66,11 @@ class Outbox:
         sending = self._sendings.get(xfer_id)
         return sending.state if sending else None
 
+    def granted(self, xfer_id: XferId) -> bool:
+        """Whether the peer's pages were granted; also for a transfer that is over."""
+        sending = self._sendings.get(xfer_id)
+        return sending is None or sending.shipment.granted
+
     def in_flight(self) -> int:
         """Transfers that are not over."""
         return len(self._sendings)

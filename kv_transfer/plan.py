@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from baton.errors import TransferError
 from baton.ids import BlockId
+from kv_transfer.ports import Ready
 
 Numbers = npt.NDArray[np.int64]
 """Page numbers as code outside Python wants them."""
@@ -29,11 +30,13 @@ class Export:
         layer_index: Index into `KvLayout.layers`.
         first_block: Index in the prompt of the first page.
         source: Pages in the local arena.
+        ready: When a GPU has written them; None if it is so.
     """
 
     layer_index: int
     first_block: int
     source: tuple[BlockId, ...]
+    ready: Ready | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

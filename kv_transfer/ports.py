@@ -35,6 +35,17 @@ class Lease(Protocol):
         """Whether a write may begin now. Called from any thread."""
 
 
+class Ready(Protocol):
+    """Says when pages on a GPU hold what they were exported for: a GPU computes behind its host's back."""
+
+    @property
+    def event(self) -> int:
+        """The driver's handle of the CUDA event, for a stream that is to wait for it."""
+
+    def wait(self) -> None:
+        """Blocks until it is so. Called from any thread."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
     """Pages of one layer to be written into the peer.
@@ -45,6 +56,7 @@ class Push:
         source: Pages in the local arena.
         target: Pages in the peer's arena, as many.
         lease: What lets it; None where nobody set a limit.
+        ready: When the local pages may be read; None if now. Backends that move a GPU's memory see to it.
     """
 
     xfer_id: XferId
@@ -52,6 +64,12 @@ class Push:
     source: tuple[BlockId, ...]
     target: tuple[BlockId, ...]
     lease: Lease | None = None
+    ready: Ready | None = None
+
+    def await_ready(self) -> None:
+        """Blocks until the local pages may be read."""
+        if self.ready is not None:
+            self.ready.wait()
 
     def check_lease(self) -> None:
         """For backends, right before the bytes move: whoever was stopped meanwhile may not write any more.

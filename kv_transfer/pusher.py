@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.errors import LeaseExpiredError, TransferError
-from kv_transfer.checksum import Hashes, PageHashes
+from kv_transfer.arena_hashes import PageHashes
 from kv_transfer.heads import LinkPlan
 from kv_transfer.lease import WriteLease
+from kv_transfer.page_hash import Hashes
 from kv_transfer.ports import KvWriter, Push
 
 Done = Callable[[TransferError | None, Hashes | None], None]
@@ -71,5 +72,6 @@ class Pusher:
             raise LeaseExpiredError("the lease on the peer's pages is over")
         push, hashes, done = replace(job.push, lease=self._lease), None, job.done
         if self._hashes is not None:
+            push.await_ready()
             hashes = self._hashes.of_layer(push.layer_index, push.source, self._parts)
         self._writer.push(push, lambda error: done(error, None if error else hashes))

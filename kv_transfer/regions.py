@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from baton.errors import InvariantError, OutOfMemoryError, TransferError
+from baton.errors import OutOfMemoryError, TransferError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _CGROUP_UNLIMITED = 1 << 60
@@ -103,35 +103,6 @@ class SharedRegion:
         except BufferError:
             # Somebody (an engine's tensors) still looks at the bytes; the mapping goes with the last such view.
             return
-
-
-class SharedMemoryArena:
-    """Gives an engine its KV memory from one shared region (implements `engine.ports.ArenaMemory`)."""
-
-    def __init__(self) -> None:
-        self._region: SharedRegion | None = None
-
-    def allocate(self, size_bytes: int) -> memoryview:
-        """Writable, zeroed, page-aligned bytes that stay valid until the process ends. One call per arena.
-
-        Raises:
-            OutOfMemoryError: This machine has not got them.
-        """
-        if self._region is not None:
-            raise InvariantError("an arena is allocated once: its layers lie in one region")
-        self._region = SharedRegion.create(size_bytes)
-        return self._region.memoryview
-
-    @property
-    def region(self) -> SharedRegion:
-        """The allocated region.
-
-        Raises:
-            InvariantError: The engine has not allocated it yet.
-        """
-        if self._region is None:
-            raise InvariantError("the engine has not allocated its arena yet")
-        return self._region
 
 
 def available_bytes() -> int:

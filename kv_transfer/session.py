@@ -20,7 +20,7 @@ from baton.rpc.reports import failure_from_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
-from kv_transfer.checksum import PageHashes
+from kv_transfer.arena_hashes import Hashing
 from kv_transfer.convert import SessionTerms, reply_from_proto, request_to_proto
 from kv_transfer.handshake import Accepted, Endpoint, greet, read_accepted
 from kv_transfer.lease import WriteLease
@@ -60,7 +60,7 @@ class PeerSession:
         address: str,
         senders: Mapping[str, KvSender],
         listener: SessionListener,
-        hashes: PageHashes,
+        hashes: Hashing,
         clock: Clock,
         number: int,
         spare: BlockId | None = None,
@@ -73,7 +73,7 @@ class PeerSession:
             address: Its Transfer service.
             senders: Backends by name, preferred first.
             listener: Told of everything that happens.
-            hashes: Of the local arena.
+            hashes: Of the local arena, by every rule that it can be hashed by.
             clock: Monotonic.
             number: Of this worker's sessions with this peer; each has a greater one.
             spare: A page of the local arena to try the link with; without one it is measured on real pages only.

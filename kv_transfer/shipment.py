@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import InvariantError
-from kv_transfer.checksum import Hashes, fold
+from kv_transfer.checksum import fold
 from kv_transfer.heads import LinkPlan
 from kv_transfer.outbox_messages import StartPush
+from kv_transfer.page_hash import Hashes
 from kv_transfer.plan import Export, Grant, check_export, plan_pages
 from kv_transfer.ports import Push
 from kv_transfer.ticket import Permit
@@ -224,5 +225,6 @@ class Shipment:
             layer_index=layer,
             source=plan.source,
             target=plan.target,
+            ready=item.export.ready,
         )
         return [StartPush(peer=self._permit.target, push_id=push_id, push=push)]

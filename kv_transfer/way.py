@@ -12,11 +12,12 @@ from baton.errors import IncompatibleError, TransferError
 from baton.ids import BlockId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.telemetry.logs import get_logger
-from kv_transfer.checksum import PageHashes
-from kv_transfer.handshake import Accepted, no_way
+from kv_transfer.arena_hashes import Hashing, PageHashes
+from kv_transfer.handshake import Accepted, no_hash, no_way
 from kv_transfer.heads import LinkPlan
 from kv_transfer.lease import WriteLease
 from kv_transfer.link import Link, MeasuredWriter, try_out
+from kv_transfer.page_hash import Checksum
 from kv_transfer.ports import KvSender, KvWriter
 from kv_transfer.pusher import Pusher
 
@@ -51,7 +52,7 @@ class Way:
         peer: WorkerIdentity,
         layout: KvLayout,
         senders: Mapping[str, KvSender],
-        hashes: PageHashes,
+        hashes: Hashing,
         spare: BlockId | None,
     ) -> None:
         """Nothing is mapped yet.
@@ -60,7 +61,7 @@ class Way:
             peer: Whose region it is.
             layout: Of the local arena.
             senders: Backends by name.
-            hashes: Of the local arena.
+            hashes: Of the local arena, by every rule that it can be hashed by.
             spare: A page of it to try the link with; without one it is measured on real pages only.
         """
         self._peer = peer
@@ -83,6 +84,7 @@ class Way:
         if backend in self._tried:
             raise no_way(self._tried)
         self._tried.append(backend)
+        hashes = self._by(accepted.checksum)
         # Shielded: a writer that is still being made when the session ends has to be closed all the same.
         connect = asyncio.to_thread(
             self._senders[backend].connect, accepted.handle, self._layout, accepted.layout
@@ -95,15 +97,27 @@ class Way:
             writer,
             lease=lease,
             link=accepted.link,
-            hashes=self._hashes if accepted.checksums else None,
+            hashes=hashes,
         )
         return OpenedSession(
             pusher=self._pusher,
             region_blocks=accepted.num_blocks,
             link=accepted.link,
             speed=writer.link,
-            checksums=accepted.checksums,
+            checksums=hashes is not None,
         )
+
+    def _by(self, rule: Checksum | None) -> PageHashes | None:
+        """What hashes pages by the peer's rule; None where it wants no checksums.
+
+        Raises:
+            IncompatibleError: The local arena cannot be hashed by it.
+        """
+        if rule is None:
+            return None
+        if rule not in self._hashes:
+            raise no_hash(rule, self._hashes)
+        return self._hashes[rule]
 
     async def let_go(self) -> None:
         """Waits until nothing more is written, then closes whatever was mapped."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.errors import InvariantError
 from kvpool.eviction.policy import EvictionPolicy
-from kvpool.messages import Owner, Selection
+from kvpool.messages import Owner, OwnerUsage, Selection
 
 
 @dataclass(slots=True, eq=False)
@@ -127,6 +127,18 @@ class Accounts:
     def covered(self, selection: Selection) -> set[Holding]:
         """The holdings that a flush means."""
         return {held for held in self._holdings.values() if selection.covers(held.owner)}
+
+    def usage(self) -> tuple[OwnerUsage, ...]:
+        """What each tenant takes."""
+        return tuple(
+            OwnerUsage(
+                tenant=account.tenant,
+                dram_bytes=account.memory.taken * self._block_bytes,
+                ssd_bytes=account.disk.taken * self._block_bytes,
+                blocks=account.blocks,
+            )
+            for account in self
+        )
 
     def forget_empty(self) -> None:
         """Drops tenants that have nothing here; what may come is unbounded."""

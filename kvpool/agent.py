@@ -14,6 +14,7 @@ from baton.clock import Clock
 from baton.config.schema import PoolConfig
 from baton.errors import TransferError
 from baton.ids import BlockKey, SeqId
+from baton.pages import PublishedPage
 from baton.telemetry.logs import get_logger
 from kv_transfer.page_copy import Pages
 from kvpool.borrower import Borrower
@@ -96,6 +97,11 @@ class PoolAgent:
     async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
         """Borrows what the pool has of a prompt that is about to be submitted. See `Borrower.prepare`."""
         await self._borrower.prepare(seq_id, keys)
+
+    async def put_now(self, pages: Sequence[PublishedPage]) -> bool:
+        """Puts a text's leading pages ahead of all that waits; whether the pool has every one of them then."""
+        await self._publisher.put_now(pages)
+        return await self._borrower.has([page.key for page in pages])
 
     async def published(self) -> None:
         """Waits until every page that was offered is in the pool, or dropped."""

@@ -91,6 +91,18 @@ class Borrower:
             self.leases.add(seq_id, lease, asked_s=asked_s)
         self._metrics.looked_up(_outcome(asked, lease), self._clock.now_s() - asked_s)
 
+    async def has(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether the node has all blocks of a text's beginning in its memory now. Raises nothing."""
+        if self._client.slab() is None:
+            return False
+        asked = self._ask(keys)
+        await asyncio.wait({asked})
+        lease = _lease_of(asked)
+        if lease is None or not lease.lease_id:
+            return not keys
+        self.released((lease.lease_id,))
+        return len(lease.blocks) == len(keys)
+
     def node_gone(self) -> None:
         """Whatever the node has answered or will answer is void."""
         self._num_gone += 1

@@ -30,6 +30,7 @@ class FakePool:
         rows: Its memory, as `PoolClient.slab` has it.
         calls: How often each method of a client was called.
         lent: Every lease that was given.
+        asked_places: The keys that places were asked for, in order.
     """
 
     def __init__(self, layout: KvLayout, clock: Clock, *, num_slots: int = 64) -> None:
@@ -43,6 +44,7 @@ class FakePool:
         self._starts = 0
         self.calls: Counter[str] = Counter()
         self.lent: list[str] = []
+        self.asked_places: list[BlockKey] = []
         self.is_there = False
         self.come()
 
@@ -153,6 +155,7 @@ class FakeClient:
     ) -> PutGrant | Refused:
         """See PoolClient."""
         ledger = await self._pool.answer("reserve")
+        self._pool.asked_places += keys
         return ledger.reserve(keys, owner, self._pool.clock.now_s(), first=first)
 
     async def commit(self, put_id: str, checksums: Sequence[bytes]) -> int:

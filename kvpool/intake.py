@@ -17,7 +17,11 @@ _NOTHING_TO_WRITE = PutGrant(put_id="", items=())
 
 
 class Intake:
-    """Puts from beginning to end. Its methods are those of `NodeLedger`, which says what they promise."""
+    """Puts from beginning to end. Its methods are those of `NodeLedger`, which says what they promise.
+
+    Attributes:
+        refuses: Why nothing is taken at all; None where it is.
+    """
 
     def __init__(
         self,
@@ -27,22 +31,30 @@ class Intake:
         puts: PutBook,
         evictor: Evictor,
         counts: Counts,
+        slot_bytes: int,
     ) -> None:
         self._book = book
         self._accounts = accounts
         self._puts = puts
         self._evictor = evictor
         self._counts = counts
+        self._slot_bytes = slot_bytes
+        self.refuses: RefusalReason | None = None
 
     def reserve(
         self,
         keys: Sequence[BlockKey],
-        holding: Holding,
+        owner: Owner,
+        size_bytes: int,
         first: int,
         writer: WorkerIdentity | None,
         now_s: float,
     ) -> PutGrant | Refused:
         """Gives places for those of `keys` that nobody has."""
+        refused = self._refusal(size_bytes)
+        if refused is not None:
+            return refused
+        holding = self._accounts.holding(owner, size_bytes)
         holding.account.active_s = now_s
         wanted, held = self._split(keys, first)
         if not wanted:
@@ -96,6 +108,14 @@ class Intake:
                     self._book.give_up(place)
         for put in self._puts.take_dead(now_s):
             self._stop_writing(put.places)
+
+    def _refusal(self, size_bytes: int) -> Refused | None:
+        if self.refuses is not None:
+            return Refused(reason=self.refuses)
+        if size_bytes > self._slot_bytes:
+            detail = f"block_bytes: {size_bytes} do not fit the pool's slots of {self._slot_bytes}"
+            return Refused(reason=RefusalReason.TOO_LARGE, detail=detail)
+        return None
 
     def _split(
         self, keys: Sequence[BlockKey], first: int

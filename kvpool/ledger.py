@@ -30,7 +30,6 @@ from kvpool.messages import (
     DirectoryChanges,
     NodeUsage,
     Owner,
-    OwnerUsage,
     PutGrant,
     RefusalReason,
     Refused,
@@ -39,6 +38,7 @@ from kvpool.messages import (
 )
 from kvpool.moves import Moves
 from kvpool.puts import PutBook
+from kvpool.stock import Stock
 
 
 class NodeLedger:
@@ -56,8 +56,8 @@ class NodeLedger:
     """
 
     def __init__(self, limits: NodeLimits, name: str, on_disk: Sequence[DiskBlock] = ()) -> None:
-        self._limits = limits
-        self._counts = Counts()
+        self._slot_bytes = limits.slot_bytes
+        counts = Counts()
         self._accounts = Accounts(
             block_bytes=limits.slot_bytes,
             usual=limits.usual,
@@ -66,7 +66,7 @@ class NodeLedger:
         first_epoch = 1 + max((block.epoch for block in on_disk), default=0)
         self._book = BlockBook(limits.num_slots, limits.num_extents, first_epoch)
         health = DiskHealth(present=limits.num_extents > 0)
-        self._moves = Moves(self._book, health, self._counts)
+        self._moves = Moves(self._book, health, counts)
         self._puts, self._leases = PutBook(name, limits.put_timeout_s), LeaseBook(name)
         self._evictor = Evictor(
             book=self._book,
@@ -74,37 +74,38 @@ class NodeLedger:
             moves=self._moves,
             health=health,
             limits=limits,
-            counts=self._counts,
+            counts=counts,
         )
         self._intake = Intake(
             book=self._book,
             accounts=self._accounts,
             puts=self._puts,
             evictor=self._evictor,
-            counts=self._counts,
+            counts=counts,
+            slot_bytes=limits.slot_bytes,
         )
         self._lending = Lending(
             book=self._book,
             leases=self._leases,
             moves=self._moves,
             evictor=self._evictor,
-            counts=self._counts,
+            counts=counts,
         )
-        self._refuses: RefusalReason | None = None
+        self._stock = Stock(book=self._book, accounts=self._accounts, counts=counts)
         for block in on_disk:
             self._book.restore(block, self._accounts.holding(block.owner, block.size_bytes))
 
     @property
     def refuses(self) -> RefusalReason | None:
         """Why the node takes no new blocks, if it does not."""
-        return self._refuses
+        return self._intake.refuses
 
     def refuse(self, reason: RefusalReason | None) -> None:
         """From now on the node takes no new blocks, because it is sick or will stop; None: it takes them again.
 
         What it holds it serves all the same. A disk that fails needs no word: `io_failed` says enough.
         """
-        self._refuses = reason
+        self._intake.refuses = reason
 
     def allow(self, tenant: str, allowance: Allowance | None) -> None:
         """Sets what a tenant may take; None for what is usual."""
@@ -136,12 +137,8 @@ class NodeLedger:
         Returns:
             The places, none of them where everything is held already; or why nothing is taken.
         """
-        size_bytes = self._limits.slot_bytes if size_bytes is None else size_bytes
-        refused = self._refusal(size_bytes)
-        if refused is not None:
-            return refused
-        holding = self._accounts.holding(owner, size_bytes)
-        return self._intake.reserve(keys, holding, first, writer, now_s)
+        size_bytes = self._slot_bytes if size_bytes is None else size_bytes
+        return self._intake.reserve(keys, owner, size_bytes, first, writer, now_s)
 
     def commit(
         self,
@@ -208,43 +205,26 @@ class NodeLedger:
 
     def held(self, keys: Iterable[BlockKey]) -> int:
         """How many of the leading blocks of a chain are held, in whichever tier. Grants nothing and leaves no trace."""
-        count = 0
-        for key in keys:
-            if self._book.readable(key) is None:
-                break
-            count += 1
-        return count
+        return self._stock.held(keys)
 
     def drop(self, keys: Iterable[BlockKey]) -> int:
         """A reader found other bytes than were put: the blocks are held no longer. Returns how many were."""
-        dropped = [key for key in dict.fromkeys(keys) if self._book.readable(key) is not None]
-        for key in dropped:
-            self._give_up(key)
-        self._counts.corrupt_blocks += len(dropped)
-        return len(dropped)
+        return self._stock.drop(keys)
 
     def flush(self, selection: Selection) -> int:
         """Gives up all blocks that `selection` covers, pinned ones and those being put too. Returns how many were held.
 
         Who reads one may finish; its place is free after that.
         """
-        covered = self._accounts.covered(selection)
-        held = 0
-        for shelf in (self._book.memory, self._book.disk):
-            for place in [p for p in shelf.named.values() if p.holding in covered]:
-                held += self._book.readable(place.key) is not None
-                self._give_up(place.key)
-        return held
+        return self._stock.flush(selection)
 
     def pin(self, keys: Iterable[BlockKey]) -> int:
         """Has those of the blocks that are held stay until they are unpinned or flushed. Returns how many these are."""
-        held = [key for key in keys if self._book.readable(key) is not None]
-        self._book.pinned.update(held)
-        return len(held)
+        return self._stock.pin(keys)
 
     def unpin(self, keys: Iterable[BlockKey]) -> None:
         """Blocks may be evicted again."""
-        self._book.pinned.difference_update(keys)
+        self._stock.unpin(keys)
 
     def worker_gone(self, worker: WorkerIdentity) -> None:
         """A worker neither reads nor writes any more: its process is over, or its access was taken away."""
@@ -287,38 +267,11 @@ class NodeLedger:
 
     def stored(self) -> Iterator[Stored]:
         """Everything that is held, for a directory that has forgotten this node."""
-        for key in dict.fromkeys((*self._book.memory.named, *self._book.disk.named)):
-            stored = self._book.stored(key)
-            if stored is not None:
-                yield stored
+        return self._stock.stored()
 
     def usage(self) -> NodeUsage:
         """Counts for metrics and `baton pool top`."""
-        counts, memory, slot_bytes = self._counts, self._book.memory, self._limits.slot_bytes
-        return NodeUsage(
-            slots_total=memory.num_places,
-            slots_free=memory.num_free,
-            ssd_blocks=self._book.disk.num_taken,
-            leases=len(self._leases),
-            puts=len(self._puts),
-            hit_blocks=counts.hit_blocks,
-            missed_blocks=counts.missed_blocks,
-            stored_blocks=counts.stored_blocks,
-            evicted_blocks=counts.evicted_blocks,
-            demoted_blocks=counts.demoted_blocks,
-            promoted_blocks=counts.promoted_blocks,
-            zombie_puts=counts.zombie_puts,
-            corrupt_blocks=counts.corrupt_blocks,
-            owners=tuple(
-                OwnerUsage(
-                    tenant=account.tenant,
-                    dram_bytes=account.memory.taken * slot_bytes,
-                    ssd_bytes=account.disk.taken * slot_bytes,
-                    blocks=account.blocks,
-                )
-                for account in self._accounts
-            ),
-        )
+        return self._stock.usage(leases=len(self._leases), puts=len(self._puts))
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the book contradicts itself."""
@@ -330,18 +283,3 @@ class NodeLedger:
         shelves = (self._book.memory, self._book.disk)
         if users != sum(place.users for shelf in shelves for place in shelf.places()):
             raise InvariantError("places are in use for other reasons than leases and moves")
-
-    def _refusal(self, size_bytes: int) -> Refused | None:
-        if self._refuses is not None:
-            return Refused(reason=self._refuses)
-        slot_bytes = self._limits.slot_bytes
-        if size_bytes > slot_bytes:
-            detail = f"block_bytes: {size_bytes} do not fit the pool's slots of {slot_bytes}"
-            return Refused(reason=RefusalReason.TOO_LARGE, detail=detail)
-        return None
-
-    def _give_up(self, key: BlockKey) -> None:
-        for shelf in (self._book.memory, self._book.disk):
-            place = shelf.named.get(key)
-            if place is not None:
-                self._book.give_up(place)

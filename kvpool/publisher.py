@@ -63,6 +63,7 @@ class Publisher:
         self._mailbox: Mailbox[None] | None = None
         self._woken, self._idle = asyncio.Event(), asyncio.Event()
         self._is_busy = False
+        self._turn = asyncio.Lock()
         self._dropped_told = 0
         self._running: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[list[bytes]] | None = None
@@ -86,6 +87,11 @@ class Publisher:
         while self.queue or self._is_busy:
             self._idle.clear()
             await self._idle.wait()
+
+    async def put_now(self, pages: Sequence[PublishedPage]) -> None:
+        """Puts a text's leading pages ahead of all that waits. What goes wrong is counted as for any page."""
+        for first in range(0, len(pages), _BATCH_BLOCKS):
+            await self._publish_or_drop(pages[first : first + _BATCH_BLOCKS])
 
     async def close(self) -> None:
         """Drops what waits; waits until nothing is copied any more."""
@@ -116,7 +122,10 @@ class Publisher:
 
     async def _publish_or_drop(self, pages: Sequence[PublishedPage]) -> None:
         try:
-            await self._publish(pages)
+            async with (
+                self._turn
+            ):  # whoever waited longest is next: a text in a hurry after one batch at most
+                await self._publish(pages)
         except Exception as error:  # noqa: BLE001  # one bad batch must not end publishing for good
             _log.error("a batch of blocks was dropped", cause=error)
             self._metrics.unpublished(Unpublished.FAILED, len(pages))

@@ -34,6 +34,7 @@ from kvpool.directory.redis import RedisDirectory
 from kvpool.node import PoolNode
 from kvpool.ports import Directory
 from kvpool.ssd.store import SsdStore
+from kvpool.watchers import Watchers
 
 TICK_S = 0.1
 _STOP_GRACE_S = 0.5
@@ -68,10 +69,11 @@ def _typed(
 
 
 class PoolService(pool_pb2_grpc.PoolServicer):
-    """Answers workers and operators for one node. A request that is malformed is refused by the name of its field."""
+    """Answers workers, routers and operators for one node. A request that is malformed is refused by the name of its field."""
 
-    def __init__(self, node: PoolNode) -> None:
+    def __init__(self, node: PoolNode, watchers: Watchers) -> None:
         self._node = node
+        self._watchers = watchers
 
     async def Attach(  # noqa: N802  # the stub's name
         self, request: pb.AttachPoolRequest, context: _Context
@@ -160,6 +162,13 @@ class PoolService(pool_pb2_grpc.PoolServicer):
         self._node.corrupt(keys_from_bytes(request.keys))
         return pb.ReportCorruptReply()
 
+    async def Watch(  # type: ignore[override]  # noqa: N802  # the stub's name; a coroutine that writes
+        self, request: pb.WatchPoolRequest, context: _Context
+    ) -> None:
+        """Tells a router which blocks are here."""
+        del request
+        await self._watchers.serve(context)
+
     @_typed
     async def Flush(  # noqa: N802
         self, request: pb.FlushPoolRequest, context: _Context
@@ -209,16 +218,20 @@ async def run(
         region_path=region_path,
         directory=_directory(pool),
         clock=MonotonicClock(),
-        open_store=partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes) if pool.ssd_dir else None,
+        open_disk=partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes) if pool.ssd_dir else None,
     )
+    watchers = Watchers(identity)
     server = new_server()
-    pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node), server)
+    pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node, watchers), server)
     wellness = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
     health_pb2_grpc.add_HealthServicer_to_server(wellness, server)
     bind(server, address)
     await wellness.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
-    beats = [asyncio.ensure_future(_sweep(node)), asyncio.ensure_future(_register(node, pool))]
+    beats = [
+        asyncio.ensure_future(_sweep(node, watchers)),
+        asyncio.ensure_future(_register(node, pool)),
+    ]
     stopped = asyncio.ensure_future(stop.wait())
     ready()
     await asyncio.wait({*beats, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -233,10 +246,11 @@ async def run(
             beat.result()  # a node that cannot sweep must not go on: its process ends, and another is started
 
 
-async def _sweep(node: PoolNode) -> None:
-    """Ends what is over, whether or not there is new work, and whether or not the directory answers."""
+async def _sweep(node: PoolNode, watchers: Watchers) -> None:
+    """Ends what is over and tells routers what has changed, whether or not there is new work or the directory answers."""
     while True:
         node.sweep()
+        watchers.changed(node.take_changes())
         await asyncio.sleep(TICK_S)
 
 

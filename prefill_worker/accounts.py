@@ -8,7 +8,7 @@ from baton.telemetry.worker import WorkerMetrics
 from kv_transfer.outbox_messages import PushDone
 from prefill_worker.legs import OWNER
 from prefill_worker.lifecycle import PrefillLifecycle
-from prefill_worker.messages import Tell, TellFailed, TellFirstTokens, TellHandedOff
+from prefill_worker.messages import Tell, TellFailed, TellFirstTokens, TellHandedOff, TellPooled
 from prefill_worker.metrics import PrefillMetrics
 
 _log = get_logger(__name__)
@@ -56,6 +56,9 @@ class LegAccounts:
                 self._prefilled(tell)
             case TellHandedOff():
                 self._handed_off(tell)
+            case TellPooled():
+                self._metrics.detoured()
+                self._spans.over((tell.stream, tell.leg_id))
             case TellFailed():
                 self._metrics.failed(tell.error)
                 self._spans.over((tell.stream, tell.leg_id))

@@ -5,7 +5,7 @@ from baton.generation import WorkerLoad
 from baton.rpc.generation import prompt_logprobs_to_proto, sample_to_proto
 from baton.rpc.reports import blocks_to_proto, failure_to_proto, load_to_proto
 from baton.rpc.v1 import common_pb2, prefill_pb2
-from prefill_worker.messages import TellFailed, TellFirstTokens, TellHandedOff
+from prefill_worker.messages import TellFailed, TellFirstTokens, TellHandedOff, TellPooled
 
 
 class PrefillFrameBuilder:
@@ -43,6 +43,11 @@ class PrefillFrameBuilder:
                 link_bytes_per_second=link_bytes_per_second,
             )
         )
+
+    def pooled(self, tell: TellPooled) -> None:
+        """Adds the end of a leg whose prompt lies in the pool."""
+        self._pending += 1
+        self._frame.pooled.append(prefill_pb2.Pooled(leg_id=tell.leg_id))
 
     def failed(self, tell: TellFailed) -> None:
         """Adds the end of a leg that failed."""

@@ -1,7 +1,7 @@
 """The legs on a prefill worker, and where each stands: by its router, by its sequence in the engine, by its transfer.
 
-QUEUED ── first chunk ── PREFILLING ── first tokens ── HANDING_OFF ── committed ── DONE
-   │                         │    └─ every sample ended with its first token ──────┘
+QUEUED ── first chunk ── PREFILLING ── first tokens ── HANDING_OFF ── committed, or in the pool ── DONE
+   │                         │    └─ every sample ended with its first token ──────────────────────┘
    └─────────────────────────┴───────────────┴── FAILED (engine, decode worker) or CANCELLED (router)
 """
 
@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.errors import InvariantError
-from baton.ids import LegId, SeqId, XferId
+from baton.generation import Prompt
+from baton.ids import BlockId, LegId, SeqId, XferId
 from baton.rpc.frames import LegKey, StreamId
+from engine.ports import PageExport
 from prefill_worker.messages import Submit
 
 OWNER = "prefill"
+NO_BLOCK = BlockId(-1)
 
 
 class LegState(Enum):
@@ -43,18 +46,37 @@ ENDS = frozenset({_L.DONE, _L.FAILED, _L.CANCELLED})
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One leg."""
+    """One leg.
+
+    Attributes:
+        blocks: Its pages, in order, as the engine last exported them.
+        waits_since_s: When its first tokens were drawn, or the pool last did not take its prompt.
+        being_put: Whether its prompt is on its way to the pool.
+    """
 
     stream: StreamId
     leg_id: LegId
     seq_id: SeqId
     xfer_id: XferId
-    prompt_tokens: int
+    prompt: Prompt
+    blocks: list[BlockId]
     arrived_s: float
     state: LegState = _L.QUEUED
     started_s: float = 0.0
     cached_tokens: int = 0
     pooled_tokens: int = 0
+    waits_since_s: float = 0.0
+    being_put: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of its prompt."""
+        return len(self.prompt.tokens)
+
+    def exported(self, export: PageExport) -> None:
+        """The engine completed pages, perhaps others than it had for the same blocks before it preempted the prompt."""
+        end = export.first_block + len(export.blocks)
+        self.blocks[export.first_block : end] = export.blocks
 
     @property
     def key(self) -> LegKey:
@@ -111,7 +133,8 @@ class LegTable:
             leg_id=event.leg_id,
             seq_id=SeqId(f"{OWNER}/{self._next}"),
             xfer_id=event.permit.xfer_id,
-            prompt_tokens=len(event.prompt.tokens),
+            prompt=event.prompt,
+            blocks=[NO_BLOCK] * event.permit.num_blocks,
             arrived_s=now_s,
         )
         self._live[leg.key] = leg

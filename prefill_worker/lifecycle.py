@@ -43,6 +43,7 @@ from kv_transfer.outbox_messages import (
 )
 from kv_transfer.plan import Export
 from kv_transfer.ticket import refuse_holder
+from prefill_worker.detours import Detours
 from prefill_worker.legs import Leg, LegState, LegTable
 from prefill_worker.messages import (
     Cancel,
@@ -50,11 +51,13 @@ from prefill_worker.messages import (
     LayerReady,
     PrefillAction,
     PrefillEvent,
+    PromptPut,
     StreamGone,
     Submit,
     TellFailed,
     TellFirstTokens,
     TellHandedOff,
+    TellPooled,
 )
 
 
@@ -64,10 +67,17 @@ class PrefillLifecycle:
     `handle` returns the actions the shell must carry out, in order. Not thread-safe: one owner.
     """
 
-    def __init__(self, layout: KvLayout) -> None:
+    def __init__(self, layout: KvLayout, *, pool_after_s: float | None = None) -> None:
+        """No leg yet.
+
+        Args:
+            layout: Of this worker's pages.
+            pool_after_s: How long a computed prompt waits for room before it goes to the pool; None where there is none.
+        """
         self._layout = layout
         self._outbox = Outbox(layout)
         self._legs = LegTable()
+        self._detours = Detours(self._legs, self._outbox, pool_after_s)
         self._peers: set[WorkerIdentity] = set()
         self.draining = False
 
@@ -89,6 +99,8 @@ class PrefillLifecycle:
                 return self._transfer(event, now_s)
             case PeerUp() | FromDecode() | PushDone():
                 return self._transfer(event, now_s)
+            case PromptPut():
+                return self._put(event, now_s)
             case PrefillStarted():
                 return self._started(event, now_s)
             case Sampled():
@@ -97,6 +109,10 @@ class PrefillLifecycle:
                 return self._gone(event, now_s)
             case Reserved():
                 raise InvariantError(f"{event.seq_id} was reserved on a prefill worker")
+
+    def tick(self, now_s: float) -> list[PrefillAction]:
+        """Checks who waits for room."""
+        return [*self._detours.due(now_s)]
 
     def in_flight(self) -> int:
         """Legs that are not over, and sequences and hand-offs that are left of others."""
@@ -167,10 +183,13 @@ class PrefillLifecycle:
             leg = self._legs.of_seq(export.seq_id)
             if leg is None:
                 continue
+            if event.layer_index == 0:
+                leg.exported(export)
             pages = Export(
                 layer_index=event.layer_index,
                 first_block=export.first_block,
                 source=export.blocks,
+                ready=event.done,
             )
             actions += self._transfer(Exported(xfer_id=leg.xfer_id, export=pages), now_s)
         return actions
@@ -206,6 +225,7 @@ class PrefillLifecycle:
             given_up = self._transfer(GivenUp(xfer_id=leg.xfer_id), now_s)
             return [tell, *given_up, Release(seq_id=leg.seq_id)]
         self._legs.move(leg, LegState.HANDING_OFF)
+        leg.waits_since_s = now_s
         drew = Drew(xfer_id=leg.xfer_id, first_tokens=event.tokens)
         return [tell, *self._transfer(drew, now_s)]
 
@@ -244,6 +264,15 @@ class PrefillLifecycle:
         self._legs.end(leg, LegState.DONE)
         tell = TellHandedOff(stream=leg.stream, leg_id=leg.leg_id, done=done)
         return [tell, Release(seq_id=leg.seq_id)]
+
+    def _put(self, event: PromptPut, now_s: float) -> list[PrefillAction]:
+        leg = self._detours.arrived(event, now_s)
+        if leg is None:
+            return []
+        self._legs.end(leg, LegState.DONE)
+        tell = TellPooled(stream=leg.stream, leg_id=leg.leg_id)
+        given_up = self._transfer(GivenUp(xfer_id=leg.xfer_id), now_s)
+        return [tell, *given_up, Release(seq_id=leg.seq_id)]
 
     def _not_taken(self, failed: HandOverFailed) -> list[PrefillAction]:
         leg = self._legs.transfers[failed.xfer_id]

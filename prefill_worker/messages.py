@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
-from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.ids import BlockId, LegId, RequestId, SeqId, WorkerIdentity
 from baton.rpc.frames import StreamId
 from engine.messages import Command, SeqEvent
-from engine.ports import PageExport
+from engine.ports import LayerDone, PageExport
 from kv_transfer.outbox_messages import (
     FromDecode,
     HandOver,
@@ -50,15 +50,42 @@ class StreamGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReady:
-    """The engine completed pages in one layer."""
+    """The engine completed pages in one layer, or has them once its GPU comes to `done`."""
 
     layer_index: int
     exports: Sequence[PageExport]
+    done: LayerDone | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPut:
+    """The answer to `PutPrompt`; `complete` if the pool has every full block of the prompt."""
+
+    seq_id: SeqId
+    complete: bool
 
 
 PrefillEvent = (
-    Submit | Cancel | StreamGone | LayerReady | SeqEvent | PeerUp | PeerDown | FromDecode | PushDone
+    Submit
+    | Cancel
+    | StreamGone
+    | LayerReady
+    | PromptPut
+    | SeqEvent
+    | PeerUp
+    | PeerDown
+    | FromDecode
+    | PushDone
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutPrompt:
+    """Put a computed prompt into the pool; `PromptPut` answers. `blocks` are all its pages, in order."""
+
+    seq_id: SeqId
+    prompt: Prompt
+    blocks: tuple[BlockId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +121,14 @@ class TellHandedOff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TellPooled:
+    """To the router: the decode worker has no room, and can fetch the prompt from the pool when it has."""
+
+    stream: StreamId
+    leg_id: LegId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TellFailed:
     """To the router: this leg is over."""
 
@@ -102,5 +137,5 @@ class TellFailed:
     error: BatonError
 
 
-Tell = TellFirstTokens | TellHandedOff | TellFailed
-PrefillAction = Command | Connect | Send | StartPush | Tell
+Tell = TellFirstTokens | TellHandedOff | TellPooled | TellFailed
+PrefillAction = Command | Connect | PutPrompt | Send | StartPush | Tell

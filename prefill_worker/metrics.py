@@ -45,6 +45,12 @@ class PrefillMetrics:
             registry=registry,
         )
 
+        self._detours = Counter(
+            "baton_kv_pool_detours",
+            "Prompts left in the pool because the decode worker had no room",
+            registry=registry,
+        )
+
     def unreachable(self, backend: str) -> None:
         """A backend does not work to some decode worker; backends are a closed set."""
         self._unreachable.labels(backend).inc()
@@ -59,6 +65,10 @@ class PrefillMetrics:
         self._bytes.inc(done.bytes_sent)
         self._reserve_wait_s.observe(done.reserve_wait_s)
         self._unhidden_s.observe(done.unhidden_s)
+
+    def detoured(self) -> None:
+        """A prompt was left in the pool."""
+        self._detours.inc()
 
     def failed(self, error: BatonError) -> None:
         """A leg failed; error codes are a closed set."""

@@ -7,11 +7,12 @@ from baton.clock import Clock
 from baton.errors import BatonError, TransferError
 from baton.ids import BlockId, WorkerIdentity
 from baton.telemetry.logs import get_logger
+from kv_transfer.arena_hashes import Hashing
 from kv_transfer.backends import offered
-from kv_transfer.checksum import Hashes, PageHashes
 from kv_transfer.handshake import Endpoint, refused_field
 from kv_transfer.messages import GrantRefused, ToPrefill
 from kv_transfer.outbox_messages import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
+from kv_transfer.page_hash import Hashes
 from kv_transfer.ports import KvSender
 from kv_transfer.pusher import Pusher
 from kv_transfer.session import PeerSession
@@ -29,7 +30,7 @@ class DecodePeers:
     Args:
         here: This worker.
         senders: Transfer backends by name, preferred first.
-        hashes: Of the arena that they send from.
+        hashes: Of the arena that they send from, by every rule that it can be hashed by.
         spare: A page of that arena to try links with.
         links: Told how fast the ways are.
         accounts: Told of what is refused.
@@ -43,7 +44,7 @@ class DecodePeers:
         *,
         here: Endpoint,
         senders: Mapping[str, KvSender],
-        hashes: PageHashes,
+        hashes: Hashing,
         spare: BlockId,
         links: LinkMetrics,
         accounts: LegAccounts,

@@ -29,6 +29,7 @@ from prefill_worker.messages import (
     TellFailed,
     TellFirstTokens,
     TellHandedOff,
+    TellPooled,
 )
 
 
@@ -112,6 +113,8 @@ class Routers(pb_grpc.PrefillServicer):
             case TellHandedOff():
                 rate = self._links.bytes_per_second(tell.done.peer)
                 stream.builder.handed_off(tell, link_bytes_per_second=rate)
+            case TellPooled():
+                stream.builder.pooled(tell)
             case TellFailed():
                 stream.builder.failed(tell)
         stream.frames.wake()

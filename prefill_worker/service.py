@@ -6,7 +6,7 @@ layer's export before the token that was drawn after it.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import grpc
@@ -23,7 +23,7 @@ from baton.telemetry.tracing import NotTraced, Tracer
 from baton.telemetry.worker import WorkerMetrics
 from engine.messages import StepEvents
 from engine.ports import EnginePort
-from kv_transfer.checksum import PageHashes
+from kv_transfer.arena_hashes import Hashing
 from kv_transfer.handshake import Endpoint
 from kv_transfer.outbox_messages import PushDone, Send, StartPush
 from kv_transfer.ports import KvSender
@@ -37,12 +37,16 @@ from prefill_worker.messages import (
     LayerReady,
     PrefillAction,
     PrefillEvent,
+    PromptPut,
+    PutPrompt,
     TellFailed,
     TellFirstTokens,
     TellHandedOff,
+    TellPooled,
 )
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.peers import DecodePeers
+from prefill_worker.ports import PromptStore
 from prefill_worker.routers import Routers
 from prefill_worker.sink import TransferSink
 
@@ -59,11 +63,13 @@ class PrefillWorker:
         sink: The one that the engine was built with.
         hello: What routers are told first.
         senders: Transfer backends by name, preferred first.
-        hashes: Of the arena that they send from.
+        hashes: Of the arena that they send from, by every rule that it can be hashed by.
         office: Checks permits and tickets.
         metrics: Shared with the process's other service.
         clock: Monotonic.
         tracer: Takes the spans of legs whose requests are traced.
+        pool: Takes prompts that no decode worker has room for; None without a pool.
+        pool_after_s: How long a computed prompt waits for that room.
     """
 
     def __init__(
@@ -73,18 +79,24 @@ class PrefillWorker:
         sink: TransferSink,
         hello: WorkerHello,
         senders: Mapping[str, KvSender],
-        hashes: PageHashes,
+        hashes: Hashing,
         office: TicketOffice,
         metrics: WorkerMetrics,
         clock: Clock,
         tracer: Tracer | None = None,
+        pool: PromptStore | None = None,
+        pool_after_s: float = 0.0,
     ) -> None:
         self._engine = engine
         self._sink = sink
         self._clock = clock
         self._load = hello.idle_load
         self._mailbox: Mailbox[_Posted] | None = None
-        self._lifecycle = PrefillLifecycle(hello.layout)
+        self._pool = pool
+        self._puts: set[asyncio.Task[None]] = set()
+        self._lifecycle = PrefillLifecycle(
+            hello.layout, pool_after_s=None if pool is None else pool_after_s
+        )
         links = LinkMetrics(metrics.registry, hello.identity)
         self._accounts = LegAccounts(
             self._lifecycle,
@@ -124,7 +136,8 @@ class PrefillWorker:
         self._engine.attach(OWNER, self._mailbox.post)
 
     def tick(self) -> None:
-        """Reports the load of a step that brought no news for any router."""
+        """Checks who waits for room, and reports the load of a step that brought no news for any router."""
+        self._carry_out(self._lifecycle.tick(self._clock.now_s()))
         self._accounts.observe()
         self._routers.report_load()
         if self._lifecycle.in_flight() == 0:
@@ -150,6 +163,8 @@ class PrefillWorker:
     async def close(self) -> None:
         """Ends every stream and session; waits until no push is on its way."""
         self._routers.close()
+        for put in self._puts:
+            put.cancel()
         await self._peers.close()
         if self._mailbox is not None:
             self._mailbox.close()
@@ -180,6 +195,9 @@ class PrefillWorker:
         except InvariantError as error:
             _log.error("a leg broke an invariant", cause=error)
             return
+        self._carry_out(actions)
+
+    def _carry_out(self, actions: Sequence[PrefillAction]) -> None:
         for action in actions:
             self._do(action)
 
@@ -191,7 +209,16 @@ class PrefillWorker:
                 self._peers.send(action)
             case StartPush():
                 self._peers.push(action)
-            case TellFirstTokens() | TellHandedOff() | TellFailed():
+            case PutPrompt():
+                put = asyncio.create_task(self._put(action), name="prompt-put")
+                self._puts.add(put)
+                put.add_done_callback(self._puts.discard)
+            case TellFirstTokens() | TellHandedOff() | TellPooled() | TellFailed():
                 self._routers.tell(action)
             case _:
                 self._engine.submit(action)
+
+    async def _put(self, action: PutPrompt) -> None:
+        assert self._pool is not None
+        complete = await self._pool.put(action.prompt, action.blocks)
+        self._apply(PromptPut(seq_id=action.seq_id, complete=complete))

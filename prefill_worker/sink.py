@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from engine.ports import PageExport
+from engine.ports import LayerDone, PageExport
 from prefill_worker.messages import LayerReady
 
 
@@ -19,7 +19,9 @@ class TransferSink:
         """From now on `post` gets every report; it must neither block nor raise."""
         self._post = post
 
-    def layer_ready(self, layer_index: int, exports: Sequence[PageExport]) -> None:
-        """The pages of `exports` now hold their KV in layer `layer_index`."""
+    def layer_ready(
+        self, layer_index: int, exports: Sequence[PageExport], done: LayerDone | None
+    ) -> None:
+        """See `LayerSink`."""
         if exports and self._post is not None:
-            self._post(LayerReady(layer_index=layer_index, exports=tuple(exports)))
+            self._post(LayerReady(layer_index=layer_index, exports=tuple(exports), done=done))

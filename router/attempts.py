@@ -5,8 +5,6 @@ flights continue what the samples still want, on other workers, from the token l
 when; here it is decided how, and for how long it is worth trying.
 """
 
-from dataclasses import dataclass
-
 from baton.errors import BatonError, InvalidRequestError, InvariantError, UnavailableError
 from baton.ids import RequestId, WorkerIdentity, new_xfer_id
 from router.events import Action, Fail, Finish
@@ -15,41 +13,10 @@ from router.job import Job
 from router.legs import LegTable
 from router.placement import Placement
 from router.ports import GenerationJob
+from router.restarts import Patience, Restarts, Rung
 from router.routing.policy import Pair, Unavailable
 from router.routing.view import ClusterView
-from router.verdicts import Broken, Orphaned, Over, Settling, Verdict
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How hard a job is tried.
-
-    Attributes:
-        max_attempts: How often a sample's legs may be started.
-        worker_wait_s: How long a job waits for a worker to appear: about what a restart takes.
-        retry_pause_s: How long workers that failed a job are avoided when there are no others.
-        recompute_tokens: Prompts up to this length are computed by D itself once P was lost twice.
-        settle_s: How long a job whose tokens are all out waits for P's account of the hand-off.
-    """
-
-    max_attempts: int = 3
-    worker_wait_s: float = 15.0
-    retry_pause_s: float = 0.2
-    recompute_tokens: int = 2048
-    settle_s: float = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class Restarts:
-    """How often attempts were lost and others took their places, counted as it happens, whatever becomes of the job.
-
-    Attributes:
-        retries: Before their first token.
-        resumptions: After it.
-    """
-
-    retries: int = 0
-    resumptions: int = 0
+from router.verdicts import Broken, Orphaned, Over, Pooled, Settling, Verdict
 
 
 class Attempts:
@@ -128,6 +95,8 @@ class Attempts:
                 return self._take_over(verdict, now_s)
             case Broken():
                 return self._retry(verdict, now_s)
+            case Pooled(flight=flight):
+                return self._leave_to_pool(flight, now_s)
             case None:
                 return []
 
@@ -151,6 +120,7 @@ class Attempts:
         for flight in [f for f in self._waiting if now_s - f.since_s >= patience_s]:
             # Another sample of the same job may have failed it a moment ago.
             if flight in self._waiting:
+                self.restarts.rungs[Rung.REFUSED] += 1
                 actions += self.fail(flight.job.request_id, self._unavailable(flight))
         return actions
 
@@ -223,8 +193,9 @@ class Attempts:
         return actions
 
     def _take_over(self, orphaned: Orphaned, now_s: float) -> list[Action]:
-        """P is lost and D keeps the pages. Down the ladder: another P onto the same reservation, D computes the prompt
-        itself, any other pair of workers, and then the error.
+        """P is lost and D keeps the pages. Down the ladder (`router.restarts.Rung`): another P onto the same reservation, D
+        fetches what the pool has of the prompt and computes the rest if that is short, any other pair of workers, and then
+        the error.
         """
         flight, job = orphaned.flight, orphaned.flight.job
         assert flight.decode is not None
@@ -238,43 +209,76 @@ class Attempts:
             flight.attempt += 1
             flight.took_over = True
             job.watch.placed(pair, now_s)
-            self._started_again(job, resumed=False)
+            self._started_again(job, Rung.ANOTHER_PREFILLER, resumed=False)
             permit = self._placement.permit(
                 flight.asked, pair, flight.permit.xfer_id, flight.attempt
             )
             flight.move(FlightState.PREFILLING, now_s)
             return list(self._legs.take_over(flight, pair, permit, now_s))
-        # Between these two rungs there is room for a third: D fetches what a pool holds of the prompt.
-        short = flight.asked.num_tokens <= self._patience.recompute_tokens
-        return self._retry(orphaned, now_s, decode.identity if short or pair is None else None)
+        pooled = self._placement.pooled_tokens(job, flight.asked, decode, now_s)
+        short = flight.asked.num_tokens - pooled <= self._patience.recompute_tokens
+        if short or pair is None:
+            rung = Rung.POOL if pooled else Rung.RECOMPUTE
+            return self._retry(orphaned, now_s, rung, decode.identity)
+        return self._retry(orphaned, now_s)
 
     def _retry(
-        self, broken: Broken, now_s: float, pinned: WorkerIdentity | None = None
+        self,
+        broken: Broken,
+        now_s: float,
+        rung: Rung = Rung.ELSEWHERE,
+        pinned: WorkerIdentity | None = None,
     ) -> list[Action]:
         """Continues what the samples of a failed flight still want, from the token log."""
         flight, error, job = broken.flight, broken.error, broken.flight.job
         actions = self._ground(flight, now_s)
         own_fault = isinstance(error, InvalidRequestError)
         if own_fault or flight.attempt >= self._patience.max_attempts:
+            self.restarts.rungs[Rung.REFUSED] += not own_fault
             return actions + self.fail(job.request_id, error)
-        wanted = tuple(sample for sample in flight.samples if not job.finished(sample))
-        resumed = job.has_tokens(wanted)
-        self._started_again(job, resumed=resumed)
-        groups = [(sample,) for sample in wanted] if resumed else [wanted]
-        for group in groups:
+        self._started_again(job, rung, resumed=job.has_tokens(flight.unfinished))
+        avoid = flight.avoid | broken.blamed
+        return actions + self._go_on(
+            flight, now_s, attempt=flight.attempt + 1, avoid=avoid, cause=error, pinned=pinned
+        )
+
+    def _leave_to_pool(self, flight: Flight, now_s: float) -> list[Action]:
+        """D had no room, and the prompt lies in the pool: D fetches it when it has room, and holds nothing until then."""
+        assert flight.decode is not None
+        self.restarts.rungs[Rung.NO_ROOM] += 1
+        decode = flight.decode.worker.identity
+        return self._ground(flight, now_s) + self._go_on(
+            flight, now_s, attempt=flight.attempt, avoid=flight.avoid, cause=None, pinned=decode
+        )
+
+    def _go_on(
+        self,
+        flight: Flight,
+        now_s: float,
+        *,
+        attempt: int,
+        avoid: frozenset[WorkerIdentity],
+        cause: BatonError | None,
+        pinned: WorkerIdentity | None,
+    ) -> list[Action]:
+        """New flights for what the samples of an ended one still want; with tokens each goes its own way."""
+        job, wanted = flight.job, flight.unfinished
+        actions: list[Action] = []
+        for samples in [(sample,) for sample in wanted] if job.has_tokens(wanted) else [wanted]:
             successor = Flight(
                 job=job,
-                samples=group,
+                samples=samples,
                 since_s=now_s,
-                attempt=flight.attempt + 1,
-                avoid=flight.avoid | broken.blamed,
-                cause=error,
+                attempt=attempt,
+                avoid=avoid,
+                cause=cause,
                 pinned=pinned,
             )
             actions += self._launch(successor, now_s)
         return actions
 
-    def _started_again(self, job: Job, *, resumed: bool) -> None:
+    def _started_again(self, job: Job, rung: Rung, *, resumed: bool) -> None:
+        self.restarts.rungs[rung] += 1
         job.watch.started_again(resumed=resumed)
         self.restarts.resumptions += resumed
         self.restarts.retries += not resumed

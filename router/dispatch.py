@@ -13,7 +13,7 @@ from baton.errors import (
     WorkerLostError,
 )
 from baton.ids import RequestId, WorkerIdentity
-from router.attempts import Attempts, Patience, Restarts
+from router.attempts import Attempts
 from router.events import (
     Action,
     AskForSnapshot,
@@ -37,6 +37,7 @@ from router.flight import FlightState
 from router.legs import LegTable
 from router.placement import Placement
 from router.progress import FlightProgress
+from router.restarts import Patience, Restarts
 from router.routing.view import ClusterView, WorkerView
 from router.steps import Advance, advance
 
@@ -196,6 +197,7 @@ class Dispatcher:
             return []
         was_away = worker.draining or self._view.suspected(worker, now_s)
         worker.report(event.load, now_s)
+        self._view.pools.attach(worker)
         return self._attempts.place_waiting(now_s) if was_away and not worker.draining else []
 
     def _blocks(self, event: BlocksReported) -> list[Action]:

@@ -121,6 +121,14 @@ class LocallyPrefilled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PutInPool:
+    """D had no room for the prompt: P left it in the pool, and its leg is over."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOff:
     """D verified the commit; P's leg is over."""
 
@@ -189,6 +197,7 @@ LegEvent = (
     FirstTokensArrived
     | LocallyPrefilled
     | HandedOff
+    | PutInPool
     | WriterLost
     | DecodeTokens
     | SampleFinished

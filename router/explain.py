@@ -49,6 +49,8 @@ def explanation_to_proto(explanation: Explanation | None) -> pb.ExplainReply:
         ],
         predicted=None if predicted is None else pb.PredictedTimes(**asdict(predicted)),
         measured=None if measured is None else pb.MeasuredTimes(**asdict(measured)),
+        pool_node=explanation.pool_node,
+        held_by_pool=explanation.held_by_pool,
     )
 
 

@@ -97,7 +97,12 @@ class Flight:
     @property
     def wanted(self) -> bool:
         """Whether any of its samples still wants tokens."""
-        return any(not self.job.finished(sample) for sample in self.samples)
+        return bool(self.unfinished)
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Its samples that still want tokens."""
+        return tuple(sample for sample in self.samples if not self.job.finished(sample))
 
     def prompt(self) -> Prompt:
         """The job's prompt as this attempt asks for it."""

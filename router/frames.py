@@ -29,6 +29,7 @@ from router.events import (
     LegFailed,
     LoadReported,
     LocallyPrefilled,
+    PutInPool,
     SampleFinished,
     SendCancel,
     SendExpect,
@@ -49,6 +50,7 @@ def prefill_events(worker: WorkerIdentity, frame: prefill_pb2.PrefillFrame) -> l
     """
     events: list[Event] = [_first_tokens(worker, message) for message in frame.first_tokens]
     events += [_handed_off(worker, message) for message in frame.handed_off]
+    events += [PutInPool(worker=worker, leg_id=LegId(m.leg_id)) for m in frame.pooled]
     events += [_failed(worker, message) for message in frame.failed]
     if frame.HasField("load"):
         events.append(LoadReported(worker=worker, load=load_from_proto(frame.load)))

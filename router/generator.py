@@ -13,7 +13,6 @@ from baton.telemetry.logs import get_logger
 from router.admission.pace import LearnedPace
 from router.admission.room import WorkerRoom
 from router.arrivals import Arrivals
-from router.attempts import Patience, Restarts
 from router.clockwork import Clockwork
 from router.dispatch import Dispatcher
 from router.events import (
@@ -29,6 +28,7 @@ from router.events import (
     LegFailed,
     LoadReported,
     LocallyPrefilled,
+    PutInPool,
     RefuseWorker,
     StepTokens,
     StopSample,
@@ -44,6 +44,7 @@ from router.links import LinkTiming
 from router.membership import Membership
 from router.placement import Placement
 from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing, WorkerReport
+from router.restarts import Patience, Restarts
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
 from router.routing.local import LocalPrefill
@@ -55,6 +56,7 @@ _MAKE_ROOM = (
     FirstTokensArrived,
     LocallyPrefilled,
     HandedOff,
+    PutInPool,
     LegFailed,
     LoadReported,
     WorkerJoined,

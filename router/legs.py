@@ -13,8 +13,10 @@ from baton.generation import Prompt
 from baton.ids import LegId, WorkerIdentity
 from kv_transfer.ticket import Permit
 from router.events import (
+    FirstTokensArrived,
     HandedOff,
     LegEvent,
+    LocallyPrefilled,
     SendCancel,
     SendExpect,
     SendGenerate,
@@ -67,14 +69,16 @@ class Leg:
             targets = worker.tbt_targets
             targets[self.tbt_s] = targets.get(self.tbt_s, 0) + 1
 
-    def computed(self, cached_tokens: int, seconds: float, now_s: float) -> None:
-        """The prompt's KV is computed, in so many seconds after its first chunk began."""
+    def computed(self, event: FirstTokensArrived | LocallyPrefilled, now_s: float) -> None:
+        """The prompt's KV is there, by the worker's own account."""
         self._count_prompt_out()
-        self.computed_s = seconds
+        self.computed_s = event.prefill_s
         forecast = self.worker.forecast
         forecast.left(self.leg_id, now_s)
-        cached_tokens = min(cached_tokens, self.prompt_tokens)
-        forecast.prefilled(self.prompt_tokens - cached_tokens, cached_tokens, seconds)
+        if event.pooled_tokens:
+            return  # fetching and computing went on at once: what either took alone it does not say
+        cached_tokens = min(event.cached_tokens, self.prompt_tokens)
+        forecast.prefilled(self.prompt_tokens - cached_tokens, cached_tokens, event.prefill_s)
 
     def grew(self, num_tokens: int) -> None:
         """The context got longer."""

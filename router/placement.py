@@ -108,6 +108,10 @@ class Placement:
         self._remember(job, chosen, demand)
         return chosen
 
+    def pooled_tokens(self, job: Job, prompt: Prompt, worker: WorkerView, now_s: float) -> int:
+        """Leading tokens of `prompt`, one of the job's, that `worker` can fetch from the pool as far as is known here."""
+        return self._demand(job, prompt, now_s).pooled_for(worker)
+
     def ended(self, job: Job, timing: Timing) -> None:
         """A job is complete: how long outputs are is learned from it."""
         drawn = timing.output_tokens / len(job.prompt.samples)
@@ -117,8 +121,9 @@ class Placement:
             prefill_s=timing.prefill_s,
             unhidden_s=timing.unhidden_s,
             first_token_s=timing.first_token_s,
-            cached_tokens=timing.reused_tokens,
+            cached_tokens=timing.cached_tokens,
             output_tokens=timing.output_tokens,
+            pooled_tokens=timing.pooled_tokens,
         )
         self.log.ended(job.request_id, measured)
 

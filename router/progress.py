@@ -18,13 +18,14 @@ from router.events import (
     LegEvent,
     LegFailed,
     LocallyPrefilled,
+    PutInPool,
     SampleFinished,
     Service,
     WriterLost,
 )
 from router.flight import Flight, FlightState
 from router.legs import Leg, LegTable
-from router.verdicts import Broken, Orphaned, Over, Settling, Verdict
+from router.verdicts import Broken, Orphaned, Over, Pooled, Settling, Verdict
 
 _UNDECIDED = (FlightState.PREFILLING, FlightState.HANDING_OVER)
 
@@ -59,6 +60,8 @@ class FlightProgress:
                 return self._first_tokens(leg, event, now_s)
             case HandedOff():
                 return self._handed_off(leg, event, now_s)
+            case PutInPool():
+                return self._put_in_pool(leg, now_s)
             case WriterLost():
                 return self._writer_lost(leg, event)
             case LocallyPrefilled():
@@ -100,7 +103,7 @@ class FlightProgress:
             return self._breach(leg, "sent first tokens that were not asked for", now_s)
         if _aborted(event.tokens):
             return self._breach(leg, "aborted a sample", now_s)
-        leg.computed(event.reused_tokens, event.prefill_s, now_s)
+        leg.computed(event, now_s)
         known = flight.first is not None
         if flight.first is not None and not _same(flight.first, event.tokens):
             # Two logits were all but equal. The client has the other token: go on from what it has.
@@ -165,7 +168,7 @@ class FlightProgress:
         return actions, Orphaned(flight=flight, error=event.error, blamed=blamed)
 
     def _locally_prefilled(self, leg: Leg, event: LocallyPrefilled, now_s: float) -> Progress:
-        leg.computed(event.reused_tokens, event.prefill_s, now_s)
+        leg.computed(event, now_s)
         leg.flight.job.watch.prefilled(event)
         leg.flight.job.prompt_logprobs = event.prompt_logprobs
         return [], None
@@ -180,6 +183,16 @@ class FlightProgress:
             leg.handed_to(flight.decode.worker, event)
         self._legs.close(leg)
         return [], self._prefill_done(flight, now_s)
+
+    def _put_in_pool(self, leg: Leg, now_s: float) -> Progress:
+        flight = leg.flight
+        if flight.state is FlightState.PREFILLING:
+            return self._breach(leg, "put a prompt into the pool before its first tokens", now_s)
+        if flight.decoded or flight.decode is None:
+            return self._breach(leg, "put a prompt into the pool that was handed over", now_s)
+        leg.worker.breaker.succeeded(now_s)
+        self._legs.close(leg)
+        return [], Pooled(flight=flight)
 
     def _prefill_done(self, flight: Flight, now_s: float) -> Verdict | None:
         """P has nothing more to say: D goes on alone, or the flight is over."""
@@ -215,6 +228,7 @@ _SERVICE_OF: dict[type[LegEvent], Service] = {
     LocallyPrefilled: Service.DECODE,
     FirstTokensArrived: Service.PREFILL,
     HandedOff: Service.PREFILL,
+    PutInPool: Service.PREFILL,
     WriterLost: Service.DECODE,
 }
 

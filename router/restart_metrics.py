@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.attempts import Restarts
+from router.restarts import Restarts, Rung
 
 
 class RestartMetrics(Collector):
@@ -21,7 +21,7 @@ class RestartMetrics(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """One counter for those before a first token, one for those after it."""
+        """One counter for those before a first token, one for those after it, and one of how they went on."""
         retries = CounterMetricFamily(
             "baton_prefill_retries",
             "Attempts started again before their first token.",
@@ -36,3 +36,11 @@ class RestartMetrics(Collector):
         )
         migrations.add_metric((self._model_name, "resumed"), self._restarts.resumptions)
         yield migrations
+        rungs = CounterMetricFamily(
+            "baton_handoff_rungs",
+            "What was done about hand-offs that did not come to their end.",
+            labels=("model_name", "rung"),
+        )
+        for rung in Rung:
+            rungs.add_metric((self._model_name, rung.value), self._restarts.rungs[rung])
+        yield rungs

@@ -40,4 +40,11 @@ class Orphaned(Broken):
     """The leg that is gone is P's, before the hand-off, and D keeps the pages for another one."""
 
 
-Verdict = Over | Settling | Broken | Orphaned
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooled:
+    """D has no room for the prompt, which lies in the pool."""
+
+    flight: Flight
+
+
+Verdict = Over | Settling | Broken | Orphaned | Pooled

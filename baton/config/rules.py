@@ -164,6 +164,7 @@ RULES: tuple[Rule, ...] = (
         "transfer.quiesce_timeout_s",
         "transfer.lease_s",
         "transfer.retry_grace_s",
+        "transfer.pool_after_s",
         "cluster.restart_backoff_s",
         "cluster.restart_backoff_max_s",
         "cluster.startup_timeout_s",

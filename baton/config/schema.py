@@ -193,6 +193,8 @@ class TransferConfig:
         quiesce_timeout_s: How long an aborted transfer may stay unacknowledged before its peer is fenced.
         lease_s: A prefill worker whose heartbeats stop for this long is suspected: it is cut off and another takes over.
         retry_grace_s: How long a decode worker keeps a reservation for another prefill worker after one was lost.
+        pool_after_s: How long a computed prompt waits for room on its decode worker before it is left in the pool, to be fetched
+            from there; without a pool it waits on.
         checksums: Verify every page before it is decoded.
     """
 
@@ -202,6 +204,7 @@ class TransferConfig:
     quiesce_timeout_s: float = 5.0
     lease_s: float = 5.0
     retry_grace_s: float = 2.0
+    pool_after_s: float = 0.5
     checksums: bool = True
 
 
@@ -269,6 +272,8 @@ class WorkerConfig:
         stall_timeout_s: Work without progress for this long turns health to NOT_SERVING.
         drain_timeout_s: How long a drain waits for what is in flight.
         metrics_address: `host:port` of this worker's Prometheus endpoint; empty for none.
+        gpu: Index of its GPU, where it computes on one.
+        gpu_sharers: Workers on that GPU, which share `engine.gpu_memory_utilization` evenly.
     """
 
     worker_id: str
@@ -278,6 +283,8 @@ class WorkerConfig:
     stall_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
     metrics_address: str = ""
+    gpu: int = 0
+    gpu_sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,19 +17,39 @@ class Demand:
     Attributes:
         layout: Shape of a page.
         max_model_len: Tokens of the longest sequence.
-        available_bytes: Free memory where the pages will live.
+        affordable_bytes: Most that is taken unasked (`affordable_on_cpu`, `affordable_on_gpu`).
     """
 
     layout: KvLayout
     max_model_len: int
-    available_bytes: int
+    affordable_bytes: int
+
+
+def affordable_on_cpu(config: EngineConfig, available_bytes: int) -> int:
+    """Bytes for pages in host memory: a share of what is free, `DEFAULT_CPU_BYTES` at most."""
+    return min(DEFAULT_CPU_BYTES, int(available_bytes * config.gpu_memory_utilization))
+
+
+def affordable_on_gpu(
+    config: EngineConfig, *, total_bytes: int, weights_bytes: int, sharers: int
+) -> int:
+    """Bytes for pages on a GPU: what the weights leave of this worker's share. The rest is for activations.
+
+    Args:
+        config: Says which share of the GPU its workers may take together.
+        total_bytes: Of the GPU.
+        weights_bytes: Of the model.
+        sharers: Workers on that GPU.
+    """
+    share = int(total_bytes * config.gpu_memory_utilization) // sharers
+    return max(0, share - weights_bytes)
 
 
 def num_blocks(config: EngineConfig, demand: Demand) -> int:
     """Pages of the arena.
 
-    Unasked, it is what `max_num_seqs` sequences of the longest kind can use, within `gpu_memory_utilization` of the free memory
-    and `DEFAULT_CPU_BYTES`; but at least one longest sequence.
+    Unasked, it is what `max_num_seqs` sequences of the longest kind can use, within what is affordable; but at least one longest
+    sequence.
 
     Raises:
         ConfigError: The asked bytes do not hold a single page.
@@ -45,6 +65,5 @@ def num_blocks(config: EngineConfig, demand: Demand) -> int:
             )
         return asked // layout.page_bytes
     one = layout.num_blocks_for(demand.max_model_len)
-    share = int(demand.available_bytes * config.gpu_memory_utilization)
-    affordable = min(DEFAULT_CPU_BYTES, share) // layout.page_bytes
+    affordable = demand.affordable_bytes // layout.page_bytes
     return max(one, min(affordable, one * config.max_num_seqs))

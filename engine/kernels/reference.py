@@ -51,6 +51,16 @@ def move_pages(
     target[target_pages.long()] = source[source_pages.long()]
 
 
+def sum_pages(pages: torch.Tensor, blocks: torch.Tensor, first_word: int = 0) -> torch.Tensor:
+    """The word sums `[n]` int64 of rows of bytes (`page_sum.sum_pages`)."""
+    words = pages[blocks.long()].contiguous().view(torch.int64)
+    places = torch.arange(first_word, first_word + words.shape[1], device=pages.device)
+    mixed = words + (places + 1) * -0x61C8864680B583EB
+    mixed = (mixed ^ _shifted(mixed, 30)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ _shifted(mixed, 27)) * -0x6B2FB644ECCEEE15
+    return (mixed ^ _shifted(mixed, 31)).sum(1)
+
+
 def rotate_and_store(
     qkv: torch.Tensor,
     rotation: Rotation,
@@ -92,6 +102,11 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """Silu of the first half of the last dimension times the second half."""
     gate, up = x.float().chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(x.dtype)
+
+
+def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, with zeros from the left: torch knows shifts of signed numbers only."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def _gather(

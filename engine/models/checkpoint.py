@@ -3,6 +3,7 @@ beyond a sample for the fingerprint."""
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class Checkpoint:
     def files(self) -> tuple[Path, ...]:
         """The files, sorted by name."""
         return tuple(sorted({tensor.file for tensor in self.tensors.values()}))
+
+    @property
+    def num_elements(self) -> int:
+        """Of all tensors together."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
     def require(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         """The tensor of that name.

@@ -6,8 +6,8 @@ test holds them against each other.
 
 from collections.abc import Iterable
 from random import Random
+from typing import NamedTuple
 
-from router.routing.fetch import fetch_s
 from router.routing.policy import Demand, Predicted
 from router.routing.view import WorkerView
 
@@ -17,20 +17,33 @@ Entry = tuple[int, int, float, float, WorkerView]
 _NEVER_S = 1e6
 
 
+class Work(NamedTuple):
+    """How a worker comes by the KV of a prompt that it does not hold."""
+
+    fetch_s: float
+    compute_s: float
+    computed_tokens: int
+
+    @property
+    def busy_s(self) -> float:
+        """How long whoever decodes there is held up by it."""
+        return self.fetch_s + self.compute_s
+
+
 def prefill_costs(workers: Iterable[WorkerView], demand: Demand, rng: Random) -> list[Entry]:
     """Of computing the prompt on each, for another worker; best first.
 
     `prefill_s` of each worker, written out: called for every worker of every request, it takes a third of the time.
     """
     tokens, held, now_s, chance = demand.tokens, demand.held, demand.now_s, rng.random
-    in_pool, last = demand.pool_tokens, demand.tokens - 1
+    last = demand.tokens - 1
     entries: list[Entry] = []
     for worker in workers:
         forecast = worker.forecast
         cached = held.get(worker.slot, 0)
         if cached > last:
             cached = last
-        if in_pool > cached:
+        if held.get(worker.pool_slot, 0) > cached:
             cost_s = prefill_s(worker, demand)
         else:
             new = tokens - cached
@@ -97,9 +110,8 @@ def both_costs(workers: Iterable[WorkerView], demand: Demand, rng: Random) -> li
 
 def prefill_s(worker: WorkerView, demand: Demand) -> float:
     """Until the prompt is computed there, and what those lose who decode there meanwhile."""
-    fetching_s, computing_s = prompt_parts(worker, demand)
-    harm_s = computing_s * worker.sequences
-    return queue_s(worker, demand.now_s) + fetching_s + computing_s + harm_s
+    busy_s = work_of(worker, demand).busy_s
+    return queue_s(worker, demand.now_s) + busy_s + busy_s * worker.sequences
 
 
 def decode_s(worker: WorkerView, demand: Demand) -> float:
@@ -113,18 +125,17 @@ def queue_s(worker: WorkerView, now_s: float) -> float:
     return forecast.queue_s(now_s) + forecast.token_s * worker.foreign_prefill_tokens
 
 
-def prompt_parts(worker: WorkerView, demand: Demand) -> tuple[float, float]:
-    """Seconds of fetching from the pool and of computing, for what the worker does not hold: the cheaper way."""
-    forecast = worker.forecast
-    tokens = demand.tokens
-    held = demand.held_by(worker)
-    computed_s = forecast.prefill_s(tokens - held, held)
-    depth = min(demand.pool_tokens, tokens - 1)
-    if depth <= held:
-        return 0.0, computed_s
-    fetched_s = fetch_s(depth - held, worker.kv_token_bytes, forecast.pool)
-    rest_s = forecast.prefill_s(tokens - depth, depth)
-    return (fetched_s, rest_s) if fetched_s + rest_s < computed_s else (0.0, computed_s)
+def work_of(worker: WorkerView, demand: Demand) -> Work:
+    """Computing all, or fetching what the pool has beyond the worker's own and computing the rest: the quicker."""
+    forecast, tokens = worker.forecast, demand.tokens
+    held, pooled = demand.held_by(worker), demand.pooled_for(worker)
+    compute_s = forecast.prefill_s(tokens - held, held)
+    if pooled > held:
+        fetch_s = forecast.fetching_s(pooled - held)
+        rest_s = forecast.prefill_s(tokens - pooled, pooled)
+        if fetch_s + rest_s < compute_s:
+            return Work(fetch_s, rest_s, tokens - pooled)
+    return Work(0.0, compute_s, tokens - held)
 
 
 def tbt_s(worker: WorkerView, demand: Demand) -> float:
@@ -154,18 +165,18 @@ def unhidden_s(prefill: WorkerView, decode: WorkerView, demand: Demand) -> float
         return 0.0
     link = prefill.forecast.link_to(decode.slot)
     size_bytes = demand.uncached(decode) * decode.kv_token_bytes
-    return link.unhidden_s(size_bytes, prompt_parts(prefill, demand)[1])
+    return link.unhidden_s(size_bytes, work_of(prefill, demand).busy_s)
 
 
 def predict(prefill: WorkerView, decode: WorkerView, demand: Demand) -> Predicted:
     """All parts of one choice."""
-    fetching_s, computing_s = prompt_parts(prefill, demand)
+    work = work_of(prefill, demand)
     return Predicted(
         queue_s=queue_s(prefill, demand.now_s),
-        fetch_s=fetching_s,
-        prefill_s=computing_s,
+        fetch_s=work.fetch_s,
+        prefill_s=work.compute_s,
         unhidden_s=unhidden_s(prefill, decode, demand),
         room_s=room_s(decode, demand),
         tbt_s=tbt_s(decode, demand),
-        harm_s=computing_s * prefill.sequences,
+        harm_s=work.busy_s * prefill.sequences,
     )

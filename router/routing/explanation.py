@@ -22,6 +22,7 @@ class Measured:
     first_token_s: float
     cached_tokens: int
     output_tokens: int
+    pooled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class Explanation:
         tokens: Tokens whose KV had to exist.
         held_by_prefill: Those that the prefill worker was believed to hold.
         held_by_decode: Those that the decode worker was believed to hold.
+        pool_node: From where the prefill worker can fetch; empty where it cannot.
+        held_by_pool: Those that this node was believed to hold.
         output_tokens: Tokens that each sample was expected to draw.
         decisions: How often workers were chosen for it: more than 1 after a fault, or with several samples resumed.
         why: The policy's rule, in a sentence.
@@ -59,6 +62,8 @@ class Explanation:
     considered: tuple[Considered, ...]
     predicted: Predicted | None
     measured: Measured | None
+    pool_node: str = ""
+    held_by_pool: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +74,8 @@ class _Decision:
     tokens: int
     held_by_prefill: int
     held_by_decode: int
+    pool_node: str
+    held_by_pool: int
     output_tokens: int
     count: int
     measured: Measured | None = None
@@ -102,6 +109,8 @@ class DecisionLog:
             tokens=demand.tokens,
             held_by_prefill=demand.held_by(pair.prefill),
             held_by_decode=demand.held_by(pair.decode),
+            pool_node=pair.prefill.load.pool_node,
+            held_by_pool=demand.pooled_for(pair.prefill),
             output_tokens=demand.output_tokens,
             count=1 if earlier is None else earlier.count + 1,
         )
@@ -133,6 +142,8 @@ class DecisionLog:
             tokens=decision.tokens,
             held_by_prefill=decision.held_by_prefill,
             held_by_decode=decision.held_by_decode,
+            pool_node=decision.pool_node,
+            held_by_pool=decision.held_by_pool,
             output_tokens=decision.output_tokens,
             decisions=decision.count,
             why="nobody else was to be asked" if grounds is None else grounds.why(),

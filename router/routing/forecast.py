@@ -9,9 +9,9 @@ import ctypes
 
 from baton.errors import InvariantError
 from baton.fit import Fit
+from baton.generation import WorkerLoad
 from baton.ids import LegId
 from router.routing.bandwidth import Link
-from router.routing.fetch import NO_POOL, PoolLink
 from router.routing.numbers import ForecastNumbers
 
 _PREFILL_PRIOR = (0.005, 1e-4, 1e-9)
@@ -19,6 +19,9 @@ _PREFILL_PRIOR = (0.005, 1e-4, 1e-9)
 
 _STEP_PRIOR = (0.01, 5e-5, 1e-7)
 """Per step; per sequence; per token of context."""
+
+_FETCH_PRIOR = (5e-4, 1e-5)
+"""Per prompt of which something is fetched from the pool; per token fetched. Quick enough to be tried."""
 
 _STEP_INTERVAL_S = 0.25
 """A worker takes many steps per second and says the same with each."""
@@ -30,6 +33,7 @@ class Fleet:
     def __init__(self) -> None:
         self.prefill = Fit(_PREFILL_PRIOR)
         self.step = Fit(_STEP_PRIOR)
+        self.fetch = Fit(_FETCH_PRIOR)
         self.link = Link()
         self._members: dict[Forecast, None] = {}
 
@@ -51,6 +55,12 @@ class Fleet:
         for forecast in self._members:
             forecast.follow()
 
+    def fetched(self, features: tuple[float, ...], seconds: float) -> None:
+        """Somebody fetched from the pool."""
+        self.fetch.measure(features, seconds)
+        for forecast in self._members:
+            forecast.follow()
+
     def dismiss(self, forecast: "Forecast") -> None:
         """Its worker is gone."""
         self._members.pop(forecast, None)
@@ -66,17 +76,18 @@ class Forecast(ForecastNumbers):
         step_s: Fixed seconds per decode step.
         sequence_s: Seconds per sequence in a step.
         context_s: Seconds per token of context in a step.
+        fetch_s: Fixed seconds per prompt of which something is fetched from the pool.
+        fetch_token_s: Seconds per token fetched.
         ready_s: When this router's prompts there should be computed; the past when none is.
         behind_s: Seconds of work behind the prompt that is being computed: the queue is never shorter than that.
-        pool: How it fetches from a pool.
 
     Args:
         fleet: Of which it is a part.
     """
 
     __slots__ = (
-        "_backlog", "_backlog_s", "_fleet", "_link_addresses", "_links", "_prefill", "_since_s", "_step", "_stepped_s",
-        "pool",
+        "_backlog", "_backlog_s", "_fetch", "_fleet", "_link_addresses", "_links", "_prefill", "_since_s", "_step",
+        "_stepped_s",
     )  # fmt: skip
 
     def __init__(self, fleet: Fleet | None = None) -> None:
@@ -84,6 +95,7 @@ class Forecast(ForecastNumbers):
         self._fleet = fleet or Fleet()
         self._prefill: Fit | None = None
         self._step: Fit | None = None
+        self._fetch: Fit | None = None
         self._links: dict[int, Link] = {}
         self._link_addresses = (ctypes.c_void_p * 0)()
         self.fleet_link_address = ctypes.addressof(self._fleet.link)
@@ -93,7 +105,6 @@ class Forecast(ForecastNumbers):
         self._stepped_s = float("-inf")
         self.ready_s = float("-inf")
         self.behind_s = 0.0
-        self.pool: PoolLink = NO_POOL
         self.follow()
 
     @property
@@ -110,6 +121,10 @@ class Forecast(ForecastNumbers):
         """Seconds from the first chunk to the first token: `uncached` tokens computed after `cached` ones."""
         pairs = uncached * (cached + 0.5 * uncached)
         return self.prompt_s + self.token_s * uncached + self.attention_s * pairs
+
+    def fetching_s(self, tokens: int) -> float:
+        """Seconds to bring the KV of `tokens` tokens from the node of its host."""
+        return self.fetch_s + self.fetch_token_s * tokens
 
     def tbt_s(self, sequences: int, context_tokens: int) -> float:
         """Seconds of a decode step."""
@@ -163,12 +178,30 @@ class Forecast(ForecastNumbers):
         self.step_s, self.sequence_s, self.context_s = self._step.coefficients
         self._fleet.stepped(features, seconds)
 
+    def fetches_reported(self, before: WorkerLoad, load: WorkerLoad, block_tokens: int) -> None:
+        """Learns from what its worker fetched between two reports."""
+        fetches = load.pool_fetches - before.pool_fetches
+        blocks = load.pool_fetched_blocks - before.pool_fetched_blocks
+        if fetches > 0 and blocks > 0:
+            self.fetched(fetches, blocks * block_tokens, load.pool_fetch_s - before.pool_fetch_s)
+
+    def fetched(self, prompts: int, tokens: int, seconds: float) -> None:
+        """So many tokens of so many prompts were fetched there."""
+        features = (float(prompts), float(tokens))
+        if self._fetch is None:
+            self._fetch = Fit(_positive(self._fleet.fetch, _FETCH_PRIOR))
+        self._fetch.measure(features, seconds)
+        self.fetch_s, self.fetch_token_s = self._fetch.coefficients
+        self._fleet.fetched(features, seconds)
+
     def follow(self) -> None:
         """What has not been measured here is as it is elsewhere."""
         if self._prefill is None:
             self.prompt_s, self.token_s, self.attention_s = self._fleet.prefill.coefficients
         if self._step is None:
             self.step_s, self.sequence_s, self.context_s = self._fleet.step.coefficients
+        if self._fetch is None:
+            self.fetch_s, self.fetch_token_s = self._fleet.fetch.coefficients
 
     def retire(self) -> None:
         """Its worker is gone."""
@@ -183,7 +216,7 @@ class Forecast(ForecastNumbers):
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a coefficient is out of bounds or the backlog does not add up."""
-        for fit in (self._prefill, self._step):
+        for fit in (self._prefill, self._step, self._fetch):
             if fit is not None:
                 fit.check_integrity()
         for link in self._links.values():

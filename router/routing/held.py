@@ -9,23 +9,27 @@ class HeldBySlot(Mapping[int, int]):
 
     Args:
         slots: So many there are.
+
+    Attributes:
+        address: Of the numbers.
+        slots: As many as they are.
     """
 
-    __slots__ = ("_held", "address")
+    __slots__ = ("_held", "address", "slots")
 
     def __init__(self, slots: int) -> None:
         self._held = array("q", bytes(8 * slots))
+        self.slots = slots
         self.address = self._held.buffer_info()[0]
 
     @classmethod
     def covering(cls, held: Mapping[int, int], slots: int) -> "HeldBySlot":
-        """`held` with at least that many slots: itself if it has them, a copy of those slots if not."""
-        if isinstance(held, cls) and len(held._held) >= slots:
+        """`held` with at least that many slots: itself if it has them, a copy if not."""
+        if isinstance(held, cls) and held.slots >= slots:
             return held
-        copy = cls(slots)
+        copy = cls(max(slots, 1 + max(held, default=-1)))
         for slot, count in held.items():
-            if slot < slots:
-                copy.put(slot, count)
+            copy.put(slot, count)
         return copy
 
     def put(self, slot: int, count: int) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from router.routing.costs import prompt_parts, queue_s
+from router.routing.costs import queue_s, work_of
 from router.routing.policy import Demand
 from router.routing.view import WorkerView
 
@@ -29,12 +29,12 @@ class LocalPrefill:
         if worker.can_prefill:
             return True
         # Of a prompt that is held whole, the last token is computed all the same.
-        if demand.uncached(worker) > self.max_tokens:
+        work = work_of(worker, demand)
+        if work.computed_tokens > self.max_tokens:
             return False
-        if worker.sequences == 0:
-            return True
-        stall_s = queue_s(worker, demand.now_s) + prompt_parts(worker, demand)[1]
-        return stall_s <= self.max_stall_s
+        return worker.sequences == 0 or (
+            queue_s(worker, demand.now_s) + work.busy_s <= self.max_stall_s
+        )
 
 
 ANYWHERE = LocalPrefill(max_tokens=1 << 62, max_stall_s=float("inf"))

@@ -8,7 +8,7 @@ removal leaves no trace.
 
 import ctypes
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,10 +40,22 @@ def prints_of(keys: bytes) -> Prints:
     return array("Q", prints.tobytes())
 
 
+class Split(NamedTuple):
+    """Buckets `first` to `last` share their entries with those that stand `before` places further on: so many there were."""
+
+    before: int
+    first: int
+    last: int
+
+
 class Memory(ctypes.Structure):
     """A bucket's prints, 0 where empty, stand before its sets: close together, for looking one up is waiting for memory.
 
-    Its counts lie in a record as `table.c` has it, which stays where it is when the cells are replaced.
+    Buckets are split one by one, in order, until there are twice as many (linear hashing): half of their names then say so by
+    one bit more. They lie in one array with room for as many as there may ever be; the system gives memory only for
+    those that were written to, so that a table neither moves when it grows nor leaves an old one behind.
+
+    Its counts lie in a record as `table.c` has it.
 
     Attributes:
         address: Of the record.
@@ -54,37 +66,63 @@ class Memory(ctypes.Structure):
         limit: So many may be used before the table has to grow.
     """
 
+    num_buckets: int
     num_words: int
     used: int
     limit: int
 
     _fields_ = (
         ("cells_address", ctypes.c_void_p),
-        ("last_bucket", ctypes.c_uint64),
+        ("num_buckets", ctypes.c_uint64),
+        ("last_narrow", ctypes.c_uint64),
         ("num_words", ctypes.c_int64),
         ("used", ctypes.c_int64),
         ("limit", ctypes.c_int64),
     )
 
-    def __init__(self, *, num_buckets: int, num_words: int, limit: int) -> None:
+    def __init__(self, *, num_buckets: int, most_buckets: int, num_words: int) -> None:
         super().__init__()
         self.address = ctypes.addressof(self)
-        self.reset(num_buckets=num_buckets, num_words=num_words, limit=limit)
+        self._most_buckets = most_buckets
+        self.reset(num_buckets=num_buckets, num_words=num_words)
 
-    def reset(self, *, num_buckets: int, num_words: int, limit: int) -> None:
-        """Takes new cells, all empty."""
-        self.cells = np.zeros((num_buckets + 1, WIDTH * (1 + num_words)), np.uint64)
+    def reset(self, *, num_buckets: int, num_words: int) -> None:
+        """Takes new cells, all empty. How many may be used is for the caller to say."""
+        self._room = np.zeros((self._most_buckets + 1, WIDTH * (1 + num_words)), np.uint64)
+        self.cells_address = self._room.ctypes.data
+        self.num_words, self.used, self.limit = num_words, 0, 0
+        self._open(num_buckets)
+
+    @property
+    def num_unsplit(self) -> int:
+        """So many buckets there were before the splitting that is under way: a power of two."""
+        return int(self.last_narrow) + 1
+
+    @property
+    def may_split(self) -> bool:
+        """Whether there is room for more buckets."""
+        return self.num_buckets < self._most_buckets
+
+    def buckets_of(self, names: Words) -> Words:
+        """The buckets that these halves of prints name."""
+        narrow = np.uint64(self.last_narrow)
+        wide = names & (2 * narrow + np.uint64(1))
+        return np.where(wide < np.uint64(self.num_buckets), wide, names & narrow)
+
+    def extend(self, count: int) -> Split:
+        """Opens `count` more buckets, or fewer where the splitting that is under way ends with them. Their share of the
+        entries is still to be moved there.
+        """
+        before = self.num_unsplit
+        first = self.num_buckets - before
+        last = min(first + count, before)
+        self._open(before + last)
+        return Split(before=before, first=first, last=last)
+
+    def _open(self, num_buckets: int) -> None:
+        """Counts the first so many buckets as in use."""
+        self.num_buckets = num_buckets
+        self.last_narrow = (1 << num_buckets.bit_length() - 1) - 1
+        self.cells = self._room[: num_buckets + 1]
         self.prints = self.cells[:, :WIDTH]
-        self.sets = self.cells[:, WIDTH:].reshape(num_buckets + 1, WIDTH, num_words)
-        self.num_words, self.used, self.limit = num_words, 0, limit
-        self.cells_address, self.last_bucket = self.cells.ctypes.data, num_buckets - 1
-
-    @property
-    def num_buckets(self) -> int:
-        """A power of two."""
-        return len(self.cells) - 1
-
-    @property
-    def mask(self) -> np.uint64:
-        """What of a number names a bucket."""
-        return np.uint64(self.num_buckets - 1)
+        self.sets = self.cells[:, WIDTH:].reshape(num_buckets + 1, WIDTH, self.num_words)

@@ -62,7 +62,7 @@ class _NativeWeighed(NamedTuple):
 
 
 class NativeWeigher:
-    """See `pricing.c` (a `Weigher`). Demands with a pool are weighed in Python: there fetching and computing are compared.
+    """See `pricing.c` (a `Weigher`).
 
     Args:
         library: From `pricing_library`.
@@ -70,16 +70,18 @@ class NativeWeigher:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._weigh = library.baton_weigh
-        self._plain = PlainWeigher()
         self._among: tuple[Field, LocalPrefill, FieldRecord] | None = None
 
     def weigh(self, field: Field, demand: Demand, rng: Random, local: LocalPrefill) -> Weighing:
         """See Weigher."""
-        if demand.pool_tokens:
-            return self._plain.weigh(field, demand, rng, local)
         held = HeldBySlot.covering(demand.held, field.slots)
         asked = AskedRecord(
-            held.address, demand.tokens, demand.samples, demand.output_tokens, demand.now_s
+            held.address,
+            held.slots,
+            demand.tokens,
+            demand.samples,
+            demand.output_tokens,
+            demand.now_s,
         )
         record, among = _Record(), self._record_of(field, local)
         self._weigh(

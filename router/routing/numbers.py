@@ -35,6 +35,8 @@ class ForecastNumbers(ctypes.Structure):
     step_s: float
     sequence_s: float
     context_s: float
+    fetch_s: float
+    fetch_token_s: float
     ready_s: float
     behind_s: float
 
@@ -48,6 +50,8 @@ class ForecastNumbers(ctypes.Structure):
         ("step_s", ctypes.c_double),
         ("sequence_s", ctypes.c_double),
         ("context_s", ctypes.c_double),
+        ("fetch_s", ctypes.c_double),
+        ("fetch_token_s", ctypes.c_double),
         ("ready_s", ctypes.c_double),
         ("behind_s", ctypes.c_double),
     )
@@ -63,6 +67,7 @@ class WorkerNumbers(ctypes.Structure):
     heard_s: float
     kv_token_bytes: float
     slot: int
+    pool_slot: int
     legs: int
     decode_sequences: int
     decode_tokens: int
@@ -81,6 +86,7 @@ class WorkerNumbers(ctypes.Structure):
         ("heard_s", ctypes.c_double),
         ("kv_token_bytes", ctypes.c_double),
         ("slot", ctypes.c_int64),
+        ("pool_slot", ctypes.c_int64),
         ("legs", ctypes.c_int64),
         ("decode_sequences", ctypes.c_int64),
         ("decode_tokens", ctypes.c_int64),

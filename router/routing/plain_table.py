@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.routing.held import HeldBySlot
-from router.routing.memory import WIDTH, WORD_BITS, Memory, Places, Prints, Words
+from router.routing.memory import WIDTH, WORD_BITS, Memory, Places, Prints, Split, Words
 from router.routing.sources import Sources
 
 _CROWDED = 5
@@ -64,6 +64,18 @@ class PlainHotPart:
             if not memory.sets[place].any():
                 memory.prints[place] = 0
                 memory.used -= 1
+
+    def split(self, memory: Memory, split: Split) -> None:
+        """See HotPart."""
+        before, first, last = split
+        here, there = slice(first, last), slice(before + first, before + last)
+        prints, sets = memory.prints[here], memory.sets[here]
+        numbers = np.arange(first, last, dtype=np.uint64)[:, None]
+        named_first = prints & np.uint64(before - 1) == numbers
+        names = np.where(named_first, prints, prints >> np.uint64(32))
+        moves = names & np.uint64(before) != 0
+        memory.prints[there][moves], prints[moves] = prints[moves], 0
+        memory.sets[there][moves], sets[moves] = sets[moves], 0
 
 
 def _whole(
@@ -121,7 +133,7 @@ def _rows(memory: Memory, prints: Words) -> NDArray[np.uint64]:
     buckets, places = np.full(len(prints), memory.num_buckets), np.zeros(len(prints), np.intp)
     for half in (np.uint64(0), np.uint64(32)):
         (rest,) = (buckets == memory.num_buckets).nonzero()
-        bucket = (prints[rest] >> half) & memory.mask
+        bucket = memory.buckets_of(prints[rest] >> half)
         row, at = (memory.prints[bucket] == prints[rest, None]).nonzero()
         buckets[rest[row]], places[rest[row]] = bucket[row], at
     sets: NDArray[np.uint64] = memory.sets[buckets, places]
@@ -129,8 +141,12 @@ def _rows(memory: Memory, prints: Words) -> NDArray[np.uint64]:
 
 
 def _buckets(memory: Memory, block: int) -> tuple[int, int]:
-    mask = memory.num_buckets - 1
-    return block & mask, block >> 32 & mask
+    return _bucket(memory, block), _bucket(memory, block >> 32)
+
+
+def _bucket(memory: Memory, name: int) -> int:
+    number = name & 2 * memory.num_unsplit - 1
+    return number if number < memory.num_buckets else name & memory.num_unsplit - 1
 
 
 def _find(memory: Memory, block: int) -> tuple[int, int] | None:

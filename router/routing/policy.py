@@ -22,8 +22,7 @@ class Demand:
     Attributes:
         tokens: Tokens whose KV must exist before the next one is drawn.
         samples: Sequences to decode.
-        held: Leading tokens whose KV a worker holds already, by its slot.
-        pool_tokens: Leading tokens whose KV a pool holds; 0 without a pool.
+        held: Leading tokens whose KV a worker holds already, or a node of the pool, by its slot.
         output_tokens: Tokens that each sample will draw, as far as that can be guessed.
         full: Workers that should decode nothing more.
         session: Equal for requests of one session; 0 unless the policy asks for it.
@@ -33,7 +32,6 @@ class Demand:
     tokens: int
     samples: int
     held: Mapping[int, int]
-    pool_tokens: int = 0
     output_tokens: int = 128
     full: Set[WorkerIdentity] = frozenset()
     session: int = 0
@@ -48,6 +46,10 @@ class Demand:
     def held_by(self, worker: WorkerView) -> int:
         """Tokens that `worker` need not compute nor be sent; the last one is always computed."""
         return min(self.held.get(worker.slot, 0), self.tokens - 1)
+
+    def pooled_for(self, worker: WorkerView) -> int:
+        """Tokens that `worker` has itself or could fetch from the node of its host; the last one is always computed."""
+        return min(self.held.get(worker.pool_slot, 0), self.tokens - 1)
 
     def uncached(self, worker: WorkerView) -> int:
         """Tokens that `worker` would have to compute, or be sent."""
@@ -71,12 +73,12 @@ class Predicted:
 
     Attributes:
         queue_s: Waiting on P before the first chunk.
-        fetch_s: Fetching from the pool.
+        fetch_s: Fetching from the pool, where that and computing the rest is quicker than computing all.
         prefill_s: Computing the rest of the prompt.
         unhidden_s: The part of the hand-off that computing does not hide.
         room_s: Waiting on D for pages or for a place in its batch.
         tbt_s: D's step once the request has joined.
-        harm_s: How long others on the computing worker are held up, added up over them.
+        harm_s: How long others on the computing worker are held up, added up over them: fetching stops its steps too.
     """
 
     queue_s: float
@@ -137,8 +139,8 @@ class Pair:
 
     @property
     def compute_s(self) -> float:
-        """Predicted seconds of work for P; 0 where nothing is predicted."""
-        return 0.0 if self.predicted is None else self.predicted.prefill_s
+        """Predicted seconds of work for P, fetching included; 0 where nothing is predicted."""
+        return 0.0 if self.predicted is None else self.predicted.fetch_s + self.predicted.prefill_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,20 +15,20 @@ typedef struct {
     const Link *const *links; /* by slot; null where none has been used */
     const Link *fleet_link;   /* what is known of all */
     int64_t num_links;
-    double prompt_s, token_s, attention_s, step_s, sequence_s, context_s, ready_s, behind_s;
+    double prompt_s, token_s, attention_s, step_s, sequence_s, context_s, fetch_s, fetch_token_s, ready_s, behind_s;
 } Forecast;
 
 typedef struct {
     const Forecast *forecast;
     double progress_s, heard_s, kv_token_bytes;
-    int64_t slot, legs, decode_sequences, decode_tokens, foreign_prefill_tokens, foreign_sequences;
+    int64_t slot, pool_slot, legs, decode_sequences, decode_tokens, foreign_prefill_tokens, foreign_sequences;
     int64_t used_tokens, reported_context_tokens, capacity_tokens, max_sequences;
     bool draining, can_prefill;
 } Worker;
 
 typedef struct {
     const int64_t *held; /* by slot */
-    int64_t tokens, samples, output_tokens;
+    int64_t slots, tokens, samples, output_tokens;
     double now_s;
 } Demand;
 
@@ -83,16 +83,35 @@ static double queue_s(const Worker *w, const Demand *d) {
     return larger(f->ready_s - d->now_s, f->behind_s) + f->token_s * (double)w->foreign_prefill_tokens;
 }
 
-static double computing_s(const Worker *w, const Demand *d) {
+static double computing_s(const Worker *w, const Demand *d, int64_t known) {
     const Forecast *f = w->forecast;
-    double held = (double)cached(w, d), fresh = (double)(d->tokens - cached(w, d));
+    double held = (double)known, fresh = (double)(d->tokens - known);
     double pairs = fresh * (held + 0.5 * fresh);
     return f->prompt_s + f->token_s * fresh + f->attention_s * pairs;
 }
 
+/* How a worker comes by the KV of a prompt. */
+typedef struct {
+    double fetch_s, compute_s;
+    int64_t tokens; /* computed */
+} Work;
+
+static Work work_of(const Worker *w, const Demand *d) {
+    const Forecast *f = w->forecast;
+    int64_t held = cached(w, d);
+    Work all = {0.0, computing_s(w, d, held), d->tokens - held};
+    if (w->pool_slot < 0 || w->pool_slot >= d->slots) return all;
+    int64_t pooled = d->held[w->pool_slot], last = d->tokens - 1;
+    if (pooled > last) pooled = last;
+    if (pooled <= held) return all;
+    Work rest = {f->fetch_s + f->fetch_token_s * (double)(pooled - held), computing_s(w, d, pooled), d->tokens - pooled};
+    return rest.fetch_s + rest.compute_s < all.compute_s ? rest : all;
+}
+
 static double prefill_s(const Worker *w, const Demand *d) {
-    double computing = computing_s(w, d);
-    return queue_s(w, d) + computing + computing * (double)sequences(w);
+    Work work = work_of(w, d);
+    double busy = work.fetch_s + work.compute_s;
+    return queue_s(w, d) + busy + busy * (double)sequences(w);
 }
 
 static double tbt_s(const Worker *w, const Demand *d) {
@@ -122,14 +141,16 @@ static double unhidden_s(const Worker *p, const Worker *decode, const Demand *d)
     const Link *link = decode->slot < f->num_links ? f->links[decode->slot] : 0;
     if (!link) link = f->fleet_link;
     double size_bytes = (double)(d->tokens - cached(decode, d)) * decode->kv_token_bytes;
-    return link->latency_s + larger(0.0, size_bytes / link->bytes_per_s - computing_s(p, d));
+    Work work = work_of(p, d);
+    return link->latency_s + larger(0.0, size_bytes / link->bytes_per_s - (work.fetch_s + work.compute_s));
 }
 
 /* Whether a worker may compute the prompt itself: router/routing/local.py. */
 static bool may_do_both(const Worker *w, const Demand *d, int64_t max_tokens, double max_stall_s) {
     if (w->can_prefill) return true;
-    if (d->tokens - cached(w, d) > max_tokens) return false;
-    return sequences(w) == 0 || queue_s(w, d) + computing_s(w, d) <= max_stall_s;
+    Work work = work_of(w, d);
+    if (work.tokens > max_tokens) return false;
+    return sequences(w) == 0 || queue_s(w, d) + (work.fetch_s + work.compute_s) <= max_stall_s;
 }
 
 typedef struct {
@@ -159,13 +180,14 @@ typedef struct {
 } Weighed;
 
 static void predict(Option *option, const Worker *p, const Worker *decode, const Demand *d) {
+    Work work = work_of(p, d);
     option->queue_s = queue_s(p, d);
-    option->fetch_s = 0.0;
-    option->prefill_s = computing_s(p, d);
+    option->fetch_s = work.fetch_s;
+    option->prefill_s = work.compute_s;
     option->unhidden_s = unhidden_s(p, decode, d);
     option->room_s = room_s(decode, d);
     option->tbt_s = tbt_s(decode, d);
-    option->harm_s = option->prefill_s * (double)sequences(p);
+    option->harm_s = (work.fetch_s + work.compute_s) * (double)sequences(p);
 }
 
 static bool outranks(const Option *a, const Option *b) {

@@ -22,6 +22,7 @@ class AskedRecord(ctypes.Structure):
     """What of a `Demand` matters to a price."""
 
     held: int
+    slots: int
     tokens: int
     samples: int
     output_tokens: int
@@ -29,6 +30,7 @@ class AskedRecord(ctypes.Structure):
 
     _fields_ = (
         ("held", ctypes.c_void_p),
+        ("slots", ctypes.c_int64),
         ("tokens", ctypes.c_int64),
         ("samples", ctypes.c_int64),
         ("output_tokens", ctypes.c_int64),

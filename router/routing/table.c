@@ -9,7 +9,8 @@
 
 typedef struct {
     uint64_t *cells;     /* [buckets + 1, WIDTH * (1 + words)]: a bucket's prints, then its sets */
-    uint64_t mask;       /* buckets - 1 */
+    uint64_t buckets;    /* those before the splitting that is under way, a power of two, and as many as were split */
+    uint64_t narrow;     /* that power less 1 */
     int64_t words;
     int64_t used;        /* places that hold a print */
     int64_t limit;       /* so many may be used before the caller has to grow the table */
@@ -21,8 +22,10 @@ typedef struct {
     uint64_t *set;
 } Place;
 
-static inline uint64_t *bucket(const Table *t, uint64_t number) {
-    return t->cells + (number & t->mask) * WIDTH * (uint64_t)(1 + t->words);
+static inline uint64_t *bucket(const Table *t, uint64_t name) {
+    uint64_t number = name & (2 * t->narrow + 1);
+    if (number >= t->buckets) number &= t->narrow;
+    return t->cells + number * WIDTH * (uint64_t)(1 + t->words);
 }
 
 static inline Place place_in(const Table *t, uint64_t *bucket, uint64_t print) {
@@ -175,5 +178,24 @@ void baton_table_discard(Table *t, const uint64_t *prints, int64_t count, int64_
         if (left) continue;
         *place.print = 0;
         t->used--;
+    }
+}
+
+/* Buckets `first` to `last` share their entries with those `before` places further on, by one more bit of what named each there. */
+void baton_table_split(Table *t, uint64_t before, uint64_t first, uint64_t last) {
+    uint64_t size = WIDTH * (uint64_t)(1 + t->words);
+    for (uint64_t number = first; number < last; number++) {
+        uint64_t *here = t->cells + number * size, *there = here + before * size;
+        for (int at = 0; at < WIDTH; at++) {
+            uint64_t print = here[at], name = (print & (before - 1)) == number ? print : print >> 32;
+            if (!(name & before)) continue;
+            there[at] = print;
+            here[at] = 0;
+            for (int64_t word = 0; word < t->words; word++) {
+                int64_t place = WIDTH + at * t->words + word;
+                there[place] = here[place];
+                here[place] = 0;
+            }
+        }
     }
 }

@@ -1,6 +1,7 @@
 """The prefix index's memory: who holds each block, one bit per holder, in 40 to 80 bytes per block for 128 holders.
 
-A hash table (`router.routing.memory`) that grows and widens. What is done to it for every report and every decision is
+A hash table (`router.routing.memory`) that grows, a little with each report that needs it so that nothing waits for it, and
+widens. What is done to it for every report and every decision is
 written twice: in C (`table.c`), and for machines without a compiler in Python (`router.routing.plain_table`).
 """
 
@@ -10,14 +11,19 @@ import numpy as np
 
 from baton.errors import InvariantError
 from router.routing.held import HeldBySlot
-from router.routing.memory import WIDTH, WORD_BITS, Memory, Places, Prints, Words
+from router.routing.memory import WIDTH, WORD_BITS, Memory, Places, Prints, Split, Words
 from router.routing.sources import Sources
 
 _MAX_FILL = 0.6
-_MIN_FILL = 0.3
-"""With less of it filled the table does not grow, so that keys that are not random cannot make it."""
+"""Once so much of it is filled a table begins to grow."""
 
 _FIRST_BUCKETS = 512
+
+_STRIDE = 1024
+"""Buckets that are split at a time."""
+
+_PACE = 2
+"""Buckets that are split per block that comes meanwhile: then those that wait for it fill up by a tenth."""
 
 
 class HotPart(Protocol):
@@ -42,6 +48,9 @@ class HotPart(Protocol):
     def discard(self, memory: Memory, prints: Prints, column: int) -> None:
         """Takes `column` out of the sets of all prints; empty sets are forgotten."""
 
+    def split(self, memory: Memory, split: Split) -> None:
+        """Moves what one more bit of its name says to the new buckets; each entry keeps its place within the bucket."""
+
 
 class BlockTable:
     """Sets of columns (holders) by print.
@@ -55,11 +64,15 @@ class BlockTable:
     def __init__(self, *, max_blocks: int, hot: HotPart, num_columns: int = WORD_BITS) -> None:
         self._max_blocks = max_blocks
         self._hot = hot
+        most_buckets = _FIRST_BUCKETS
+        while _roomy(most_buckets) < max_blocks:
+            most_buckets *= 2
         self.memory = Memory(
             num_buckets=_FIRST_BUCKETS,
+            most_buckets=most_buckets,
             num_words=num_columns // WORD_BITS,
-            limit=self._limit(_FIRST_BUCKETS),
         )
+        self._allow(_roomy(_FIRST_BUCKETS))
 
     def __len__(self) -> int:
         return self.memory.used
@@ -76,14 +89,16 @@ class BlockTable:
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._refill(_FIRST_BUCKETS, self.memory.num_words)
+        self.memory.reset(num_buckets=_FIRST_BUCKETS, num_words=self.memory.num_words)
+        self._allow(_roomy(_FIRST_BUCKETS))
 
     def widen(self) -> None:
-        """Makes room for 64 more columns."""
+        """Makes room for 64 more columns. Moves the whole table."""
         memory = self.memory
-        prints, sets, used = memory.prints, memory.sets, memory.used
-        self._refill(memory.num_buckets, memory.num_words + 1)
-        memory.prints[:], memory.sets[:, :, :-1], memory.used = prints, sets, used
+        prints, sets, used, limit = memory.prints, memory.sets, memory.used, memory.limit
+        memory.reset(num_buckets=memory.num_buckets, num_words=memory.num_words + 1)
+        memory.prints[:], memory.sets[:, :, :-1] = prints, sets
+        memory.used, memory.limit = used, limit
 
     def add(self, prints: Prints, column: int, noted: Places | None = None) -> int:
         """Adds `column` to the sets of all `prints`, or of those at the places `noted`; returns how many found no room."""
@@ -110,7 +125,7 @@ class BlockTable:
         memory = self.memory
         buckets, places = memory.prints.nonzero()
         prints = memory.prints[buckets, places]
-        first, second = prints & memory.mask, (prints >> np.uint64(32)) & memory.mask
+        first, second = memory.buckets_of(prints), memory.buckets_of(prints >> np.uint64(32))
         if not ((buckets == first) | (buckets == second)).all():
             raise InvariantError("a block lies in a bucket that is not its own")
         if len(prints) != memory.used or len(np.unique(prints)) != memory.used:
@@ -118,28 +133,20 @@ class BlockTable:
         if not np.array_equal(memory.sets.any(axis=2), memory.prints != 0):
             raise InvariantError("a block without holder, or a holder without block")
 
-    def _limit(self, num_buckets: int) -> int:
-        return min(int(num_buckets * WIDTH * _MAX_FILL), self._max_blocks)
-
-    def _refill(self, num_buckets: int, num_words: int) -> None:
-        self.memory.reset(
-            num_buckets=num_buckets, num_words=num_words, limit=self._limit(num_buckets)
-        )
+    def _allow(self, limit: int) -> None:
+        self.memory.limit = min(limit, self._max_blocks)
 
     def _grow(self) -> bool:
-        """Doubles the table if that is of use. Every bucket is split by the next bit of what named it, so that each entry
-        keeps its place within the bucket.
-        """
-        memory, old, sets = self.memory, self.memory.prints[:-1], self.memory.sets[:-1]
-        if not old.size * _MIN_FILL <= memory.used < self._max_blocks:
+        """Splits the next few buckets if there is need and room for it. Keys that are not random cannot make it."""
+        memory = self.memory
+        if memory.used < memory.limit or memory.used >= self._max_blocks or not memory.may_split:
             return False
-        is_first = old & memory.mask == np.arange(len(old), dtype=np.uint64)[:, None]
-        namer = np.where(is_first, old, old >> np.uint64(32))
-        moves = (namer & np.uint64(memory.num_buckets)) != 0
-        used = memory.used
-        self._refill(2 * len(old), memory.num_words)
-        for half, leaves in ((slice(len(old)), moves), (slice(len(old), -1), ~moves)):
-            memory.prints[half] = np.where(leaves, np.uint64(0), old)
-            memory.sets[half] = np.where(leaves[..., None], np.uint64(0), sets)
-        memory.used = used
+        self._hot.split(memory, memory.extend(_STRIDE))
+        is_done = memory.num_buckets == memory.num_unsplit
+        self._allow(_roomy(memory.num_buckets) if is_done else memory.used + _STRIDE // _PACE)
         return True
+
+
+def _roomy(num_buckets: int) -> int:
+    """Blocks that so many buckets hold without being crowded."""
+    return int(num_buckets * WIDTH * _MAX_FILL)

@@ -7,7 +7,7 @@ from pathlib import Path
 from baton.native import CannotBuildError, Library, build
 from baton.telemetry.logs import get_logger
 from router.routing.held import HeldBySlot
-from router.routing.memory import Memory, Places, Prints
+from router.routing.memory import Memory, Places, Prints, Split
 from router.routing.plain_table import PlainHotPart
 from router.routing.sources import Sources
 from router.routing.table import HotPart
@@ -28,13 +28,15 @@ class NativeHotPart:
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._held, self._add = library.baton_held, library.baton_table_add
-        self._discard = library.baton_table_discard
+        self._discard, self._split = library.baton_table_discard, library.baton_table_split
         self._held.argtypes = [pointer, pointer, number, pointer, number, number, pointer]
         self._held.restype = None
         self._add.argtypes = [pointer, pointer, pointer, number, number, number]
         self._add.restype = number
         self._discard.argtypes = [pointer, pointer, number, number]
         self._discard.restype = None
+        self._split.argtypes = [pointer, number, number, number]
+        self._split.restype = None
 
     def held(
         self, sources: Sources, prints: Prints, noted: Places | None, unit: int, held: HeldBySlot
@@ -54,6 +56,10 @@ class NativeHotPart:
     def discard(self, memory: Memory, prints: Prints, column: int) -> None:
         """See HotPart."""
         self._discard(memory.address, *prints.buffer_info(), column)
+
+    def split(self, memory: Memory, split: Split) -> None:
+        """See HotPart."""
+        self._split(memory.address, *split)
 
 
 @cache

@@ -18,6 +18,7 @@ from router.breaker import Breaker
 from router.routing.forecast import Fleet, Forecast
 from router.routing.index import Heard, PrefixIndex
 from router.routing.numbers import WorkerNumbers
+from router.routing.pools import NO_SLOT, PoolNodes
 from router.routing.side import Side
 
 _READY = "ready"
@@ -34,6 +35,7 @@ class WorkerView(WorkerNumbers):
         hello: What it said of itself.
         address: Where it was reached.
         slot: Its place in the prefix index.
+        pool_slot: That of the pool node from which it can fetch; below 0 without one.
         layout_group: Equal exactly for workers with equal layouts; pairs are made within a group.
         load: Its last report.
         draining: It takes nothing new.
@@ -83,6 +85,7 @@ class WorkerView(WorkerNumbers):
         self.takes_kv = self.can_decode and bool(hello.transfer_address)
         self.capacity_tokens = hello.num_blocks * layout.block_tokens
         self.max_sequences = hello.max_num_seqs
+        self.pool_slot = NO_SLOT
         self.kv_token_bytes = layout.page_bytes / layout.block_tokens
         self.forecast_address = ctypes.addressof(self.forecast)
 
@@ -119,6 +122,7 @@ class WorkerView(WorkerNumbers):
             if load.step_s > 0.0:
                 sequences, context = load.step_sequences, load.step_context_tokens
                 self.forecast.stepped(sequences, context, load.step_s, now_s)
+        self.forecast.fetches_reported(self.load, load, self.hello.layout.block_tokens)
         self.used_tokens = load.blocks_used * self.hello.layout.block_tokens
         self.reported_context_tokens = load.step_context_tokens if load.running else 0
         self.load = load
@@ -163,6 +167,7 @@ class ClusterView:
         self._groups: dict[KvLayout, int] = {}
         self._layouts: dict[int, KvLayout] | None = None
         self._fleet = Fleet()
+        self.pools = PoolNodes(index, self._workers.values)
 
     @property
     def workers(self) -> Collection[WorkerView]:
@@ -278,6 +283,7 @@ class ClusterView:
             if worker.legs == 0 and (any(counts) or worker.tbt_targets):
                 raise InvariantError(f"{worker.identity}: no leg, but counts {counts}")
             worker.forecast.check_integrity()
+        self.pools.check_integrity()
 
     def _forgive(self, now_s: float) -> None:
         """Forgets the record of workers that are gone and did nothing wrong lately."""

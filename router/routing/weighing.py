@@ -16,7 +16,7 @@ from router.routing.costs import (
     decode_costs,
     predict,
     prefill_costs,
-    prompt_parts,
+    work_of,
 )
 from router.routing.local import LocalPrefill
 from router.routing.policy import Considered, Demand, Grounds, Predicted
@@ -121,7 +121,7 @@ def handed_over(grounds: Weighed, demand: Demand) -> Option | None:
     for _, p_legs, _, p_s, prefill in grounds.prefillers:
         if not decoders or p_s + decoders[0][3] > bound_s:
             continue
-        window_s, forecast = prompt_parts(prefill, demand)[1], prefill.forecast
+        window_s, forecast = work_of(prefill, demand).busy_s, prefill.forecast
         for (_, d_legs, chance, d_s, decode), size_bytes in zip(decoders, sizes, strict=True):
             if p_s + d_s > bound_s:
                 break

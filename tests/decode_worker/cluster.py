@@ -45,8 +45,8 @@ from engine.host import ThreadEngineHost
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from kv_transfer.checksum import ArenaHashes
-from kv_transfer.regions import SharedMemoryArena
+from kv_transfer.arena_hashes import ways_to_hash
+from kv_transfer.arena_memory import WorkerMemory
 from kv_transfer.shm import ShmReceiver, ShmSender
 from kv_transfer.ticket import Permit, TicketOffice
 from prefill_worker.service import PrefillWorker
@@ -139,7 +139,7 @@ class Node:
 
     identity: WorkerIdentity
     address: str
-    arena: SharedMemoryArena
+    arena: WorkerMemory
     scheduler: Scheduler
     engine: ThreadEngineHost
     server: WorkerServer
@@ -170,8 +170,9 @@ async def start_node(
     """Composes a worker as a process of the cluster does: memory and sink, engine, services, server."""
     name = name or role.value
     address = f"unix:{folder}/{name}.sock"
-    arena, sink = SharedMemoryArena(), TransferSink()
-    memory = arena.allocate(LAYOUT.region_bytes(REGION_BLOCKS))
+    arena, sink = WorkerMemory(), TransferSink()
+    span = arena.allocate(LAYOUT.region_bytes(REGION_BLOCKS))
+    memory = span.host_view
     runner = GatedRunner(memory, sink if role.prefills_for_others else None)
     scheduler = Scheduler(LIMITS, layout=LAYOUT, secret=SECRET)
     engine = ThreadEngineHost(scheduler, runner)
@@ -192,7 +193,7 @@ async def start_node(
     metrics = WorkerMetrics(
         CollectorRegistry(), block_tokens=LAYOUT.block_tokens, num_blocks=LIMITS.num_blocks
     )
-    hashes, office = ArenaHashes(memory, LAYOUT, num_blocks=REGION_BLOCKS), TicketOffice(SECRET)
+    hashes, office = ways_to_hash(span, LAYOUT, num_blocks=REGION_BLOCKS), TicketOffice(SECRET)
     services: list[PrefillWorker | DecodeWorker] = []
     receiver = None
     if role.prefills_for_others:

@@ -15,9 +15,9 @@ from baton.ids import BlockId, SeqId, new_xfer_id
 from baton.layout import SPARE_BLOCKS
 from engine.build import BuiltEngine, build_engine
 from engine.messages import Prefill, Reserve, Reserved, Sampled, SeqEvent, Start, StepEvents
-from engine.ports import LayerSink, PageExport
+from engine.ports import LayerDone, LayerSink, PageExport
+from kv_transfer.arena_memory import WorkerMemory
 from kv_transfer.ports import KvWriter, Push
-from kv_transfer.regions import SharedMemoryArena
 from kv_transfer.shm import ShmReceiver, ShmSender
 from tests.e2e.reference import Reference
 from tests.engine.tiny_models import make_model, random_prompts
@@ -30,7 +30,7 @@ class Engine:
     """A real engine in shared memory, and what it says."""
 
     built: BuiltEngine
-    arena: SharedMemoryArena
+    arena: WorkerMemory
     told: queue.Queue[StepEvents] = field(default_factory=queue.Queue)
 
     @property
@@ -49,7 +49,7 @@ class Engine:
 
 
 def start_engine(checkpoint: Path, sink: LayerSink | None = None) -> Engine:
-    arena = SharedMemoryArena()
+    arena = WorkerMemory()
     built = build_engine(
         ModelConfig(model=str(checkpoint), dtype="float32"),
         EngineConfig(kv_cache_memory_bytes=4 << 20, max_num_batched_tokens=48, num_threads=1),
@@ -75,7 +75,9 @@ class PushingSink:
         self._outstanding = threading.Semaphore(0)
         self._num_pushes = 0
 
-    def layer_ready(self, layer_index: int, exports: Sequence[PageExport]) -> None:
+    def layer_ready(
+        self, layer_index: int, exports: Sequence[PageExport], done: LayerDone | None
+    ) -> None:
         assert self.writer is not None
         for export in exports:
             end = export.first_block + len(export.blocks)

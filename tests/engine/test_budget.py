@@ -6,7 +6,13 @@ from baton.config.schema import EngineConfig
 from baton.errors import ConfigError
 from baton.ids import LayerName
 from baton.layout import KvLayout
-from engine.cache.budget import DEFAULT_CPU_BYTES, Demand, num_blocks
+from engine.cache.budget import (
+    DEFAULT_CPU_BYTES,
+    Demand,
+    affordable_on_cpu,
+    affordable_on_gpu,
+    num_blocks,
+)
 
 LAYOUT = KvLayout(
     model_fingerprint="m",
@@ -18,8 +24,8 @@ LAYOUT = KvLayout(
 )
 
 
-def _demand(*, max_model_len: int = 1600, available_bytes: int = 1 << 40) -> Demand:
-    return Demand(layout=LAYOUT, max_model_len=max_model_len, available_bytes=available_bytes)
+def _demand(*, max_model_len: int = 1600, affordable_bytes: int = 1 << 40) -> Demand:
+    return Demand(layout=LAYOUT, max_model_len=max_model_len, affordable_bytes=affordable_bytes)
 
 
 def test_asked_bytes_are_filled_with_whole_pages() -> None:
@@ -37,12 +43,23 @@ def test_no_more_is_taken_than_all_sequences_could_use() -> None:
     assert num_blocks(EngineConfig(max_num_seqs=3), _demand()) == 3 * 100
 
 
-def test_unasked_memory_stays_within_the_default_and_the_share() -> None:
-    plenty = num_blocks(EngineConfig(max_num_seqs=100_000), _demand())
-    assert plenty == DEFAULT_CPU_BYTES // LAYOUT.page_bytes
-    scarce = _demand(available_bytes=400 * LAYOUT.page_bytes)
-    assert num_blocks(EngineConfig(gpu_memory_utilization=0.5), scarce) == 200
+def test_unasked_memory_stays_within_what_is_affordable() -> None:
+    scarce = _demand(affordable_bytes=200 * LAYOUT.page_bytes)
+    assert num_blocks(EngineConfig(), scarce) == 200
+
+
+def test_on_a_cpu_a_share_of_what_is_free_is_affordable_up_to_the_default() -> None:
+    half = EngineConfig(gpu_memory_utilization=0.5)
+    assert affordable_on_cpu(half, 1000) == 500
+    assert affordable_on_cpu(half, 1 << 40) == DEFAULT_CPU_BYTES
+
+
+def test_on_a_gpu_it_is_what_the_weights_leave_of_the_workers_share() -> None:
+    half = EngineConfig(gpu_memory_utilization=0.5)
+    assert affordable_on_gpu(half, total_bytes=1000, weights_bytes=100, sharers=1) == 400
+    assert affordable_on_gpu(half, total_bytes=1000, weights_bytes=100, sharers=2) == 150
+    assert affordable_on_gpu(half, total_bytes=1000, weights_bytes=700, sharers=1) == 0
 
 
 def test_one_longest_sequence_always_fits() -> None:
-    assert num_blocks(EngineConfig(), _demand(available_bytes=0)) == 100
+    assert num_blocks(EngineConfig(), _demand(affordable_bytes=0)) == 100

@@ -18,7 +18,7 @@ from engine.loop import EngineLoop
 from engine.messages import Failed, Generate, Prefill, PrefillStarted, Sampled, SeqEvent
 from engine.models.config import kv_layout, load_spec
 from engine.models.loader import load_decoder
-from engine.ports import PageExport
+from engine.ports import LayerDone, PageExport
 from engine.runner import ModelRunner
 from engine.scheduling.limits import Limits
 from engine.scheduling.scheduler import Scheduler
@@ -48,7 +48,9 @@ class Sink:
         self.layers: dict[SeqId, list[int]] = {}
         self.told: Callable[[int], None] = lambda layer_index: None
 
-    def layer_ready(self, layer_index: int, exports: Sequence[PageExport]) -> None:
+    def layer_ready(
+        self, layer_index: int, exports: Sequence[PageExport], done: LayerDone | None
+    ) -> None:
         for export in exports:
             self.layers.setdefault(export.seq_id, []).append(layer_index)
         self.told(layer_index)

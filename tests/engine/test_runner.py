@@ -17,7 +17,7 @@ from engine.kernels.reference import ReferenceKernels
 from engine.models.config import load_spec
 from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
-from engine.ports import PageExport
+from engine.ports import LayerDone, PageExport
 from engine.scheduling.plan import Row, StepPlan
 from engine.scheduling.sequence import Sequence
 from tests.engine.stepping import make_runner, make_texts, run_all
@@ -243,7 +243,9 @@ class RecordingSink:
         self.arena: KvArena | None = None
         self.told: list[tuple[int, tuple[PageExport, ...], torch.Tensor]] = []
 
-    def layer_ready(self, layer_index: int, exports: Exports[PageExport]) -> None:
+    def layer_ready(
+        self, layer_index: int, exports: Exports[PageExport], done: LayerDone | None
+    ) -> None:
         assert self.arena is not None
         self.told.append((layer_index, tuple(exports), self.arena.layer(layer_index)[0].clone()))
 

@@ -5,16 +5,21 @@ import itertools
 import threading
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from baton.errors import TransferError
-from kv_transfer.cuda import IPC_HANDLE_BYTES, Rows, Stream
+from kv_transfer.cuda import IPC_HANDLE_BYTES, HostBuffer, Rows, Stream
+
+TIMEOUT_S = 30
 
 
 @dataclass
 class FakeGpu:
-    """Allocations by where they begin, and who has opened which."""
+    """Allocations by where they begin, who has opened which, and what its streams can wait for, by its handle."""
 
     allocations: dict[int, int] = field(default_factory=dict)
     opened: list[int] = field(default_factory=list)
+    events: dict[int, threading.Event] = field(default_factory=dict)
 
     def holds(self, address: int, size_bytes: int) -> int:
         """Where the allocation begins that all these bytes lie in."""
@@ -30,7 +35,7 @@ class FakeCuda:
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
         self._streams = itertools.count(1)
-        self._queued: dict[Stream, list[Rows]] = {}
+        self._queued: dict[Stream, list[Rows | threading.Event]] = {}
         self._lock = threading.Lock()
         self.broken = False
 
@@ -48,10 +53,22 @@ class FakeCuda:
     def close(self, address: int) -> None:
         self._gpu.opened.remove(address)
 
+    def host_buffer(self, size_bytes: int) -> HostBuffer:
+        whole = np.zeros(size_bytes, dtype=np.uint8)
+        return HostBuffer(address=int(whole.ctypes.data), view=whole.data)
+
+    def fetch(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
+        self._gpu.holds(source, size_bytes)
+        ctypes.memmove(target, source, size_bytes)
+
     def stream(self) -> Stream:
         stream = Stream(next(self._streams))
         self._queued[stream] = []
         return stream
+
+    def follow(self, stream: Stream, event: int) -> None:
+        with self._lock:
+            self._queued[stream].append(self._gpu.events[event])
 
     def copy_rows(self, rows: Rows, stream: Stream) -> None:
         with self._lock:
@@ -62,8 +79,11 @@ class FakeCuda:
             queued, self._queued[stream] = self._queued[stream], []
         if self.broken:
             raise TransferError("cuStreamSynchronize: unspecified launch failure")
-        for rows in queued:
-            self._copy(rows)
+        for queued_one in queued:
+            if isinstance(queued_one, Rows):
+                self._copy(queued_one)
+            else:
+                assert queued_one.wait(TIMEOUT_S)
 
     def _copy(self, rows: Rows) -> None:
         for row in range(rows.count):

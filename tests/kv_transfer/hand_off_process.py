@@ -18,7 +18,8 @@ from baton.ids import BlockId, Incarnation, WorkerId, WorkerIdentity, XferId
 from baton.rpc.channel import bind, new_server
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.rpc.v1.common_pb2 import Signed
-from kv_transfer.checksum import ArenaHashes, Hashes, find_corruption
+from kv_transfer.arena_hashes import ArenaHashes
+from kv_transfer.checksum import find_corruption
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.fan_out import FanOut, FanOutAction, ForRank
 from kv_transfer.handshake import Endpoint, SessionOffer
@@ -61,6 +62,7 @@ from kv_transfer.outbox_messages import (
     Started,
     StartPush,
 )
+from kv_transfer.page_hash import Checksum, Hashes
 from kv_transfer.plan import Export, Grant
 from kv_transfer.pusher import Pusher
 from kv_transfer.regions import SharedRegion
@@ -121,7 +123,7 @@ class DecodeRank(Rank):
         self._pages = tuple(map(BlockId, asked["pages"]))
         self._ledger = TransferLedger(LIMITS)
         receiver = ShmReceiver(self.region, path=asked["path"], num_blocks=self.num_blocks)
-        offer = SessionOffer(num_blocks=self.num_blocks, lease_s=60.0, checksums=True)
+        offer = SessionOffer(num_blocks=self.num_blocks, lease_s=60.0, checksum=Checksum.XXH3)
         self._service = TransferService(
             here=self.here, offer=offer, receivers={"shm": receiver}, host=self
         )
@@ -247,7 +249,7 @@ class PrefillRank(Rank):
                 address=address,
                 senders={"shm": sender},
                 listener=way,
-                hashes=self.hashes,
+                hashes={Checksum.XXH3: self.hashes},
                 clock=self.clock,
                 number=1,
             )

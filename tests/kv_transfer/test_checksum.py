@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from baton.ids import BlockId, LayerName
 from baton.layout import KvLayout
+from kv_transfer.arena_hashes import ArenaHashes
 from kv_transfer.checksum import (
     LAYERS_PER_GROUP,
-    ArenaHashes,
     checksum_bytes,
     find_corruption,
     fold,

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,16 @@ from tests.kv_transfer.remote import Remote, remote
 
 PADDING = 512
 NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Written:
+    """A layer's event, of which streams know and nobody else may wait for here."""
+
+    event: int
+
+    def wait(self) -> None:
+        raise AssertionError("a copy waits on its stream, not on the host")
 
 
 class FakeLink(Link):
@@ -105,6 +116,15 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance):
         link.gpu.allocations.clear()
         with pytest.raises(TransferError, match="cuIpcOpenMemHandle"):
             link.sender.connect(link.receiver.handle(), LAYOUT)
+
+    def test_pages_are_copied_once_the_gpu_has_written_them(self, link: FakeLink, writer: KvWriter):
+        written = link.gpu.events[7] = threading.Event()
+        outcome = Outcome()
+        writer.push(replace(push(0, [2], [1]), ready=Written(event=7)), outcome.done)
+        fill(link.source)
+        written.set()
+        assert outcome.wait() == [None]
+        assert page(link.target, RECEIVER_BLOCKS, 0, 1) == page(link.source, SENDER_BLOCKS, 0, 2)
 
     def test_two_peers_write_at_once(self, link: FakeLink):
         fill(link.source)

@@ -5,11 +5,12 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.errors import LeaseExpiredError, TransferError
-from kv_transfer.checksum import ArenaHashes, Hashes
+from kv_transfer.arena_hashes import ArenaHashes
 from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
 from kv_transfer.heads import plan_link
 from kv_transfer.lease import LeaseBook, WriteLease
 from kv_transfer.messages import SessionId
+from kv_transfer.page_hash import Hashes
 from kv_transfer.pusher import Pusher
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, fill, page, push
 

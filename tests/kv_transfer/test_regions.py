@@ -2,9 +2,9 @@ import os
 
 import pytest
 
-from baton.errors import InvariantError, OutOfMemoryError, TransferError
+from baton.errors import OutOfMemoryError, TransferError
 from kv_transfer import regions
-from kv_transfer.regions import SharedMemoryArena, SharedRegion
+from kv_transfer.regions import SharedRegion
 
 
 def test_a_region_is_zeroed_and_writable():
@@ -57,15 +57,3 @@ def test_views_outlive_the_region_that_they_came_from():
     region.close()
     view[0] = 1
     assert view[0] == 1
-
-
-def test_an_arena_gives_its_one_region_once():
-    arena = SharedMemoryArena()
-    with pytest.raises(InvariantError):
-        assert arena.region
-    memory = arena.allocate(4096)
-    memory[0] = 9
-    assert arena.region.memoryview[0] == 9
-    with pytest.raises(InvariantError):
-        arena.allocate(4096)
-    arena.region.close()

@@ -21,12 +21,13 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.rpc.v1.common_pb2 import Failure, Signed
-from kv_transfer.checksum import ArenaHashes
+from kv_transfer.arena_hashes import ArenaHashes
 from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
 from kv_transfer.handshake import Endpoint, SessionOffer, refused_field
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.link import Link
 from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecode, ToPrefill
+from kv_transfer.page_hash import Checksum
 from kv_transfer.plan import Grant
 from kv_transfer.ports import KvWriter, RegionHandle
 from kv_transfer.seal import SessionSeal
@@ -114,7 +115,7 @@ class Serving:
             senders=senders or {backend: self.sender},
             spare=spare,
             listener=self.at_p,
-            hashes=ArenaHashes(self.source, LAYOUT, num_blocks=SENDER_BLOCKS),
+            hashes={Checksum.XXH3: ArenaHashes(self.source, LAYOUT, num_blocks=SENDER_BLOCKS)},
             clock=MonotonicClock(),
             number=next(NUMBERS),
         )
@@ -129,7 +130,9 @@ async def serving(folder: Path, layout: KvLayout = LAYOUT, backends=("fake",), s
     receiver = FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS)
     service = TransferService(
         here=Endpoint(identity=D, layout=layout, office=OFFICE),
-        offer=SessionOffer(num_blocks=RECEIVER_BLOCKS - spare, lease_s=LEASE_S, checksums=True),
+        offer=SessionOffer(
+            num_blocks=RECEIVER_BLOCKS - spare, lease_s=LEASE_S, checksum=Checksum.XXH3
+        ),
         receivers={
             name: FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS, backend=name)
             for name in backends

@@ -149,3 +149,44 @@ class _GatedOut(Gated):
         self.entered[layer_index].set()
         assert self.gates[layer_index].wait(TIMEOUT_S)
         return super().copy_out(layer_index, pages, target, slots)
+
+
+async def test_a_text_in_a_hurry_does_not_wait_for_the_line():
+    async with working(AgentWorld()) as world:
+        world.pool.hold()
+        world.agent.outlet.offer([world.page(0)])
+        await world.pool.asked("reserve")
+        world.agent.outlet.offer([world.page(1), world.page(2)])
+        hurried = asyncio.create_task(
+            world.agent.put_now([world.page(3, index=0), world.page(4, index=1)])
+        )
+        await asyncio.sleep(0)
+        world.pool.let_go()
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await hurried
+            await world.agent.published()
+        assert [world.held(number) for number in range(5)] == [1] * 5
+        assert world.pool.asked_places == [key(n) for n in (0, 3, 4, 1, 2)]
+
+
+async def test_a_text_in_a_hurry_is_not_there_when_the_node_refuses_it_or_is_away():
+    async with working(AgentWorld()) as world:
+        world.pool.ledger.refuse(RefusalReason.SICK)
+        assert not await world.agent.put_now([world.page(0)])
+        world.pool.ledger.refuse(None)
+        world.pool.leave()
+        assert not await world.agent.put_now([world.page(0)])
+
+
+async def test_a_text_of_which_a_page_was_handed_out_again_is_not_all_there():
+    async with working(AgentWorld()) as world:
+        world.generations[1] += 1
+        assert not await world.agent.put_now([world.page(0), world.page(1)])
+        assert await world.agent.put_now([world.page(0)])
+
+
+async def test_a_text_that_is_there_already_is_not_copied_again():
+    async with working(AgentWorld()) as world:
+        await world.publish([0, 1])
+        assert await world.agent.put_now([world.page(0), world.page(1)])
+        assert world.pool.calls["commit"] == 1

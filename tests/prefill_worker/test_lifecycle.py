@@ -36,11 +36,14 @@ from prefill_worker.messages import (
     Connect,
     LayerReady,
     PrefillAction,
+    PromptPut,
+    PutPrompt,
     StreamGone,
     Submit,
     TellFailed,
     TellFirstTokens,
     TellHandedOff,
+    TellPooled,
 )
 from tests.kv_transfer.permits import permit
 
@@ -151,7 +154,8 @@ class Sequence:
 class LifeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.core = PrefillLifecycle(LAYOUT)
+        self.core = PrefillLifecycle(LAYOUT, pool_after_s=0.5)
+        self.puts: list[PutPrompt] = []
         self.legs = 0
         self.open: set[int] = set()
         self.seqs: dict[SeqId, Sequence] = {}
@@ -184,7 +188,9 @@ class LifeMachine(RuleBasedStateMachine):
                     assert not self.outstanding(quiesced.xfer_id), "quiesced while writing"
                 case TellFirstTokens():
                     assert action.leg_id in self.open
-                case TellHandedOff() | TellFailed():
+                case PutPrompt():
+                    self.puts.append(action)
+                case TellHandedOff() | TellPooled() | TellFailed():
                     assert action.leg_id in self.open, "a leg ends once"
                     self.open.discard(action.leg_id)
 
@@ -296,6 +302,15 @@ class LifeMachine(RuleBasedStateMachine):
         grant = Grant(held_blocks=held, blocks=(BlockId(1), BlockId(2))[held:])
         granted = Granted(xfer_id=xfer_id, attempt=1, cache_scope="", grant=grant)
         self.tell(FromDecode(peer=D, message=granted))
+
+    @rule()
+    def prompts_wait_for_room(self) -> None:
+        self.act(self.core.tick(1.0))
+
+    @precondition(lambda self: self.puts)
+    @rule(complete=st.booleans())
+    def prompt_is_put(self, complete: bool) -> None:
+        self.tell(PromptPut(seq_id=self.puts.pop(0).seq_id, complete=complete))
 
     @precondition(lambda self: self.committing)
     @rule()

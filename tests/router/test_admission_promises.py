@@ -11,11 +11,11 @@ from baton.ids import RequestId, Role
 from router.admission.applicant import Applicant
 from router.admission.gate import Gate
 from router.admission.room import WorkerRoom
-from router.attempts import Patience
 from router.dispatch import Dispatcher
 from router.events import ClientGone, Submitted, WorkerJoined
 from router.placement import Placement
 from router.ports import GenerationJob
+from router.restarts import Patience
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView, WorkerView

@@ -28,7 +28,6 @@ from baton.generation import (
     WorkerLoad,
 )
 from baton.ids import RequestId, Role
-from router.attempts import Patience
 from router.breaker import Circuit
 from router.dispatch import Dispatcher
 from router.events import (
@@ -60,6 +59,7 @@ from router.events import (
 )
 from router.placement import Placement
 from router.ports import GenerationJob
+from router.restarts import Patience
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView

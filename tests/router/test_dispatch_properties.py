@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.errors import CancelledByPeerError, EngineError, TransferError, WorkerLostError
 from baton.generation import FinishReason, Prompt, SamplingParams, WorkerLoad, plain_token
 from baton.ids import LegId, RequestId, Role, WorkerIdentity
-from router.attempts import Patience
 from router.dispatch import Dispatcher
 from router.events import (
     ClientGone,
@@ -45,6 +44,7 @@ from router.events import (
 )
 from router.placement import Placement
 from router.ports import GenerationJob
+from router.restarts import Patience
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView

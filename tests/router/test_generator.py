@@ -15,10 +15,10 @@ from baton.errors import (
 from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import RequestId, Role
 from baton.rpc.generation import prompt_from_proto
-from router.attempts import Patience
 from router.generator import ClusterGenerator
 from router.links import LinkTiming
 from router.ports import GenerationJob, ServedModel, Timing, Tokens
+from router.restarts import Patience
 from router.tenants.tenant import ANONYMOUS
 from tests.router.grpc_workers import FakeWorker, running
 from tests.router.workers import drawn

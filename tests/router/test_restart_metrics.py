@@ -1,7 +1,7 @@
 from prometheus_client import CollectorRegistry
 
-from router.attempts import Restarts
 from router.restart_metrics import RestartMetrics
+from router.restarts import Restarts
 
 
 def test_restarts_show_at_once_in_the_names_that_dashboards_know():

@@ -15,9 +15,9 @@ from router.routing.costs import (
     prefill_costs,
     prefill_s,
 )
-from router.routing.fetch import PoolLink
 from router.routing.index import PrefixIndex
 from router.routing.policy import Demand
+from router.routing.pools import NO_SLOT
 from router.routing.view import ClusterView, WorkerView
 from tests.router.workers import hello
 
@@ -33,7 +33,8 @@ def worker_of(draw: st.DataObject) -> WorkerView:
     worker.foreign_sequences, worker.foreign_prefill_tokens = draw.draw(counts), draw.draw(tokens)
     worker.used_tokens, worker.reported_context_tokens = draw.draw(tokens), draw.draw(tokens)
     worker.forecast.queued(LegId(1), draw.draw(st.floats(0.0, 5.0)), 0.0)
-    worker.forecast.pool = PoolLink(bytes_per_s=draw.draw(st.sampled_from([0.0, 1e3, 1e9])))
+    worker.pool_slot = draw.draw(st.sampled_from([NO_SLOT, 1]))
+    worker.forecast.fetched(1, 1000, draw.draw(st.sampled_from([1e-3, 1.0, 1e3])))
     return worker
 
 
@@ -41,9 +42,7 @@ def worker_of(draw: st.DataObject) -> WorkerView:
 @given(st.data(), st.integers(1, 20_000), tokens, tokens, st.floats(0.0, 10.0))
 def test_the_pass_over_all_workers_gives_each_its_terms(data, prompt, held, in_pool, now_s):
     worker = worker_of(data)
-    demand = Demand(
-        tokens=prompt, samples=2, held={worker.slot: held}, pool_tokens=in_pool, now_s=now_s
-    )
+    demand = Demand(tokens=prompt, samples=2, held={worker.slot: held, 1: in_pool}, now_s=now_s)
     rng = Random(0)
     for costs, expected in (
         (prefill_costs, prefill_s(worker, demand)),

@@ -5,8 +5,7 @@ from random import Random
 import pytest
 
 from baton.generation import WorkerLoad
-from baton.ids import LayerName, LegId, Role
-from router.routing.fetch import PoolLink
+from baton.ids import Incarnation, LayerName, LegId, Role, WorkerId, WorkerIdentity
 from router.routing.index import PrefixIndex
 from router.routing.local import LocalPrefill
 from router.routing.policy import Demand, Pair, RouteKind
@@ -17,6 +16,8 @@ from tests.router.workers import hello, layout
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "h": Role.HYBRID}
 NEVER = LocalPrefill(max_tokens=0)
 LONG = 8000
+NODE = WorkerIdentity(worker_id=WorkerId("pool-0"), incarnation=Incarnation(7))
+ATTACHED = WorkerLoad(pool_node="pool-0", pool_incarnation=7)
 
 
 class Cluster:
@@ -36,14 +37,10 @@ class Cluster:
     def __getitem__(self, name):
         return self.view.find(name)
 
-    def choose(self, *, tokens=LONG, held=None, now_s=0.0, pool_tokens=0) -> Pair:
-        demand = Demand(
-            tokens=tokens,
-            samples=1,
-            held={self[name].slot: count for name, count in (held or {}).items()},
-            pool_tokens=pool_tokens,
-            now_s=now_s,
-        )
+    def choose(self, *, tokens=LONG, held=None, now_s=0.0, pooled=0) -> Pair:
+        counts = {self[name].slot: count for name, count in (held or {}).items()}
+        counts |= {w.pool_slot: pooled for w in self.view.workers if w.pool_slot >= 0}
+        demand = Demand(tokens=tokens, samples=1, held=counts, now_s=now_s)
         chosen = self.policy.pair(list(self.view.workers), demand, self.rng)
         assert isinstance(chosen, Pair)
         return chosen
@@ -55,6 +52,17 @@ class Cluster:
     def teach_prefill(self, name: str, seconds_per_token: float) -> None:
         for tokens in (100, 1000, 10_000) * 5:
             self[name].forecast.prefilled(tokens, 0, tokens * seconds_per_token)
+
+    def attach(self, *names: str) -> None:
+        """Has workers map the node of their host."""
+        self.view.pools.join(NODE, "host:1")
+        for name in names:
+            self[name].report(ATTACHED, 0.0)
+            self.view.pools.attach(self[name])
+
+    def teach_fetch(self, name: str, *, seconds_per_token: float) -> None:
+        for tokens in (100, 1000, 10_000) * 5:
+            self[name].forecast.fetched(1, tokens, tokens * seconds_per_token)
 
     def teach_step(self, name: str, seconds: float) -> None:
         for number in range(20):
@@ -151,10 +159,10 @@ def test_a_slow_link_drives_a_pair_apart():
     assert cluster.names()[0] == "p1"
 
 
-def test_what_the_pool_holds_is_fetched_where_that_is_quicker():
+def test_a_prompt_goes_where_its_beginning_can_be_fetched():
     cluster = Cluster("p0", "p1", "d0")
-    cluster["p1"].forecast.pool = PoolLink(bytes_per_s=1e9)
-    pair = cluster.choose(pool_tokens=LONG)
+    cluster.attach("p1")
+    pair = cluster.choose(pooled=LONG)
     assert pair.prefill is cluster["p1"]
     assert pair.predicted is not None
     assert pair.predicted.fetch_s > 0.0
@@ -163,10 +171,36 @@ def test_what_the_pool_holds_is_fetched_where_that_is_quicker():
 
 def test_a_pool_slower_than_computing_is_left_alone():
     cluster = Cluster("p0", "d0")
-    cluster["p0"].forecast.pool = PoolLink(bytes_per_s=1e3)
-    predicted = cluster.choose(pool_tokens=LONG).predicted
+    cluster.attach("p0")
+    cluster.teach_fetch("p0", seconds_per_token=0.1)
+    predicted = cluster.choose(pooled=LONG).predicted
     assert predicted is not None
     assert predicted.fetch_s == 0.0
+
+
+def test_of_two_who_can_fetch_the_one_that_fetches_faster_is_chosen():
+    cluster = Cluster("p0", "p1", "d0")
+    cluster.attach("p0", "p1")
+    cluster.teach_fetch("p0", seconds_per_token=5e-5)
+    cluster.teach_fetch("p1", seconds_per_token=5e-6)
+    assert cluster.names(pooled=LONG)[0] == "p1"
+
+
+def test_what_is_held_already_is_not_fetched():
+    cluster = Cluster("p0", "d0")
+    cluster.attach("p0")
+    predicted = cluster.choose(pooled=LONG, held={"p0": LONG}).predicted
+    assert predicted is not None
+    assert predicted.fetch_s == 0.0
+
+
+def test_a_prompt_that_the_pool_holds_may_run_where_it_is_decoded():
+    local = LocalPrefill(max_tokens=100)
+    cluster = Cluster("p0", "d0", local=local)
+    cluster["p0"].forecast.queued(LegId(1), 5.0, 0.0)
+    assert cluster.choose().kind is RouteKind.PAIR
+    cluster.attach("d0")
+    assert cluster.choose(pooled=LONG - 50).kind is RouteKind.ON_DECODE
 
 
 def test_a_pair_is_expected_to_take_the_sum_of_its_parts():

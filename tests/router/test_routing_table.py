@@ -54,6 +54,50 @@ def test_a_table_grows_and_loses_nothing(hot):
     assert depths(hot, table, blocks, EVERYBODY) == {3: 6000}
 
 
+def test_a_table_grows_a_little_with_each_report(hot):
+    table, blocks, size = BlockTable(max_blocks=40_000, hot=hot), prints(0, 20_500), 0
+    for begin in range(0, 20_500, 500):
+        assert table.add(blocks[begin : begin + 500], 3) == 0
+        if size:
+            assert table.size_bytes < size + 2100 * size_of_a_bucket(table)
+        size = table.size_bytes
+        table.check_integrity()
+    assert table.memory.num_buckets > table.memory.num_unsplit
+    assert depths(hot, table, blocks, EVERYBODY) == {3: 20_500}
+    assert depths(hot, table, blocks, NOBODY, EVERYBODY) == {3: 20_500}
+
+
+def test_a_table_can_be_widened_and_cleared_while_it_grows(hot):
+    table, blocks = BlockTable(max_blocks=40_000, hot=hot), prints(0, 10_000)
+    table.add(blocks, 3)
+    assert table.memory.num_buckets > table.memory.num_unsplit
+    table.widen()
+    table.add(blocks[:5000], 90)
+    table.discard(blocks[9000:], 3)
+    table.check_integrity()
+    everybody = np.full(2, ~np.uint64(0))
+    assert depths(hot, table, blocks, everybody) == {3: 9000, 90: 5000}
+    table.clear()
+    table.check_integrity()
+    assert depths(hot, table, blocks, everybody) == {}
+
+
+def test_c_and_python_leave_the_same_bytes_while_a_table_grows():
+    if not isinstance(hot_part(), NativeHotPart):
+        pytest.skip("no C compiler here")
+    blocks = prints(2, 10_000)
+    tables = [BlockTable(max_blocks=40_000, hot=hot) for hot in (hot_part(), PlainHotPart())]
+    for table in tables:
+        table.add(blocks, 3)
+    ours, theirs = (table.memory for table in tables)
+    assert ours.num_unsplit < ours.num_buckets < 2 * ours.num_unsplit
+    assert np.array_equal(ours.cells, theirs.cells)
+
+
+def size_of_a_bucket(table: BlockTable) -> int:
+    return table.size_bytes // (table.memory.num_buckets + 1)
+
+
 def test_a_full_table_takes_nothing_new_and_still_knows_what_it_has(hot):
     table, blocks = BlockTable(max_blocks=100, hot=hot), prints(0, 250)
     assert table.add(blocks, 0) == 150

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.ids import LegId, Role
+from baton.generation import WorkerLoad
+from baton.ids import Incarnation, LegId, Role, WorkerId, WorkerIdentity
 from router.routing.index import PrefixIndex
 from router.routing.local import ANYWHERE, LocalPrefill
 from router.routing.native_weighing import NativeWeigher, fastest_weigher
@@ -32,6 +33,22 @@ def native() -> NativeWeigher:
     return NativeWeigher(library)
 
 
+def node(number: int) -> WorkerIdentity:
+    return WorkerIdentity(worker_id=WorkerId("pool-0"), incarnation=Incarnation(number))
+
+
+def attach(view: ClusterView, draw: st.DataObject) -> None:
+    """Has some workers map a node that is watched, and some another one."""
+    for number in (1, 2):
+        view.pools.join(node(number), f"host{number}")
+    for worker in view.workers:
+        number = draw.draw(st.integers(0, 3))
+        worker.load = WorkerLoad(pool_node="pool-0" if number else "", pool_incarnation=number)
+        view.pools.attach(worker)
+        if draw.draw(st.booleans()):
+            worker.forecast.fetched(1, draw.draw(tokens), 0.01 + draw.draw(seconds))
+
+
 def cluster_of(draw: st.DataObject) -> ClusterView:
     view = ClusterView(PrefixIndex(max_blocks=100), silence_timeout_s=1e9)
     roles = draw.draw(st.lists(st.sampled_from(list(Role)), min_size=1, max_size=14))
@@ -51,15 +68,19 @@ def cluster_of(draw: st.DataObject) -> ClusterView:
         if draw.draw(st.booleans()):
             slot = draw.draw(st.integers(0, number))
             worker.forecast.handed_off(slot, 1 + draw.draw(tokens), 0.1, draw.draw(seconds))
+    if draw.draw(st.booleans()):
+        attach(view, draw)
     return view
 
 
 def demand_of(draw: st.DataObject, view: ClusterView) -> Demand:
     holders = draw.draw(st.lists(st.sampled_from(list(view.workers)), max_size=8))
+    held = {worker.slot: draw.draw(tokens) for worker in holders}
+    held |= {w.pool_slot: draw.draw(tokens) for w in view.workers if w.pool_slot >= 0}
     return Demand(
         tokens=draw.draw(st.integers(1, 200_000)),
         samples=draw.draw(st.integers(1, 4)),
-        held={worker.slot: draw.draw(tokens) for worker in holders},
+        held=held,
         output_tokens=draw.draw(st.integers(1, 1000)),
         now_s=draw.draw(seconds),
     )

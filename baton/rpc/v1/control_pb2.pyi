@@ -220,12 +220,14 @@ class MeasuredTimes(_message.Message):
     FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    POOLED_TOKENS_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     prefill_s: _builtins.float
     unhidden_s: _builtins.float
     first_token_s: _builtins.float
     cached_tokens: _builtins.int
     output_tokens: _builtins.int
+    pooled_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -235,10 +237,11 @@ class MeasuredTimes(_message.Message):
         first_token_s: _builtins.float = ...,
         cached_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
+        pooled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "first_token_s", b"first_token_s", "output_tokens", b"output_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "unhidden_s", b"unhidden_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "first_token_s", b"first_token_s", "output_tokens", b"output_tokens", "pooled_tokens", b"pooled_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "unhidden_s", b"unhidden_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,6 +291,8 @@ class ExplainReply(_message.Message):
     CONSIDERED_FIELD_NUMBER: _builtins.int
     PREDICTED_FIELD_NUMBER: _builtins.int
     MEASURED_FIELD_NUMBER: _builtins.int
+    POOL_NODE_FIELD_NUMBER: _builtins.int
+    HELD_BY_POOL_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """false: no such request, or too long ago; the rest is empty"""
     policy: _builtins.str
@@ -301,6 +306,9 @@ class ExplainReply(_message.Message):
     """expected of each sample"""
     decisions: _builtins.int
     why: _builtins.str
+    pool_node: _builtins.str
+    """from which the prefill worker can fetch; empty: none"""
+    held_by_pool: _builtins.int
     @_builtins.property
     def considered(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsideredPair]:
         """best first"""
@@ -328,10 +336,12 @@ class ExplainReply(_message.Message):
         considered: _abc.Iterable[Global___ConsideredPair] | None = ...,
         predicted: Global___PredictedTimes | None = ...,
         measured: Global___MeasuredTimes | None = ...,
+        pool_node: _builtins.str = ...,
+        held_by_pool: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "_predicted", b"_predicted", "measured", b"measured", "predicted", b"predicted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "_predicted", b"_predicted", "considered", b"considered", "decisions", b"decisions", "decode_worker", b"decode_worker", "held_by_decode", b"held_by_decode", "held_by_prefill", b"held_by_prefill", "kind", b"kind", "known", b"known", "measured", b"measured", "output_tokens", b"output_tokens", "policy", b"policy", "predicted", b"predicted", "prefill_worker", b"prefill_worker", "tokens", b"tokens", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "_predicted", b"_predicted", "considered", b"considered", "decisions", b"decisions", "decode_worker", b"decode_worker", "held_by_decode", b"held_by_decode", "held_by_pool", b"held_by_pool", "held_by_prefill", b"held_by_prefill", "kind", b"kind", "known", b"known", "measured", b"measured", "output_tokens", b"output_tokens", "policy", b"policy", "pool_node", b"pool_node", "predicted", b"predicted", "prefill_worker", b"prefill_worker", "tokens", b"tokens", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__measured: _TypeAlias = _typing.Literal["measured"]  # noqa: Y015
     _WhichOneofArgType__measured: _TypeAlias = _typing.Literal["_measured", b"_measured"]  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/rpc/v1/pool.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"i\n\x11\x41ttachPoolRequest\x12,\n\x06worker\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12&\n\x06layout\x18\x02 \x01(\x0b\x32\x16.baton.rpc.v1.KvLayout\"\xb7\x01\n\x0f\x41ttachPoolReply\x12*\n\x04node\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x13\n\x0bregion_path\x18\x02 \x01(\t\x12\x14\n\x0cregion_token\x18\x03 \x01(\x0c\x12\x11\n\tnum_slots\x18\x04 \x01(\r\x12\x12\n\nslot_bytes\x18\x05 \x01(\x04\x12&\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"L\n\nBlockOwner\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\"\xc8\x01\n\x11ReservePutRequest\x12,\n\x06writer\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12*\n\x04node\x18\x02 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\'\n\x05owner\x18\x03 \x01(\x0b\x32\x18.baton.rpc.v1.BlockOwner\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\r\n\x05\x66irst\x18\x05 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\"6\n\x08PutPlace\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"j\n\x0fReservePutReply\x12\x0e\n\x06put_id\x18\x01 \x01(\t\x12&\n\x06places\x18\x02 \x03(\x0b\x32\x16.baton.rpc.v1.PutPlace\x12\x0f\n\x07refused\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"5\n\x10\x43ommitPutRequest\x12\x0e\n\x06put_id\x18\x01 \x01(\t\x12\x11\n\tchecksums\x18\x02 \x03(\x0c\"#\n\x0e\x43ommitPutReply\x12\x11\n\tcommitted\x18\x01 \x01(\r\"\x9d\x01\n\x12LeaseBlocksRequest\x12,\n\x06reader\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12*\n\x04node\x18\x02 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"=\n\x0bLeasedBlock\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tchecksums\x18\x03 \x01(\x0c\"`\n\x10LeaseBlocksReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12)\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x19.baton.rpc.v1.LeasedBlock\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"8\n\x12RenewLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\" \n\x10RenewLeasesReply\x12\x0c\n\x04lost\x18\x01 \x03(\t\")\n\x14ReleaseLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x14\n\x12ReleaseLeasesReply\"P\n\x14ReportCorruptRequest\x12*\n\x04node\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"\x14\n\x12ReportCorruptReply\"R\n\x10\x46lushPoolRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\" \n\x0e\x46lushPoolReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"#\n\x10PoolUsageRequest\x12\x0f\n\x07hottest\x18\x01 \x01(\r\"S\n\nOwnerUsage\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\ndram_bytes\x18\x02 \x01(\x04\x12\x11\n\tssd_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\"&\n\tHotPrefix\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0c\n\x04hits\x18\x02 \x01(\x04\"\xe2\x03\n\x0ePoolUsageReply\x12*\n\x04node\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x13\n\x0bslots_total\x18\x02 \x01(\r\x12\x12\n\nslots_free\x18\x03 \x01(\r\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12\x12\n\nssd_blocks\x18\x05 \x01(\x04\x12\x12\n\nhit_blocks\x18\x06 \x01(\x04\x12\x15\n\rmissed_blocks\x18\x07 \x01(\x04\x12\x15\n\rstored_blocks\x18\x08 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\t \x01(\x04\x12\x16\n\x0e\x64\x65moted_blocks\x18\n \x01(\x04\x12\x17\n\x0fpromoted_blocks\x18\x0b \x01(\x04\x12\x13\n\x0bzombie_puts\x18\x0c \x01(\x04\x12\x16\n\x0e\x63orrupt_blocks\x18\r \x01(\x04\x12\x0e\n\x06leases\x18\x0e \x01(\r\x12\x0c\n\x04puts\x18\x0f \x01(\r\x12\x0c\n\x04sick\x18\x10 \x01(\x08\x12\x1b\n\x13\x64irectory_reachable\x18\x11 \x01(\x08\x12(\n\x06owners\x18\x12 \x03(\x0b\x32\x18.baton.rpc.v1.OwnerUsage\x12(\n\x07hottest\x18\x13 \x03(\x0b\x32\x17.baton.rpc.v1.HotPrefix2\xaf\x05\n\x04Pool\x12H\n\x06\x41ttach\x12\x1f.baton.rpc.v1.AttachPoolRequest\x1a\x1d.baton.rpc.v1.AttachPoolReply\x12I\n\x07Reserve\x12\x1f.baton.rpc.v1.ReservePutRequest\x1a\x1d.baton.rpc.v1.ReservePutReply\x12\x46\n\x06\x43ommit\x12\x1e.baton.rpc.v1.CommitPutRequest\x1a\x1c.baton.rpc.v1.CommitPutReply\x12I\n\x05Lease\x12 .baton.rpc.v1.LeaseBlocksRequest\x1a\x1e.baton.rpc.v1.LeaseBlocksReply\x12I\n\x05Renew\x12 .baton.rpc.v1.RenewLeasesRequest\x1a\x1e.baton.rpc.v1.RenewLeasesReply\x12O\n\x07Release\x12\".baton.rpc.v1.ReleaseLeasesRequest\x1a .baton.rpc.v1.ReleaseLeasesReply\x12U\n\rReportCorrupt\x12\".baton.rpc.v1.ReportCorruptRequest\x1a .baton.rpc.v1.ReportCorruptReply\x12\x45\n\x05\x46lush\x12\x1e.baton.rpc.v1.FlushPoolRequest\x1a\x1c.baton.rpc.v1.FlushPoolReply\x12\x45\n\x05Usage\x12\x1e.baton.rpc.v1.PoolUsageRequest\x1a\x1c.baton.rpc.v1.PoolUsageReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/rpc/v1/pool.proto\x12\x0c\x62\x61ton.rpc.v1\x1a\x19\x62\x61ton/rpc/v1/common.proto\"i\n\x11\x41ttachPoolRequest\x12,\n\x06worker\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12&\n\x06layout\x18\x02 \x01(\x0b\x32\x16.baton.rpc.v1.KvLayout\"\xb7\x01\n\x0f\x41ttachPoolReply\x12*\n\x04node\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x13\n\x0bregion_path\x18\x02 \x01(\t\x12\x14\n\x0cregion_token\x18\x03 \x01(\x0c\x12\x11\n\tnum_slots\x18\x04 \x01(\r\x12\x12\n\nslot_bytes\x18\x05 \x01(\x04\x12&\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x15.baton.rpc.v1.Failure\"L\n\nBlockOwner\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\"\xc8\x01\n\x11ReservePutRequest\x12,\n\x06writer\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12*\n\x04node\x18\x02 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\'\n\x05owner\x18\x03 \x01(\x0b\x32\x18.baton.rpc.v1.BlockOwner\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\r\n\x05\x66irst\x18\x05 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\"6\n\x08PutPlace\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"j\n\x0fReservePutReply\x12\x0e\n\x06put_id\x18\x01 \x01(\t\x12&\n\x06places\x18\x02 \x03(\x0b\x32\x16.baton.rpc.v1.PutPlace\x12\x0f\n\x07refused\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"5\n\x10\x43ommitPutRequest\x12\x0e\n\x06put_id\x18\x01 \x01(\t\x12\x11\n\tchecksums\x18\x02 \x03(\x0c\"#\n\x0e\x43ommitPutReply\x12\x11\n\tcommitted\x18\x01 \x01(\r\"\xad\x01\n\x12LeaseBlocksRequest\x12,\n\x06reader\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12*\n\x04node\x18\x02 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\x12\x0e\n\x06tenant\x18\x06 \x01(\t\"=\n\x0bLeasedBlock\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tchecksums\x18\x03 \x01(\x0c\"`\n\x10LeaseBlocksReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12)\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x19.baton.rpc.v1.LeasedBlock\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"8\n\x12RenewLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\" \n\x10RenewLeasesReply\x12\x0c\n\x04lost\x18\x01 \x03(\t\")\n\x14ReleaseLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x14\n\x12ReleaseLeasesReply\"P\n\x14ReportCorruptRequest\x12*\n\x04node\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"\x14\n\x12ReportCorruptReply\"\x12\n\x10WatchPoolRequest\"^\n\tPoolFrame\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x17.baton.rpc.v1.PoolHello\x12)\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x19.baton.rpc.v1.BlockEvents\"Q\n\tPoolHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12*\n\x04node\x18\x02 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\"R\n\x10\x46lushPoolRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\" \n\x0e\x46lushPoolReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"#\n\x10PoolUsageRequest\x12\x0f\n\x07hottest\x18\x01 \x01(\r\"\xb8\x01\n\nOwnerUsage\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\ndram_bytes\x18\x02 \x01(\x04\x12\x11\n\tssd_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x18\n\x0bquota_bytes\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06weight\x18\x06 \x01(\x01\x12\x12\n\nhit_blocks\x18\x07 \x01(\x04\x12\x15\n\rmissed_blocks\x18\x08 \x01(\x04\x42\x0e\n\x0c_quota_bytes\"&\n\tHotPrefix\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0c\n\x04hits\x18\x02 \x01(\x04\"\xe2\x03\n\x0ePoolUsageReply\x12*\n\x04node\x18\x01 \x01(\x0b\x32\x1c.baton.rpc.v1.WorkerIdentity\x12\x13\n\x0bslots_total\x18\x02 \x01(\r\x12\x12\n\nslots_free\x18\x03 \x01(\r\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12\x12\n\nssd_blocks\x18\x05 \x01(\x04\x12\x12\n\nhit_blocks\x18\x06 \x01(\x04\x12\x15\n\rmissed_blocks\x18\x07 \x01(\x04\x12\x15\n\rstored_blocks\x18\x08 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\t \x01(\x04\x12\x16\n\x0e\x64\x65moted_blocks\x18\n \x01(\x04\x12\x17\n\x0fpromoted_blocks\x18\x0b \x01(\x04\x12\x13\n\x0bzombie_puts\x18\x0c \x01(\x04\x12\x16\n\x0e\x63orrupt_blocks\x18\r \x01(\x04\x12\x0e\n\x06leases\x18\x0e \x01(\r\x12\x0c\n\x04puts\x18\x0f \x01(\r\x12\x0c\n\x04sick\x18\x10 \x01(\x08\x12\x1b\n\x13\x64irectory_reachable\x18\x11 \x01(\x08\x12(\n\x06owners\x18\x12 \x03(\x0b\x32\x18.baton.rpc.v1.OwnerUsage\x12(\n\x07hottest\x18\x13 \x03(\x0b\x32\x17.baton.rpc.v1.HotPrefix2\xf3\x05\n\x04Pool\x12H\n\x06\x41ttach\x12\x1f.baton.rpc.v1.AttachPoolRequest\x1a\x1d.baton.rpc.v1.AttachPoolReply\x12I\n\x07Reserve\x12\x1f.baton.rpc.v1.ReservePutRequest\x1a\x1d.baton.rpc.v1.ReservePutReply\x12\x46\n\x06\x43ommit\x12\x1e.baton.rpc.v1.CommitPutRequest\x1a\x1c.baton.rpc.v1.CommitPutReply\x12I\n\x05Lease\x12 .baton.rpc.v1.LeaseBlocksRequest\x1a\x1e.baton.rpc.v1.LeaseBlocksReply\x12I\n\x05Renew\x12 .baton.rpc.v1.RenewLeasesRequest\x1a\x1e.baton.rpc.v1.RenewLeasesReply\x12O\n\x07Release\x12\".baton.rpc.v1.ReleaseLeasesRequest\x1a .baton.rpc.v1.ReleaseLeasesReply\x12U\n\rReportCorrupt\x12\".baton.rpc.v1.ReportCorruptRequest\x1a .baton.rpc.v1.ReportCorruptReply\x12\x42\n\x05Watch\x12\x1e.baton.rpc.v1.WatchPoolRequest\x1a\x17.baton.rpc.v1.PoolFrame0\x01\x12\x45\n\x05\x46lush\x12\x1e.baton.rpc.v1.FlushPoolRequest\x1a\x1c.baton.rpc.v1.FlushPoolReply\x12\x45\n\x05Usage\x12\x1e.baton.rpc.v1.PoolUsageRequest\x1a\x1c.baton.rpc.v1.PoolUsageReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,35 +49,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMMITPUTREPLY']._serialized_start=861
   _globals['_COMMITPUTREPLY']._serialized_end=896
   _globals['_LEASEBLOCKSREQUEST']._serialized_start=899
-  _globals['_LEASEBLOCKSREQUEST']._serialized_end=1056
-  _globals['_LEASEDBLOCK']._serialized_start=1058
-  _globals['_LEASEDBLOCK']._serialized_end=1119
-  _globals['_LEASEBLOCKSREPLY']._serialized_start=1121
-  _globals['_LEASEBLOCKSREPLY']._serialized_end=1217
-  _globals['_RENEWLEASESREQUEST']._serialized_start=1219
-  _globals['_RENEWLEASESREQUEST']._serialized_end=1275
-  _globals['_RENEWLEASESREPLY']._serialized_start=1277
-  _globals['_RENEWLEASESREPLY']._serialized_end=1309
-  _globals['_RELEASELEASESREQUEST']._serialized_start=1311
-  _globals['_RELEASELEASESREQUEST']._serialized_end=1352
-  _globals['_RELEASELEASESREPLY']._serialized_start=1354
-  _globals['_RELEASELEASESREPLY']._serialized_end=1374
-  _globals['_REPORTCORRUPTREQUEST']._serialized_start=1376
-  _globals['_REPORTCORRUPTREQUEST']._serialized_end=1456
-  _globals['_REPORTCORRUPTREPLY']._serialized_start=1458
-  _globals['_REPORTCORRUPTREPLY']._serialized_end=1478
-  _globals['_FLUSHPOOLREQUEST']._serialized_start=1480
-  _globals['_FLUSHPOOLREQUEST']._serialized_end=1562
-  _globals['_FLUSHPOOLREPLY']._serialized_start=1564
-  _globals['_FLUSHPOOLREPLY']._serialized_end=1596
-  _globals['_POOLUSAGEREQUEST']._serialized_start=1598
-  _globals['_POOLUSAGEREQUEST']._serialized_end=1633
-  _globals['_OWNERUSAGE']._serialized_start=1635
-  _globals['_OWNERUSAGE']._serialized_end=1718
-  _globals['_HOTPREFIX']._serialized_start=1720
-  _globals['_HOTPREFIX']._serialized_end=1758
-  _globals['_POOLUSAGEREPLY']._serialized_start=1761
-  _globals['_POOLUSAGEREPLY']._serialized_end=2243
-  _globals['_POOL']._serialized_start=2246
-  _globals['_POOL']._serialized_end=2933
+  _globals['_LEASEBLOCKSREQUEST']._serialized_end=1072
+  _globals['_LEASEDBLOCK']._serialized_start=1074
+  _globals['_LEASEDBLOCK']._serialized_end=1135
+  _globals['_LEASEBLOCKSREPLY']._serialized_start=1137
+  _globals['_LEASEBLOCKSREPLY']._serialized_end=1233
+  _globals['_RENEWLEASESREQUEST']._serialized_start=1235
+  _globals['_RENEWLEASESREQUEST']._serialized_end=1291
+  _globals['_RENEWLEASESREPLY']._serialized_start=1293
+  _globals['_RENEWLEASESREPLY']._serialized_end=1325
+  _globals['_RELEASELEASESREQUEST']._serialized_start=1327
+  _globals['_RELEASELEASESREQUEST']._serialized_end=1368
+  _globals['_RELEASELEASESREPLY']._serialized_start=1370
+  _globals['_RELEASELEASESREPLY']._serialized_end=1390
+  _globals['_REPORTCORRUPTREQUEST']._serialized_start=1392
+  _globals['_REPORTCORRUPTREQUEST']._serialized_end=1472
+  _globals['_REPORTCORRUPTREPLY']._serialized_start=1474
+  _globals['_REPORTCORRUPTREPLY']._serialized_end=1494
+  _globals['_WATCHPOOLREQUEST']._serialized_start=1496
+  _globals['_WATCHPOOLREQUEST']._serialized_end=1514
+  _globals['_POOLFRAME']._serialized_start=1516
+  _globals['_POOLFRAME']._serialized_end=1610
+  _globals['_POOLHELLO']._serialized_start=1612
+  _globals['_POOLHELLO']._serialized_end=1693
+  _globals['_FLUSHPOOLREQUEST']._serialized_start=1695
+  _globals['_FLUSHPOOLREQUEST']._serialized_end=1777
+  _globals['_FLUSHPOOLREPLY']._serialized_start=1779
+  _globals['_FLUSHPOOLREPLY']._serialized_end=1811
+  _globals['_POOLUSAGEREQUEST']._serialized_start=1813
+  _globals['_POOLUSAGEREQUEST']._serialized_end=1848
+  _globals['_OWNERUSAGE']._serialized_start=1851
+  _globals['_OWNERUSAGE']._serialized_end=2035
+  _globals['_HOTPREFIX']._serialized_start=2037
+  _globals['_HOTPREFIX']._serialized_end=2075
+  _globals['_POOLUSAGEREPLY']._serialized_start=2078
+  _globals['_POOLUSAGEREPLY']._serialized_end=2560
+  _globals['_POOL']._serialized_start=2563
+  _globals['_POOL']._serialized_end=3318
 # @@protoc_insertion_point(module_scope)

@@ -263,10 +263,13 @@ class LeaseBlocksRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     lease_s: _builtins.float
     wait_s: _builtins.float
     """how long blocks may be read from the disk before the answer"""
+    tenant: _builtins.str
+    """for whom: its hits and misses are counted"""
     @_builtins.property
     def reader(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -279,10 +282,11 @@ class LeaseBlocksRequest(_message.Message):
         keys: _builtins.bytes = ...,
         lease_s: _builtins.float = ...,
         wait_s: _builtins.float = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_s", b"lease_s", "node", b"node", "reader", b"reader", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_s", b"lease_s", "node", b"node", "reader", b"reader", "tenant", b"tenant", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -458,6 +462,72 @@ class ReportCorruptReply(_message.Message):
 Global___ReportCorruptReply: _TypeAlias = ReportCorruptReply  # noqa: Y015
 
 @_typing.final
+class WatchPoolRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchPoolRequest: _TypeAlias = WatchPoolRequest  # noqa: Y015
+
+@_typing.final
+class PoolFrame(_message.Message):
+    """The first frame greets. After it come reports on the node's blocks, a snapshot first; one that finds a number missing watches
+    anew. A frame with nothing in it says that the node lives.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> Global___PoolHello: ...
+    @_builtins.property
+    def blocks(self) -> _common_pb2.BlockEvents: ...
+    def __init__(
+        self,
+        *,
+        hello: Global___PoolHello | None = ...,
+        blocks: _common_pb2.BlockEvents | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "hello", b"hello"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolFrame: _TypeAlias = PoolFrame  # noqa: Y015
+
+@_typing.final
+class PoolHello(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    @_builtins.property
+    def node(self) -> _common_pb2.WorkerIdentity: ...
+    def __init__(
+        self,
+        *,
+        protocol_version: _builtins.int = ...,
+        node: _common_pb2.WorkerIdentity | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "protocol_version", b"protocol_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolHello: _TypeAlias = PoolHello  # noqa: Y015
+
+@_typing.final
 class FlushPoolRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -533,10 +603,20 @@ class OwnerUsage(_message.Message):
     DRAM_BYTES_FIELD_NUMBER: _builtins.int
     SSD_BYTES_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    HIT_BLOCKS_FIELD_NUMBER: _builtins.int
+    MISSED_BLOCKS_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     dram_bytes: _builtins.int
     ssd_bytes: _builtins.int
     blocks: _builtins.int
+    quota_bytes: _builtins.int
+    """on this node, in all tiers; absent: no limit"""
+    weight: _builtins.float
+    hit_blocks: _builtins.int
+    """that it asked for and got, lately: who asked for nothing for long is forgotten"""
+    missed_blocks: _builtins.int
     def __init__(
         self,
         *,
@@ -544,12 +624,18 @@ class OwnerUsage(_message.Message):
         dram_bytes: _builtins.int = ...,
         ssd_bytes: _builtins.int = ...,
         blocks: _builtins.int = ...,
+        quota_bytes: _builtins.int | None = ...,
+        weight: _builtins.float = ...,
+        hit_blocks: _builtins.int = ...,
+        missed_blocks: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_quota_bytes", b"_quota_bytes", "quota_bytes", b"quota_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dram_bytes", b"dram_bytes", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quota_bytes", b"_quota_bytes", "blocks", b"blocks", "dram_bytes", b"dram_bytes", "hit_blocks", b"hit_blocks", "missed_blocks", b"missed_blocks", "quota_bytes", b"quota_bytes", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__quota_bytes: _TypeAlias = _typing.Literal["quota_bytes"]  # noqa: Y015
+    _WhichOneofArgType__quota_bytes: _TypeAlias = _typing.Literal["_quota_bytes", b"_quota_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__quota_bytes) -> _WhichOneofReturnType__quota_bytes | None: ...
 
 Global___OwnerUsage: _TypeAlias = OwnerUsage  # noqa: Y015
 

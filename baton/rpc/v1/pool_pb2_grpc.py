@@ -69,6 +69,11 @@ class PoolStub:
                 request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptRequest.SerializeToString,
                 response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptReply.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/baton.rpc.v1.Pool/Watch',
+                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.WatchPoolRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.PoolFrame.FromString,
+                _registered_method=True)
         self.Flush = channel.unary_unary(
                 '/baton.rpc.v1.Pool/Flush',
                 request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.FlushPoolRequest.SerializeToString,
@@ -127,6 +132,13 @@ class PoolServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """For routers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Flush(self, request, context):
         """For operators.
         """
@@ -177,6 +189,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.ReportCorrupt,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptRequest.FromString,
                     response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.WatchPoolRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.PoolFrame.SerializeToString,
             ),
             'Flush': grpc.unary_unary_rpc_method_handler(
                     servicer.Flush,
@@ -378,6 +395,33 @@ class Pool:
             '/baton.rpc.v1.Pool/ReportCorrupt',
             baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_pool__pb2.ReportCorruptReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.rpc.v1.Pool/Watch',
+            baton_dot_rpc_dot_v1_dot_pool__pb2.WatchPoolRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_pool__pb2.PoolFrame.FromString,
             options,
             channel_credentials,
             insecure,

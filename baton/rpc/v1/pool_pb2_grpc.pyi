@@ -42,6 +42,8 @@ class PoolStub:
     Renew: _grpc.UnaryUnaryMultiCallable[_pool_pb2.RenewLeasesRequest, _pool_pb2.RenewLeasesReply]
     Release: _grpc.UnaryUnaryMultiCallable[_pool_pb2.ReleaseLeasesRequest, _pool_pb2.ReleaseLeasesReply]
     ReportCorrupt: _grpc.UnaryUnaryMultiCallable[_pool_pb2.ReportCorruptRequest, _pool_pb2.ReportCorruptReply]
+    Watch: _grpc.UnaryStreamMultiCallable[_pool_pb2.WatchPoolRequest, _pool_pb2.PoolFrame]
+    """For routers."""
     Flush: _grpc.UnaryUnaryMultiCallable[_pool_pb2.FlushPoolRequest, _pool_pb2.FlushPoolReply]
     """For operators."""
     Usage: _grpc.UnaryUnaryMultiCallable[_pool_pb2.PoolUsageRequest, _pool_pb2.PoolUsageReply]
@@ -57,6 +59,8 @@ class PoolAsyncStub(PoolStub):
     Renew: _aio.UnaryUnaryMultiCallable[_pool_pb2.RenewLeasesRequest, _pool_pb2.RenewLeasesReply]  # type: ignore[assignment]
     Release: _aio.UnaryUnaryMultiCallable[_pool_pb2.ReleaseLeasesRequest, _pool_pb2.ReleaseLeasesReply]  # type: ignore[assignment]
     ReportCorrupt: _aio.UnaryUnaryMultiCallable[_pool_pb2.ReportCorruptRequest, _pool_pb2.ReportCorruptReply]  # type: ignore[assignment]
+    Watch: _aio.UnaryStreamMultiCallable[_pool_pb2.WatchPoolRequest, _pool_pb2.PoolFrame]  # type: ignore[assignment]
+    """For routers."""
     Flush: _aio.UnaryUnaryMultiCallable[_pool_pb2.FlushPoolRequest, _pool_pb2.FlushPoolReply]  # type: ignore[assignment]
     """For operators."""
     Usage: _aio.UnaryUnaryMultiCallable[_pool_pb2.PoolUsageRequest, _pool_pb2.PoolUsageReply]  # type: ignore[assignment]
@@ -111,6 +115,14 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
         request: _pool_pb2.ReportCorruptRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.ReportCorruptReply, _abc.Awaitable[_pool_pb2.ReportCorruptReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _pool_pb2.WatchPoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pool_pb2.PoolFrame], _abc.AsyncIterator[_pool_pb2.PoolFrame]]:
+        """For routers."""
 
     @_abc_1.abstractmethod
     def Flush(

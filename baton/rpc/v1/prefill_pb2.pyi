@@ -166,6 +166,27 @@ class HandedOff(_message.Message):
 Global___HandedOff: _TypeAlias = HandedOff  # noqa: Y015
 
 @_typing.final
+class Pooled(_message.Message):
+    """The decode worker had no room; the full blocks of the prompt are in the pool, and the pages here are released."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEG_ID_FIELD_NUMBER: _builtins.int
+    leg_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        leg_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leg_id", b"leg_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pooled: _TypeAlias = Pooled  # noqa: Y015
+
+@_typing.final
 class PrefillFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -175,6 +196,7 @@ class PrefillFrame(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerHello: ...
     @_builtins.property
@@ -187,6 +209,8 @@ class PrefillFrame(_message.Message):
     def load(self) -> _common_pb2.WorkerLoad: ...
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockEvents: ...
+    @_builtins.property
+    def pooled(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pooled]: ...
     def __init__(
         self,
         *,
@@ -196,10 +220,11 @@ class PrefillFrame(_message.Message):
         failed: _abc.Iterable[_common_pb2.LegFailed] | None = ...,
         load: _common_pb2.WorkerLoad | None = ...,
         blocks: _common_pb2.BlockEvents | None = ...,
+        pooled: _abc.Iterable[Global___Pooled] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "hello", b"hello", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "first_tokens", b"first_tokens", "handed_off", b"handed_off", "hello", b"hello", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "first_tokens", b"first_tokens", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "pooled", b"pooled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

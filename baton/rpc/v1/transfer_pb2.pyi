@@ -356,6 +356,7 @@ class SessionAccepted(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     SPARE_BLOCKS_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     region: _builtins.bytes
@@ -364,6 +365,8 @@ class SessionAccepted(_message.Message):
     lease_ms: _builtins.int
     checksums: _builtins.bool
     """whether commits have to carry them"""
+    checksum: _builtins.str
+    """by which rule (kv_transfer/page_hash.py); xxh3 if empty"""
     spare_blocks: _builtins.int
     """the last pages of the region: of no sequence, for measuring the link"""
     @_builtins.property
@@ -382,11 +385,12 @@ class SessionAccepted(_message.Message):
         layout: _common_pb2.KvLayout | None = ...,
         lease_ms: _builtins.int = ...,
         checksums: _builtins.bool = ...,
+        checksum: _builtins.str = ...,
         spare_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "checksums", b"checksums", "identity", b"identity", "layout", b"layout", "lease_ms", b"lease_ms", "num_blocks", b"num_blocks", "region", b"region", "spare_blocks", b"spare_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "checksum", b"checksum", "checksums", b"checksums", "identity", b"identity", "layout", b"layout", "lease_ms", b"lease_ms", "num_blocks", b"num_blocks", "region", b"region", "spare_blocks", b"spare_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

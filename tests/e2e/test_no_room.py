@@ -1,0 +1,121 @@
+"""Decode workers that have not room for everybody, with a pool to leave prompts in."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.reference import Reference
+from tests.e2e.served import Served, assert_gone, eventually, serve
+from tests.engine.tiny_models import make_model
+
+PROMPT_TOKENS = 320
+OUTPUT_TOKENS = 400
+NUM_STREAMS = 12
+# Of the tiny model a page takes 8 KiB; each stream ends with 45 pages, so that three of them fill a worker.
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "1MiB")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def cluster(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setenv("BATON_POOL_ENABLED", "true")
+    monkeypatch.setenv("BATON_POOL_LOOKUP_TIMEOUT_S", "5")
+    monkeypatch.setenv("BATON_TRANSFER_POOL_AFTER_S", "0.05")
+    monkeypatch.setenv("BATON_ROUTER_LOCAL_PREFILL_TOKENS", "0")
+    with serve(str(checkpoint), *FLAGS) as served:
+        yield served
+
+
+def _prompt(number: int) -> list[int]:
+    return [10 + (number * 7 + place * 3) % 80 for place in range(PROMPT_TOKENS)]
+
+
+def _metric(cluster: Served, name: str, **labels: str) -> float:
+    with cluster.client() as http:
+        lines = http.get("/metrics").text.splitlines()
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(
+        float(line.split()[-1])
+        for line in lines
+        if line.split("{")[0].split()[0] == name and all(text in line for text in wanted)
+    )
+
+
+class _Crowd:
+    """Streams that are all read at once."""
+
+    def __init__(self, cluster: Served) -> None:
+        with cluster.client() as http:
+            self._model = http.get("/v1/models").json()["data"][0]["id"]
+        self._url = f"{cluster.url}/v1/completions"
+        self.tokens: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
+        self.last = [""] * NUM_STREAMS
+        self._threads = [
+            threading.Thread(target=self._read, args=(number,), daemon=True)
+            for number in range(NUM_STREAMS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, number: int) -> None:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": _prompt(number),
+            "max_tokens": OUTPUT_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        with httpx.stream("POST", self._url, json=body, timeout=120.0) as response:
+            for line in filter(None, response.iter_lines()):
+                self.last[number] = line
+                if line.startswith("data: {"):
+                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                        self.tokens[number] += choice["token_ids"]
+
+    def assert_right(self, checkpoint: Path) -> None:
+        """Waits for all of them; every one ended well, with the model's own tokens."""
+        for thread in self._threads:
+            thread.join(120)
+        assert self.last == ["data: [DONE]"] * NUM_STREAMS
+        reference = Reference(checkpoint)
+        for number, tokens in enumerate(self.tokens):
+            assert len(tokens) == OUTPUT_TOKENS
+            reference.assert_greedy(_prompt(number), tokens)
+
+
+def test_prompts_without_room_wait_in_the_pool_and_nobody_sees_more_than_a_pause(
+    cluster: Served, checkpoint: Path
+) -> None:
+    crowd = _Crowd(cluster)
+    crowd.assert_right(checkpoint)
+    assert _metric(cluster, "baton_handoff_rungs_total", rung="no_room") > 0
+    assert _metric(cluster, "baton_pool_hits_total") >= PROMPT_TOKENS * 0.9
+    assert _metric(cluster, "baton_handoff_rungs_total", rung="refused") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_worker_that_is_killed_while_prompts_wait_in_the_pool_costs_no_token(
+    cluster: Served, checkpoint: Path, role: str
+) -> None:
+    crowd = _Crowd(cluster)
+    eventually(
+        lambda: _metric(cluster, "baton_handoff_rungs_total", rung="no_room") > 0,
+        "a prompt went to the pool",
+        60.0,
+    )
+    victim = cluster.child(role)
+    victim.kill()
+    assert_gone([victim])
+    crowd.assert_right(checkpoint)
