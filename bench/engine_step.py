@@ -22,7 +22,7 @@ from bench.report import Report
 from bench.shapes import SHAPES, write_model
 from engine.cache.arena import KvArena
 from engine.kernels.ports import PagedBatch
-from engine.kernels.select import select_kernels
+from engine.kernels.select import check_quantization, select_kernels
 from engine.models.config import choose_dtype, kv_layout, load_spec
 from engine.models.decoder import Decoder
 from engine.models.inputs import InputBuilder
@@ -64,7 +64,10 @@ def main() -> None:
             write_model(SHAPES[shape], Path(directory))
             spec = load_spec(Path(directory))
             dtype = choose_dtype(spec, arguments.dtype, _CPU)
-            decoder = load_decoder(Path(directory), spec, dtype, _CPU)
+            check_quantization(arguments.quantization, _CPU, dtype)
+            decoder = load_decoder(
+                Path(directory), spec, dtype, _CPU, quantization=arguments.quantization
+            )
         for case in _cases(arguments):
             _measure(Bench(decoder, case), shape, case, arguments.rounds, report)
     if arguments.json:
@@ -78,6 +81,7 @@ def _arguments() -> argparse.Namespace:
         "--shape", choices=sorted(SHAPES), nargs="+", default=["llama116m", "qwen370m"]
     )
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--threads", type=int, help="default: torch's own")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=288, help="tokens before a decode step")

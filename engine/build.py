@@ -15,8 +15,16 @@ from engine.cache.budget import Demand, affordable_on_cpu, affordable_on_gpu, nu
 from engine.device import arena_buffer, choose_device, weigh_gpu
 from engine.host import ThreadEngineHost
 from engine.kernels.pages import PageKernels, page_kernels
+from engine.kernels.select import check_quantization
 from engine.models.checkpoint import read_checkpoint
-from engine.models.config import ModelSpec, choose_dtype, kv_layout, load_spec, resolve_model
+from engine.models.config import (
+    ModelSpec,
+    choose_dtype,
+    kv_layout,
+    load_spec,
+    quantised,
+    resolve_model,
+)
 from engine.models.loader import load_decoder
 from engine.ports import ArenaMemory, LayerSink
 from engine.runner import ModelRunner
@@ -80,6 +88,8 @@ def build_engine(
     path = resolve_model(model.model, model.revision)
     spec = load_spec(path)
     dtype = choose_dtype(spec, model.dtype, device)
+    check_quantization(model.quantization, device, dtype)
+    spec = quantised(spec, model.quantization)
     layout = kv_layout(spec, dtype, config.block_size or _block_tokens(device))
     affordable = _affordable(config, path, dtype, device, gpu_sharers)
     limits = _limits(model, config, spec, layout, affordable)
@@ -87,7 +97,7 @@ def build_engine(
     given = memory.allocate(layout.region_bytes(pages), device.index)
     arena = KvArena(layout, pages, arena_buffer(given))
     progress("preparing kernels", None)
-    decoder = load_decoder(path, spec, dtype, device, progress)
+    decoder = load_decoder(path, spec, dtype, device, progress, quantization=model.quantization)
     scheduler = Scheduler(
         limits,
         layout=layout,

@@ -165,3 +165,34 @@ def test_the_pool_stays_in_proportion_to_the_workers_it_serves(monkeypatch):
     demo = replace(config, model=resolve_model(config.model))
     pool = resolve(demo, runtime_dir=Path("/run/b"), port=8123, cores=8).pool
     assert pool.memory_bytes == DEMO_BYTES
+
+
+def cores_of(config, cores):
+    children = plan_children(config, RuntimeDir(Path("/run/b"), -1), cores=cores)
+    return {child.name: child.worker.cores for child in children if child.worker is not None}
+
+
+def test_every_worker_computes_on_cores_of_its_own():
+    assert cores_of(resolved(2), (4, 7)) == {"prefill-0": (4,), "decode-0": (7,)}
+    assert cores_of(resolved(8, cluster__hybrid_workers=1), range(8)) == {
+        "hybrid-0": tuple(range(8))
+    }
+
+
+@pytest.mark.parametrize(
+    ("cores", "settings"),
+    [
+        ((0,), {}),
+        ((), {}),
+        (range(8), {"engine__bind_cores": False}),
+        (range(8), {"engine__num_threads": 5}),
+    ],
+)
+def test_workers_run_on_any_core_where_there_are_too_few_or_binding_is_off(cores, settings):
+    config = resolved(max(1, len(cores)), **settings)
+    assert set(cores_of(config, cores).values()) == {()}
+
+
+def test_workers_with_gpus_are_not_bound():
+    children = plan_children(resolved(2), RuntimeDir(Path("/run/b"), -1), 1, (0, 1))
+    assert {child.worker.cores for child in children if child.worker is not None} == {()}
