@@ -2,6 +2,7 @@
 
 Commits: chains are reserved and committed at a node's ledger whose memory is full, so that each block pushes out another one, and
 what routers and directory are to be told is taken after each chain. No byte is copied; one core, one tenant.
+Lookups: chains of 2,000 blocks at the directory in memory and at one in a redis-server of the benchmark's own (`bench.pool_directory`).
 """
 
 import argparse
@@ -13,6 +14,7 @@ from statistics import median
 
 from baton.config.schema import PoolConfig
 from baton.ids import BlockKey
+from bench.pool_directory import measure_directories
 from bench.report import Report
 from kvpool.eviction.select import POLICIES
 from kvpool.ledger import NodeLedger
@@ -20,6 +22,7 @@ from kvpool.limits import NodeLimits
 from kvpool.messages import Owner, PutGrant
 
 _OWNER = Owner(tenant="bench", scope="bench", model="bench")
+_LOOKUP_BLOCKS = 2000
 _CHECKSUMS = b"\0" * 8 * 32
 
 
@@ -32,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "chain_blocks": arguments.chain_blocks,
             "chains": arguments.chains,
             "slots": arguments.slots,
+            "lookup_chains": arguments.lookup_chains,
             "eviction": PoolConfig().eviction,
         },
     )
@@ -46,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{eviction:8} {rate:10,.0f} commits/s")
     default = str(report.settings["eviction"])
     report.figures["commits_per_s"] = report.figures[f"commits_per_s_{default}"]
+    report.figures |= measure_directories(_LOOKUP_BLOCKS, arguments.lookup_chains)
     if arguments.json:
         report.write(arguments.json)
 
@@ -87,6 +92,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chain-blocks", type=int, default=2000)
     parser.add_argument("--chains", type=int, default=40)
     parser.add_argument("--slots", type=int, default=20_000)
+    parser.add_argument("--lookup-chains", type=int, default=50)
     return parser.parse_args(argv)
 
 

@@ -23,6 +23,7 @@ class Part:
         incarnation: New at every start.
         worker: What it serves; only for workers.
         worker_addresses: Every worker's gRPC address; only for the router.
+        pool_addresses: Every pool node's gRPC address; only for the router.
         http_fds: Listening sockets that it inherits; only for the router.
         pool_address: Where this host's pool node listens; empty without a pool.
         region_path: Unix socket where the node gives its slab's descriptor; only for the pool node.
@@ -33,6 +34,7 @@ class Part:
     incarnation: Incarnation
     worker: WorkerConfig | None = None
     worker_addresses: tuple[str, ...] = ()
+    pool_addresses: tuple[str, ...] = ()
     http_fds: tuple[int, ...] = ()
     pool_address: str = ""
     region_path: str = ""

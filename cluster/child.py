@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import uvloop
@@ -66,8 +66,8 @@ class Child:
 RoleMain = Callable[[Child], Awaitable[None]]
 
 
-def run(role_main: RoleMain, lifeline_fd: int) -> None:
-    """Runs `role_main` as this process; does not return."""
+def run(role_main: RoleMain, lifeline_fd: int, *, interruptible: bool = False) -> None:
+    """Runs `role_main` as this process; does not return. `interruptible`: Ctrl-C is its own to handle, as SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = ChildEnd(socket.socket(fileno=lifeline_fd))
     try:
@@ -76,7 +76,8 @@ def run(role_main: RoleMain, lifeline_fd: int) -> None:
         end.send(fatal(error))
         sys.exit(1)
     logs.configure(assignment.config.log, assignment.part.name)
-    status = _run_to_end(role_main, assignment, end)
+    stops = (signal.SIGTERM, signal.SIGINT) if interruptible else (signal.SIGTERM,)
+    status = _run_to_end(role_main, assignment, end, stops)
     _take_leave(assignment)
     logging.shutdown()
     # Not sys.exit: a thread may still be loading weights or sit in a library that never returns, and what must be
@@ -84,11 +85,13 @@ def run(role_main: RoleMain, lifeline_fd: int) -> None:
     os._exit(status)
 
 
-def _run_to_end(role_main: RoleMain, assignment: Assignment, end: ChildEnd) -> int:
+def _run_to_end(
+    role_main: RoleMain, assignment: Assignment, end: ChildEnd, stops: Sequence[signal.Signals]
+) -> int:
     # Never closed: closing waits for the threads of `asyncio.to_thread`, and one of them may be loading weights.
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     try:
-        runner.run(_live(role_main, assignment, end))
+        runner.run(_live(role_main, assignment, end, stops))
     except BatonError as error:
         end.send(fatal(error))
         return 1
@@ -99,10 +102,13 @@ def _run_to_end(role_main: RoleMain, assignment: Assignment, end: ChildEnd) -> i
     return 0
 
 
-async def _live(role_main: RoleMain, assignment: Assignment, end: ChildEnd) -> None:
+async def _live(
+    role_main: RoleMain, assignment: Assignment, end: ChildEnd, stops: Sequence[signal.Signals]
+) -> None:
     child = Child(assignment, end)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, child.stop.set)
+    for number in stops:
+        loop.add_signal_handler(number, child.stop.set)
     end.watch(lambda: _orphaned(child, loop))
     role = asyncio.ensure_future(role_main(child))
     stopped = asyncio.ensure_future(child.stop.wait())

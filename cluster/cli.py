@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 
 from baton.errors import BatonError, ConfigError
 from baton.version import version
-from cluster import chat, demo, doctor, explain, pool, serve, status, tenants
+from cluster import alone, chat, demo, doctor, explain, pool, serve, status, tenants
 
 
 class Subcommand(Protocol):
@@ -26,6 +26,7 @@ class Subcommand(Protocol):
 
 COMMANDS: Mapping[str, tuple[Subcommand, str]] = {
     "serve": (serve, "serve a model from a cluster on this machine"),
+    "run": (alone, "run one process of a cluster whose others are started elsewhere"),
     "chat": (chat, "talk to any server that speaks OpenAI's API"),
     "status": (status, "show the workers of a running cluster"),
     "pool": (pool, "show what the KV pool holds, or make it forget"),

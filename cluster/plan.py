@@ -150,7 +150,13 @@ def assignment_of(
     )
     if child.role == ROUTER:
         here = tuple(other.worker.address for other in children if other.worker is not None)
-        part = replace(part, worker_addresses=(*here, *config.cluster.workers), http_fds=(http_fd,))
+        pool_here = (part.pool_address,) if part.pool_address else ()
+        part = replace(
+            part,
+            worker_addresses=(*here, *config.cluster.workers),
+            pool_addresses=(*pool_here, *config.cluster.pool_nodes),
+            http_fds=(http_fd,),
+        )
     if child.role == POOL:
         region = kv_socket(Path(config.cluster.runtime_dir), child.name)
         part = replace(part, region_path=str(region))
@@ -166,11 +172,13 @@ def _resolve_pool(config: BatonConfig, runtime_dir: Path, workers: int) -> PoolC
     if not pool.enabled or not workers:
         # A node serves the workers of its own host: without any there is nothing for it to do.
         return replace(pool, enabled=False)
-    is_demo = config.model.model == _demo_model()
+    is_demo, first_port = config.model.model == _demo_model(), config.cluster.metrics_port
+    scraped = "" if first_port is None else f"127.0.0.1:{first_port + workers}"
     return replace(
         pool,
         memory_bytes=pool.memory_bytes or pool_bytes(config, workers=workers, is_demo=is_demo),
         address=pool.address or socket_address(runtime_dir, POOL_NODE),
+        metrics_address=pool.metrics_address or scraped,
     )
 
 

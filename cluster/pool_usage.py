@@ -22,12 +22,17 @@ _Reply = TypeVar("_Reply")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantUsage:
-    """One tenant's part of a node."""
+    """One tenant's part of a node. `quota_bytes` is None where there is no limit, `hit_rate` where it has asked for nothing."""
 
     tenant: str
     dram_bytes: int
     ssd_bytes: int
     blocks: int
+    quota_bytes: int | None = None
+    weight: float = 1.0
+    hit_rate: float | None = None
+    hit_blocks: int = 0
+    missed_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +114,11 @@ def _from_proto(reply: PoolUsageReply) -> PoolUsage:
             dram_bytes=owner.dram_bytes,
             ssd_bytes=owner.ssd_bytes,
             blocks=owner.blocks,
+            quota_bytes=owner.quota_bytes if owner.HasField("quota_bytes") else None,
+            weight=owner.weight,
+            hit_rate=_rate(owner.hit_blocks, owner.missed_blocks),
+            hit_blocks=owner.hit_blocks,
+            missed_blocks=owner.missed_blocks,
         )
         for owner in reply.owners
     ]

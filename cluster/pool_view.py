@@ -62,11 +62,12 @@ def _counts(usage: PoolUsage) -> Table:
 
 
 def _tenants(tenants: tuple[TenantUsage, ...]) -> Table:
-    table = _table(("tenant",), ("blocks", "memory", "disk"))
+    table = _table(("tenant",), ("blocks", "memory", "disk", "quota", "weight", "hits"))
     for one in tenants:
-        sizes = (format_size(one.dram_bytes), format_size(one.ssd_bytes))
+        quota = "–" if one.quota_bytes is None else format_size(one.quota_bytes)
+        sizes = (format_size(one.dram_bytes), format_size(one.ssd_bytes), quota)
         name = escape(one.tenant) or "–"
-        table.add_row(name, f"{one.blocks:,}", *sizes)
+        table.add_row(name, f"{one.blocks:,}", *sizes, f"{one.weight:g}", _percent(one.hit_rate))
     return table
 
 

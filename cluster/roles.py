@@ -27,7 +27,7 @@ from baton.telemetry.worker import WorkerMetrics
 from baton.version import version
 from cluster.child import Child, RoleMain, run
 from cluster.plan import POOL, ROUTER
-from cluster.pooling import join_pool
+from cluster.pooling import WorkerPool, join_pool
 from cluster.runtime_dir import kv_socket
 from kv_transfer.arena_hashes import Hashing, ways_to_hash
 from kv_transfer.arena_memory import WorkerMemory
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from engine.build import BuiltEngine
     from engine.kernels.pages import PageKernels
     from engine.ports import EnginePort
-    from kvpool.prompt_store import PooledPrompts
     from prefill_worker.sink import TransferSink
 
 
@@ -54,6 +53,7 @@ async def run_router(child: Child) -> None:
         child.assignment.config,
         sockets=[socket.socket(fileno=fd) for fd in part.http_fds],
         worker_addresses=part.worker_addresses,
+        pool_addresses=part.pool_addresses,
         notify=child,
         stop=child.stop,
     )
@@ -61,17 +61,20 @@ async def run_router(child: Child) -> None:
 
 async def run_pool(child: Child) -> None:
     """The pool's node: the blocks that this host's workers share."""
+    from cluster.pool_tenants import open_allowances
     from kvpool import service
 
-    part = child.assignment.part
-    await service.run(
-        child.assignment.config,
-        identity=WorkerIdentity(worker_id=WorkerId(part.name), incarnation=part.incarnation),
-        address=part.pool_address,
-        region_path=part.region_path,
-        ready=child.ready,
-        stop=child.stop,
-    )
+    config, part = child.assignment.config, child.assignment.part
+    async with open_allowances(config.tenants, config.pool.tenant_bytes) as allowances:
+        await service.run(
+            config,
+            identity=WorkerIdentity(worker_id=WorkerId(part.name), incarnation=part.incarnation),
+            address=part.pool_address,
+            region_path=part.region_path,
+            allowances=allowances,
+            ready=child.ready,
+            stop=child.stop,
+        )
 
 
 async def run_worker(child: Child) -> None:
@@ -106,7 +109,7 @@ async def run_worker(child: Child) -> None:
         sink=sink,
         metrics=metrics,
         tracer=open_tracer(config.trace, worker.worker_id, MonotonicClock()),
-        prompts=None if pool is None else pool.prompts,
+        pool=pool,
     )
     server = WorkerServer(
         config=worker,
@@ -142,7 +145,7 @@ class _Parts:
     sink: "TransferSink"
     metrics: WorkerMetrics
     tracer: Tracer
-    prompts: "PooledPrompts | None"
+    pool: WorkerPool | None
 
     @property
     def region_blocks(self) -> int:
@@ -213,7 +216,8 @@ def _prefill(parts: _Parts) -> WorkerService:
         metrics=parts.metrics,
         clock=MonotonicClock(),
         tracer=parts.tracer,
-        pool=parts.prompts,
+        complete_load=None if parts.pool is None else parts.pool.agent.report,
+        pool=None if parts.pool is None else parts.pool.prompts,
         pool_after_s=parts.config.transfer.pool_after_s,
     )
 
@@ -238,6 +242,7 @@ def _decode(parts: _Parts) -> WorkerService:
         metrics=parts.metrics,
         clock=MonotonicClock(),
         tracer=parts.tracer,
+        complete_load=None if parts.pool is None else parts.pool.agent.report,
     )
 
 

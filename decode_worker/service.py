@@ -5,7 +5,7 @@ the event loop; the engine's thread only posts its events to a mailbox.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import grpc
@@ -60,6 +60,7 @@ class DecodeWorker:
         metrics: Shared with the process's other service.
         clock: Monotonic.
         tracer: Takes the spans of legs whose requests are traced.
+        complete_load: Adds to the engine's load what the process knows of the pool; nothing if None.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class DecodeWorker:
         metrics: WorkerMetrics,
         clock: Clock,
         tracer: Tracer | None = None,
+        complete_load: Callable[[WorkerLoad], WorkerLoad] | None = None,
     ) -> None:
         self._engine = engine
+        self._complete_load = complete_load
         self._clock = clock
         self._load = hello.idle_load
         self._mailbox: Mailbox[StepEvents] | None = None
@@ -140,8 +143,9 @@ class DecodeWorker:
         return self._lifecycle.transfers_in_flight()
 
     def load(self) -> WorkerLoad:
-        """The engine's last report."""
-        return replace(self._load, draining=self._lifecycle.draining)
+        """The engine's last report, completed."""
+        load = replace(self._load, draining=self._lifecycle.draining)
+        return load if self._complete_load is None else self._complete_load(load)
 
     async def close(self) -> None:
         """Ends every stream and takes back what gives peers access to the arena."""

@@ -33,7 +33,12 @@ class ModelRunner:
         self._sink = sink
         self._mark = layer_marker(model.device)
         self._source: KvSource | None = None
-        self._inputs = InputBuilder(arena.layout.block_tokens, arena.num_blocks, model.device)
+        self._inputs = InputBuilder(
+            arena.layout.block_tokens,
+            arena.num_blocks,
+            model.device,
+            model.kernels.split_rule(model.spec.num_kv_heads),
+        )
         self._sampler = Sampler(model.spec.eos_token_ids)
         self._scorer = PromptScorer(model.head, model.spec.vocab_size)
 

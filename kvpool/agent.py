@@ -9,12 +9,14 @@ With a node or without, the worker serves; the pool only ever makes it quicker.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from baton.clock import Clock
 from baton.config.schema import PoolConfig
 from baton.errors import TransferError
+from baton.generation import WorkerLoad
 from baton.ids import BlockKey, SeqId
-from baton.pages import PublishedPage
+from baton.pages import FetchOutcome, PublishedPage
 from baton.telemetry.logs import get_logger
 from kv_transfer.page_copy import Pages
 from kvpool.borrower import Borrower
@@ -63,6 +65,8 @@ class PoolAgent:
         clock: Clock,
     ) -> None:
         client = self._client = open_client(self._slab_changed)
+        self._metrics = metrics
+        self._told = WorkerLoad()
         self._borrower = Borrower(
             client,
             clock,
@@ -80,7 +84,7 @@ class PoolAgent:
             metrics=metrics,
         )
         self.source = PoolReader(
-            arena, self._borrower.leases, self._borrower, clock, finished=metrics.fetched
+            arena, self._borrower.leases, self._borrower, clock, finished=self._fetched
         )
 
     @property
@@ -94,9 +98,21 @@ class PoolAgent:
         self._publisher.start()
         await self._client.start()
 
-    async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+    def report(self, load: WorkerLoad) -> WorkerLoad:
+        """`load` with the node that this worker maps, and what it has fetched from there."""
+        node, told = self._client.node(), self._told
+        return replace(
+            load,
+            pool_node="" if node is None else node.worker_id,
+            pool_incarnation=0 if node is None else node.incarnation,
+            pool_fetches=told.pool_fetches,
+            pool_fetched_blocks=told.pool_fetched_blocks,
+            pool_fetch_s=told.pool_fetch_s,
+        )
+
+    async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey], tenant: str = "") -> None:
         """Borrows what the pool has of a prompt that is about to be submitted. See `Borrower.prepare`."""
-        await self._borrower.prepare(seq_id, keys)
+        await self._borrower.prepare(seq_id, keys, tenant)
 
     async def put_now(self, pages: Sequence[PublishedPage]) -> bool:
         """Puts a text's leading pages ahead of all that waits; whether the pool has every one of them then."""
@@ -118,6 +134,17 @@ class PoolAgent:
         await self._borrower.close()
         await self._client.close()
         self.source.close()
+
+    def _fetched(self, outcome: FetchOutcome) -> None:
+        """On the engine's thread. What failed in part says nothing of how long fetching takes."""
+        self._metrics.fetched(outcome)
+        if outcome.num_blocks and not outcome.failed:
+            told = self._told
+            self._told = WorkerLoad(
+                pool_fetches=told.pool_fetches + 1,
+                pool_fetched_blocks=told.pool_fetched_blocks + outcome.num_blocks,
+                pool_fetch_s=told.pool_fetch_s + outcome.seconds,
+            )
 
     def _slab_changed(self, slab: Sequence[Pages] | None) -> None:
         self.source.disconnect()

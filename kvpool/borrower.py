@@ -69,7 +69,7 @@ class Borrower:
         self._mailbox = Mailbox(asyncio.get_running_loop(), self._spawn)
         self._spawn(self._renew_forever)
 
-    async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+    async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey], tenant: str = "") -> None:
         """Borrows what the node has of a prompt's beginning; nothing, where it does not say so in time. Raises nothing.
 
         Cancelled, it leaves nothing borrowed.
@@ -77,7 +77,7 @@ class Borrower:
         if not keys or self._client.slab() is None or len(self._overdue) >= _MAX_OVERDUE:
             return
         asked_s, num_gone = self._clock.now_s(), self._num_gone
-        asked = self._ask(keys)
+        asked = self._ask(keys, tenant)
         answered = False
         try:
             await asyncio.wait({asked}, timeout=self._lookup_timeout_s)
@@ -134,17 +134,17 @@ class Borrower:
         if left and self._client.slab() is not None:
             await self._call(self._client.release(left))
 
-    def _ask(self, keys: Sequence[BlockKey]) -> "asyncio.Task[BlockLease | None]":
-        asked = asyncio.create_task(self._lease(keys), name="pool-lease")
+    def _ask(self, keys: Sequence[BlockKey], tenant: str = "") -> "asyncio.Task[BlockLease | None]":
+        asked = asyncio.create_task(self._lease(keys, tenant), name="pool-lease")
         self._asked.add(asked)
         asked.add_done_callback(self._asked.discard)
         return asked
 
-    async def _lease(self, keys: Sequence[BlockKey]) -> BlockLease | None:
+    async def _lease(self, keys: Sequence[BlockKey], tenant: str) -> BlockLease | None:
         try:
             async with asyncio.timeout(self._lease_s):  # a later answer is of no use
                 wait_s = self._lookup_timeout_s / 2
-                return await self._client.lease(keys, self._lease_s, wait_s)
+                return await self._client.lease(keys, self._lease_s, wait_s, tenant)
         except (PoolUnavailableError, TimeoutError):
             self._metrics.node_failed()
             return None

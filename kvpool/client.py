@@ -80,7 +80,13 @@ class GrpcPoolClient:
         """See `PoolClient`."""
         return self._slab
 
-    async def lease(self, keys: Sequence[BlockKey], lease_s: float, wait_s: float) -> BlockLease:
+    def node(self) -> WorkerIdentity | None:
+        """See `AttachedClient`."""
+        return None if self._node is None else identity_from_proto(self._node.node)
+
+    async def lease(
+        self, keys: Sequence[BlockKey], lease_s: float, wait_s: float, tenant: str = ""
+    ) -> BlockLease:
         """See `PoolClient`."""
         keys = keys[:MAX_KEYS]
         request = pb.LeaseBlocksRequest(
@@ -89,6 +95,7 @@ class GrpcPoolClient:
             keys=keys_to_bytes(keys),
             lease_s=lease_s,
             wait_s=wait_s,
+            tenant=tenant,
         )
         with _unavailable():
             reply = await self._stub.Lease(request, timeout=CALL_TIMEOUT_S + wait_s)

@@ -132,6 +132,10 @@ def usage_to_proto(node: PoolNode, hottest: int) -> pb.PoolUsageReply:
                 dram_bytes=owner.dram_bytes,
                 ssd_bytes=owner.ssd_bytes,
                 blocks=owner.blocks,
+                quota_bytes=owner.quota_bytes,
+                weight=owner.weight,
+                hit_blocks=owner.hit_blocks,
+                missed_blocks=owner.missed_blocks,
             )
             for owner in usage.owners
         ],

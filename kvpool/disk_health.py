@@ -16,6 +16,11 @@ class DiskHealth:
         self._failures = 0
         self._rests_until_s = 0.0
 
+    @property
+    def works(self) -> bool:
+        """Whether there is a disk, and writing to it did not keep failing."""
+        return self._present and self._failures < _FAILURES
+
     def usable(self, now_s: float) -> bool:
         """Whether blocks may be moved there."""
         if self._failures >= _FAILURES and now_s < self._rests_until_s:

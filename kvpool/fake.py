@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from baton.clock import Clock
 from baton.errors import PoolUnavailableError
-from baton.ids import BlockKey
+from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from kv_transfer.page_copy import Pages
 from kvpool.host_pages import slab_layers
@@ -53,6 +53,11 @@ class FakePool:
         client = FakeClient(self, on_slab)
         self._clients.append(client)
         return client
+
+    @property
+    def identity(self) -> WorkerIdentity:
+        """Its name and its last start."""
+        return WorkerIdentity(worker_id=WorkerId("fake"), incarnation=Incarnation(self._starts))
 
     def come(self) -> None:
         """The node starts, with nothing in its memory."""
@@ -130,7 +135,17 @@ class FakeClient:
         """See PoolClient."""
         return self._pool.rows if self._pool.is_there and self._is_started else None
 
-    async def lease(self, keys: Sequence[BlockKey], lease_s: float, wait_s: float) -> BlockLease:  # noqa: ARG002
+    def node(self) -> WorkerIdentity | None:
+        """See AttachedClient."""
+        return None if self.slab() is None else self._pool.identity
+
+    async def lease(
+        self,
+        keys: Sequence[BlockKey],
+        lease_s: float,
+        wait_s: float,  # noqa: ARG002
+        tenant: str = "",  # noqa: ARG002
+    ) -> BlockLease:
         """See PoolClient. There is no disk to wait for."""
         ledger = await self._pool.answer("lease")
         lease = ledger.lease(keys, lease_s, self._pool.clock.now_s())

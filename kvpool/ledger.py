@@ -65,7 +65,7 @@ class NodeLedger:
         )
         first_epoch = 1 + max((block.epoch for block in on_disk), default=0)
         self._book = BlockBook(limits.num_slots, limits.num_extents, first_epoch)
-        health = DiskHealth(present=limits.num_extents > 0)
+        health = self._health = DiskHealth(present=limits.num_extents > 0)
         self._moves = Moves(self._book, health, counts)
         self._puts, self._leases = PutBook(name, limits.put_timeout_s), LeaseBook(name)
         self._evictor = Evictor(
@@ -271,7 +271,9 @@ class NodeLedger:
 
     def usage(self) -> NodeUsage:
         """Counts for metrics and `baton pool top`."""
-        return self._stock.usage(leases=len(self._leases), puts=len(self._puts))
+        return self._stock.usage(
+            leases=len(self._leases), puts=len(self._puts), ssd_works=self._health.works
+        )
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the book contradicts itself."""

@@ -220,12 +220,27 @@ class BlockLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerUsage:
-    """What one tenant's blocks take."""
+    """What one tenant's blocks take, what they may, and how often it found what it asked for.
+
+    Attributes:
+        tenant: Its name.
+        dram_bytes: In memory.
+        ssd_bytes: On the disk.
+        blocks: In whichever tiers.
+        quota_bytes: Of memory and disk together; None for any number.
+        weight: Its share of memory against other tenants'.
+        hit_blocks: That it asked for and got.
+        missed_blocks: And did not get.
+    """
 
     tenant: str
     dram_bytes: int = 0
     ssd_bytes: int = 0
     blocks: int = 0
+    quota_bytes: int | None = None
+    weight: float = 1.0
+    hit_blocks: int = 0
+    missed_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +251,7 @@ class NodeUsage:
         slots_total: Places in the slab.
         slots_free: Of them without a block.
         ssd_blocks: Blocks on the disk.
+        ssd_works: There is a disk, and writing to it did not keep failing.
         leases: Given and not over.
         puts: Reserved and not over.
         hit_blocks: Blocks that readers asked for and got.
@@ -252,6 +268,7 @@ class NodeUsage:
     slots_total: int
     slots_free: int
     ssd_blocks: int = 0
+    ssd_works: bool = False
     leases: int = 0
     puts: int = 0
     hit_blocks: int = 0

@@ -5,8 +5,8 @@ with larger blocks are refused by the field's name.
 """
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from baton.blocks import BlockChanges
@@ -16,6 +16,7 @@ from baton.errors import IncompatibleError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.layout import KvLayout
 from baton.telemetry.logs import get_logger
+from kvpool.accounts import Allowance
 from kvpool.hot_prefixes import HotPrefixes
 from kvpool.messages import (
     BlockLease,
@@ -30,6 +31,7 @@ from kvpool.messages import (
 from kvpool.ports import Directory
 from kvpool.registrar import Registrar
 from kvpool.store import NodeStore, OpenDisk, StorePlan
+from kvpool.tenant_book import TenantBook
 
 _NOTHING = BlockLease(lease_id="")
 _EMPTY = Refused(reason=RefusalReason.SICK, detail="no worker has attached yet")
@@ -65,6 +67,9 @@ class PoolNode:
         directory: Of the whole pool.
         clock: Puts, leases and the node's own lease run on it.
         open_disk: Opens the SSD tier; None without one.
+
+    Attributes:
+        tenants: What is known of them besides their blocks.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class PoolNode:
         self._store: NodeStore | None = None
         self._registrar: Registrar | None = None
         self._prefixes = HotPrefixes()
+        self.tenants = TenantBook(Allowance(max_bytes=config.tenant_bytes))
 
     def attach(self, worker: WorkerIdentity, layout: KvLayout) -> Welcome:
         """Lets a worker of this host map the slab, which is made for the first of them.
@@ -121,6 +127,8 @@ class PoolNode:
 
     def _open(self, slot_bytes: int) -> NodeStore:
         store = self._store = NodeStore(self._plan, slot_bytes, self._clock)
+        for tenant, allowance in self.tenants.allowances.items():
+            store.ledger.allow(tenant, allowance)
         self._registrar = Registrar(
             self._directory, store.ledger, lease_s=self._config.node_lease_s
         )
@@ -205,6 +213,13 @@ class PoolNode:
             dropped = self._store.ledger.drop(keys)
             _log.error("blocks of the pool were corrupt and are dropped", blocks=dropped)
 
+    def allow(self, allowances: Mapping[str, Allowance]) -> None:
+        """From now on tenants may take this; who is not named, what is usual. What one has too much goes when it next puts."""
+        changed = self.tenants.allow(allowances)
+        if self._store is not None:
+            for tenant, allowance in changed.items():
+                self._store.ledger.allow(tenant, allowance)
+
     async def flush(self, selection: Selection) -> int:
         """Gives up what `selection` covers, here at once and on other nodes with their next renewal."""
         if self._store is None or self._registrar is None:
@@ -247,11 +262,10 @@ class PoolNode:
 
     def usage(self) -> NodeUsage:
         """Counts so far."""
-        return (
-            NodeUsage(slots_total=0, slots_free=0)
-            if self._store is None
-            else self._store.ledger.usage()
-        )
+        if self._store is None:
+            return NodeUsage(slots_total=0, slots_free=0)
+        usage = self._store.ledger.usage()
+        return replace(usage, owners=self.tenants.complete(usage.owners))
 
     @property
     def slot_bytes(self) -> int:

@@ -23,7 +23,7 @@ _HASHED_IN_PLACE_TOKENS = 4096
 class PromptPool(Protocol):
     """Whoever borrows blocks for a prompt that is about to be submitted."""
 
-    async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+    async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey], tenant: str = "") -> None:
         """Borrows what there is; bounded in time, and raises nothing."""
 
 
@@ -125,7 +125,7 @@ class PooledEngine:
             keys = await asyncio.to_thread(self._keys.of, prompt)
         else:
             keys = self._keys.of(prompt)
-        await self._pool.prepare(command.seq_id, keys)
+        await self._pool.prepare(command.seq_id, keys, prompt.tenant)
 
     def _hurry(self, seq_id: SeqId) -> None:
         waiting = self._waiting.pop(seq_id, None)

@@ -2,12 +2,13 @@
 pages of its arena and somebody who talks to the node.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from baton.ids import BlockKey, SeqId, WorkerIdentity
 from kv_transfer.page_copy import Pages
 from kv_transfer.plan import Numbers
+from kvpool.accounts import Allowance
 from kvpool.actions import DiskBlock
 from kvpool.hashed_copy import Hashes
 from kvpool.messages import (
@@ -32,10 +33,11 @@ class Directory(Protocol):
     async def publish(self, node: WorkerIdentity, changes: DirectoryChanges) -> None:
         """Takes one node's changes, in the order in which the node says them. Those of a node without a lease are passed over."""
 
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[tuple[Replica, ...]]:
+    async def lookup(self, keys: Sequence[BlockKey]) -> Sequence[tuple[Replica, ...]]:
         """Replicas of the leading blocks of a chain that some living node holds: one entry per block, none of them empty.
 
-        One round trip, whatever the chain's length. Grants nothing and leaves no trace.
+        One round trip, whatever the chain's length. Grants nothing and leaves no trace. The answer may make its objects where
+        it is looked at, so look once, and only at the blocks that matter.
         """
 
     async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Renewal:
@@ -58,6 +60,18 @@ class Directory(Protocol):
 
     async def flush(self, selection: Selection) -> int:
         """Voids every replica that `selection` covers, on all nodes. Returns the number of flushes so far."""
+
+
+class AllowanceSource(Protocol):
+    """Where a node learns what the operator allows its tenants."""
+
+    async def next(self) -> Mapping[str, Allowance] | None:
+        """What holds now, by tenant, if it is other than the last time; None if it is the same.
+
+        Raises:
+            ConfigError: It cannot be read, or is wrong. Said once; until it changes again the answer is None.
+            UnavailableError: There is no answer.
+        """
 
 
 class ArenaPages(Protocol):
@@ -103,8 +117,12 @@ class PoolClient(Protocol):
     def slab(self) -> list[Pages] | None:
         """The slab, one array `[num_slots, page_layer_bytes]` per layer; None while no node is there."""
 
-    async def lease(self, keys: Sequence[BlockKey], lease_s: float, wait_s: float) -> BlockLease:
-        """Keeps the leading blocks of a text where they are; what is on the disk is waited for, for `wait_s`."""
+    async def lease(
+        self, keys: Sequence[BlockKey], lease_s: float, wait_s: float, tenant: str = ""
+    ) -> BlockLease:
+        """Keeps the leading blocks of a text where they are; what is on the disk is waited for, for `wait_s`. Counted for
+        `tenant`.
+        """
 
     async def renew(self, lease_ids: Sequence[str], lease_s: float) -> tuple[str, ...]:
         """Prolongs leases; returns those that are over."""
@@ -126,6 +144,9 @@ class PoolClient(Protocol):
 
 class AttachedClient(PoolClient, Protocol):
     """A client that finds the node by itself, again and again, and says on the event loop which slab there is, if any."""
+
+    def node(self) -> WorkerIdentity | None:
+        """The start of the node whose slab is mapped, if one is."""
 
     async def start(self) -> None:
         """Looks for the node from now on; does not wait for it."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, PoolConfig
@@ -21,6 +22,7 @@ from baton.rpc.reports import failure_to_proto
 from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.telemetry.logs import get_logger
+from baton.telemetry.scrape import ScrapeServer
 from kvpool.convert import (
     grant_to_proto,
     keys_from_bytes,
@@ -31,8 +33,10 @@ from kvpool.convert import (
 )
 from kvpool.directory.memory import MemoryDirectory
 from kvpool.directory.redis import RedisDirectory
+from kvpool.metrics import NodeMetrics
 from kvpool.node import PoolNode
-from kvpool.ports import Directory
+from kvpool.ports import AllowanceSource, Directory
+from kvpool.quotas import QuotaKeeper
 from kvpool.ssd.store import SsdStore
 from kvpool.watchers import Watchers
 
@@ -127,12 +131,15 @@ class PoolService(pool_pb2_grpc.PoolServicer):
         """Keeps the leading blocks of a text where they are."""
         del context
         self._check_node(request.node)
+        keys = keys_from_bytes(request.keys)
         lease = await self._node.lease(
-            keys_from_bytes(request.keys),
+            keys,
             max(0.0, request.lease_s),
             min(max(0.0, request.wait_s), _MAX_WAIT_S),
             identity_from_proto(request.reader),
         )
+        hits = len(lease.blocks)
+        self._node.tenants.asked(request.tenant, hit_blocks=hits, missed_blocks=len(keys) - hits)
         return lease_to_proto(lease)
 
     @_typed
@@ -201,10 +208,20 @@ async def run(
     identity: WorkerIdentity,
     address: str,
     region_path: str,
+    allowances: AllowanceSource | None = None,
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
     """Serves the pool node of this host until `stop` is set.
+
+    Args:
+        config: The whole configuration, resolved.
+        identity: This start of the node.
+        address: Where it answers.
+        region_path: Unix socket for the slab's descriptor.
+        allowances: What tenants may keep; all the same where that is not said.
+        ready: Called once it answers.
+        stop: Set from outside.
 
     Raises:
         OSError: The address cannot be bound.
@@ -221,36 +238,49 @@ async def run(
         open_disk=partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes) if pool.ssd_dir else None,
     )
     watchers = Watchers(identity)
+    metrics = NodeMetrics(registry := CollectorRegistry())
+    beats = [_sweep(node, watchers, metrics), _register(node, pool)]
+    if allowances is not None:
+        keeper = QuotaKeeper(allowances, node.allow, pause_s=config.tenants.reload_s)
+        await keeper.look()  # before anybody can put
+        beats.append(keeper.run())
     server = new_server()
     pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node, watchers), server)
     wellness = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
     health_pb2_grpc.add_HealthServicer_to_server(wellness, server)
     bind(server, address)
+    scraped = ScrapeServer(pool.metrics_address, registry) if pool.metrics_address else None
     await wellness.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
-    beats = [
-        asyncio.ensure_future(_sweep(node, watchers)),
-        asyncio.ensure_future(_register(node, pool)),
-    ]
+    beating = [asyncio.ensure_future(beat) for beat in beats]
     stopped = asyncio.ensure_future(stop.wait())
     ready()
-    await asyncio.wait({*beats, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({*beating, stopped}, return_when=asyncio.FIRST_COMPLETED)
     await wellness.enter_graceful_shutdown()
     await server.stop(_STOP_GRACE_S)
-    for task in (*beats, stopped):
+    for task in (*beating, stopped):
         task.cancel()
-    await asyncio.wait({*beats, stopped})
+    await asyncio.wait({*beating, stopped})
     await node.close()
-    for beat in beats:
+    if scraped is not None:
+        await asyncio.to_thread(scraped.close)
+    for beat in beating:
         if not beat.cancelled():
             beat.result()  # a node that cannot sweep must not go on: its process ends, and another is started
 
 
-async def _sweep(node: PoolNode, watchers: Watchers) -> None:
+async def _sweep(node: PoolNode, watchers: Watchers, metrics: NodeMetrics) -> None:
     """Ends what is over and tells routers what has changed, whether or not there is new work or the directory answers."""
     while True:
         node.sweep()
         watchers.changed(node.take_changes())
+        metrics.observe(
+            node.usage(),
+            slot_bytes=node.slot_bytes,
+            sick=node.state().sick,
+            degraded=node.slot_bytes > 0 and not node.directory_reachable,
+            routers=len(watchers),
+        )
         await asyncio.sleep(TICK_S)
 
 

@@ -33,13 +33,14 @@ class Stock:
             if stored is not None:
                 yield stored
 
-    def usage(self, *, leases: int, puts: int) -> NodeUsage:
+    def usage(self, *, leases: int, puts: int, ssd_works: bool) -> NodeUsage:
         """Counts, with what stands in other books."""
         counts, memory = self._counts, self._book.memory
         return NodeUsage(
             slots_total=memory.num_places,
             slots_free=memory.num_free,
             ssd_blocks=self._book.disk.num_taken,
+            ssd_works=ssd_works,
             leases=leases,
             puts=puts,
             hit_blocks=counts.hit_blocks,

@@ -6,7 +6,7 @@ layer's export before the token that was drawn after it.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import grpc
@@ -68,6 +68,7 @@ class PrefillWorker:
         metrics: Shared with the process's other service.
         clock: Monotonic.
         tracer: Takes the spans of legs whose requests are traced.
+        complete_load: Adds to the engine's load what the process knows of the pool; nothing if None.
         pool: Takes prompts that no decode worker has room for; None without a pool.
         pool_after_s: How long a computed prompt waits for that room.
     """
@@ -84,10 +85,12 @@ class PrefillWorker:
         metrics: WorkerMetrics,
         clock: Clock,
         tracer: Tracer | None = None,
+        complete_load: Callable[[WorkerLoad], WorkerLoad] | None = None,
         pool: PromptStore | None = None,
         pool_after_s: float = 0.0,
     ) -> None:
         self._engine = engine
+        self._complete_load = complete_load
         self._sink = sink
         self._clock = clock
         self._load = hello.idle_load
@@ -157,8 +160,9 @@ class PrefillWorker:
         return self._lifecycle.transfers_in_flight()
 
     def load(self) -> WorkerLoad:
-        """The engine's last report."""
-        return replace(self._load, draining=self._lifecycle.draining)
+        """The engine's last report, completed."""
+        load = replace(self._load, draining=self._lifecycle.draining)
+        return load if self._complete_load is None else self._complete_load(load)
 
     async def close(self) -> None:
         """Ends every stream and session; waits until no push is on its way."""

@@ -35,6 +35,7 @@ from router.index_metrics import IndexMetrics
 from router.links import LinkState
 from router.model_files import model_files, revision_of
 from router.openai.sampling import SamplingDefaults, read_defaults
+from router.pool_watch import watching
 from router.restart_metrics import RestartMetrics
 from router.sharing import sharing
 from router.tenancy import Tenancy, open_tenancy
@@ -68,6 +69,7 @@ async def run(
     worker_addresses: Sequence[str],
     notify: Notify,
     stop: asyncio.Event,
+    pool_addresses: Sequence[str] = (),
     secret: bytes | None = None,
     control_address: str | None = None,
 ) -> None:
@@ -79,6 +81,7 @@ async def run(
         worker_addresses: gRPC addresses of all workers.
         notify: Told of progress, and when requests are served.
         stop: Set from outside.
+        pool_addresses: gRPC addresses of the pool's nodes.
         secret: The cluster secret; that of the configuration if None.
         control_address: Where Control is served; the cluster's runtime directory's socket if None.
 
@@ -103,6 +106,7 @@ async def run(
         async with (
             open_tenancy(config, registry) as tenancy,
             sharing(config.tenants, generator.intake),
+            watching(pool_addresses, generator.view.pools),
             _control(config, generator, control_address),
             _admin(config, tenancy),
             _http(

@@ -1,7 +1,14 @@
 """Settings that all tests share."""
 
+import os
+from pathlib import Path
+
 from hypothesis import settings
 
 # How long an example takes depends on who else uses the machine; what must not take long is measured in `bench/`.
 settings.register_profile("baton", deadline=None)
 settings.load_profile("baton")
+
+if not Path("/dev/nvidiactl").exists():
+    # Without a GPU Triton's kernels are interpreted. Triton reads this when it is imported, which transformers does too.
+    os.environ["TRITON_INTERPRET"] = "1"

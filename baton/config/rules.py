@@ -153,6 +153,7 @@ RULES: tuple[Rule, ...] = (
         demand="must be from 1 to 65535",
     ),
     Rule(path="cluster.workers", holds=all, demand="must not hold an empty address"),
+    Rule(path="cluster.pool_nodes", holds=all, demand="must not hold an empty address"),
     Rule(
         path="cluster.secret",
         holds=lambda v: v == "" or re.fullmatch(r"[0-9a-fA-F]{64}", v) is not None,
@@ -201,10 +202,9 @@ def contradiction(config: BatonConfig) -> str | None:
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
     started_here = cluster.prefill_workers + cluster.decode_workers + cluster.hybrid_workers
-    if cluster.metrics_port is not None and cluster.metrics_port + started_here > 65536:
-        return (
-            f"cluster.metrics_port: from {cluster.metrics_port} there are not {started_here} ports"
-        )
+    ports = started_here + pool.enabled
+    if cluster.metrics_port is not None and cluster.metrics_port + ports > 65536:
+        return f"cluster.metrics_port: from {cluster.metrics_port} there are not {ports} ports"
     can_prefill = cluster.prefill_workers + cluster.hybrid_workers > 0
     can_decode = cluster.decode_workers + cluster.hybrid_workers > 0
     if not cluster.workers and not (can_prefill and can_decode):

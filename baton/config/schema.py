@@ -237,7 +237,8 @@ class PoolConfig:
         lease_s: For how long a reader's blocks stay.
         lookup_timeout_s: How long a request waits for the pool's answer before it is computed without.
         publish_queue_blocks: Blocks of one worker that may wait to be put; the oldest are dropped.
-        tenant_bytes: KV bytes that each tenant may hold on this node.
+        tenant_bytes: KV bytes that a tenant may hold on this node for whom the tenants document names no `kv_bytes`.
+        metrics_address: `host:port` of the node's Prometheus endpoint; empty for none, or the one that `cluster.metrics_port` gives.
     """
 
     enabled: bool = False
@@ -261,6 +262,7 @@ class PoolConfig:
     lookup_timeout_s: float = 0.05
     publish_queue_blocks: int = 1024
     tenant_bytes: int | None = None
+    metrics_address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +304,7 @@ class ClusterConfig:
         decode_workers: Number of decode workers to start.
         hybrid_workers: Number of workers that do both. With these asked for, the numbers above default to 0.
         workers: Addresses of workers that run elsewhere; the router joins them to the ones started here.
+        pool_nodes: Addresses of pool nodes that run elsewhere: the router watches what they hold.
         runtime_dir: Directory of this cluster's sockets; empty for one named after the HTTP port, in the machine's
             directory for temporary files. Made at start and removed at the end.
         secret: Cluster secret in hex (32 bytes); empty draws a new one at start.
@@ -310,13 +313,15 @@ class ClusterConfig:
         startup_timeout_s: How long a process may take to become ready without showing progress.
         drain_timeout_s: How long a stop waits for requests in flight.
         metrics_port: First of as many ports on the loopback interface as there are workers started here: each answers
-            Prometheus on one, in the order prefill, decode, hybrid. None for no such ports.
+            Prometheus on one, in the order prefill, decode, hybrid; the pool's node, where there is one, on the next. None for
+            no such ports.
     """
 
     prefill_workers: int = 1
     decode_workers: int = 1
     hybrid_workers: int = 0
     workers: tuple[str, ...] = ()
+    pool_nodes: tuple[str, ...] = ()
     runtime_dir: str = ""
     secret: str = ""
     restart_backoff_s: float = 0.5

@@ -41,6 +41,9 @@ class CpuKernels:
             entry.argtypes, entry.restype = arguments, None
             self._functions[function] = entry
 
+    def split_rule(self, num_kv_heads: int) -> None:
+        """None: contexts are read whole."""
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `KernelSet.rms_norm`."""
         return self._norm(x, None, weight, eps)

@@ -9,23 +9,28 @@ from typing import Protocol
 
 import torch
 
+from engine.kernels.splits import SplitRule, Splits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedBatch:
     """Where the tokens of one step stand, on the device. Rows are ragged: decodes of one token, prefills of a chunk.
 
     Attributes:
-        slots: `[num_tokens]` int64, where each token's key and value go: page * block_tokens + offset in the page.
+        slots: `[num_tokens]` int64, where each token's key and value go: page * block_tokens + offset in the page; nowhere
+            where it is negative.
         query_starts: `[num_rows + 1]` int32, first token of each row, and the number of tokens at the end.
         context_lens: `[num_rows]` int32, tokens of each row's sequence up to and including its last one here.
         block_tables: `[num_rows, max_blocks]` int32, pages of each row's sequence in order; what lies past the context is
             never read.
+        splits: How the leading rows, if they have one token each, are cut for kernels that ask for it (`KernelSet.split_rule`).
     """
 
     slots: torch.Tensor
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
+    splits: Splits | None = None
 
     def __post_init__(self) -> None:
         """Refuses shapes and dtypes that a kernel would misread."""
@@ -55,6 +60,9 @@ class Rotation:
 
 class KernelSet(Protocol):
     """One implementation of the operations; all tensors on one device, activations and pages in one dtype."""
+
+    def split_rule(self, num_kv_heads: int) -> SplitRule | None:
+        """How `paged_attention` wants the contexts of decodes to be cut, over so many heads; None where it does not."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Scales each row of `x` `[num_tokens, hidden]` to root mean square 1, then by `weight` `[hidden]`."""

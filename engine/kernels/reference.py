@@ -28,7 +28,11 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 def write_pages(
     pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Scatters keys and values `[num_tokens, num_kv_heads, head_dim]` into the pages at `slots` `[num_tokens]`."""
+    """Scatters keys and values `[num_tokens, num_kv_heads, head_dim]` into the pages at `slots` `[num_tokens]`; those whose slot is negative
+    nowhere.
+    """
+    stored = slots >= 0
+    key, value, slots = key[stored], value[stored], slots[stored]
     block_tokens = pages.shape[3]
     blocks, offsets = slots // block_tokens, slots % block_tokens
     pages[blocks, :, 0, offsets] = key
@@ -157,6 +161,9 @@ def _attend(
 
 class ReferenceKernels:
     """The twins above as a `KernelSet`."""
+
+    def split_rule(self, num_kv_heads: int) -> None:
+        """None: contexts are read whole."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `KernelSet.rms_norm`."""

@@ -1,5 +1,7 @@
 """Chooses the kernels for a device: the one place that knows which implementations exist."""
 
+import logging
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -10,6 +12,8 @@ from engine.kernels.cpu_library import load_library
 from engine.kernels.cpu_matmul import multiplies_int8
 from engine.kernels.ports import KernelSet
 from engine.kernels.reference import ReferenceKernels
+
+logger = logging.getLogger(__name__)
 
 
 def select_kernels(
@@ -26,6 +30,14 @@ def select_kernels(
         library = load_library(cache_dir)
         if library is not None:
             return CpuKernels(library, dtype)
+    if device.type == "cuda" and find_spec("triton") is None:
+        logger.warning("Triton is not installed, torch serves instead: it is many times slower")
+    elif device.type == "cuda":
+        from engine.kernels import gpu
+
+        if dtype in gpu.SUPPORTED_DTYPES:
+            properties = torch.cuda.get_device_properties(device)
+            return gpu.TritonKernels(properties.multi_processor_count)
     return ReferenceKernels()
 
 

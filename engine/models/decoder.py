@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from engine.cache.arena import KvArena
-from engine.kernels.ports import PagedBatch
+from engine.kernels.ports import KernelSet, PagedBatch
 from engine.layers.attention import PagedSelfAttention
 from engine.layers.embedding import Embedding, LanguageHead
 from engine.layers.mlp import GatedMlp
@@ -64,6 +64,7 @@ class Decoder:
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
+    kernels: KernelSet
     embedding: Embedding
     rotary: RotaryEmbedding
     layers: tuple[DecoderLayer, ...]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from baton.errors import EngineError
 from engine.kernels.ports import PagedBatch
+from engine.kernels.splits import SplitRule, Splits
 from engine.models.decoder import DecoderInput
 from engine.scheduling.plan import Row
 
@@ -26,12 +27,20 @@ class InputBuilder:
         block_tokens: Tokens per page.
         num_blocks: Pages of the arena.
         device: Where the tensors go.
+        split_rule: How the kernels want the contexts of decodes to be cut, if they do.
     """
 
-    def __init__(self, block_tokens: int, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        num_blocks: int,
+        device: torch.device,
+        split_rule: SplitRule | None = None,
+    ) -> None:
         self._block_tokens = block_tokens
         self._num_blocks = num_blocks
         self._device = device
+        self._split_rule = split_rule
         self._tokens = np.zeros(0, np.int64)
         self._positions = np.zeros(0, np.int64)
         self._tables = np.zeros(0, np.int32)
@@ -63,8 +72,18 @@ class InputBuilder:
                 query_starts=self._tensor(starts),
                 context_lens=self._tensor(contexts),
                 block_tables=self._tensor(tables),
+                splits=self._splits(lengths, contexts),
             ),
             logit_tokens=self._tensor(np.concatenate((np.array(last, np.int64), *scored))),
+        )
+
+    def _splits(self, lengths: NDArray[np.int64], contexts: NDArray[np.int32]) -> Splits | None:
+        decodes = int(np.cumprod(lengths == 1).sum())
+        if self._split_rule is None or not decodes:
+            return None
+        row_of_piece, first_piece = self._split_rule.cut(contexts[:decodes])
+        return Splits(
+            row_of_piece=self._tensor(row_of_piece), first_piece=self._tensor(first_piece)
         )
 
     def _check(self, row: Row) -> None:

@@ -93,10 +93,9 @@ class _Weights:
 
     def linear(self, parts: list[tuple[str, int]], inputs: int, *, bias: bool) -> Projection:
         """Several projections `(name, outputs)` of one input as a single matrix."""
-        names = [f"{name}.weight" for name, _ in parts]
-        weight = self._stack(
-            [(f"{name}.weight", size) for name, size in parts], (inputs,), self._held_in(names)
-        )
+        weights = [(f"{name}.weight", size) for name, size in parts]
+        dtype = self._held_in([name for name, _ in weights])
+        weight = self._stack(weights, (inputs,), dtype)
         biases = [(f"{name}.bias", size) for name, size in parts]
         return self._pack(weight, self._stack(biases, (), self.dtype) if bias else None)
 
@@ -156,6 +155,7 @@ class _Assembly:
             spec=spec,
             dtype=weights.dtype,
             device=weights.device,
+            kernels=self._kernels,
             embedding=Embedding(weight=embedding),
             rotary=RotaryEmbedding(spec.rope, spec.head_dim, weights.device),
             layers=tuple(layers),

@@ -1,30 +1,49 @@
 -- Takes a node's changes.
--- ARGV: prefix, node name, life of a record in ms, removed keys (16 bytes each), stored blocks (16 bytes of key, then tenant,
--- scope, model, size, tier and epoch as in a record). Returns 0 where the node has no lease: nothing is taken then.
+-- ARGV: prefix, node name, removed keys (16 bytes each), stored blocks (16 bytes of key, then tenant, scope, model, tier
+-- and epoch as in a record). Returns 0 where the node has no lease: nothing is taken then.
 local node = redis.call('HGET', prefix .. ':nodes', ARGV[2])
 if not node or not lives(node) then return 0 end
-local life_ms, removed, stored = ARGV[3], ARGV[4], ARGV[5]
-local NEW = 16 + 16 + 7
+local removed, stored = ARGV[3], ARGV[4]
+local NEW = 16 + OWNER + 7
 local MOST = 8
+local BATCH = 250
 
-for at = 1, #removed, 16 do
-  local name = prefix .. ':b:' .. string.sub(removed, at, at + 15)
-  local record = redis.call('GET', name)
-  if record then
-    local others = living_replicas(record, node)
-    if others == '' then
-      redis.call('DEL', name)
-    else
-      redis.call('SET', name, string.sub(record, 1, HEAD) .. others, 'KEEPTTL')
-    end
-  end
+-- Keys and records of a batch of pieces of `size` bytes.
+local function batch(text, size, first)
+  local keys = keys_of(text, size, first, math.min(first + BATCH - 1, #text / size))
+  return keys, redis.call('HMGET', blocks, unpack(keys))
 end
 
-for at = 1, #stored, NEW do
-  local name = prefix .. ':b:' .. string.sub(stored, at, at + 15)
-  local others = string.sub(living_replicas(redis.call('GET', name), node), 1, (MOST - 1) * REPLICA)
-  local head = now .. string.sub(stored, at + 16, at + 31)
-  local mine = node .. string.sub(stored, at + 32, at + NEW - 1)
-  redis.call('SET', name, head .. others .. mine, 'PX', life_ms)
+local function apply(command, arguments)
+  if #arguments > 0 then redis.call(command, blocks, unpack(arguments)) end
+end
+
+for first = 1, #removed / 16, BATCH do
+  local gone, kept = {}, {}
+  local keys, records = batch(removed, 16, first)
+  for i, key in ipairs(keys) do
+    local others = living_replicas(records[i], node)
+    if others == '' then
+      gone[#gone + 1] = key
+    else
+      kept[#kept + 1] = key
+      kept[#kept + 1] = string.sub(records[i], 1, HEAD) .. others
+    end
+  end
+  apply('HDEL', gone)
+  apply('HSET', kept)
+end
+
+for first = 1, #stored / NEW, BATCH do
+  local written = {}
+  local keys, records = batch(stored, NEW, first)
+  for i, key in ipairs(keys) do
+    local at = (first + i - 2) * NEW
+    local others = string.sub(living_replicas(records[i], node), 1, (MOST - 1) * REPLICA)
+    local head = string.sub(stored, at + 17, at + 16 + OWNER) .. now
+    written[#written + 1] = key
+    written[#written + 1] = head .. others .. node .. string.sub(stored, at + 17 + OWNER, at + NEW)
+  end
+  apply('HSET', written)
 end
 return 1

@@ -1,13 +1,15 @@
--- Begins every script of the directory: how a block's record is read. Numbers are little-endian.
+-- Begins every script of the directory: how a block's record is read. Records lie in one hash, by the block's key; numbers are
+-- little-endian.
 --
---   flushes  tenant  scope  model   size     node  tier  epoch    node  tier  epoch   ...
---   4        4       4      4       4        4     1     6        4     1     6
+--   tenant  scope  model   flushes    node  tier  epoch    node  tier  epoch   ...
+--   4       4      4       4          4     1     6        4     1     6
 --
 -- `flushes`: how often the pool had been flushed when the record was written. Tenant, scope and model are hashes: two that
 -- collide are flushed together, which costs a few hits and nothing else. A node has a number per registration.
-local HEAD, REPLICA = 20, 11
+local OWNER, HEAD, REPLICA = 12, 16, 11
 
 local prefix = ARGV[1]
+local blocks = prefix .. ':blocks'
 
 local function number(text, at)
   local a, b, c, d = string.byte(text, at, at + 3)
@@ -17,6 +19,15 @@ end
 local function text4(value)
   return string.char(value % 256, math.floor(value / 256) % 256,
     math.floor(value / 65536) % 256, math.floor(value / 16777216) % 256)
+end
+
+-- The pieces `first` to `last`, counted from 1, of a text of pieces of `size` bytes, the first 16 bytes of each: keys.
+local function keys_of(text, size, first, last)
+  local keys, sub = {}, string.sub
+  for i = first, last do
+    keys[#keys + 1] = sub(text, (i - 1) * size + 1, (i - 1) * size + 16)
+  end
+  return keys
 end
 
 -- Whether the node with this number has a lease.
@@ -37,11 +48,11 @@ local latest_flushes = nil
 
 -- Whether what a record says was flushed since it was written.
 local function is_flushed(record)
-  local missed = flushes - number(record, 1)
+  local missed = flushes - number(record, OWNER + 1)
   if missed <= 0 then return false end
   if latest_flushes == nil then latest_flushes = redis.call('LRANGE', prefix .. ':flush', 0, -1) end
   if missed > #latest_flushes then return true end
-  local owner = { string.sub(record, 5, 8), string.sub(record, 9, 12), string.sub(record, 13, 16) }
+  local owner = { string.sub(record, 1, 4), string.sub(record, 5, 8), string.sub(record, 9, 12) }
   for i = 1, missed do
     local covers = true
     for part = 1, 3 do
@@ -58,7 +69,7 @@ local now = text4(flushes)
 -- The replicas of a record on living nodes, but for those of node `except`; '' where there are none.
 local function living_replicas(record, except)
   if not record then return '' end
-  if string.sub(record, 1, 4) ~= now and is_flushed(record) then return '' end
+  if string.sub(record, OWNER + 1, HEAD) ~= now and is_flushed(record) then return '' end
   local living, all = {}, true
   for at = HEAD + 1, #record, REPLICA do
     local node = string.sub(record, at, at + 3)

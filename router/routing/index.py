@@ -97,7 +97,7 @@ class PrefixIndex:
         Args:
             identity: Who reports.
             ragged: It may give a block up and hold on to those after it, as a pool does and a worker's cache does not.
-                Its depths take a look at every block of a chain.
+                Its depths take a look at every 16th block of a chain, so a shorter hole may be passed over.
         """
         known = self._holders.get(identity.worker_id)
         if known is not None and known.identity == identity:

@@ -1,7 +1,4 @@
-"""The hot part of the prefix index in Python, for machines without a compiler; `table.c` does the same.
-
-Chains are looked up by numpy, single blocks without it, as each is several times faster its own way.
-"""
+"""The hot part of the prefix index in Python, for machines without a compiler; `table.c` does the same."""
 
 from collections.abc import Sequence
 
@@ -11,6 +8,8 @@ from numpy.typing import NDArray
 from router.routing.held import HeldBySlot
 from router.routing.memory import WIDTH, WORD_BITS, Memory, Places, Prints, Split, Words
 from router.routing.sources import Sources
+
+_STRIDE = 16
 
 _CROWDED = 5
 """With so many entries in a print's first bucket its second one is considered."""
@@ -103,15 +102,26 @@ def _whole(
 
 
 def _ragged(memory: Memory, prints: Prints, live: Words, depths: _Depths) -> None:
-    """The same where that does not follow, so that every block is looked at; `depths` of `live` are 0."""
-    chain = np.frombuffer(prints, np.uint64)
-    common = np.bitwise_and.accumulate(_rows(memory, chain) & live, axis=0)
-    # Sets only shrink along the chain: count each distinct one for as many blocks as it lasts.
-    (ends,) = np.any(common[1:] != common[:-1], axis=1).nonzero()
-    ends = np.append(ends, len(common) - 1)
-    lasted = np.diff(ends, prepend=-1).astype(np.int32)
-    members = np.unpackbits(common[ends].view(np.uint8), axis=1, bitorder="little")
-    depths += lasted @ members.astype(np.int32)
+    """The same where that does not follow: looks at every 16th block, and at each where columns end. A hole between two that are
+    looked at may be passed over.
+    """
+    low, at_low = -1, _number(live)
+    while at_low:
+        high = min(low + _STRIDE, len(prints))
+        here = at_low & _set_of(memory, prints[high]) if high < len(prints) else 0
+        _follow(memory, prints[low + 1 : high], low + 1, at_low & ~here, depths)
+        low, at_low = high, here
+
+
+def _follow(memory: Memory, prints: Prints, at: int, ends: int, depths: _Depths) -> None:
+    """The columns `ends` hold the block before `prints`, which begin at position `at`, and not the one after them."""
+    for depth, block in enumerate(prints, at):
+        if not ends:
+            return
+        here = ends & _set_of(memory, block)
+        depths[bits_of(ends & ~here)] = depth
+        ends = here
+    depths[bits_of(ends)] = at + len(prints)
 
 
 def bits_of(columns: int) -> list[int]:
@@ -128,16 +138,10 @@ def _number(columns: Words) -> int:
     return int.from_bytes(columns.tobytes(), "little")
 
 
-def _rows(memory: Memory, prints: Words) -> NDArray[np.uint64]:
-    """The sets of `prints`; all zero where nobody holds it."""
-    buckets, places = np.full(len(prints), memory.num_buckets), np.zeros(len(prints), np.intp)
-    for half in (np.uint64(0), np.uint64(32)):
-        (rest,) = (buckets == memory.num_buckets).nonzero()
-        bucket = memory.buckets_of(prints[rest] >> half)
-        row, at = (memory.prints[bucket] == prints[rest, None]).nonzero()
-        buckets[rest[row]], places[rest[row]] = bucket[row], at
-    sets: NDArray[np.uint64] = memory.sets[buckets, places]
-    return sets
+def _set_of(memory: Memory, block: int) -> int:
+    """The columns that hold `block`."""
+    place = _find(memory, block)
+    return 0 if place is None else _number(memory.sets[place])
 
 
 def _buckets(memory: Memory, block: int) -> tuple[int, int]:

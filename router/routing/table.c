@@ -6,6 +6,7 @@
 #define CROWDED 5
 #define AHEAD 12
 #define LINE 8 /* numbers in a cache line */
+#define STRIDE 16
 
 typedef struct {
     uint64_t *cells;     /* [buckets + 1, WIDTH * (1 + words)]: a bucket's prints, then its sets */
@@ -103,23 +104,39 @@ static void whole(const Table *t, Chain chain, const uint64_t *live, int32_t *de
     split(t, chain, -1, chain.count, live, none, depths);
 }
 
-/* The same where that does not follow: looks at all prints, until nobody holds more. */
-static void ragged(const Table *t, Chain chain, const uint64_t *live, int32_t *depths) {
-    uint64_t common[t->words];
-    for (int64_t word = 0; word < t->words; word++) common[word] = live[word];
-    for (int64_t at = 0; at < AHEAD; at++) prefetch(t, chain, at);
-    for (int64_t depth = 0; depth < chain.count; depth++) {
-        prefetch(t, chain, depth + AHEAD);
-        Place place = place_of(t, chain.prints[depth]);
-        uint64_t left = 0;
+/* The columns `ends` hold the print before position `at` and not the one at `high`: finds where, one print after the other. */
+static void follow(const Table *t, Chain chain, int64_t at, int64_t high, uint64_t *ends, int32_t *depths) {
+    for (uint64_t left = 1; left && at < high; at++) {
+        Place place = place_of(t, chain.prints[at]);
+        left = 0;
         for (int64_t word = 0; word < t->words; word++) {
-            uint64_t here = place.set ? common[word] & place.set[word] : 0;
-            note(common[word] & ~here, word, depth, depths);
-            left |= common[word] = here;
+            uint64_t here = place.set ? ends[word] & place.set[word] : 0;
+            note(ends[word] & ~here, word, at, depths);
+            left |= ends[word] = here;
         }
-        if (!left) return;
     }
-    for (int64_t word = 0; word < t->words; word++) note(common[word], word, chain.count, depths);
+    for (int64_t word = 0; word < t->words; word++) note(ends[word], word, high, depths);
+}
+
+/* The same where that does not follow: looks at every 16th print until nobody holds more, and at each where columns end. A hole
+ * between two that are looked at may be passed over. */
+static void ragged(const Table *t, Chain chain, const uint64_t *live, int32_t *depths) {
+    uint64_t at_low[t->words], ends[t->words];
+    for (int64_t word = 0; word < t->words; word++) at_low[word] = live[word];
+    for (int64_t at = 0; at < AHEAD; at++) prefetch(t, chain, (at + 1) * STRIDE - 1);
+    uint64_t left = 1;
+    for (int64_t low = -1; left; low += STRIDE) {
+        int64_t high = low + STRIDE < chain.count ? low + STRIDE : chain.count;
+        Place place = high < chain.count ? place_of(t, chain.prints[high]) : (Place){0, 0};
+        prefetch(t, chain, high + AHEAD * STRIDE);
+        uint64_t some = left = 0;
+        for (int64_t word = 0; word < t->words; word++) {
+            uint64_t here = place.set ? at_low[word] & place.set[word] : 0;
+            some |= ends[word] = at_low[word] & ~here;
+            left |= at_low[word] = here;
+        }
+        if (some) follow(t, chain, low + 1, high, ends, depths);
+    }
 }
 
 /* Where a lookup finds who holds what. */

@@ -35,7 +35,7 @@ class HotPart(Protocol):
         """Writes to `held` how many leading blocks of a chain, not empty, each holder has reported, or is expected to
         have by the notes that stand at the places `noted`; a block counts for `unit`. Who has none is left out.
 
-        Takes time with the logarithm of the chain, for each different depth; where columns are ragged, with the chain.
+        Takes time with the logarithm of the chain, for each different depth; where columns are ragged, with a 16th of the chain.
         """
 
     def add(

@@ -13,6 +13,7 @@ from types import ModuleType
 from baton.config.schema import BatonConfig
 from baton.ids import WorkerIdentity
 from cluster.roles import main
+from kvpool.ports import AllowanceSource
 
 
 async def serve(
@@ -21,6 +22,7 @@ async def serve(
     identity: WorkerIdentity,
     address: str,
     region_path: str,
+    allowances: AllowanceSource | None,  # the real one
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:

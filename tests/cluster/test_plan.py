@@ -113,7 +113,7 @@ def test_the_pools_node_is_planned_first_and_stopped_last(tmp_path):
 
 
 def test_everybody_learns_where_the_pools_node_is_and_only_the_node_where_its_slab_is():
-    config = resolved(pool__enabled=True)
+    config = resolved(pool__enabled=True, cluster__pool_nodes=["10.0.0.2:9100"])
     children = plan_children(config, RuntimeDir(Path("/run/b"), -1))
     parts = [
         assignment_of(
@@ -122,6 +122,8 @@ def test_everybody_learns_where_the_pools_node_is_and_only_the_node_where_its_sl
         for child in children
     ]
     assert {part.pool_address for part in parts} == {"unix:/run/b/pool-0.sock"}
+    assert [part.pool_addresses for part in parts[:-1]] == [(), (), ()]
+    assert parts[-1].pool_addresses == ("unix:/run/b/pool-0.sock", "10.0.0.2:9100")
     assert [part.region_path for part in parts] == ["/run/b/pool-0.kv.sock", "", "", ""]
     assert parts[0].sockets == (Path("/run/b/pool-0.sock"), Path("/run/b/pool-0.kv.sock"))
     assert parts[-1].sockets == ()

@@ -1,8 +1,10 @@
 """Decode workers that have not room for everybody, with a pool to leave prompts in."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def pooled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setenv("BATON_POOL_ENABLED", "true")
     monkeypatch.setenv("BATON_POOL_LOOKUP_TIMEOUT_S", "5")
-    monkeypatch.setenv("BATON_TRANSFER_POOL_AFTER_S", "0.05")
     monkeypatch.setenv("BATON_ROUTER_LOCAL_PREFILL_TOKENS", "0")
+    return monkeypatch
+
+
+@pytest.fixture
+def cluster(checkpoint: Path, pooled: pytest.MonkeyPatch) -> Iterator[Served]:
+    pooled.setenv("BATON_TRANSFER_POOL_AFTER_S", "0.05")
     with serve(str(checkpoint), *FLAGS) as served:
         yield served
 
@@ -40,8 +47,11 @@ def _prompt(number: int) -> list[int]:
 
 
 def _metric(cluster: Served, name: str, **labels: str) -> float:
-    with cluster.client() as http:
-        lines = http.get("/metrics").text.splitlines()
+    return _counted(f"{cluster.url}/metrics", name, **labels)
+
+
+def _counted(url: str, name: str, **labels: str) -> float:
+    lines = httpx.get(url).text.splitlines()
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     return sum(
         float(line.split()[-1])
@@ -119,3 +129,28 @@ def test_a_worker_that_is_killed_while_prompts_wait_in_the_pool_costs_no_token(
     victim.kill()
     assert_gone([victim])
     crowd.assert_right(checkpoint)
+
+
+def test_what_was_preempted_comes_back_from_the_pool(
+    checkpoint: Path, pooled: pytest.MonkeyPatch
+) -> None:
+    metrics = _two_free_ports()
+    pooled.setenv("BATON_CLUSTER_METRICS_PORT", str(metrics))
+    pooled.setenv("BATON_TRANSFER_POOL_AFTER_S", "600")
+    # All prompts fit at once, and what is generated does not.
+    with serve(str(checkpoint), "--dtype", "float32", "--kv-cache-memory", "2304KiB") as cluster:
+        _Crowd(cluster).assert_right(checkpoint)
+        decode = next(worker for worker in cluster.workers() if worker["role"] == "decode")
+        assert decode["load"]["preemptions"] > 0  # type: ignore[index]
+        assert _metric(cluster, "baton_handoff_rungs_total") == 0, "nobody began anew"
+        url = f"http://127.0.0.1:{metrics + 1}/metrics"
+        assert _counted(url, "baton_pool_fetched_blocks_total") > 0
+
+
+def _two_free_ports() -> int:
+    """The first of two that follow each other."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            port: int = one.getsockname()[1]
+            with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+                return port

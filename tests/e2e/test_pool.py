@@ -70,6 +70,23 @@ def _usage(cluster: Served) -> dict[str, Any]:
     return json.loads(shown.stdout) if shown.returncode == 0 else {}
 
 
+def _explained(cluster: Served, prompt: list[int]) -> dict[str, Any]:
+    """What `baton explain --json` says of one more request."""
+    with cluster.client() as http:
+        request_id = http.post("/v1/completions", json=_body(cluster, prompt, 8)).json()["id"]
+    command = [sys.executable, "-m", "cluster.cli", "explain", request_id, "--json"]
+    command += ["--runtime-dir", str(cluster.runtime_dir)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    told: dict[str, Any] = json.loads(shown.stdout)
+    return told
+
+
+def _attached(cluster: Served, role: str) -> bool:
+    """Whether every worker of that role reports that it maps the pool's node."""
+    loads = [worker["load"] for worker in cluster.workers() if worker["role"] == role]
+    return all(load.get("pool_node") for load in loads)  # type: ignore[attr-defined]
+
+
 def _metric(cluster: Served, name: str) -> float:
     with cluster.client() as http:
         lines = http.get("/metrics").text.splitlines()
@@ -118,10 +135,13 @@ def test_a_prefill_worker_that_starts_again_finds_its_prompts_in_the_pool(
     assert_gone([victim])
     workers = {"prefill", "decode"}
     eventually(lambda: {w["role"] for w in cluster.workers()} == workers, "the worker is back")
-    # The first prompts may come before the new worker has found the node.
+    eventually(lambda: _attached(cluster, "prefill"), "the worker maps the pool")
     assert [_ask(cluster, prompt) for prompt in prompts] == before
     pooled = _metric(cluster, "baton_prompt_tokens_pooled_total")
     assert pooled >= 0.9 * PROMPT_TOKENS, f"{pooled} tokens, which is not even one prompt"
+    told = _explained(cluster, prompts[0])
+    assert told["pool_node"] == "pool-0"
+    assert told["held_by_pool"] >= 0.9 * PROMPT_TOKENS
     for prompt, tokens in zip(prompts, before, strict=True):
         Reference(checkpoint).assert_greedy(prompt, tokens)
 

@@ -1,30 +1,19 @@
 """Triton's page mover against its torch twin: on a GPU, else under Triton's interpreter, which works on the CPU."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from engine.kernels import reference
+from tests.engine.triton_cases import DEVICE, kernels, needs_triton
 
-ROOT = Path(__file__).resolve().parents[2]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason='no Triton: its kernels are untested (a torch for GPUs brings it; pip install "baton-serve[triton]" is enough)',
-)
+pytestmark = needs_triton
 
 
 @pytest.fixture(scope="module")
 def page_pack() -> ModuleType:
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined
-    return importlib.import_module("engine.kernels.page_pack")
+    return kernels("page_pack")
 
 
 def rows(num_pages: int, row_bytes: int) -> torch.Tensor:
@@ -95,42 +84,6 @@ def test_what_does_not_fit_is_refused_by_name(page_pack, change: dict[str, torch
     } | change
     with pytest.raises(ValueError, match=names):
         page_pack.move_pages(**{name: tensor.to(DEVICE) for name, tensor in given.items()})
-
-
-_COMPILE = """
-import subprocess, sys, triton
-from pathlib import Path
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from engine.kernels.page_pack import _TILE, _move_kernel
-
-pointers = dict.fromkeys(("source", "target", "source_pages", "target_pages"), "*i64")
-numbers = {"source_stride": "i64", "target_stride": "i64", "words": "i32"}
-source = ASTSource(
-    fn=_move_kernel, signature={**pointers, **numbers, "tile": "constexpr"}, constexprs={"tile": _TILE}
-)
-compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
-cubin = Path(sys.argv[2]) / "kernel.cubin"
-cubin.write_bytes(compiled.asm["cubin"])
-command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
-print(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-"""
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernel_compiles_for_a_gpu_that_is_not_here_and_spills_nothing(
-    capability: int, tmp_path: Path
-):
-    """In a process of its own: here Triton may have been told to interpret."""
-    told = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    told |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, "-c", _COMPILE, str(capability), str(tmp_path)]
-    told_of_it = subprocess.run(
-        command, env=told, cwd=ROOT, check=True, timeout=120, stdout=subprocess.PIPE, text=True
-    ).stdout
-    assert "Function _move_kernel" in told_of_it
-    assert "STACK:0 " in told_of_it, "registers are spilled"
-    assert "LOCAL:0 " in told_of_it, "registers are spilled"
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ class Pool:
         self.keys: dict[SeqId, Sequence[BlockKey]] = {}
         self.ended: list[SeqId] = []
 
-    async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+    async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey], tenant: str = "") -> None:
         self.keys[seq_id] = keys
         gate = self.gates.setdefault(seq_id, asyncio.Event())
         try:

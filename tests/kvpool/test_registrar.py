@@ -40,7 +40,7 @@ class Flaky:
     async def publish(self, node: WorkerIdentity, changes: DirectoryChanges) -> None:
         await self._check().publish(node, changes)
 
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[tuple[Replica, ...]]:
+    async def lookup(self, keys: Sequence[BlockKey]) -> Sequence[tuple[Replica, ...]]:
         return await self._check().lookup(keys)
 
     async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Renewal:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import httpx
 import numpy as np
 import pytest
 import xxhash
 
-from baton.config.schema import BatonConfig, PoolConfig
+from baton.config.schema import BatonConfig, PoolConfig, TenantsConfig
 from baton.errors import PoolUnavailableError
 from baton.ids import BlockKey, Incarnation, LayerName, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
@@ -21,8 +22,10 @@ from baton.rpc.hello import identity_to_proto, layout_to_proto
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
 from kv_transfer.page_copy import Pages
+from kvpool.accounts import Allowance
 from kvpool.client import GrpcPoolClient
 from kvpool.messages import Owner, PutGrant, RefusalReason, Refused
+from kvpool.ports import AllowanceSource
 from kvpool.service import run
 
 LAYOUT = KvLayout(
@@ -49,10 +52,13 @@ def keys(*numbers: int) -> list[BlockKey]:
 class Node:
     """A node's process, as a task of the test."""
 
-    def __init__(self, folder: Path, pool: PoolConfig) -> None:
+    def __init__(
+        self, folder: Path, pool: PoolConfig, allowances: AllowanceSource | None = None
+    ) -> None:
         self.address = f"unix:{folder}/pool-0.sock"
         self._region_path = str(folder / "pool-0.kv")
         self._pool = pool
+        self._allowances = allowances
         self._starts = 0
         self._stop = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -62,10 +68,11 @@ class Node:
         self._stop, ready = asyncio.Event(), asyncio.Event()
         self._running = asyncio.create_task(
             run(
-                BatonConfig(pool=self._pool),
+                BatonConfig(pool=self._pool, tenants=TenantsConfig(reload_s=0.01)),
                 identity=identity("pool-0", self._starts),
                 address=self.address,
                 region_path=self._region_path,
+                allowances=self._allowances,
                 ready=ready.set,
                 stop=self._stop,
             )
@@ -344,3 +351,73 @@ async def _again(worker: Worker) -> list[Pages]:
         while await worker.slabs.get() is not None:
             continue
     return await worker.attached()
+
+
+class Said:
+    """An operator's word on tenants, which may change."""
+
+    def __init__(self, **max_blocks: int) -> None:
+        self.fresh: dict[str, Allowance] | None = None
+        self.say(**max_blocks)
+
+    def say(self, **max_blocks: int) -> None:
+        self.fresh = {
+            tenant: Allowance(max_bytes=count * LAYOUT.page_bytes, weight=2.0)
+            for tenant, count in max_blocks.items()
+        }
+
+    async def next(self) -> dict[str, Allowance] | None:
+        fresh, self.fresh = self.fresh, None
+        return fresh
+
+
+async def test_a_tenants_quota_holds_from_the_first_put_and_changes_while_it_puts(
+    tmp_path: Path,
+) -> None:
+    said = Said(anna=2)
+    node = Node(tmp_path, POOL, said)
+    await node.start()
+    async with a_worker(node, "prefill-0") as worker:
+        await worker.attached()
+        for number in range(1, 6):
+            await worker.put(number)
+        (anna,) = (await usage(node)).owners
+        assert (anna.blocks, anna.quota_bytes, anna.weight) == (2, 2 * LAYOUT.page_bytes, 2.0)
+        said.say(anna=4)
+        async with asyncio.timeout(30):
+            while (await usage(node)).owners[0].quota_bytes != 4 * LAYOUT.page_bytes:
+                continue  # asking takes a while
+        for number in range(11, 16):
+            await worker.put(number)
+        assert (await usage(node)).owners[0].blocks == 4
+    await node.stop()
+
+
+async def test_hits_and_misses_are_counted_for_whom_they_were_asked(node: Node) -> None:
+    async with a_worker(node, "prefill-0") as worker:
+        await worker.attached()
+        await worker.put(1, 2)
+        await worker.client.lease(keys(1, 2, 3), 30.0, 0.0, "bert")
+        owners = {owner.tenant: owner for owner in (await usage(node)).owners}
+        assert (owners["bert"].hit_blocks, owners["bert"].missed_blocks) == (2, 1)
+        assert (owners["anna"].hit_blocks, owners["anna"].blocks) == (0, 2)
+
+
+async def test_a_node_answers_prometheus_where_it_is_asked_to(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    node = Node(tmp_path, replace(POOL, metrics_address=f"127.0.0.1:{port}"))
+    await node.start()
+    async with a_worker(node, "prefill-0") as worker, httpx.AsyncClient() as http:
+        await worker.attached()
+        await worker.put(1, 2)
+        text = ""
+        async with asyncio.timeout(30):
+            while "baton_pool_stored_blocks_total 2.0" not in text:
+                text = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+                await asyncio.sleep(0.01)
+        assert f'baton_pool_bytes{{tier="dram"}} {2.0 * LAYOUT.page_bytes}' in text
+        assert 'baton_pool_tier_state{tier="dram"} 1.0' in text
+        assert 'baton_pool_tier_state{tier="ssd"} 0.0' in text
+        assert "anna" not in text
+    await node.stop()

@@ -121,11 +121,20 @@ def test_columns_are_cleared_together_and_blocks_that_nobody_holds_with_them(hot
     assert depths(hot, table, blocks, ~none) == {70: 50}
 
 
-def test_a_hole_ends_the_depth_of_a_ragged_column(hot):
+@pytest.mark.parametrize("begin", [0, 1, 14, 15, 16, 37, 83])
+def test_a_hole_of_sixteen_blocks_ends_the_depth_of_a_ragged_column(hot, begin):
     table, blocks = BlockTable(max_blocks=1000, hot=hot), prints(0, 100)
     table.add(blocks, 0)
-    table.discard(blocks[37:38], 0)
-    assert depths(hot, table, blocks, NOBODY, EVERYBODY) == {0: 37}
+    table.discard(blocks[begin : begin + 16], 0)
+    assert depths(hot, table, blocks, NOBODY, EVERYBODY).get(0, 0) == begin
+
+
+@pytest.mark.parametrize(("begin", "depth"), [(30, 100), (31, 31), (32, 100), (96, 96)])
+def test_a_hole_of_one_block_is_seen_near_the_end_and_at_every_sixteenth_block(hot, begin, depth):
+    table, blocks = BlockTable(max_blocks=1000, hot=hot), prints(0, 100)
+    table.add(blocks, 0)
+    table.discard(blocks[begin : begin + 1], 0)
+    assert depths(hot, table, blocks, NOBODY, EVERYBODY) == {0: depth}
 
 
 @settings(max_examples=60, deadline=None)

@@ -100,15 +100,15 @@ async def test_a_published_block_is_found_with_its_place(world: World) -> None:
     await joined(world.directory, node())
     await world.directory.publish(node(), changes(stored(1, tier=Tier.SSD, epoch=2**40 + 3)))
     expected = (Replica(node=node(), tier=Tier.SSD, epoch=2**40 + 3),)
-    assert await world.directory.lookup([key(1)]) == [expected]
+    assert list(await world.directory.lookup([key(1)])) == [expected]
 
 
 async def test_a_chain_is_found_up_to_the_first_block_that_nobody_holds(world: World) -> None:
     await joined(world.directory, node())
     await world.directory.publish(node(), changes(stored(1), stored(2), stored(4)))
     assert len(await world.directory.lookup([key(n) for n in (1, 2, 3, 4)])) == 2
-    assert await world.directory.lookup([key(3), key(4)]) == []
-    assert await world.directory.lookup([]) == []
+    assert list(await world.directory.lookup([key(3), key(4)])) == []
+    assert list(await world.directory.lookup([])) == []
 
 
 async def test_a_long_chain_is_found_whole_and_in_order(world: World) -> None:
@@ -116,6 +116,19 @@ async def test_a_long_chain_is_found_whole_and_in_order(world: World) -> None:
     await world.directory.publish(node(), changes(*(stored(n, epoch=n) for n in range(1, 2501))))
     found = await world.directory.lookup([key(n) for n in range(1, 3000)])
     assert [replicas[0].epoch for replicas in found] == list(range(1, 2501))
+
+
+async def test_a_chain_of_which_two_nodes_hold_parts_tells_who_holds_which(world: World) -> None:
+    one, two = node("pool-1"), node("pool-2")
+    theirs = {one: range(1, 700), two: range(500, 1001, 3)}
+    for identity, numbers in theirs.items():
+        await joined(world.directory, identity)
+        await world.directory.publish(identity, changes(*map(stored, numbers)))
+    found = await world.directory.lookup([key(n) for n in range(1, 1001)])
+    assert [{replica.node for replica in replicas} for replicas in found] == [
+        {who for who, numbers in theirs.items() if n in numbers} for n in range(1, 700)
+    ]
+    assert [found[520], found[-1]] == [list(found)[520], *found[-1:]]
 
 
 async def test_two_nodes_hold_a_block_and_one_of_them_gives_it_up(world: World) -> None:
@@ -136,7 +149,7 @@ async def test_a_block_that_moves_has_one_replica_there(world: World) -> None:
     await world.directory.publish(node(), changes(stored(1)))
     await world.directory.publish(node(), changes(stored(1, tier=Tier.SSD, epoch=9)))
     expected = (Replica(node=node(), tier=Tier.SSD, epoch=9),)
-    assert await world.directory.lookup([key(1)]) == [expected]
+    assert list(await world.directory.lookup([key(1)])) == [expected]
 
 
 async def test_removing_what_a_node_does_not_hold_changes_nothing(world: World) -> None:

@@ -1,0 +1,88 @@
+"""What a pool node counts, for Prometheus: tiers, hits, evictions, leases, sickness. Never by tenant: that `baton pool top` tells."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from kvpool.messages import NodeUsage
+
+_COUNTERS: dict[str, tuple[str, Callable[[NodeUsage], float]]] = {
+    "baton_pool_hit_blocks": ("Blocks that were asked for and lent", lambda u: u.hit_blocks),
+    "baton_pool_missed_blocks": (
+        "Blocks that were asked for and not here",
+        lambda u: u.missed_blocks,
+    ),
+    "baton_pool_stored_blocks": ("Blocks put and committed", lambda u: u.stored_blocks),
+    "baton_pool_evicted_blocks": (
+        "Blocks given up for others, out of the last tier",
+        lambda u: u.evicted_blocks,
+    ),
+    "baton_pool_demoted_blocks": ("Blocks moved to the disk", lambda u: u.demoted_blocks),
+    "baton_pool_promoted_blocks": ("Blocks read back from it", lambda u: u.promoted_blocks),
+    "baton_pool_zombie_puts": ("Puts whose writer never came back", lambda u: u.zombie_puts),
+    "baton_pool_corrupt_blocks": (
+        "Blocks dropped for a wrong checksum",
+        lambda u: u.corrupt_blocks,
+    ),
+}
+"""Told as totals since the start."""
+
+
+class NodeMetrics:
+    """One node's figures; names, descriptions and where the numbers stand are in the table above.
+
+    Args:
+        registry: Where they are registered.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._counters = [
+            (Counter(name, text, registry=registry), read)
+            for name, (text, read) in _COUNTERS.items()
+        ]
+        self._bytes = Gauge(
+            "baton_pool_bytes", "KV bytes held, by tier", ["tier"], registry=registry
+        )
+        self._capacity = Gauge(
+            "baton_pool_capacity_bytes", "Size of the slab in memory", registry=registry
+        )
+        self._leases = Gauge("baton_pool_leases", "Leases that are open", registry=registry)
+        self._puts = Gauge("baton_pool_puts", "Puts that are not over", registry=registry)
+        self._tenants = Gauge("baton_pool_tenants", "Tenants with blocks here", registry=registry)
+        self._routers = Gauge("baton_pool_watchers", "Routers that watch", registry=registry)
+        self._tier_state = Gauge(
+            "baton_pool_tier_state",
+            "1 while blocks are taken in a tier, 0 while it is sick or absent",
+            ["tier"],
+            registry=registry,
+        )
+        self._degraded = Gauge(
+            "baton_directory_degraded", "1 while the directory does not answer", registry=registry
+        )
+        self._observed = NodeUsage(slots_total=0, slots_free=0)
+
+    def observe(
+        self, usage: NodeUsage, *, slot_bytes: int, sick: bool, degraded: bool, routers: int
+    ) -> None:
+        """Takes over how the node is used now.
+
+        Args:
+            usage: Its counts.
+            slot_bytes: Of a block; 0 before a worker came.
+            sick: It takes nothing new.
+            degraded: Its directory does not answer.
+            routers: So many watch it.
+        """
+        before, self._observed = self._observed, usage
+        for counter, read in self._counters:
+            counter.inc(read(usage) - read(before))
+        self._bytes.labels("dram").set((usage.slots_total - usage.slots_free) * slot_bytes)
+        self._bytes.labels("ssd").set(usage.ssd_blocks * slot_bytes)
+        self._capacity.set(usage.slots_total * slot_bytes)
+        self._leases.set(usage.leases)
+        self._puts.set(usage.puts)
+        self._tenants.set(sum(owner.blocks > 0 for owner in usage.owners))
+        self._routers.set(routers)
+        self._tier_state.labels("dram").set(usage.slots_total > 0 and not sick)
+        self._tier_state.labels("ssd").set(usage.ssd_works)
+        self._degraded.set(degraded)

@@ -1,0 +1,147 @@
+"""The link to one pool node: a stream of reports on its blocks, opened again whenever it breaks.
+
+Reports go into the prefix index; commands do not exist, since routers ask nothing of a pool. A node that cannot be reached, or
+says nothing for a while, holds nothing as far as routing is concerned.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from baton.errors import IncompatibleError
+from baton.ids import WorkerIdentity
+from baton.rpc.channel import open_channel
+from baton.rpc.hello import PROTOCOL_VERSION, identity_from_proto
+from baton.rpc.reports import blocks_from_proto
+from baton.rpc.v1 import pool_pb2 as pb
+from baton.rpc.v1 import pool_pb2_grpc
+from baton.telemetry.logs import get_logger
+from router.routing.pools import PoolNodes
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchTiming:
+    """How a watch waits.
+
+    Attributes:
+        backoff_s: First wait before connecting again; doubles up to `backoff_max_s`.
+        backoff_max_s: Longest such wait.
+        silence_s: A node that is well says something several times in this.
+    """
+
+    backoff_s: float = 0.1
+    backoff_max_s: float = 2.0
+    silence_s: float = 3.0
+
+
+class PoolWatch:
+    """Keeps one address watched, whoever lives there.
+
+    Args:
+        address: gRPC address of a pool node.
+        pools: Told who comes and goes and what they hold, on the event loop.
+        timing: How it waits.
+
+    Attributes:
+        node: Who is there now; None while nobody is.
+    """
+
+    def __init__(
+        self, address: str, pools: PoolNodes, *, timing: WatchTiming | None = None
+    ) -> None:
+        self.address = address
+        self.node: WorkerIdentity | None = None
+        self._pools = pools
+        self._timing = timing or WatchTiming()
+
+    async def run(self) -> None:
+        """Watches, and watches anew, until cancelled."""
+        wait_s = self._timing.backoff_s
+        while True:
+            was_there = False
+            async with open_channel(self.address) as channel:
+                call = pool_pb2_grpc.PoolStub(channel).Watch(pb.WatchPoolRequest())
+                try:
+                    await self._listen(call)
+                except IncompatibleError as error:
+                    _log.error("pool node cannot be used", address=self.address, cause=error)
+                except (grpc.aio.AioRpcError, TimeoutError) as error:
+                    _log.debug("pool node is away", address=self.address, reason=repr(error))
+                finally:
+                    call.cancel()
+                    was_there = self._part()
+            wait_s = self._timing.backoff_s if was_there else wait_s
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, self._timing.backoff_max_s)
+
+    async def _listen(
+        self, call: "grpc.aio.UnaryStreamCall[pb.WatchPoolRequest, pb.PoolFrame]"
+    ) -> None:
+        """From the greeting until the stream ends, or has a gap."""
+        frames = aiter(call)
+        node = self._greeted(await self._next(frames))
+        self.node = node
+        self._pools.join(node, self.address)
+        _log.info("pool node watched", node=str(node), address=self.address)
+        while True:
+            frame = await self._next(frames)
+            if not frame.HasField("blocks"):
+                continue
+            try:
+                report = blocks_from_proto(frame.blocks)
+            except ValueError as error:
+                raise IncompatibleError(f"{node} sent a bad frame: {error}") from error
+            if self._pools.report_blocks(node, report):
+                return  # the next watch begins with a snapshot
+
+    async def _next(self, frames: AsyncIterator[pb.PoolFrame]) -> pb.PoolFrame:
+        async with asyncio.timeout(self._timing.silence_s):
+            frame = await anext(frames, None)
+        if frame is None:
+            raise TimeoutError("the node ended its stream")
+        return frame
+
+    def _greeted(self, frame: pb.PoolFrame) -> WorkerIdentity:
+        hello = frame.hello
+        if hello.protocol_version != PROTOCOL_VERSION:
+            theirs = hello.protocol_version
+            raise IncompatibleError(f"protocol_version: {PROTOCOL_VERSION} here, {theirs} there")
+        if not hello.node.worker_id or not hello.node.incarnation:
+            raise IncompatibleError("greeting without identity")
+        return identity_from_proto(hello.node)
+
+    def _part(self) -> bool:
+        """What the node held is void; whether there was one."""
+        node, self.node = self.node, None
+        if node is None:
+            return False
+        self._pools.lose(node)
+        _log.warning("pool node lost", node=str(node), address=self.address)
+        return True
+
+
+@asynccontextmanager
+async def watching(
+    addresses: Sequence[str], pools: PoolNodes, *, timing: WatchTiming | None = None
+) -> AsyncIterator[tuple[PoolWatch, ...]]:
+    """Watches the nodes at all `addresses` while inside."""
+    watches = tuple(PoolWatch(address, pools, timing=timing) for address in addresses)
+    tasks = [asyncio.create_task(watch.run(), name=f"watch {watch.address}") for watch in watches]
+    for task in tasks:
+        task.add_done_callback(_report)
+    try:
+        yield watches
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("a watch of the pool died", cause=task.exception(), watch=task.get_name())

@@ -1,0 +1,119 @@
+"""Processes of a cluster that are started one by one, and find each other by their addresses."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig
+from baton.errors import ConfigError
+from cluster.alone import Alone, decide
+from cluster.cli import main
+from tests.e2e.served import eventually
+
+SECRET = "5e" * 32
+GOOD = BatonConfig(
+    cluster=ClusterConfig(secret=SECRET, workers=("p:7001", "d:7001")),
+    pool=PoolConfig(enabled=True, memory_bytes=1 << 20, address="unix:/run/baton/pool.sock"),
+)
+
+
+@pytest.mark.parametrize(
+    ("role", "path", "config"),
+    [
+        ("router", "cluster.secret", replace(GOOD, cluster=ClusterConfig(workers=("p:1",)))),
+        ("router", "cluster.workers", replace(GOOD, cluster=ClusterConfig(secret=SECRET))),
+        ("decode", "pool.address", replace(GOOD, pool=PoolConfig(enabled=True))),
+        ("pool", "pool.memory_bytes", replace(GOOD, pool=PoolConfig(enabled=True))),
+        ("pool", "pool.enabled", replace(GOOD, pool=PoolConfig(memory_bytes=1))),
+    ],
+)
+def test_what_a_process_alone_cannot_know_is_asked_for_by_name(role, path, config):
+    with pytest.raises(ConfigError) as caught:
+        decide(config, Alone(role=role, name="x"))
+    assert caught.value.param == path
+
+
+def test_a_check_says_what_would_be_started_and_starts_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", SECRET)
+    monkeypatch.setenv("BATON_CLUSTER_RUNTIME_DIR", str(tmp_path / "run"))
+    command = ["run", "decode", "--check", "--name", "decode-3", "--listen", "0.0.0.0:7001"]
+    assert main([*command, "--advertise", "decode-3.decode:7001"]) == 0
+    said = capsys.readouterr().out
+    assert "decode-3: decode worker at 0.0.0.0:7001, reached at decode-3.decode:7001" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_the_secret_it_ends_with_one_line(capsys):
+    assert main(["run", "prefill", "--check"]) == 2
+    assert "cluster.secret is not set" in capsys.readouterr().err
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as open_sockets:
+        listeners = [
+            open_sockets.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+            for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def test_four_processes_that_were_started_alone_serve_together(tmp_path: Path, processes):
+    prefill, decode, http = _free_ports(3)
+    pool = f"unix:{tmp_path}/pool/pool-0.sock"
+    common = os.environ | {
+        "BATON_CLUSTER_SECRET": SECRET,
+        "BATON_ENGINE_KV_CACHE_MEMORY_BYTES": str(16 << 20),
+        "BATON_POOL_ENABLED": "true",
+        "BATON_POOL_ADDRESS": pool,
+        "BATON_POOL_MEMORY_BYTES": str(16 << 20),
+        "BATON_CLUSTER_WORKERS": f"127.0.0.1:{prefill},127.0.0.1:{decode}",
+        "BATON_ROUTER_PORT": str(http),
+        "BATON_ROUTER_LOCAL_PREFILL_TOKENS": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def start(role: str, *flags: str) -> None:
+        runtime_dir = {"BATON_CLUSTER_RUNTIME_DIR": str(tmp_path / role)}
+        command = [sys.executable, "-m", "cluster.cli", "run", role, *flags]
+        processes.append(subprocess.Popen(command, env=common | runtime_dir))
+
+    start("pool")
+    start("prefill", "--listen", f"127.0.0.1:{prefill}")
+    start("decode", "--listen", f"127.0.0.1:{decode}")
+    start("router", "--host", "127.0.0.1")
+    with httpx.Client(base_url=f"http://127.0.0.1:{http}", timeout=60) as client:
+        eventually(lambda: _ready(client), "the router has both workers", 90)
+        body = {"model": "baton-demo", "prompt": "def main" * 40, "max_tokens": 4}
+        reply = client.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        assert 'rung="refused"} 0.0' in client.get("/metrics").text
+    for process in reversed(processes):
+        process.send_signal(signal.SIGTERM)
+    assert [process.wait(timeout=30) for process in processes] == [0, 0, 0, 0]
+    assert list(tmp_path.glob("*/*")) == [], "every socket and lock is gone"
+
+
+def _ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/ready").status_code == 200
+    except httpx.TransportError:
+        return False
