@@ -6,6 +6,7 @@ row's result does not depend on the other rows of the call.
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -147,10 +148,11 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _function(kind: str, dtype: torch.dtype, pointers: int) -> "ctypes._NamedFuncPointer":
+def _function(kind: str, dtype: torch.dtype, pointers: int) -> Callable[..., None]:
     library = load_library()
     assert library is not None  # nothing is packed without one
-    function = getattr(library, f"baton_matmul_{kind}_{str(dtype).removeprefix('torch.')}")
+    name = f"baton_matmul_{kind}_{str(dtype).removeprefix('torch.')}"
+    function: ctypes._NamedFuncPointer = getattr(library, name)
     if function.argtypes is None:
         function.argtypes, function.restype = [_POINTER] * pointers + [_INT] * 4, None
     return function

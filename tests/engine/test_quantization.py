@@ -9,15 +9,17 @@ from engine.kernels.cpu_library import load_library
 from engine.kernels.cpu_matmul import multiplies_int8
 from engine.kernels.select import check_quantization
 from engine.models.config import load_spec, quantised
+from engine.models.inputs import InputBuilder
 from engine.models.loader import load_decoder
-from tests.engine.stepping import make_runner, make_texts, run_all
+from engine.scheduling.plan import Row
+from tests.engine.stepping import make_runner, make_texts
 from tests.engine.tiny_models import make_model
 
 CPU = torch.device("cpu")
 needs_int8 = pytest.mark.skipif(
     not multiplies_int8(), reason="this processor has no AVX-512 VNNI, or there is no compiler"
 )
-PARAMS = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @pytest.mark.parametrize(
@@ -56,26 +58,25 @@ def test_kv_of_quantised_weights_is_another_models(tmp_path):
 @needs_int8
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_int8_keeps_close_to_float32(tmp_path, family):
-    """First tokens of 40 prompts: log-probabilities within a tenth, and the greedy choice wherever it led by more."""
+    """Errors of the logits against their spread, and the greedy choice wherever it led by more than those errors."""
     directory = make_model(tmp_path, family, hidden_size=256, head_dim=64)
-    spec = load_spec(directory)
-    exact, rounded = (
-        _first_logprobs(load_decoder(directory, spec, torch.float32, CPU, quantization=held))
-        for held in ("none", "int8")
+    exact, rounded = (_logits(directory, held) for held in ("none", "int8"))
+    error = (rounded - exact).std() / exact.std()
+    assert 0 < error < 0.03
+    best = exact.topk(2).values
+    clear = best[:, 0] - best[:, 1] > 0.2 * exact.std()
+    assert clear.sum() >= 10
+    assert torch.equal(exact.argmax(1)[clear], rounded.argmax(1)[clear])
+
+
+def _logits(directory, quantization):
+    """After each of 200 tokens."""
+    decoder = load_decoder(
+        directory, load_spec(directory), torch.float32, CPU, quantization=quantization
     )
-    for want, have in zip(exact, rounded, strict=True):
-        shared = want.keys() & have.keys()
-        assert len(shared) >= 15
-        assert max(abs(want[token] - have[token]) for token in shared) < 0.1
-        first, second = sorted(want.values(), reverse=True)[:2]
-        if first - second > 0.2:
-            assert max(want, key=want.__getitem__) == max(have, key=have.__getitem__)
-
-
-def _first_logprobs(decoder):
     torch.manual_seed(0)
-    prompts = [torch.randint(3, 300, (length,)).tolist() for length in range(3, 43)]
-    texts, blocks = make_texts(prompts, PARAMS, block_tokens=16, chunks=(64,))
-    runner, _ = make_runner(decoder, block_tokens=16, num_blocks=blocks)
-    run_all(runner, texts)
-    return [dict(text.drawn[0].logprobs.top) for text in texts]
+    prompt = torch.randint(3, 300, (200,)).tolist()
+    texts, blocks = make_texts([prompt], PARAMS, block_tokens=16, chunks=(200,))
+    _, arena = make_runner(decoder, block_tokens=16, num_blocks=blocks)
+    row = Row(seq=texts[0].seq, start=0, num_tokens=200, samples=(), num_scored=200)
+    return decoder.forward(InputBuilder(16, blocks, CPU).build([row]), arena)
