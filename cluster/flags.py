@@ -11,6 +11,7 @@ from baton.config.rules import (
     LOG_FORMATS,
     LOG_LEVELS,
     POLICIES,
+    QUANTIZATIONS,
 )
 from baton.config.setting import Setting
 
@@ -71,6 +72,12 @@ FLAGS: tuple[Flag, ...] = (
     ),
     _flag("--revision", path="model.revision", help="revision on the hub", metavar="REVISION"),
     _flag("--dtype", path="model.dtype", help="|".join(DTYPES), metavar="NAME"),
+    _flag(
+        "--quantization",
+        path="model.quantization",
+        help="|".join(QUANTIZATIONS) + "; how the weights are held",
+        metavar="NAME",
+    ),
     _flag("--max-model-len", path="model.max_model_len", help="tokens of prompt and output"),
     _flag("--seed", path="model.seed", help="for what requests leave open"),
     _flag("--max-num-seqs", path="engine.max_num_seqs", help="sequences that run at once"),

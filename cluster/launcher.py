@@ -36,7 +36,7 @@ from cluster.events import (
     StopRequested,
     Tick,
 )
-from cluster.machine import usable_cores
+from cluster.machine import own_cores, usable_cores
 from cluster.plan import ChildPlan, assignment_of, plan_children, resolve, resolve_model
 from cluster.ports import Observer, Unobserved
 from cluster.process import ChildProcess
@@ -177,7 +177,7 @@ class LocalCluster:
             self._runtime.note_pool(self._config.pool.address)
         on_cpu = self._config.engine.device == "cpu"
         gpus = 0 if on_cpu else len(devices())
-        plans = plan_children(self._config, self._runtime, gpus)
+        plans = plan_children(self._config, self._runtime, gpus, own_cores())
         self._plans = {plan.name: plan for plan in plans}
         self._core = self._supervisor(plans)
 

@@ -15,6 +15,12 @@ def usable_cores() -> int:
     return cores
 
 
+def own_cores() -> tuple[int, ...]:
+    """The cores that workers may be bound to; none where a quota gives less than the whole of them."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return cores if len(cores) == usable_cores() else ()
+
+
 def memory_limit_bytes() -> int | None:
     """The limit that the cgroup sets, or None."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):

@@ -1,6 +1,7 @@
 """From a configuration to what will run: fills in what all processes must agree on, and lists the processes."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -97,9 +98,11 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     return replace(model, model=str(path.absolute()), served_model_name=names)
 
 
-def plan_children(config: BatonConfig, runtime: RuntimeDir, gpus: int = 0) -> list[ChildPlan]:
+def plan_children(
+    config: BatonConfig, runtime: RuntimeDir, gpus: int = 0, cores: Sequence[int] = ()
+) -> list[ChildPlan]:
     """The processes that a resolved `config` asks for, in the order in which they start, which nobody waits for: the pool's
-    node first, the router last. Workers take turns with the machine's `gpus`.
+    node first, the router last. Workers take turns with the machine's `gpus`; without any, each gets `cores` of its own.
     """
     cluster = config.cluster
     counts = {
@@ -112,6 +115,8 @@ def plan_children(config: BatonConfig, runtime: RuntimeDir, gpus: int = 0) -> li
         _on_gpu(_worker(role, index, number, config, runtime), number, len(places), gpus)
         for number, (role, index) in enumerate(places)
     ]
+    if not gpus:
+        workers = _on_cores(workers, config, cores)
     nodes = range(config.pool.nodes if config.pool.enabled else 0)
     pool = [ChildPlan(name=f"{POOL}-{node}", role=POOL, pool_node=node) for node in nodes]
     return [*pool, *workers, ChildPlan(name=ROUTER, role=ROUTER)]
@@ -241,3 +246,22 @@ def _on_gpu(child: ChildPlan, number: int, workers: int, gpus: int) -> ChildPlan
     gpu = number % gpus
     sharers = len(range(gpu, workers, gpus))
     return replace(child, worker=replace(child.worker, gpu=gpu, gpu_sharers=sharers))
+
+
+def _on_cores(
+    workers: list[ChildPlan], config: BatonConfig, cores: Sequence[int]
+) -> list[ChildPlan]:
+    """As many cores for each as it has threads, shared with nobody: two teams of threads on one core slow each other many
+    times over. Nobody is bound where there are too few.
+    """
+    threads = config.engine.num_threads or 1
+    if not config.engine.bind_cores or threads * len(workers) > len(cores):
+        return workers
+    shares = [
+        tuple(cores[number * threads : (number + 1) * threads]) for number in range(len(workers))
+    ]
+    return [
+        replace(child, worker=replace(child.worker, cores=share))
+        for child, share in zip(workers, shares, strict=True)
+        if child.worker is not None
+    ]

@@ -125,7 +125,7 @@ async def run_worker(child: Child) -> None:
     if pool is not None:
         await pool.agent.start()
     await server.start()
-    built.host.start()  # Only now: an event that nobody listens for would end it.
+    built.host.start(worker.cores)  # Only now: an event that nobody listens for would end it.
     await _serve(server, child, worker)
     parts.engine.close()
     if pool is not None:

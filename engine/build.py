@@ -12,12 +12,20 @@ from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
 from engine.cache.arena import KvArena
 from engine.cache.budget import Demand, affordable_on_cpu, affordable_on_gpu, num_blocks
-from engine.device import arena_buffer, choose_device, current, weigh_gpu
+from engine.device import arena_buffer, choose_device, computing_on, weigh_gpu
 from engine.graphs import CudaGraphs, DecodeGraphs
 from engine.host import ThreadEngineHost
 from engine.kernels.pages import PageKernels, page_kernels
+from engine.kernels.select import check_quantization
 from engine.models.checkpoint import read_checkpoint
-from engine.models.config import ModelSpec, choose_dtype, kv_layout, load_spec, resolve_model
+from engine.models.config import (
+    ModelSpec,
+    choose_dtype,
+    kv_layout,
+    load_spec,
+    quantised,
+    resolve_model,
+)
 from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
 from engine.ports import ArenaMemory, LayerSink
@@ -82,6 +90,8 @@ def build_engine(
     path = resolve_model(model.model, model.revision)
     spec = load_spec(path)
     dtype = choose_dtype(spec, model.dtype, device)
+    check_quantization(model.quantization, device, dtype)
+    spec = quantised(spec, model.quantization)
     layout = kv_layout(spec, dtype, config.block_size or _block_tokens(device))
     affordable = _affordable(config, path, dtype, device, gpu_sharers)
     limits = _limits(model, config, spec, layout, affordable)
@@ -89,7 +99,7 @@ def build_engine(
     given = memory.allocate(layout.region_bytes(pages), device.index)
     arena = KvArena(layout, pages, arena_buffer(given))
     progress("preparing kernels", None)
-    decoder = load_decoder(path, spec, dtype, device, progress)
+    decoder = load_decoder(path, spec, dtype, device, progress, quantization=model.quantization)
     scheduler = Scheduler(
         limits,
         layout=layout,
@@ -109,7 +119,7 @@ def _graphs(
     cuts = decoder.kernels.split_rule(decoder.spec.num_kv_heads) is not None
     if decoder.device.type != "cuda" or not cuts or not config.cuda_graphs:
         return None
-    with current(decoder.device):
+    with computing_on(decoder.device):
         return DecodeGraphs(
             decoder,
             arena,

@@ -1,7 +1,9 @@
 """Hosts an engine loop in a thread of the worker's process, behind `EnginePort`: where service and engine meet."""
 
+import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from baton.clock import Clock, MonotonicClock
@@ -12,6 +14,8 @@ from engine.messages import Command, SeqEvent, StepEvents
 from engine.ports import BlockOutlet, KvSource
 from engine.scheduling.plan import StepRunner
 from engine.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 Listener = Callable[[StepEvents], None]
 
@@ -70,11 +74,27 @@ class ThreadEngineHost:
         self._loop = EngineLoop(
             scheduler, runner, emit=self._fan.deliver, clock=clock or MonotonicClock()
         )
-        self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
+        self._cores: Sequence[int] = ()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> None:
-        """Starts the thread. Attach the owners first: an event that nobody listens for ends the loop."""
+    def start(self, cores: Sequence[int] = ()) -> None:
+        """Starts the thread. Attach the owners first: an event that nobody listens for ends the loop.
+
+        Args:
+            cores: That it and the threads it computes with run on; empty for any. The process's other threads stay free.
+        """
+        self._cores = cores
         self._thread.start()
+
+    def _run(self) -> None:
+        if self._cores:
+            try:
+                os.sched_setaffinity(
+                    0, self._cores
+                )  # of this thread, and of the team it will start
+            except OSError as error:
+                logger.warning("the engine runs on any core, not on %s: %s", self._cores, error)
+        self._loop.run()
 
     def connect_pool(self, source: KvSource, outlet: BlockOutlet) -> None:
         """Blocks are fetched from `source`, and full pages offered to `outlet`. Before `start`."""

@@ -58,6 +58,7 @@ POLICIES = (
     "session",
 )
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -68,6 +69,7 @@ DIRECTORIES = ("memory", "redis")
 
 RULES: tuple[Rule, ...] = (
     _one_of("model.dtype", DTYPES),
+    _one_of("model.quantization", QUANTIZATIONS),
     *_at_least(1, "model.max_model_len"),
     Rule(path="model.seed", holds=lambda v: 0 <= v < 2**64, demand="must be from 0 to 2**64 - 1"),
     Rule(path="model.served_model_name", holds=all, demand="must not hold an empty name"),

@@ -17,6 +17,7 @@ class ModelConfig:
         revision: Hub revision to pin.
         served_model_name: Names clients may use; empty for the model's own.
         dtype: `auto`, `float32`, `float16` or `bfloat16`.
+        quantization: How the matrices of the weights are held: `none` for as `dtype` says, or `int8`, on CPUs with AVX-512 VNNI.
         max_model_len: Prompt and output together, in tokens; None for what the model was made for.
         seed: Seeds what a request leaves open.
     """
@@ -25,6 +26,7 @@ class ModelConfig:
     revision: str | None = None
     served_model_name: tuple[str, ...] = ()
     dtype: str = "auto"
+    quantization: str = "none"
     max_model_len: int | None = None
     seed: int = 0
 
@@ -43,6 +45,7 @@ class EngineConfig:
         enable_prefix_caching: Keep finished blocks for later prompts.
         num_threads: Threads for computing on the CPU; None divides the machine's cores among its workers.
         cuda_graphs: On a GPU, launch the kernels of a decode step all at once; captured at start, which takes some seconds.
+        bind_cores: Give each worker's computing threads cores of their own, where there are enough.
     """
 
     device: str = "auto"
@@ -54,6 +57,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     cuda_graphs: bool = True
+    bind_cores: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +292,7 @@ class WorkerConfig:
         stall_timeout_s: Work without progress for this long turns health to NOT_SERVING.
         drain_timeout_s: How long a drain waits for what is in flight.
         metrics_address: `host:port` of this worker's Prometheus endpoint; empty for none.
+        cores: On which its engine computes; empty for any.
         gpu: Index of its GPU, where it computes on one.
         gpu_sharers: Workers on that GPU, which share `engine.gpu_memory_utilization` evenly.
     """
@@ -299,6 +304,7 @@ class WorkerConfig:
     stall_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
     metrics_address: str = ""
+    cores: tuple[int, ...] = ()
     gpu: int = 0
     gpu_sharers: int = 1
 

@@ -113,6 +113,25 @@ def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
+def quantise_columns(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds `weight` `[out, in]` to int8 with one scale per output: `[out, in]` int8 and `[out]` float32."""
+    wide = weight.float()
+    scales = wide.abs().amax(1) / 127
+    rounded = (wide / scales.clamp(min=1e-30).unsqueeze(1)).round()
+    return rounded.to(torch.int8), scales
+
+
+def linear_int8(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, group: int
+) -> torch.Tensor:
+    """`x @ (weight * scales).T`, where `x` `[num_tokens, in]` is first rounded to int8 per row and `group` inputs."""
+    padded = functional.pad(x.float(), (0, -x.shape[1] % group))
+    groups = padded.view(x.shape[0], -1, group)
+    steps = groups.abs().amax(2, keepdim=True) / 127
+    rounded = (groups / steps.clamp(min=1e-30)).round() * steps
+    return ((rounded.flatten(1)[:, : x.shape[1]] @ weight.float().T) * scales).to(x.dtype)
+
+
 def _gather(
     pages: torch.Tensor, table: torch.Tensor, context: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
+from baton.errors import ConfigError
 from engine.kernels.cpu import SUPPORTED_DTYPES, CpuKernels
 from engine.kernels.cpu_library import load_library
+from engine.kernels.cpu_matmul import multiplies_int8
 from engine.kernels.ports import KernelSet
 from engine.kernels.reference import ReferenceKernels
 
@@ -37,3 +39,27 @@ def select_kernels(
             properties = torch.cuda.get_device_properties(device)
             return gpu.TritonKernels(properties.multi_processor_count)
     return ReferenceKernels()
+
+
+def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Says whether weights can be held so here; may block for some seconds while kernels are built.
+
+    Args:
+        quantization: `none` or `int8`.
+        device: Where products are computed.
+        dtype: Of the activations.
+
+    Raises:
+        ConfigError: They cannot; the message says what is missing.
+    """
+    if quantization == "none":
+        return
+    missing = ""
+    if device.type != "cpu":
+        missing = f"runs on CPUs, not on {device.type}"
+    elif dtype not in SUPPORTED_DTYPES:
+        missing = f"computes in float32 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    elif not multiplies_int8():
+        missing = "needs a processor with AVX-512 VNNI, and a C++ compiler at the first start"
+    if missing:
+        raise ConfigError(f"quantization {quantization} {missing}", param="model.quantization")

@@ -1,10 +1,12 @@
-"""Matrix products with explicit weights: as torch stores them, or repacked for the CPU."""
+"""Matrix products with explicit weights: as torch stores them, or repacked for the CPU, where `pack` chooses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
+
+from engine.kernels.cpu_matmul import BFloat16Panels, Int8Panels, streams_bfloat16
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
 """Maps `[num_tokens, in]` to `[num_tokens, out]`."""
@@ -44,10 +46,21 @@ class PackedLinear:
         return product
 
 
-def pack(linear: Linear) -> Projection:
-    """The fastest form of `linear` on its device; a packed one holds a copy of the weight and no more of the original."""
+def pack(linear: Linear, quantization: str = "none") -> Projection:
+    """The fastest form of `linear` on its device; a packed one holds a copy of the weight and no more of the original.
+
+    Args:
+        linear: On the CPU its weight may be bfloat16 although float32 is computed in, where `streams_bfloat16()`.
+        quantization: `none`, or `int8` where `multiplies_int8()`.
+    """
     weight = linear.weight
-    if weight.device.type != "cpu" or weight.dtype not in _PACKABLE or not _can_pack(weight.dtype):
+    if quantization == "int8":
+        return Int8Panels.pack(weight, linear.bias)
+    if weight.device.type != "cpu" or weight.dtype not in _PACKABLE:
+        return linear
+    if weight.dtype == torch.bfloat16 and streams_bfloat16():
+        return BFloat16Panels.pack(weight, linear.bias)
+    if not _can_pack(weight.dtype):
         return linear
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
     return PackedLinear(weight=packed, bias=linear.bias)

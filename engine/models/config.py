@@ -3,7 +3,7 @@
 Read once at start by every worker, which also learns here the shape of its KV pages and the dtype to compute in.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -160,13 +160,20 @@ def load_spec(path: Path) -> ModelSpec:
     )
 
 
+def quantised(spec: ModelSpec, quantization: str) -> ModelSpec:
+    """`spec` under a fingerprint of its own where weights are held otherwise than as stored: its KV is another model's."""
+    if quantization == "none":
+        return spec
+    return replace(spec, fingerprint=f"{spec.fingerprint}-{quantization}")
+
+
 def choose_dtype(spec: ModelSpec, requested: str, device: torch.device) -> torch.dtype:
     """The dtype to hold weights and KV in.
 
     Args:
         spec: The model.
-        requested: `auto`, or the name of a dtype. `auto` takes the checkpoint's, except on a CPU that cannot multiply
-            it natively, where float32 is several times faster.
+        requested: `auto`, or the name of a dtype. `auto` takes the checkpoint's, except on a CPU that cannot multiply it
+            natively: that computes in float32, whose weights may stay narrower (`load_decoder`).
         device: Where it will run.
 
     Raises:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from baton.errors import ModelLoadError
+from engine.kernels.cpu_matmul import streams_bfloat16
 from engine.kernels.ports import HeadNorms, KernelSet
 from engine.kernels.select import select_kernels
 from engine.layers.attention import PagedSelfAttention
@@ -23,6 +24,8 @@ from engine.models.checkpoint import Checkpoint, OpenFile, open_safetensors, rea
 from engine.models.config import ModelSpec
 from engine.models.decoder import Decoder, DecoderLayer
 
+_EMBEDDING = "model.embed_tokens.weight"
+
 Progress = Callable[[str, float], None]
 """Told what is being done and the fraction of it that is done, 0 to 1."""
 
@@ -34,23 +37,26 @@ def load_decoder(
     device: torch.device,
     progress: Progress | None = None,
     kernels: KernelSet | None = None,
+    quantization: str = "none",
 ) -> Decoder:
     """Loads the model in `path`. Blocks while reading.
 
     Args:
         path: Model directory.
         spec: What `load_spec(path)` said.
-        dtype: To hold the weights in.
+        dtype: To compute in, and to hold the weights in. Where the CPU reads bfloat16 weights faster than float32 ones, those
+            that are stored as bfloat16 stay so also under float32: widening them would tell nothing new.
         device: To hold the weights on.
         progress: Called after each layer.
         kernels: What to compute with; None chooses the fastest that this machine can run.
+        quantization: `none`, or `int8` for the matrices; `check_quantization` says whether that is served here.
 
     Raises:
         ModelLoadError: A tensor is missing or has the wrong shape, or a file is corrupt.
     """
     chosen = kernels or select_kernels(device, dtype)
     with ExitStack() as files:
-        weights = _Weights(read_checkpoint(path), dtype, device, files)
+        weights = _Weights(read_checkpoint(path), dtype, device, files, quantization)
         return _Assembly(spec, weights, chosen).decoder(progress or _ignore)
 
 
@@ -62,33 +68,54 @@ class _Weights:
     """Tensors of a checkpoint, converted on the way; each file is mapped once, until `files` closes."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, files: ExitStack
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        files: ExitStack,
+        quantization: str,
     ) -> None:
         self._checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
         self._files = files
+        self._quantization = quantization
+        self._stay_narrow = device.type == "cpu" and dtype == torch.float32 and streams_bfloat16()
         self._open: dict[Path, OpenFile] = {}
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """One tensor of one dimension."""
-        return self._stack([(name, size)], ())
+        return self._stack([(name, size)], (), self.dtype)
 
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """One tensor of two dimensions."""
-        return self._stack([(name, rows)], (columns,))
+        return self._stack([(name, rows)], (columns,), self.dtype)
 
     def linear(self, parts: list[tuple[str, int]], inputs: int, *, bias: bool) -> Projection:
         """Several projections `(name, outputs)` of one input as a single matrix."""
-        weight = self._stack([(f"{name}.weight", size) for name, size in parts], (inputs,))
-        if not bias:
-            return pack(Linear(weight=weight))
-        biases = self._stack([(f"{name}.bias", size) for name, size in parts], ())
-        return pack(Linear(weight=weight, bias=biases))
+        weights = [(f"{name}.weight", size) for name, size in parts]
+        dtype = self._held_in([name for name, _ in weights])
+        weight = self._stack(weights, (inputs,), dtype)
+        biases = [(f"{name}.bias", size) for name, size in parts]
+        return self._pack(weight, self._stack(biases, (), self.dtype) if bias else None)
 
-    def _stack(self, parts: list[tuple[str, int]], tail: tuple[int, ...]) -> torch.Tensor:
+    def tied_linear(self, name: str, weight: torch.Tensor) -> Projection:
+        """The product with a matrix that has been read already, as `weight`."""
+        return self._pack(weight.to(self._held_in([name])), None)
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+        return pack(Linear(weight=weight, bias=bias), self._quantization)
+
+    def _held_in(self, names: list[str]) -> torch.dtype:
+        tensors = self._checkpoint.tensors
+        narrow = all(name in tensors and tensors[name].dtype == "BF16" for name in names)
+        return torch.bfloat16 if self._stay_narrow and narrow else self.dtype
+
+    def _stack(
+        self, parts: list[tuple[str, int]], tail: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         total = sum(rows for _, rows in parts)
-        target = torch.empty((total, *tail), dtype=self.dtype, device=self.device)
+        target = torch.empty((total, *tail), dtype=dtype, device=self.device)
         begin = 0
         for name, rows in parts:
             target[begin : begin + rows].copy_(self._read(name, (rows, *tail)))
@@ -117,7 +144,7 @@ class _Assembly:
     def decoder(self, progress: Progress) -> Decoder:
         spec, weights = self._spec, self._weights
         progress("loading weights", 0.0)
-        embedding = weights.matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        embedding = weights.matrix(_EMBEDDING, spec.vocab_size, spec.hidden_size)
         layers = []
         for index in range(spec.num_layers):
             layers.append(self._layer(index))
@@ -189,7 +216,7 @@ class _Assembly:
 
     def _head(self, embedding: torch.Tensor) -> LanguageHead:
         if self._spec.tied_embeddings:
-            return LanguageHead(project=pack(Linear(weight=embedding)))
+            return LanguageHead(project=self._weights.tied_linear(_EMBEDDING, embedding))
         part = ("lm_head", self._spec.vocab_size)
         return LanguageHead(
             project=self._weights.linear([part], self._spec.hidden_size, bias=False)

@@ -190,3 +190,34 @@ def test_several_nodes_of_the_pool_stand_for_several_hosts_each_with_its_workers
     assert told["pool-0"].config.pool.failure_domain != told["pool-1"].config.pool.failure_domain
     sockets = [path for child in ("pool-0", "pool-1") for path in told[child].part.sockets]
     assert len(set(sockets)) == 8
+
+
+def cores_of(config, cores):
+    children = plan_children(config, RuntimeDir(Path("/run/b"), -1), cores=cores)
+    return {child.name: child.worker.cores for child in children if child.worker is not None}
+
+
+def test_every_worker_computes_on_cores_of_its_own():
+    assert cores_of(resolved(2), (4, 7)) == {"prefill-0": (4,), "decode-0": (7,)}
+    assert cores_of(resolved(8, cluster__hybrid_workers=1), range(8)) == {
+        "hybrid-0": tuple(range(8))
+    }
+
+
+@pytest.mark.parametrize(
+    ("cores", "settings"),
+    [
+        ((0,), {}),
+        ((), {}),
+        (range(8), {"engine__bind_cores": False}),
+        (range(8), {"engine__num_threads": 5}),
+    ],
+)
+def test_workers_run_on_any_core_where_there_are_too_few_or_binding_is_off(cores, settings):
+    config = resolved(max(1, len(cores)), **settings)
+    assert set(cores_of(config, cores).values()) == {()}
+
+
+def test_workers_with_gpus_are_not_bound():
+    children = plan_children(resolved(2), RuntimeDir(Path("/run/b"), -1), 1, (0, 1))
+    assert {child.worker.cores for child in children if child.worker is not None} == {()}

@@ -1,3 +1,4 @@
+import os
 import threading
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -10,6 +11,7 @@ from engine.fake import FakeEngine, FakeRunner
 from engine.host import EventFan, ThreadEngineHost
 from engine.messages import Generate, PrefillStarted, Released, Sampled, StepEvents
 from engine.ports import EnginePort
+from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling_world import SECRET, World, layout, limits, prompt
 
@@ -120,3 +122,30 @@ def test_a_fake_engine_is_stepped_by_hand():
     engine.run_until_idle()
     assert engine.scheduler.load().blocks_used == 0
     assert port.failure() is None
+
+
+class RunnerThatLooksWhereItIs(FakeRunner):
+    """Notes on which cores the thread that computes may run."""
+
+    cores: frozenset[int] = frozenset()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.cores = frozenset(os.sched_getaffinity(0))
+        return super().execute(plan)
+
+
+def test_only_the_engines_thread_is_bound_to_its_cores():
+    everywhere = os.sched_getaffinity(0)
+    core = max(everywhere)
+    runner = RunnerThatLooksWhereItIs(limits())
+    host = ThreadEngineHost(scheduler(), runner)
+    finished = threading.Event()
+    host.attach("a", lambda told: finished.set() if told.events else None)
+    host.start((core,))
+    try:
+        host.submit(Generate(seq_id=SeqId("a/1"), prompt=prompt(8)))
+        assert finished.wait(TIMEOUT_S)
+    finally:
+        host.close()
+    assert runner.cores == {core}
+    assert os.sched_getaffinity(0) == everywhere

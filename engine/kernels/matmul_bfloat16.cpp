@@ -1,0 +1,160 @@
+// x * weight^T for bfloat16 weights on processors that multiply only float32: weights are read at half the bytes of float32
+// and widened in registers (few rows: the memory is what costs) or once per block of rows (many: the arithmetic is).
+//
+//   weight [panels][inputs / 2][32 columns][2]: a pair of consecutive inputs shares 32 bits, so that widening takes one
+//   shift or one mask; columns and inputs beyond the matrix are zero
+
+#include "tiles.h"
+
+namespace baton {
+namespace {
+
+constexpr int64_t DEPTH = 256;  // inputs of a widened panel: 32 KiB, so that it stays near
+
+inline Vec low(IntVec pair) { return reinterpret_cast<Vec>(pair << 16); }
+inline Vec high(IntVec pair) {
+    IntVec mask = IntVec{} + static_cast<int32_t>(0xffff0000u);
+    return reinterpret_cast<Vec>(pair & mask);
+}
+inline IntVec load_pairs(const uint32_t* from) { return *reinterpret_cast<const IntVec*>(from); }
+
+// Packs rows [first, first + height) as [inputs][height] float32.
+template <typename T>
+void pack(const T* x, int64_t rows, int64_t inputs, int64_t depth, int64_t first, int64_t height, float* to) {
+    for (int64_t i = 0; i < height; i++) {
+        const T* from = x + (first + i) * inputs;
+        int64_t have = first + i < rows ? inputs : 0;
+        for (int64_t k = 0; k < have; k++) to[k * height + i] = widen(from[k]);
+        for (int64_t k = have; k < depth; k++) to[k * height + i] = 0.0f;
+    }
+}
+
+// sums [R][P * 32] of P panels read from memory, which lie `stride` pairs apart.
+template <int R, int P>
+__attribute__((noinline)) void stream(const float* a, const uint32_t* weight, int64_t stride, int64_t pairs, float* sums) {
+    Vec acc[R][2 * P] = {};
+    for (int64_t k = 0; k < pairs; k++, a += 2 * R)
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < 2; v++) {
+                IntVec both = load_pairs(weight + p * stride + k * PANEL + v * LANES);
+                Vec even = low(both), odd = high(both);
+                for (int i = 0; i < R; i++) acc[i][2 * p + v] += a[i] * even;
+                for (int i = 0; i < R; i++) acc[i][2 * p + v] += a[R + i] * odd;
+            }
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < 2 * P; v++) store(sums + (i * 2 * P + v) * LANES, acc[i][v]);
+}
+
+// sums [R][32] (+)= a * wide, `wide` [depth][32].
+template <int R>
+__attribute__((noinline)) void multiply(const float* a, const float* wide, int64_t depth, float* sums, bool add) {
+    Vec acc[R][2] = {};
+    if (add)
+        for (int i = 0; i < R; i++)
+            for (int v = 0; v < 2; v++) acc[i][v] = load(sums + (i * 2 + v) * LANES);
+    for (int64_t k = 0; k < depth; k++, a += R) {
+        Vec left = load(wide + k * PANEL), right = load(wide + k * PANEL + LANES);
+        for (int i = 0; i < R; i++) {
+            acc[i][0] += a[i] * left;
+            acc[i][1] += a[i] * right;
+        }
+    }
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < 2; v++) store(sums + (i * 2 + v) * LANES, acc[i][v]);
+}
+
+void widen_panel(const uint32_t* pairs, int64_t count, float* wide) {
+    for (int64_t k = 0; k < count; k++)
+        for (int64_t v = 0; v < PANEL; v += LANES) {
+            IntVec both = load_pairs(pairs + k * PANEL + v);
+            store(wide + 2 * k * PANEL + v, low(both));
+            store(wide + (2 * k + 1) * PANEL + v, high(both));
+        }
+}
+
+template <typename T>
+class Product {
+   public:
+    Product(const T* x, const uint32_t* weight, Outputs<T> outputs, int64_t inputs, float* packed)
+        : x(x), weight(weight), outputs(outputs), inputs(inputs), pairs((inputs + 1) / 2),
+          panels((outputs.columns + PANEL - 1) / PANEL), packed(packed) {}
+
+    // Called by every thread of a team.
+    void run() {
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < outputs.rows; first += TILE)
+            pack(x, outputs.rows, inputs, 2 * pairs, first, height(first), tile(first));
+        if (outputs.rows <= TILE) {
+            int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
+            with_height(height(0), [&](auto h) { stream_panels<h>(panels * me / team, panels * (me + 1) / team); });
+            return;
+        }
+        int64_t blocks = (outputs.rows + BLOCK - 1) / BLOCK;
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t item = 0; item < panels * blocks; item++)
+            multiply_block(item % panels, item / panels * BLOCK);
+    }
+
+   private:
+    const T* x;
+    const uint32_t* weight;
+    Outputs<T> outputs;
+    int64_t inputs, pairs, panels;
+    float* packed;
+
+    int64_t height(int64_t first) const { return tile_height(std::min(TILE, outputs.rows - first)); }
+    float* tile(int64_t first) const { return packed + first * 2 * pairs; }
+
+    template <int R>
+    void stream_panels(int64_t from, int64_t to) const {
+        constexpr int P = panels_abreast(R);
+        alignas(64) float sums[R * P * PANEL];
+        for (; from + P <= to; from += P) {
+            stream<R, P>(packed, weight + from * pairs * PANEL, pairs * PANEL, pairs, sums);
+            outputs.put(sums, P * PANEL, 0, R, from * PANEL);
+        }
+        for (; from < to; from++) {
+            stream<R, 1>(packed, weight + from * pairs * PANEL, pairs * PANEL, pairs, sums);
+            outputs.put(sums, PANEL, 0, R, from * PANEL);
+        }
+    }
+
+    // One panel times up to BLOCK rows from `begin` on.
+    void multiply_block(int64_t panel, int64_t begin) const {
+        static thread_local std::vector<float> memory;
+        float* wide = kept(memory, (DEPTH + BLOCK) * PANEL);
+        float* sums = wide + DEPTH * PANEL;
+        int64_t end = std::min(begin + BLOCK, outputs.rows);
+        for (int64_t k = 0; k < 2 * pairs; k += DEPTH) {
+            int64_t depth = std::min(DEPTH, 2 * pairs - k);
+            widen_panel(weight + (panel * pairs + k / 2) * PANEL, depth / 2, wide);
+            for (int64_t first = begin; first < end; first += TILE)
+                with_height(height(first), [&](auto h) {
+                    multiply<h>(tile(first) + k * h, wide, depth, sums + (first - begin) * PANEL, k > 0);
+                });
+        }
+        outputs.put(sums, PANEL, begin, end - begin, panel * PANEL);
+    }
+};
+
+template <typename T>
+void matmul(const T* x, const uint32_t* weight, const float* bias, T* out, int64_t rows, int64_t inputs,
+            int64_t columns, int num_threads) {
+    static thread_local std::vector<float> memory;
+    float* packed = kept(memory, round_up(rows, TILE) * round_up(inputs, 2));
+    Outputs<T> outputs{out, nullptr, bias, rows, columns};
+#pragma omp parallel num_threads(num_threads)
+    Product<T>(x, weight, outputs, inputs, packed).run();
+}
+
+}  // namespace
+}  // namespace baton
+
+#define BATON_MATMUL_BFLOAT16(NAME, T)                                                              \
+    extern "C" void NAME(const T* x, const uint32_t* weight, const float* bias, T* out,             \
+                         int64_t rows, int64_t inputs, int64_t columns, int64_t num_threads) {      \
+        baton::matmul<T>(x, weight, bias, out, rows, inputs, columns, static_cast<int>(num_threads)); \
+    }
+
+BATON_MATMUL_BFLOAT16(baton_matmul_bfloat16_float32, float)
+BATON_MATMUL_BFLOAT16(baton_matmul_bfloat16_bfloat16, baton::bfloat16)

@@ -1,0 +1,70 @@
+// How the matrix products of matmul_bfloat16.cpp and matmul_int8.cpp divide their work.
+//
+// Weights lie in panels of 32 output columns, in the order in which they are read. Rows of activations are packed in tiles
+// of up to 12, so that one pass over a panel serves a tile. Every output adds up its products in the same order whatever
+// the number of rows, so that a row's result does not depend on the batch it is computed in.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "numeric.h"
+
+namespace baton {
+
+constexpr int64_t PANEL = 2 * LANES;      // columns
+constexpr int64_t TILE = 12;              // rows; 12 by 2 vectors of sums leave 8 registers for operands
+constexpr int64_t BLOCK = 20 * TILE;      // rows that share one widened panel
+
+// Rows that a tile of `rows` is computed as; those added are zero and thrown away.
+inline int64_t tile_height(int64_t rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : rows <= 8 ? 8 : TILE; }
+
+// Calls `body` with the height as a constant.
+template <typename Body>
+void with_height(int64_t height, Body body) {
+    switch (height) {
+        case 1: return body(std::integral_constant<int, 1>());
+        case 2: return body(std::integral_constant<int, 2>());
+        case 4: return body(std::integral_constant<int, 4>());
+        case 8: return body(std::integral_constant<int, 8>());
+        default: return body(std::integral_constant<int, TILE>());
+    }
+}
+
+// Panels that are streamed side by side: enough sums to hide the latency of adding to them.
+constexpr int panels_abreast(int height) { return height <= 2 ? 4 : height <= 4 ? 2 : 1; }
+
+// Memory of a thread that is kept from call to call, so that a steady state allocates nothing.
+template <typename T>
+T* kept(std::vector<T>& memory, int64_t size) {
+    if (static_cast<int64_t>(memory.size()) < size + 16) memory.resize(size + 16);
+    uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
+    return reinterpret_cast<T*>((address + 63) / 64 * 64);
+}
+
+// One product's outputs.
+template <typename T>
+struct Outputs {
+    T* out;
+    const float *scales, *bias;  // per column; null for none
+    int64_t rows, columns;
+
+    // sums [count][width] become the columns from `column` on of the rows from `row` on.
+    void put(const float* sums, int64_t width, int64_t row, int64_t count, int64_t column) const {
+        int64_t wide = std::min(width, columns - column);
+        for (int64_t i = 0; i < std::min(count, rows - row); i++) {
+            const float* from = sums + i * width;
+            T* to = out + (row + i) * columns + column;
+#pragma omp simd
+            for (int64_t j = 0; j < wide; j++) {
+                float value = scales ? from[j] * scales[column + j] : from[j];
+                narrow(bias ? value + bias[column + j] : value, to[j]);
+            }
+        }
+    }
+};
+
+}  // namespace baton
