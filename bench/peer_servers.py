@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def llamacpp(server: str, gguf: str, slots: int) -> Iterator[str]:
 
 
 @contextmanager
-def _running(command: Sequence[str], port: int, settings: Mapping[str, str]) -> Iterator[str]:
+def _running(command: Sequence[str], port: int, settings: dict[str, str]) -> Iterator[str]:
     # None of our own path: the peer has its own packages.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:

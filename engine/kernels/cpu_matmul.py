@@ -153,6 +153,5 @@ def _function(kind: str, dtype: torch.dtype, pointers: int) -> Callable[..., Non
     assert library is not None  # nothing is packed without one
     name = f"baton_matmul_{kind}_{str(dtype).removeprefix('torch.')}"
     function: ctypes._NamedFuncPointer = getattr(library, name)
-    if function.argtypes is None:
-        function.argtypes, function.restype = [_POINTER] * pointers + [_INT] * 4, None
+    function.argtypes, function.restype = [_POINTER] * pointers + [_INT] * 4, None
     return function
