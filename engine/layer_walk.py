@@ -44,6 +44,11 @@ class LayerWalk:
         self._lost: list[frozenset[SeqId]] = []
         self.outcome: FetchOutcome | None = None
 
+    @property
+    def hooks(self) -> "LayerWalk | None":
+        """What the decoder has to call between layers: None where nobody takes part, which lets it compute all at once."""
+        return self if self._source is not None or self._sink is not None else None
+
     def __enter__(self) -> "LayerWalk":
         if self._source is not None:
             self._source.begin(self._plan.fetches)

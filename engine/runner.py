@@ -85,7 +85,7 @@ class ModelRunner:
         step = self._inputs.build(plan.rows)
         walk = LayerWalk(plan, self._source, self._sink, self._mark)
         with walk:
-            hidden = self._model.hidden(step, self._arena, walk)
+            hidden = self._model.hidden(step, self._arena, walk.hooks)
         return hidden, walk.outcome
 
     def _draw(self, hidden: torch.Tensor, rows: list[Row]) -> list[tuple[Drawn, ...]]:

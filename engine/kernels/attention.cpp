@@ -8,11 +8,10 @@
 //   pages [num_blocks, num_kv_heads, 2, block_tokens, head_dim]     query, out [num_tokens, num_heads, head_dim]
 
 #include <algorithm>
-#include <memory>
 #include <utility>
 #include <vector>
 
-#include "numeric.h"
+#include "team.h"
 
 namespace baton {
 namespace {
@@ -23,34 +22,20 @@ constexpr int64_t FEW = 8;         // up to so many queries take the decode path
 constexpr float NOTHING = -1e30f;  // a running maximum before any key
 constexpr float HIDDEN = -3e38f;   // a masked score: its exponential is 0 against any maximum
 
-template <typename T>
-struct Call {
-    const T* query;
-    const T* pages;
-    const int32_t* query_starts;
-    const int32_t* context_lens;
-    const int32_t* block_tables;
-    T* out;
-    int64_t num_rows, num_heads, num_kv_heads, head_dim, block_tokens, table_width;
-    float scale;
-    int64_t window;
-
-    int64_t group() const { return num_heads / num_kv_heads; }
-    int64_t tile_tokens() const { return std::max<int64_t>(1, TILE / group()); }
-    int64_t width() const { return round_up(head_dim, LANES); }
-};
-
-// Per-thread memory, laid out for one tile: `lanes` is the number of queries rounded up to whole vectors.
+// Per-thread memory, kept from call to call and laid out for one tile: `lanes` is the number of queries rounded up to whole
+// vectors.
 struct Scratch {
     float *queries, *scores, *sums, *keys, *values, *maxima, *totals, *rescale;
     int32_t* positions;
     const float *key_rows[KEYS], *value_rows[KEYS];
-    std::unique_ptr<float[]> memory;
+    std::vector<float> memory;
     std::vector<const float*> query_rows, weight_rows;
 
-    Scratch(int64_t lanes, int64_t width) : query_rows(width), weight_rows(lanes) {
-        memory.reset(new float[2 * lanes * width + KEYS * (lanes + 2 * width) + 4 * lanes + LANES]);
-        float* next = memory.get();
+    void fit(int64_t lanes, int64_t width) {
+        query_rows.resize(width);
+        weight_rows.resize(lanes);
+        memory.resize(2 * lanes * width + KEYS * (lanes + 2 * width) + 4 * lanes + LANES);
+        float* next = memory.data();
         next += (64 - reinterpret_cast<uintptr_t>(next) % 64) % 64 / sizeof(float);
         auto take = [&next](int64_t count) { return std::exchange(next, next + count); };
         queries = take(lanes * width);
@@ -128,7 +113,7 @@ template <typename T>
 class Tile {
    public:
     // Queries [first, last) of row `row`, counted within the row, of KV head `head`.
-    Tile(const Call<T>& call, Scratch& scratch, int64_t row, int64_t head, int64_t first,
+    Tile(const Attention<T>& call, Scratch& scratch, int64_t row, int64_t head, int64_t first,
          int64_t last)
         : call(call), at(scratch), row(row), head(head), group(call.group()), width(call.width()),
           count((last - first) * group), lanes(round_up(count, LANES)) {
@@ -159,7 +144,7 @@ class Tile {
     }
 
    private:
-    const Call<T>& call;
+    const Attention<T>& call;
     Scratch& at;
     int64_t row, head, group, width, count, lanes, token, begin_position, end_position;
 
@@ -302,45 +287,55 @@ class Tile {
     }
 };
 
+}  // namespace
+
 template <typename T>
-void attend(const Call<T>& call, int num_threads) {
-    int64_t tokens = call.tile_tokens();
-    int64_t longest = 0;
-    std::vector<int64_t> first_tile(call.num_rows + 1, 0);
-    for (int64_t row = 0; row < call.num_rows; row++) {
-        int64_t length = call.query_starts[row + 1] - call.query_starts[row];
-        first_tile[row + 1] = first_tile[row] + (length + tokens - 1) / tokens;
-        longest = std::max(longest, std::min(length, tokens));
+int64_t Attention<T>::tile_tokens() const {
+    return std::max<int64_t>(1, TILE / group());
+}
+
+template <typename T>
+std::vector<int64_t> Attention<T>::first_tiles() const {
+    std::vector<int64_t> first(num_rows + 1, 0);
+    for (int64_t row = 0; row < num_rows; row++) {
+        int64_t length = query_starts[row + 1] - query_starts[row];
+        first[row + 1] = first[row] + (length + tile_tokens() - 1) / tile_tokens();
     }
-    int64_t items = first_tile[call.num_rows] * call.num_kv_heads;
-#pragma omp parallel num_threads(num_threads) if (items > 1)
-    {
-        Scratch scratch(round_up(longest * call.group(), LANES), call.width());
+    return first;
+}
+
+template <typename T>
+void attend(const Attention<T>& call, const std::vector<int64_t>& first_tiles) {
+    static thread_local Scratch scratch;
+    int64_t tokens = call.tile_tokens();
+    scratch.fit(round_up(tokens * call.group(), LANES), call.width());
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < items; item++) {
-            int64_t tile = item / call.num_kv_heads, head = item % call.num_kv_heads;
-            auto after = std::upper_bound(first_tile.begin(), first_tile.end(), tile);
-            int64_t row = after - first_tile.begin() - 1;
-            int64_t length = call.query_starts[row + 1] - call.query_starts[row];
-            int64_t first = (tile - first_tile[row]) * tokens;
-            Tile<T>(call, scratch, row, head, first, std::min(first + tokens, length)).attend();
-        }
+    for (int64_t item = 0; item < first_tiles.back() * call.num_kv_heads; item++) {
+        int64_t tile = item / call.num_kv_heads, head = item % call.num_kv_heads;
+        auto after = std::upper_bound(first_tiles.begin(), first_tiles.end(), tile);
+        int64_t row = after - first_tiles.begin() - 1;
+        int64_t length = call.query_starts[row + 1] - call.query_starts[row];
+        int64_t first = (tile - first_tiles[row]) * tokens;
+        Tile<T>(call, scratch, row, head, first, std::min(first + tokens, length)).attend();
     }
 }
 
-}  // namespace
 }  // namespace baton
 
 #define BATON_PAGED_ATTENTION(NAME, T)                                                             \
+    template struct baton::Attention<T>;                                                           \
+    template void baton::attend<T>(const Attention<T>&, const std::vector<int64_t>&);              \
     extern "C" void NAME(const T* query, const T* pages, const int32_t* query_starts,              \
                          const int32_t* context_lens, const int32_t* block_tables, T* out,         \
                          int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,                \
                          int64_t head_dim, int64_t block_tokens, int64_t table_width, float scale, \
                          int64_t window, int64_t num_threads) {                                    \
-        baton::attend<T>({query, pages, query_starts, context_lens, block_tables, out, num_rows,   \
-                          num_heads, num_kv_heads, head_dim, block_tokens, table_width, scale,     \
-                          window},                                                                 \
-                         static_cast<int>(num_threads));                                           \
+        baton::Attention<T> call{query,        pages,    query_starts, context_lens, block_tables, \
+                                 out,          num_rows, num_heads,    num_kv_heads, head_dim,     \
+                                 block_tokens, table_width, scale,     window};                    \
+        std::vector<int64_t> tiles = call.first_tiles();                                           \
+        _Pragma("omp parallel num_threads(static_cast<int>(num_threads)) if (tiles.back() * num_kv_heads > 1)") \
+        baton::attend<T>(call, tiles);                                                             \
     }
 
 BATON_PAGED_ATTENTION(baton_paged_attention_float32, float)

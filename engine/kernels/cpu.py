@@ -12,7 +12,7 @@ from engine.kernels.ports import HeadNorms, PagedBatch, Rotation
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 
-_NO_WINDOW = 1 << 30
+NO_WINDOW = 1 << 30
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "paged_attention": [_POINTER] * 6 + [_INT] * 6 + [_FLOAT] + [_INT] * 2,
@@ -28,11 +28,15 @@ class CpuKernels:
     Args:
         library: What `load_library` gave.
         dtype: Of activations, weights and pages: float32 or bfloat16.
+
+    Attributes:
+        library: The same.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         if dtype not in SUPPORTED_DTYPES:
             raise ValueError(f"CPU kernels compute in {SUPPORTED_DTYPES}, not {dtype}")
+        self.library = library
         self._dtype = dtype
         name = str(dtype).removeprefix("torch.")
         self._functions = {}
@@ -128,7 +132,7 @@ class CpuKernels:
             block_tokens,
             batch.block_tables.shape[1],
             scale,
-            _NO_WINDOW if window is None else min(window, _NO_WINDOW),
+            NO_WINDOW if window is None else min(window, NO_WINDOW),
             torch.get_num_threads(),
         )
         return output

@@ -17,7 +17,7 @@ from baton.native import CannotBuildError, Library, build
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("attention", "fused", "matmul_bfloat16", "matmul_int8")
+_SOURCES = ("attention", "fused", "matmul_bfloat16", "matmul_int8", "layers")
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -61,7 +61,7 @@ def _library() -> Library:
         name="kernels",
         compiler="c++",
         sources=tuple(_FOLDER / f"{name}.cpp" for name in _SOURCES),
-        headers=(_FOLDER / "numeric.h", _FOLDER / "tiles.h"),
+        headers=(_FOLDER / "numeric.h", _FOLDER / "team.h", _FOLDER / "tiles.h"),
         flags=(*_FLAGS, _WIDE_VECTORS) if "avx512f" in cpu_flags() else _FLAGS,
         # Without -fopenmp here: that would add the system's own runtime beside torch's.
         link=tuple(runtimes),

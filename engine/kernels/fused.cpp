@@ -1,10 +1,10 @@
-// The small operations between a decoder's matrix products, each one pass over memory and one call per layer.
+// The small operations between a decoder's matrix products, each one pass over memory.
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "numeric.h"
+#include "team.h"
 
 namespace baton {
 namespace {
@@ -20,51 +20,12 @@ float inverse_rms(const T* x, int64_t size, float eps) {
     return 1.0f / std::sqrt(total / static_cast<float>(size) + eps);
 }
 
-// out = norm(x) * weight; with a residual, x is first added to it in place and the sum is what is normalised.
-template <typename T>
-void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, int64_t hidden,
-              float eps, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (tokens * hidden > WORTH_A_TEAM)
-    for (int64_t token = 0; token < tokens; token++) {
-        const T* from = x + token * hidden;
-        T* to = out + token * hidden;
-        if (residual) {
-            T* sums = residual + token * hidden;
-#pragma omp simd
-            for (int64_t i = 0; i < hidden; i++) narrow(widen(sums[i]) + widen(from[i]), sums[i]);
-            from = sums;
-        }
-        float scale = inverse_rms(from, hidden, eps);
-#pragma omp simd
-        for (int64_t i = 0; i < hidden; i++) narrow(widen(from[i]) * scale * widen(weight[i]), to[i]);
-    }
-}
-
 template <typename T>
 void gate_line(const T* gate, const T* up, T* out) {
     // exp(-x) of very negative x would overflow; silu has long been 0 there.
     Vec value = load(gate), negated = -value;
     Vec gated = value / (1.0f + exponential(negated > 87.0f ? splat(87.0f) : negated)) * load(up);
     for (int64_t i = 0; i < LANES; i++) narrow(gated[i], out[i]);
-}
-
-// out[token][i] = silu(x[token][i]) * x[token][width + i]
-template <typename T>
-void silu_mul(const T* x, T* out, int64_t tokens, int64_t width, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (tokens * width > WORTH_A_TEAM)
-    for (int64_t token = 0; token < tokens; token++) {
-        const T *gate = x + token * 2 * width, *up = gate + width;
-        T* to = out + token * width;
-        int64_t i = 0;
-        for (; i + LANES <= width; i += LANES) gate_line(gate + i, up + i, to + i);
-        if (i < width) {
-            T padded[3][LANES] = {};
-            std::copy(gate + i, gate + width, padded[0]);
-            std::copy(up + i, up + width, padded[1]);
-            gate_line(padded[0], padded[1], padded[2]);
-            std::copy(padded[2], padded[2] + width - i, to + i);
-        }
-    }
 }
 
 template <typename T>
@@ -87,56 +48,93 @@ struct Rotated {
     }
 };
 
-// Splits each token's queries, keys and values; rotates the first two; writes keys and values into their pages.
+}  // namespace
+
 template <typename T>
-void rotate_and_store(const T* qkv, const float* cos, const float* sin, const T* query_norm,
-                      const T* key_norm, T* pages, const int64_t* slots, T* query, int64_t tokens,
-                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens,
-                      float eps, int num_threads) {
-    const int64_t line = (heads + 2 * kv_heads) * head_dim, half_page = block_tokens * head_dim;
-#pragma omp parallel num_threads(num_threads) if (tokens * line > WORTH_A_TEAM)
-    {
-        std::vector<float> wide(head_dim);
+void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, int64_t hidden, float eps) {
 #pragma omp for
-        for (int64_t token = 0; token < tokens; token++) {
-            const int64_t turn = token * head_dim / 2;
-            Rotated<T> rotated{cos + turn, sin + turn, head_dim, eps};
-            const T* from = qkv + token * line;
-            T* to = query + token * heads * head_dim;
-            for (int64_t h = 0; h < heads; h++)
-                rotated(from + h * head_dim, query_norm, wide.data(), to + h * head_dim);
-            const T *keys = from + heads * head_dim, *values = keys + kv_heads * head_dim;
-            const int64_t block = slots[token] / block_tokens, offset = slots[token] % block_tokens;
-            for (int64_t h = 0; h < kv_heads; h++) {
-                T* cell = pages + (block * kv_heads + h) * 2 * half_page + offset * head_dim;
-                rotated(keys + h * head_dim, key_norm, wide.data(), cell);
-                std::memcpy(cell + half_page, values + h * head_dim, head_dim * sizeof(T));
-            }
+    for (int64_t token = 0; token < tokens; token++) {
+        const T* from = x + token * hidden;
+        T* to = out + token * hidden;
+        if (residual) {
+            T* sums = residual + token * hidden;
+#pragma omp simd
+            for (int64_t i = 0; i < hidden; i++) narrow(widen(sums[i]) + widen(from[i]), sums[i]);
+            from = sums;
+        }
+        float scale = inverse_rms(from, hidden, eps);
+#pragma omp simd
+        for (int64_t i = 0; i < hidden; i++) narrow(widen(from[i]) * scale * widen(weight[i]), to[i]);
+    }
+}
+
+template <typename T>
+void silu_mul(const T* x, T* out, int64_t tokens, int64_t width) {
+#pragma omp for
+    for (int64_t token = 0; token < tokens; token++) {
+        const T *gate = x + token * 2 * width, *up = gate + width;
+        T* to = out + token * width;
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) gate_line(gate + i, up + i, to + i);
+        if (i < width) {
+            T padded[3][LANES] = {};
+            std::copy(gate + i, gate + width, padded[0]);
+            std::copy(up + i, up + width, padded[1]);
+            gate_line(padded[0], padded[1], padded[2]);
+            std::copy(padded[2], padded[2] + width - i, to + i);
         }
     }
 }
 
-}  // namespace
+template <typename T>
+void rotate_and_store(const Rotation<T>& with, const T* qkv, T* query, int64_t tokens) {
+    const int64_t heads = with.heads, kv_heads = with.kv_heads, head_dim = with.head_dim;
+    const int64_t line = (heads + 2 * kv_heads) * head_dim, half_page = with.block_tokens * head_dim;
+    static thread_local std::vector<float> wide;
+    wide.resize(head_dim);
+#pragma omp for
+    for (int64_t token = 0; token < tokens; token++) {
+        const int64_t turn = token * head_dim / 2;
+        Rotated<T> rotated{with.cos + turn, with.sin + turn, head_dim, with.eps};
+        const T* from = qkv + token * line;
+        T* to = query + token * heads * head_dim;
+        for (int64_t h = 0; h < heads; h++)
+            rotated(from + h * head_dim, with.query_norm, wide.data(), to + h * head_dim);
+        const T *keys = from + heads * head_dim, *values = keys + kv_heads * head_dim;
+        const int64_t block = with.slots[token] / with.block_tokens, offset = with.slots[token] % with.block_tokens;
+        for (int64_t h = 0; h < kv_heads; h++) {
+            T* cell = with.pages + (block * kv_heads + h) * 2 * half_page + offset * head_dim;
+            rotated(keys + h * head_dim, with.key_norm, wide.data(), cell);
+            std::memcpy(cell + half_page, values + h * head_dim, head_dim * sizeof(T));
+        }
+    }
+}
+
 }  // namespace baton
 
 #define BATON_FUSED(SUFFIX, T)                                                                      \
+    template void baton::rms_norm<T>(const T*, T*, const T*, T*, int64_t, int64_t, float);          \
+    template void baton::silu_mul<T>(const T*, T*, int64_t, int64_t);                               \
+    template void baton::rotate_and_store<T>(const Rotation<T>&, const T*, T*, int64_t);            \
     extern "C" void baton_rms_norm_##SUFFIX(const T* x, T* residual, const T* weight, T* out,       \
                                             int64_t tokens, int64_t hidden, float eps,              \
                                             int64_t num_threads) {                                  \
-        baton::rms_norm<T>(x, residual, weight, out, tokens, hidden, eps,                           \
-                           static_cast<int>(num_threads));                                          \
+        _Pragma("omp parallel num_threads(static_cast<int>(num_threads)) if (tokens * hidden > baton::WORTH_A_TEAM)") \
+        baton::rms_norm<T>(x, residual, weight, out, tokens, hidden, eps);                          \
     }                                                                                               \
     extern "C" void baton_silu_mul_##SUFFIX(const T* x, T* out, int64_t tokens, int64_t width,      \
                                             int64_t num_threads) {                                  \
-        baton::silu_mul<T>(x, out, tokens, width, static_cast<int>(num_threads));                   \
+        _Pragma("omp parallel num_threads(static_cast<int>(num_threads)) if (tokens * width > baton::WORTH_A_TEAM)") \
+        baton::silu_mul<T>(x, out, tokens, width);                                                  \
     }                                                                                               \
     extern "C" void baton_rotate_and_store_##SUFFIX(                                                \
         const T* qkv, const float* cos, const float* sin, const T* query_norm, const T* key_norm,   \
         T* pages, const int64_t* slots, T* query, int64_t tokens, int64_t heads, int64_t kv_heads,  \
         int64_t head_dim, int64_t block_tokens, float eps, int64_t num_threads) {                   \
-        baton::rotate_and_store<T>(qkv, cos, sin, query_norm, key_norm, pages, slots, query,        \
-                                   tokens, heads, kv_heads, head_dim, block_tokens, eps,            \
-                                   static_cast<int>(num_threads));                                  \
+        baton::Rotation<T> rotation{cos,   sin,      query_norm, key_norm,     pages, slots,        \
+                                    heads, kv_heads, head_dim,   block_tokens, eps};                \
+        _Pragma("omp parallel num_threads(static_cast<int>(num_threads)) if (tokens * heads * head_dim > baton::WORTH_A_TEAM)") \
+        baton::rotate_and_store<T>(rotation, qkv, query, tokens);                                   \
     }
 
 BATON_FUSED(float32, float)

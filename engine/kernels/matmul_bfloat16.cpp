@@ -45,14 +45,16 @@ __attribute__((noinline)) void stream(const float* a, const uint32_t* weight, in
         for (int v = 0; v < 2 * P; v++) store(sums + (i * 2 * P + v) * LANES, acc[i][v]);
 }
 
-// sums [R][32] (+)= a * wide, `wide` [depth][32].
+// sums [R][32] (+)= a * wide, `wide` [depth][32]. `next` is what will be widened next: it comes nearer meanwhile.
 template <int R>
-__attribute__((noinline)) void multiply(const float* a, const float* wide, int64_t depth, float* sums, bool add) {
+__attribute__((noinline)) void multiply(const float* a, const float* wide, int64_t depth, float* sums, bool add,
+                                        const uint32_t* next) {
     Vec acc[R][2] = {};
     if (add)
         for (int i = 0; i < R; i++)
             for (int v = 0; v < 2; v++) acc[i][v] = load(sums + (i * 2 + v) * LANES);
     for (int64_t k = 0; k < depth; k++, a += R) {
+        __builtin_prefetch(next + k * LANES, 0, 2);
         Vec left = load(wide + k * PANEL), right = load(wide + k * PANEL + LANES);
         for (int i = 0; i < R; i++) {
             acc[i][0] += a[i] * left;
@@ -75,9 +77,10 @@ void widen_panel(const uint32_t* pairs, int64_t count, float* wide) {
 template <typename T>
 class Product {
    public:
-    Product(const T* x, const uint32_t* weight, Outputs<T> outputs, int64_t inputs, float* packed)
-        : x(x), weight(weight), outputs(outputs), inputs(inputs), pairs((inputs + 1) / 2),
-          panels((outputs.columns + PANEL - 1) / PANEL), packed(packed) {}
+    Product(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed)
+        : x(x), weight(static_cast<const uint32_t*>(matrix.weight)),
+          outputs{out, matrix.scales, matrix.bias, rows, matrix.columns}, inputs(matrix.inputs),
+          pairs((inputs + 1) / 2), panels((outputs.columns + PANEL - 1) / PANEL), packed(packed) {}
 
     // Called by every thread of a team.
     void run() {
@@ -85,12 +88,11 @@ class Product {
         for (int64_t first = 0; first < outputs.rows; first += TILE)
             pack(x, outputs.rows, inputs, 2 * pairs, first, height(first), tile(first));
         if (outputs.rows <= TILE) {
-            int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
-            with_height(height(0), [&](auto h) { stream_panels<h>(panels * me / team, panels * (me + 1) / team); });
+            with_height(height(0), [&](auto h) { stream_panels<h>(); });
             return;
         }
         int64_t blocks = (outputs.rows + BLOCK - 1) / BLOCK;
-#pragma omp for schedule(dynamic, 1) nowait
+#pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < panels * blocks; item++)
             multiply_block(item % panels, item / panels * BLOCK);
     }
@@ -106,17 +108,22 @@ class Product {
     float* tile(int64_t first) const { return packed + first * 2 * pairs; }
 
     template <int R>
-    void stream_panels(int64_t from, int64_t to) const {
+    void stream_panels() const {
         constexpr int P = panels_abreast(R);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t group = 0; group < (panels + P - 1) / P; group++) {
+            if (group * P + P <= panels)
+                stream_group<R, P>(group * P);
+            else
+                for (int64_t panel = group * P; panel < panels; panel++) stream_group<R, 1>(panel);
+        }
+    }
+
+    template <int R, int P>
+    void stream_group(int64_t panel) const {
         alignas(64) float sums[R * P * PANEL];
-        for (; from + P <= to; from += P) {
-            stream<R, P>(packed, weight + from * pairs * PANEL, pairs * PANEL, pairs, sums);
-            outputs.put(sums, P * PANEL, 0, R, from * PANEL);
-        }
-        for (; from < to; from++) {
-            stream<R, 1>(packed, weight + from * pairs * PANEL, pairs * PANEL, pairs, sums);
-            outputs.put(sums, PANEL, 0, R, from * PANEL);
-        }
+        stream<R, P>(packed, weight + panel * pairs * PANEL, pairs * PANEL, pairs, sums);
+        outputs.put(sums, P * PANEL, 0, R, panel * PANEL);
     }
 
     // One panel times up to BLOCK rows from `begin` on.
@@ -127,33 +134,44 @@ class Product {
         int64_t end = std::min(begin + BLOCK, outputs.rows);
         for (int64_t k = 0; k < 2 * pairs; k += DEPTH) {
             int64_t depth = std::min(DEPTH, 2 * pairs - k);
-            widen_panel(weight + (panel * pairs + k / 2) * PANEL, depth / 2, wide);
+            const uint32_t* from = weight + (panel * pairs + k / 2) * PANEL;
+            widen_panel(from, depth / 2, wide);
             for (int64_t first = begin; first < end; first += TILE)
                 with_height(height(first), [&](auto h) {
-                    multiply<h>(tile(first) + k * h, wide, depth, sums + (first - begin) * PANEL, k > 0);
+                    multiply<h>(tile(first) + k * h, wide, depth, sums + (first - begin) * PANEL, k > 0,
+                                from + depth * LANES);
                 });
         }
         outputs.put(sums, PANEL, begin, end - begin, panel * PANEL);
     }
 };
 
+}  // namespace
+
 template <typename T>
-void matmul(const T* x, const uint32_t* weight, const float* bias, T* out, int64_t rows, int64_t inputs,
-            int64_t columns, int num_threads) {
+void multiply_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed) {
+    Product<T>(matrix, x, out, rows, packed).run();
+}
+
+namespace {
+
+template <typename T>
+void matmul(const Matrix& matrix, const T* x, T* out, int64_t rows, int num_threads) {
     static thread_local std::vector<float> memory;
-    float* packed = kept(memory, round_up(rows, TILE) * round_up(inputs, 2));
-    Outputs<T> outputs{out, nullptr, bias, rows, columns};
+    float* packed = kept(memory, packed_floats(rows, matrix.inputs));
 #pragma omp parallel num_threads(num_threads)
-    Product<T>(x, weight, outputs, inputs, packed).run();
+    multiply_bfloat16(matrix, x, out, rows, packed);
 }
 
 }  // namespace
 }  // namespace baton
 
 #define BATON_MATMUL_BFLOAT16(NAME, T)                                                              \
+    template void baton::multiply_bfloat16<T>(const Matrix&, const T*, T*, int64_t, float*);        \
     extern "C" void NAME(const T* x, const uint32_t* weight, const float* bias, T* out,             \
                          int64_t rows, int64_t inputs, int64_t columns, int64_t num_threads) {      \
-        baton::matmul<T>(x, weight, bias, out, rows, inputs, columns, static_cast<int>(num_threads)); \
+        baton::matmul<T>({weight, nullptr, bias, inputs, columns}, x, out, rows,                    \
+                         static_cast<int>(num_threads));                                            \
     }
 
 BATON_MATMUL_BFLOAT16(baton_matmul_bfloat16_float32, float)

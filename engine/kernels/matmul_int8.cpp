@@ -83,23 +83,24 @@ __attribute__((noinline)) void stream(const int32_t* a, const uint8_t* weight, i
 template <typename T>
 class Product {
    public:
-    Product(const T* x, const uint8_t* weight, Outputs<T> outputs, int64_t inputs, Tiles tiles)
-        : x(x), weight(weight), outputs(outputs), inputs(inputs),
-          panels((outputs.columns + PANEL - 1) / PANEL), tiles(tiles) {}
+    Product(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed)
+        : x(x), weight(static_cast<const uint8_t*>(matrix.weight)),
+          outputs{out, matrix.scales, matrix.bias, rows, matrix.columns}, inputs(matrix.inputs),
+          panels((outputs.columns + PANEL - 1) / PANEL),
+          tiles{reinterpret_cast<int32_t*>(packed), (inputs + GROUP - 1) / GROUP} {}
 
     // Called by every thread of a team.
     void run() {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < round_up(outputs.rows, TILE); row++) quantise_row(row);
         if (outputs.rows <= TILE) {
-            int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
-            with_height(height(0), [&](auto h) { stream_panels<h>(0, panels * me / team, panels * (me + 1) / team); });
+            with_height(height(0), [&](auto h) { stream_panels<h>(); });
             return;
         }
-#pragma omp for schedule(dynamic, 1) nowait
+#pragma omp for schedule(dynamic, 1)
         for (int64_t panel = 0; panel < panels; panel++)
             for (int64_t first = 0; first < outputs.rows; first += TILE)
-                with_height(height(first), [&](auto h) { stream_panels<h>(first, panel, panel + 1); });
+                with_height(height(first), [&](auto h) { stream_group<h, 1>(first, panel); });
     }
 
    private:
@@ -124,40 +125,52 @@ class Product {
     }
 
     template <int R>
-    void stream_panels(int64_t first, int64_t from, int64_t to) const {
+    void stream_panels() const {
         constexpr int P = panels_abreast(R);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t group = 0; group < (panels + P - 1) / P; group++) {
+            if (group * P + P <= panels)
+                stream_group<R, P>(0, group * P);
+            else
+                for (int64_t panel = group * P; panel < panels; panel++) stream_group<R, 1>(0, panel);
+        }
+    }
+
+    template <int R, int P>
+    void stream_group(int64_t first, int64_t panel) const {
         const int64_t stride = tiles.groups * GROUP * PANEL;
         alignas(64) float sums[R * P * PANEL];
-        for (; from + P <= to; from += P) {
-            stream<R, P>(tiles.tile(first), weight + from * stride, stride, tiles.groups, sums);
-            outputs.put(sums, P * PANEL, first, R, from * PANEL);
-        }
-        for (; from < to; from++) {
-            stream<R, 1>(tiles.tile(first), weight + from * stride, stride, tiles.groups, sums);
-            outputs.put(sums, PANEL, first, R, from * PANEL);
-        }
+        stream<R, P>(tiles.tile(first), weight + panel * stride, stride, tiles.groups, sums);
+        outputs.put(sums, P * PANEL, first, R, panel * PANEL);
     }
 };
 
+}  // namespace
+
 template <typename T>
-void matmul(const T* x, const uint8_t* weight, const float* scales, const float* bias, T* out, int64_t rows,
-            int64_t inputs, int64_t columns, int num_threads) {
-    static thread_local std::vector<int32_t> memory;
-    int64_t groups = (inputs + GROUP - 1) / GROUP;
-    Tiles tiles{kept(memory, Tiles::size(round_up(rows, TILE), groups)), groups};
-    Outputs<T> outputs{out, scales, bias, rows, columns};
+void multiply_int8(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed) {
+    Product<T>(matrix, x, out, rows, packed).run();
+}
+
+namespace {
+
+template <typename T>
+void matmul(const Matrix& matrix, const T* x, T* out, int64_t rows, int num_threads) {
+    static thread_local std::vector<float> memory;
+    float* packed = kept(memory, packed_floats(rows, matrix.inputs));
 #pragma omp parallel num_threads(num_threads)
-    Product<T>(x, weight, outputs, inputs, tiles).run();
+    multiply_int8(matrix, x, out, rows, packed);
 }
 
 }  // namespace
 }  // namespace baton
 
 #define BATON_MATMUL_INT8(NAME, T)                                                                 \
+    template void baton::multiply_int8<T>(const Matrix&, const T*, T*, int64_t, float*);            \
     extern "C" void NAME(const T* x, const uint8_t* weight, const float* scales, const float* bias, \
                          T* out, int64_t rows, int64_t inputs, int64_t columns,                    \
                          int64_t num_threads) {                                                    \
-        baton::matmul<T>(x, weight, scales, bias, out, rows, inputs, columns,                      \
+        baton::matmul<T>({weight, scales, bias, inputs, columns}, x, out, rows,                    \
                          static_cast<int>(num_threads));                                           \
     }
 

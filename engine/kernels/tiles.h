@@ -11,13 +11,16 @@
 #include <type_traits>
 #include <vector>
 
-#include "numeric.h"
+#include "team.h"
 
 namespace baton {
 
 constexpr int64_t PANEL = 2 * LANES;      // columns
 constexpr int64_t TILE = 12;              // rows; 12 by 2 vectors of sums leave 8 registers for operands
 constexpr int64_t BLOCK = 20 * TILE;      // rows that share one widened panel
+
+// Floats that either product needs to hold its packed rows.
+inline int64_t packed_floats(int64_t rows, int64_t inputs) { return round_up(rows, TILE) * round_up(inputs, 64); }
 
 // Rows that a tile of `rows` is computed as; those added are zero and thrown away.
 inline int64_t tile_height(int64_t rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : rows <= 8 ? 8 : TILE; }

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from engine.cache.arena import KvArena
+from engine.kernels.cpu_layers import CpuLayers, Flow
 from engine.kernels.ports import KernelSet, PagedBatch
 from engine.layers.attention import PagedSelfAttention
 from engine.layers.embedding import Embedding, LanguageHead
@@ -59,7 +60,11 @@ class DecoderInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """A model with its weights on one device."""
+    """A model with its weights on one device.
+
+    Attributes:
+        whole_layers: Computes the same layers in one call; None where that does not run.
+    """
 
     spec: ModelSpec
     dtype: torch.dtype
@@ -70,6 +75,7 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     final_norm: RmsNorm
     head: LanguageHead
+    whole_layers: CpuLayers | None = None
 
     @torch.inference_mode()
     def forward(
@@ -92,8 +98,12 @@ class Decoder:
         self, step: DecoderInput, arena: KvArena, hooks: LayerHooks | None = None
     ) -> torch.Tensor:
         """The same up to the output head: `[num_logits, hidden]`, normalised."""
-        rotation = self.rotary(step.positions)
         residual = self.embedding(step.tokens)
+        if self.whole_layers is not None:
+            flow = Flow(x=torch.zeros_like(residual), residual=residual)
+            flow = self._run_whole(self.whole_layers, flow, step, arena, hooks)
+            return self.final_norm.add(flow.x, flow.residual)
+        rotation = self.rotary(step.positions)
         x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             norm = layer.input_norm
@@ -110,3 +120,24 @@ class Decoder:
                 residual = residual.index_select(0, step.logit_tokens)
             x = layer.mlp(layer.post_attention_norm.add(x, residual))
         return self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
+
+    def _run_whole(
+        self,
+        layers: CpuLayers,
+        flow: Flow,
+        step: DecoderInput,
+        arena: KvArena,
+        hooks: LayerHooks | None,
+    ) -> Flow:
+        """All layers at once, or one by one where somebody takes part between them."""
+        count = len(self.layers)
+        rotation = self.rotary(step.positions)
+        layers.use_pages([arena.layer(index) for index in range(count)])
+        if hooks is None:
+            return layers.run(range(count), flow, rotation, step.batch, step.logit_tokens)
+        for index in range(count):
+            hooks.before(index)
+            layer = range(index, index + 1)
+            flow = layers.run(layer, flow, rotation, step.batch, step.logit_tokens)
+            hooks.after(index)
+        return flow

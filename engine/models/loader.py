@@ -23,6 +23,7 @@ from engine.layers.rotary import RotaryEmbedding
 from engine.models.checkpoint import Checkpoint, OpenFile, open_safetensors, read_checkpoint
 from engine.models.config import ModelSpec
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.whole_layers import whole_layers
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -151,6 +152,7 @@ class _Assembly:
             progress("loading weights", (index + 1) / (spec.num_layers + 1))
         head = self._head(embedding)
         progress("loading weights", 1.0)
+        whole = whole_layers(spec, layers, self._kernels, weights.dtype)
         return Decoder(
             spec=spec,
             dtype=weights.dtype,
@@ -161,6 +163,7 @@ class _Assembly:
             layers=tuple(layers),
             final_norm=self._norm("model.norm"),
             head=head,
+            whole_layers=whole,
         )
 
     def _layer(self, index: int) -> DecoderLayer:

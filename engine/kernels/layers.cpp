@@ -1,0 +1,172 @@
+// Whole decoder layers in one call, on one team of threads: with few tokens, going back to Python between the parts of a layer
+// and waking the threads for each would cost as much as half of the computing.
+//
+// Tokens go through the products in blocks, so that what lies between two products stays in the cache however long a prompt's
+// chunk is. Attention in between takes them all at once: every thread finds work, also when rows are few and long.
+
+#include <algorithm>
+#include <vector>
+
+#include "tiles.h"
+
+namespace baton {
+namespace {
+
+constexpr int64_t MOST = 2 * BLOCK;  // tokens of a block
+
+// The structures below are laid out as in cpu_layers.py. Pointers to T are of the dtype that is computed in.
+
+struct Shape {
+    int64_t hidden, heads, kv_heads, head_dim, block_tokens, width;
+    float norm_eps, head_norm_eps, scale;
+    int32_t int8;  // how all matrices are held: bfloat16 or int8
+
+    int64_t queries() const { return heads * head_dim; }
+    int64_t fused() const { return (heads + 2 * kv_heads) * head_dim; }
+};
+
+struct Layer {
+    const void *input_norm, *query_norm, *key_norm, *post_norm;
+    Matrix qkv, output, gate_up, down;
+    void* pages;
+    int64_t window;
+};
+
+struct Step {
+    int64_t tokens, rows, table_width;
+    const float *cos, *sin;
+    const int64_t* slots;
+    const int32_t *query_starts, *context_lens, *block_tables;
+    void *x, *residual;  // [tokens][hidden]: what the last layer gave, and the sum of all before; both are overwritten
+    // Tokens that are of use after the last layer, and where they go, [logits][hidden].
+    int64_t logits;
+    const int64_t* logit_tokens;
+    void *logit_x, *logit_residual;
+};
+
+// Memory of a step, kept from call to call.
+template <typename T>
+struct Workspace {
+    T *query, *normed, *wide, *gated;
+    float* packed;
+
+    Workspace(const Shape& shape, int64_t tokens) {
+        static thread_local std::vector<float> memory;
+        int64_t block = std::min(round_up(tokens, TILE), MOST);
+        int64_t widest = std::max({shape.hidden, shape.queries(), shape.width});
+        int64_t sizes[] = {tokens * shape.queries(), block * shape.hidden,
+                           block * std::max(shape.fused(), 2 * shape.width), block * shape.width};
+        int64_t total = packed_floats(block, widest);
+        for (int64_t size : sizes) total += round_up(size, 2 * LANES);
+        packed = kept(memory, total);
+        T* next = reinterpret_cast<T*>(packed + packed_floats(block, widest));
+        T** places[] = {&query, &normed, &wide, &gated};
+        for (int i = 0; i < 4; i++, next += round_up(sizes[i - 1], 2 * LANES)) *places[i] = next;
+    }
+};
+
+template <typename T>
+class Layers {
+   public:
+    Layers(const Shape& shape, const Step& step)
+        : shape(shape), step(step), at(shape, step.tokens), call(attention()), tiles(call.first_tiles()) {}
+
+    // Called by every thread of a team.
+    void run(const Layer& layer, bool last) {
+        T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual);
+        blocks(step.tokens, [&](int64_t from, int64_t count) { project(layer, x, residual, from, count); });
+        Attention<T> here = call;
+        here.pages = static_cast<T*>(layer.pages);
+        here.window = layer.window;
+        attend(here, tiles);
+        blocks(step.tokens, [&](int64_t from, int64_t count) {
+            multiply(layer.output, at.query + from * shape.queries(), x + from * shape.hidden, count);
+        });
+        int64_t tokens = step.tokens;
+        if (last) {
+            select(x, static_cast<T*>(step.logit_x));
+            select(residual, static_cast<T*>(step.logit_residual));
+            x = static_cast<T*>(step.logit_x);
+            residual = static_cast<T*>(step.logit_residual);
+            tokens = step.logits;
+        }
+        blocks(tokens, [&](int64_t from, int64_t count) {
+            feed_forward(layer, x + from * shape.hidden, residual + from * shape.hidden, count);
+        });
+    }
+
+   private:
+    const Shape& shape;
+    const Step& step;
+    Workspace<T> at;
+    Attention<T> call;
+    std::vector<int64_t> tiles;
+
+    Attention<T> attention() const {
+        return {at.query,       nullptr,        step.query_starts, step.context_lens,  step.block_tables,
+                at.query,       step.rows,      shape.heads,       shape.kv_heads,     shape.head_dim,
+                shape.block_tokens, step.table_width, shape.scale, 0};
+    }
+
+    // Blocks of nearly the same size, whole tiles but the last.
+    template <typename Body>
+    static void blocks(int64_t tokens, Body body) {
+        int64_t parts = (tokens + MOST - 1) / MOST;
+        int64_t size = parts ? round_up((tokens + parts - 1) / parts, TILE) : 1;
+        for (int64_t from = 0; from < tokens; from += size) body(from, std::min(size, tokens - from));
+    }
+
+    void multiply(const Matrix& matrix, const T* x, T* out, int64_t rows) {
+#ifdef __AVX512VNNI__
+        if (shape.int8) return multiply_int8(matrix, x, out, rows, at.packed);
+#endif
+        multiply_bfloat16(matrix, x, out, rows, at.packed);
+    }
+
+    // Queries of a block's tokens, and their keys and values in the pages.
+    void project(const Layer& layer, const T* x, T* residual, int64_t from, int64_t count) {
+        const int64_t hidden = from * shape.hidden, turn = from * shape.head_dim / 2;
+        rms_norm(x + hidden, residual + hidden, static_cast<const T*>(layer.input_norm), at.normed, count,
+                 shape.hidden, shape.norm_eps);
+        multiply(layer.qkv, at.normed, at.wide, count);
+        Rotation<T> rotation{step.cos + turn, step.sin + turn, static_cast<const T*>(layer.query_norm),
+                             static_cast<const T*>(layer.key_norm), static_cast<T*>(layer.pages),
+                             step.slots + from, shape.heads, shape.kv_heads, shape.head_dim,
+                             shape.block_tokens, shape.head_norm_eps};
+        rotate_and_store(rotation, at.wide, at.query + from * shape.queries(), count);
+    }
+
+    void feed_forward(const Layer& layer, T* x, T* residual, int64_t count) {
+        rms_norm(x, residual, static_cast<const T*>(layer.post_norm), at.normed, count, shape.hidden,
+                 shape.norm_eps);
+        multiply(layer.gate_up, at.normed, at.wide, count);
+        silu_mul(at.wide, at.gated, count, shape.width);
+        multiply(layer.down, at.gated, x, count);
+    }
+
+    void select(const T* from, T* to) const {
+#pragma omp for
+        for (int64_t i = 0; i < step.logits; i++)
+            std::copy_n(from + step.logit_tokens[i] * shape.hidden, shape.hidden, to + i * shape.hidden);
+    }
+};
+
+template <typename T>
+void run(const Shape* shape, const Layer* layers, int64_t first, int64_t end, int64_t last, const Step* step,
+         int num_threads) {
+    Layers<T> team(*shape, *step);
+#pragma omp parallel num_threads(num_threads)
+    for (int64_t index = first; index < end; index++) team.run(layers[index], index == last);
+}
+
+}  // namespace
+}  // namespace baton
+
+#define BATON_LAYERS(NAME, T)                                                                        \
+    extern "C" void NAME(const baton::Shape* shape, const baton::Layer* layers, int64_t first,       \
+                         int64_t end, int64_t last, const baton::Step* step, int64_t num_threads) {  \
+        baton::run<T>(shape, layers, first, end, last, step, static_cast<int>(num_threads));         \
+    }
+
+BATON_LAYERS(baton_layers_float32, float)
+BATON_LAYERS(baton_layers_bfloat16, baton::bfloat16)

@@ -1,0 +1,68 @@
+// The parts of a decoder layer as operations that all threads of a team call together: they divide the work among themselves,
+// and what they wrote may be read once they return. Outside a parallel region the caller is a team of one.
+#pragma once
+
+#include <vector>
+
+#include "numeric.h"
+
+namespace baton {
+
+// A matrix as matmul_bfloat16.cpp or matmul_int8.cpp reads it, and what its product adds. As cpu_layers.py lays it out.
+struct Matrix {
+    const void* weight;
+    const float *scales, *bias;  // per column; scales are those of int8, null for bfloat16; no bias is null
+    int64_t inputs, columns;
+};
+
+// out [rows][columns] = x [rows][inputs] * matrix^T; `packed` is memory of the team, `packed_floats(rows, inputs)` of tiles.h.
+template <typename T>
+void multiply_bfloat16(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
+template <typename T>
+void multiply_int8(const Matrix& matrix, const T* x, T* out, int64_t rows, float* packed);
+
+// out = norm(x) * weight; with a residual, x is first added to it in place and the sum is what is normalised.
+template <typename T>
+void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, int64_t hidden, float eps);
+
+// out[token][i] = silu(x[token][i]) * x[token][width + i]
+template <typename T>
+void silu_mul(const T* x, T* out, int64_t tokens, int64_t width);
+
+// What the heads of a step's tokens are, where they go, and what is done to them on the way.
+template <typename T>
+struct Rotation {
+    const float *cos, *sin;             // [tokens][head_dim / 2]
+    const T *query_norm, *key_norm;     // [head_dim], null for none
+    T* pages;                           // [num_blocks][num_kv_heads][2][block_tokens][head_dim]
+    const int64_t* slots;               // [tokens]
+    int64_t heads, kv_heads, head_dim, block_tokens;
+    float eps;
+};
+
+// Splits each token's queries, keys and values; rotates the first two; writes keys and values into their pages.
+template <typename T>
+void rotate_and_store(const Rotation<T>& rotation, const T* qkv, T* query, int64_t tokens);
+
+// Ragged rows of a step over their pages; `out` may be `query`.
+template <typename T>
+struct Attention {
+    const T* query;
+    const T* pages;
+    const int32_t *query_starts, *context_lens, *block_tables;
+    T* out;
+    int64_t num_rows, num_heads, num_kv_heads, head_dim, block_tokens, table_width;
+    float scale;
+    int64_t window;
+
+    int64_t group() const { return num_heads / num_kv_heads; }
+    int64_t tile_tokens() const;
+    int64_t width() const { return round_up(head_dim, LANES); }
+    // First tile of each row, and the number of tiles: what `attend` divides.
+    std::vector<int64_t> first_tiles() const;
+};
+
+template <typename T>
+void attend(const Attention<T>& call, const std::vector<int64_t>& first_tiles);
+
+}  // namespace baton
