@@ -2,10 +2,11 @@
 
 from array import array
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from random import Random
+
+from msgspec.structs import replace
 
 from baton.blocks import joined
 from baton.generation import Prompt
@@ -198,7 +199,8 @@ class Placement:
         if self._policy.uses_prefix:
             worker = pair.prefill
             chain = self._chain(job, worker.layout_group, worker.hello.layout)
-            self._index.expect(chain, (worker.slot, pair.decode.slot), demand.now_s)
+            slots = (worker.slot,) if pair.local else (worker.slot, pair.decode.slot)
+            self._index.expect(chain, slots, demand.now_s)
 
     def _chain(self, job: Job, group: int, layout: KvLayout) -> Prints:
         if group not in job.chains:

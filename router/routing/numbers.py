@@ -77,7 +77,6 @@ class WorkerNumbers(ctypes.Structure):
     reported_context_tokens: int
     capacity_tokens: int
     max_sequences: int
-    draining: bool
     can_prefill: bool
 
     _fields_ = (
@@ -96,7 +95,6 @@ class WorkerNumbers(ctypes.Structure):
         ("reported_context_tokens", ctypes.c_int64),
         ("capacity_tokens", ctypes.c_int64),
         ("max_sequences", ctypes.c_int64),
-        ("draining", ctypes.c_bool),
         ("can_prefill", ctypes.c_bool),
     )
 

@@ -50,6 +50,9 @@ class SummedUp:
 
     options: Sequence[_Option]
 
+    def predicted(self, *, alone: bool) -> None:
+        """Nothing: prices are no times."""
+
     def considered(self) -> list[Considered]:
         """The best pair and the best single worker of each layout."""
         return [

@@ -19,7 +19,6 @@ from router.routing.forecast import Fleet, Forecast
 from router.routing.index import Heard, PrefixIndex
 from router.routing.numbers import WorkerNumbers
 from router.routing.pools import NO_SLOT, PoolNodes
-from router.routing.side import Side
 
 _READY = "ready"
 _LEFT_OUT = "left out"
@@ -38,7 +37,7 @@ class WorkerView(WorkerNumbers):
         pool_slot: That of the pool node from which it can fetch; below 0 without one.
         layout_group: Equal exactly for workers with equal layouts; pairs are made within a group.
         load: Its last report.
-        draining: It takes nothing new.
+        leaving: Those of its view that take nothing new; whoever drains enters itself.
         legs: Legs of this router on it.
         prefill_tokens: Prompt tokens this router sent whose KV is not computed yet.
         decode_sequences: Samples this router decodes there.
@@ -73,6 +72,7 @@ class WorkerView(WorkerNumbers):
     prefill_tokens: int = 0
     prefills: int = 0
     tbt_targets: dict[float, int] = field(default_factory=dict)
+    leaving: set["WorkerView"] = field(default_factory=set)
     last_pick: int = 0
     forecast: Forecast = field(default_factory=Forecast)
     can_decode: bool = field(init=False)
@@ -93,6 +93,18 @@ class WorkerView(WorkerNumbers):
     def identity(self) -> WorkerIdentity:
         """Name and incarnation."""
         return self.hello.identity
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes nothing new."""
+        return self in self.leaving
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        if draining:
+            self.leaving.add(self)
+        else:
+            self.leaving.discard(self)
 
     @property
     def kind(self) -> tuple[Role, int]:
@@ -161,7 +173,9 @@ class ClusterView:
         self._stall_timeout_s = stall_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._workers: dict[WorkerId, WorkerView] = {}
-        self._everybody: Side[WorkerView] = Side(())
+        self._everybody: tuple[WorkerView, ...] = ()
+        self._ready_until_s = float("-inf")
+        self._leaving: set[WorkerView] = set()
         self._breakers: dict[WorkerId, Breaker] = {}
         self._open: set[Breaker] = set()
         self._groups: dict[KvLayout, int] = {}
@@ -206,10 +220,10 @@ class ClusterView:
             forecast=self._fleet.newcomer(),
             # Kept over restarts: a worker that dies of every request comes back with its record.
             breaker=self._breakers.setdefault(identity.worker_id, Breaker(open_ones=self._open)),
+            leaving=self._leaving,
         )
         self._workers[identity.worker_id] = worker
-        self._everybody = Side(tuple(self._workers.values()))
-        self._layouts = None
+        self._count_workers()
         return worker
 
     def lose(self, identity: WorkerIdentity) -> WorkerView | None:
@@ -219,9 +233,9 @@ class ClusterView:
             return None
         worker.forecast.retire()
         self._index.retire(identity)
-        self._layouts = None
         del self._workers[identity.worker_id]
-        self._everybody = Side(tuple(self._workers.values()))
+        self._leaving.discard(worker)
+        self._count_workers()
         return worker
 
     def report_blocks(self, identity: WorkerIdentity, report: BlockReport) -> bool:
@@ -232,9 +246,12 @@ class ClusterView:
         """Those that may be given new work: neither draining nor stalled nor suspected, nor left out for failing. Where
         all of a kind fail they are tried all the same: left out, they would serve nobody.
         """
+        if not self._open and not self._leaving:
+            if now_s > self._ready_until_s:
+                self._ready_until_s = self._all_ready_until_s()
+            if now_s <= self._ready_until_s:
+                return self._everybody
         heard_s, moved_s = now_s - self._silence_timeout_s, now_s - self._stall_timeout_s
-        if not self._open and self._everybody.all_ready(heard_s, moved_s):
-            return self._everybody.workers
         # What `state` says, written out: this may be asked for each request, of every worker.
         ready = tuple(
             worker
@@ -284,6 +301,20 @@ class ClusterView:
                 raise InvariantError(f"{worker.identity}: no leg, but counts {counts}")
             worker.forecast.check_integrity()
         self.pools.check_integrity()
+
+    def _all_ready_until_s(self) -> float:
+        """So long nobody is silent or stalled, whatever comes: to hear of a worker or to see it move can only make it later,
+        and one that gets its first leg begins to move then.
+        """
+        silent_s = min((worker.heard_s for worker in self._everybody), default=float("inf"))
+        stalled_s = min((w.progress_s for w in self._everybody if w.legs), default=float("inf"))
+        return min(silent_s + self._silence_timeout_s, stalled_s + self._stall_timeout_s)
+
+    def _count_workers(self) -> None:
+        """Somebody came or went."""
+        self._everybody = tuple(self._workers.values())
+        self._ready_until_s = float("-inf")
+        self._layouts = None
 
     def _forgive(self, now_s: float) -> None:
         """Forgets the record of workers that are gone and did nothing wrong lately."""
