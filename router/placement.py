@@ -22,7 +22,8 @@ from router.routing.held import HeldBySlot
 from router.routing.index import PrefixIndex
 from router.routing.memory import Prints, prints_of
 from router.routing.policy import Demand, Pair, Policy, Unavailable
-from router.routing.view import ClusterView, WorkerView
+from router.routing.view import ClusterView
+from router.routing.worker_view import WorkerView
 
 _SESSION_TOKENS = 64
 """Prompts whose first tokens are these are taken for one session where the client names none."""

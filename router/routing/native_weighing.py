@@ -19,7 +19,6 @@ from router.routing.pricing_library import (
     pricing_library,
 )
 from router.routing.side import Side
-from router.routing.view import WorkerView
 from router.routing.weighing import (
     Field,
     Option,
@@ -28,6 +27,7 @@ from router.routing.weighing import (
     Weigher,
     Weighing,
 )
+from router.routing.worker_view import WorkerView
 
 
 class _NativeWeighed(msgspec.Struct, frozen=True):

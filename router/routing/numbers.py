@@ -1,6 +1,6 @@
 """The numbers of a worker that every decision reads, kept where C can read them too (`pricing.c`).
 
-To Python they are ordinary attributes of `router.routing.view.WorkerView` and `router.routing.forecast.Forecast`, which
+To Python they are ordinary attributes of `router.routing.worker_view.WorkerView` and `router.routing.forecast.Forecast`, which
 say what each one means. Kept as records, a hundred workers are some dozens of cache lines and priced within microseconds;
 as Python objects they are a thousand, which a busy process finds cold each time.
 """

@@ -1,7 +1,7 @@
 """What a policy is: given the workers that may be used and what a request asks, it says who runs which leg.
 
 Policies are small pure classes, chosen by name (`router.routing.policies`). They see workers through
-`router.routing.view` and prompts through a `Demand`, and answer with a `Pair`.
+`router.routing.worker_view` and prompts through a `Demand`, and answer with a `Pair`.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Set
@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from baton.ids import WorkerIdentity
-from router.routing.view import WorkerView
+from router.routing.worker_view import WorkerView
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,6 @@ from router.routing.local import ANYWHERE, LocalPrefill
 from router.routing.native_weighing import fastest_weigher
 from router.routing.policy import Demand, Grounds, Pair, RouteKind, Unavailable
 from router.routing.separable import NO_DECODER, Rank
-from router.routing.view import WorkerView
 from router.routing.weighing import (
     SHORTLIST,
     Field,
@@ -36,6 +35,7 @@ from router.routing.weighing import (
     handed_over,
     rounded,
 )
+from router.routing.worker_view import WorkerView
 
 _Choice = tuple[Rank, Option, RouteKind, Grounds]
 """The best option of one kind within one layout."""

@@ -9,7 +9,7 @@ from random import Random
 from typing import Protocol
 
 from router.routing.policy import Considered, Demand, Pair, RouteKind, Unavailable
-from router.routing.view import WorkerView
+from router.routing.worker_view import WorkerView
 
 Rank = tuple[float, int, float]
 """Cost, then lighter, then at random."""

@@ -24,7 +24,7 @@ from router.routing.local import LocalPrefill
 from router.routing.policy import Considered, Demand, Grounds, Predicted
 from router.routing.separable import Rank
 from router.routing.side import Side
-from router.routing.view import WorkerView
+from router.routing.worker_view import WorkerView
 
 SHORTLIST = 8
 """So many of each kind are looked at more closely."""
