@@ -16,21 +16,11 @@ from baton.generation import WorkerLoad
 from baton.ids import BlockKey, Incarnation, RequestId, WorkerId, WorkerIdentity
 from baton.rpc.v1 import decode_pb2, prefill_pb2
 from bench.reporting_workers import MODEL, SECRET, ReportingWorker
+from router.actions import SendAction, SendExpect, SendGenerate, SendPrefill
 from router.admission.pace import LearnedPace
 from router.admission.room import WorkerRoom
 from router.dispatch import Dispatcher
-from router.events import (
-    ClientGone,
-    Heard,
-    LoadReported,
-    SendAction,
-    SendExpect,
-    SendGenerate,
-    SendPrefill,
-    StepTokens,
-    Submitted,
-    WorkerJoined,
-)
+from router.events import ClientGone, Heard, LoadReported, StepTokens, Submitted, WorkerJoined
 from router.fake import FakeGenerator
 from router.frames import decode_command, decode_events, prefill_command, prefill_events
 from router.limits.local import LocalLimiter
