@@ -17,8 +17,8 @@ from engine.kernels.reference import ReferenceKernels, rms_norm, rotate
 ABSENT = torch.device("meta")
 _FETCHING = {"aten::_to_copy", "aten::to"}
 _CROSSING = {"aten::copy_", *_FETCHING}
-_INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}
-"""May name rows by a list, which torch brings to the device itself."""
+_FROM_NUMBERS = {"aten::lift_fresh", "aten::lift_fresh_copy"}
+"""The end of `torch.tensor(numbers, device=...)`, which has the host wait until they are there."""
 
 
 class Watched(TorchDispatchMode):
@@ -47,13 +47,23 @@ class Watched(TorchDispatchMode):
             self.syncs += 1
             dtype = kwargs.get("dtype") or absent[0].dtype
             return torch.zeros(absent[0].shape, dtype=dtype)
-        if absent and name not in _CROSSING and not self._may_mix(name, args):
+        if absent and name in _FROM_NUMBERS:
+            raise AssertionError("numbers are brought to the device while the host waits")
+        if name in _CROSSING and _waits(args, kwargs, tensors):
+            raise AssertionError(f"{name} has the host wait until a tensor is on the device")
+        if absent and name not in _CROSSING:
             strangers = [t for t in tensors if t.device != ABSENT and t.dim() > 0]
             assert not strangers, f"{name} mixes host and device: {[t.shape for t in tensors]}"
         return func(*args, **kwargs)
 
-    def _may_mix(self, name: str, args: Sequence[Any]) -> bool:
-        return name in _INDEXING and args[0].device == ABSENT
+
+def _waits(args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a copy from the host to the device is not left to the device (`non_blocking`)."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]
+    target = given[0] if given else tensors[0].device
+    source = tensors[-1].device
+    is_left = bool(kwargs.get("non_blocking")) or any(arg is True for arg in args[1:])
+    return target == ABSENT and source != ABSENT and not is_left
 
 
 def _wants_host(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
