@@ -55,9 +55,9 @@ def random_draw_kernel(
     if row < num_filtering:
         k = tl.load(top_k + row)
         p = tl.load(top_p + row)
-        low = 0
+        low = tl.full([], 0, tl.int32)
         if k > 0:
-            over = (tl.full([], 1.0, tl.float32)).to(tl.int32, bitcast=True) + 1
+            over = tl.full([], 1.0, tl.float32).to(tl.int32, bitcast=True) + 1
             k = tl.minimum(k, vocab)
             while over - low > 1:
                 middle = low + (over - low) // 2
@@ -67,7 +67,7 @@ def random_draw_kernel(
                     over = middle
         if p < 1.0:
             wanted = mass_reaching(own, low, vocab, tile) * p
-            over = (tl.full([], 1.0, tl.float32)).to(tl.int32, bitcast=True) + 1
+            over = tl.full([], 1.0, tl.float32).to(tl.int32, bitcast=True) + 1
             while over - low > 1:
                 middle = low + (over - low) // 2
                 if mass_reaching(own, middle, vocab, tile) >= wanted:

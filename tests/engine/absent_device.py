@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,8 +18,6 @@ from engine.kernels.reference import ReferenceKernels, rms_norm, rotate
 ABSENT = torch.device("meta")
 _FETCHING = {"aten::_to_copy", "aten::to"}
 _CROSSING = {"aten::copy_", *_FETCHING}
-_FROM_NUMBERS = {"aten::lift_fresh", "aten::lift_fresh_copy"}
-"""The end of `torch.tensor(numbers, device=...)`, which has the host wait until they are there."""
 
 
 class Watched(TorchDispatchMode):
@@ -47,14 +46,35 @@ class Watched(TorchDispatchMode):
             self.syncs += 1
             dtype = kwargs.get("dtype") or absent[0].dtype
             return torch.zeros(absent[0].shape, dtype=dtype)
-        if absent and name in _FROM_NUMBERS:
-            raise AssertionError("numbers are brought to the device while the host waits")
         if name in _CROSSING and _waits(args, kwargs, tensors):
             raise AssertionError(f"{name} has the host wait until a tensor is on the device")
         if absent and name not in _CROSSING:
             strangers = [t for t in tensors if t.device != ABSENT and t.dim() > 0]
             assert not strangers, f"{name} mixes host and device: {[t.shape for t in tensors]}"
         return func(*args, **kwargs)
+
+
+class _Calls(TorchFunctionMode):
+    """Notices what has torch bring Python's numbers to the device, with the host waiting, before any operation is seen."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        makes = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == ABSENT
+        reaches = func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+        if makes or (reaches and args[0].device == ABSENT and _names_places(args[1])):
+            raise AssertionError("numbers are brought to the device while the host waits")
+        return func(*args, **kwargs)
+
+
+def _names_places(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, list) for part in parts)
 
 
 def _waits(args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
@@ -111,6 +131,6 @@ class AbsentKernels(ReferenceKernels):
 def watched(work: Callable[[], object]) -> int:
     """How often `work` made the host wait."""
     mode = Watched()
-    with mode:
+    with _Calls(), mode:
         work()
     return mode.syncs

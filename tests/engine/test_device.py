@@ -96,6 +96,7 @@ def test_pages_are_copied_on_the_device(checkpoint: Path):
     [
         (lambda: torch.zeros(3, device=ABSENT) + torch.zeros(3), "mixes host and device"),
         (lambda: torch.tensor([1, 2], device=ABSENT), "while the host waits"),
+        (lambda: torch.zeros(3, device=ABSENT)[[0, 2]], "while the host waits"),
         (lambda: torch.zeros(3).to(ABSENT), "has the host wait"),
         (lambda: torch.zeros(3, device=ABSENT).copy_(torch.zeros(3)), "has the host wait"),
         (lambda: torch.zeros(3, device=ABSENT)[0].item(), "one number is fetched"),
