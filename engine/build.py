@@ -16,7 +16,7 @@ from engine.device import arena_buffer, choose_device, computing_on, weigh_gpu
 from engine.graphs import CudaGraphs, DecodeGraphs
 from engine.host import ThreadEngineHost
 from engine.kernels.pages import PageKernels, page_kernels
-from engine.kernels.select import check_quantization
+from engine.kernels.select import check_quantization, choose_kv_dtype
 from engine.models.checkpoint import read_checkpoint
 from engine.models.config import (
     ModelSpec,
@@ -92,14 +92,23 @@ def build_engine(
     dtype = choose_dtype(spec, model.dtype, device)
     check_quantization(model.quantization, device, dtype)
     spec = quantised(spec, model.quantization)
-    layout = kv_layout(spec, dtype, config.block_size or _block_tokens(device))
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
+    layout = kv_layout(spec, kv_dtype, config.block_size or _block_tokens(device))
     affordable = _affordable(config, path, dtype, device, gpu_sharers)
     limits = _limits(model, config, spec, layout, affordable)
     pages = limits.num_blocks + SPARE_BLOCKS
     given = memory.allocate(layout.region_bytes(pages), device.index)
     arena = KvArena(layout, pages, arena_buffer(given))
     progress("preparing kernels", None)
-    decoder = load_decoder(path, spec, dtype, device, progress, quantization=model.quantization)
+    decoder = load_decoder(
+        path,
+        spec,
+        dtype,
+        device,
+        progress,
+        quantization=model.quantization,
+        kv_dtype=kv_dtype,
+    )
     scheduler = Scheduler(
         limits,
         layout=layout,

@@ -26,7 +26,7 @@ from router.events import (
 )
 from router.flight import Flight
 from router.routing.policy import Pair
-from router.routing.view import WorkerView
+from router.routing.worker_view import WorkerView
 
 
 @dataclass(slots=True, eq=False)

@@ -60,6 +60,7 @@ POLICIES = (
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
+KV_DTYPES = ("auto", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 TENANT_SOURCES = ("file", "redis")
@@ -74,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     Rule(path="model.seed", holds=lambda v: 0 <= v < 2**64, demand="must be from 0 to 2**64 - 1"),
     Rule(path="model.served_model_name", holds=all, demand="must not hold an empty name"),
     _one_of("engine.device", DEVICES),
+    _one_of("engine.kv_cache_dtype", KV_DTYPES),
     Rule(
         path="engine.block_size",
         holds=lambda v: 1 <= v <= 256 and v & (v - 1) == 0,

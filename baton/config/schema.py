@@ -39,6 +39,8 @@ class EngineConfig:
         device: `auto`, `cpu` or `cuda`.
         block_size: Tokens per KV page, one number in the whole cluster; None for 64 on GPU and 16 on CPU.
         kv_cache_memory_bytes: Bytes of KV pages per worker; None derives it from the machine.
+        kv_cache_dtype: What KV pages hold: `auto` for what the model computes in, or `fp8_e4m3`, 8 bits: twice the tokens of
+            bfloat16 in the same memory, a little less exact. One choice in the whole cluster.
         gpu_memory_utilization: Share of the GPU's memory for weights and KV.
         max_num_seqs: Sequences that run at once.
         max_num_batched_tokens: Token budget of one step.
@@ -51,6 +53,7 @@ class EngineConfig:
     device: str = "auto"
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048

@@ -72,8 +72,8 @@ class Admission:
                 seq_id=seq.seq_id, blocks=tuple(seq.blocks), held_blocks=branch.num_published
             )
         self._roster.move(branch, State.PREFILLING)
-        if branch.fetch is None and self._pager.fetching is not None:
-            self._pager.fetching.settle(branch.request)
+        if branch.fetch is None:
+            self._pager.settle(branch.request)
         return PrefillStarted(
             seq_id=seq.seq_id,
             num_blocks=len(seq.blocks),

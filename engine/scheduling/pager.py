@@ -10,7 +10,7 @@ from baton.pages import PublishedPage
 from engine.cache.blocks import BlockManager
 from engine.ports import KvSource
 from engine.scheduling.fetching import Fetching
-from engine.scheduling.request import Branch, Mode
+from engine.scheduling.request import Branch, Mode, Request
 from engine.scheduling.sequence import Sequence
 
 Copy = tuple[BlockId, BlockId]
@@ -91,6 +91,11 @@ class Pager:
         self.release(branch)
         if self.fetching is not None:
             self.fetching.gave_up(branch, self._usable_keys(branch))
+
+    def settle(self, request: Request) -> None:
+        """Lets the pool forget a request of which nothing waits to be admitted, or that is gone."""
+        if self.fetching is not None:
+            self.fetching.settle(request)
 
     def cached_tokens(self, branch: Branch) -> int:
         """Leading tokens of a branch whose pages were taken just now that are held here."""

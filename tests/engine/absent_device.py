@@ -71,6 +71,7 @@ class AbsentKernels(ReferenceKernels):
         norms: HeadNorms | None,
         pages: torch.Tensor,
         slots: torch.Tensor,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """For slots that are all there."""
         _, kv_heads, _, block_tokens, head_dim = pages.shape
@@ -90,6 +91,7 @@ class AbsentKernels(ReferenceKernels):
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Of the right shape."""
         taken = pages[batch.block_tables.long()].sum() + batch.context_lens.sum()
