@@ -93,6 +93,25 @@ def plain_token(sample: int, token: int) -> TokenSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What a request was promised, as far as the worker that serves it can keep it.
+
+    Attributes:
+        ttft_s: Until its first token, from when the worker is told of it; None promises nothing.
+        tbt_s: Between its tokens; likewise.
+        priority: Higher goes first.
+    """
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    priority: int = 1
+
+
+NO_PROMISE = Promise()
+"""Of requests that nobody promised anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One prompt and what is drawn from it.
 
@@ -103,6 +122,7 @@ class Prompt:
         sampling: How.
         cache_scope: Tenant scope of the prefix cache.
         tenant: Who is billed for the blocks that are kept of it.
+        promise: What whoever asks was promised.
     """
 
     prompt_tokens: Tokens
@@ -111,6 +131,7 @@ class Prompt:
     sampling: SamplingParams
     cache_scope: str = ""
     tenant: str = ""
+    promise: Promise = NO_PROMISE
 
     @property
     def tokens(self) -> tuple[int, ...]:

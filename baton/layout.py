@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 
 from baton.ids import LayerName
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 SPARE_BLOCKS = 1
 """Pages at the end of every arena that its engine never hands out. They belong to no sequence: a peer that opens a way into
 the arena writes there to see whether the way is good, and how fast."""
@@ -29,7 +29,8 @@ class KvLayout:
 
     Attributes:
         model_fingerprint: Digest of the model's config and weights' names and sizes (engine.models.config).
-        dtype: `float32`, `float16` or `bfloat16`.
+        dtype: `float32`, `float16` or `bfloat16`; or `float8_e4m3fn`, over scales that follow from the model's weights
+            (`engine.models.kv_scales`), so that no page carries any.
         block_tokens: Tokens per page, a power of two from 1 to 256.
         num_kv_heads: Per rank.
         head_dim: Elements per head.

@@ -8,6 +8,7 @@ from baton.config.rules import (
     DIRECTORIES,
     DTYPES,
     EVICTIONS,
+    KV_DTYPES,
     LOG_FORMATS,
     LOG_LEVELS,
     POLICIES,
@@ -100,6 +101,12 @@ FLAGS: tuple[Flag, ...] = (
         path="engine.kv_cache_memory_bytes",
         help="KV pages of each worker, such as 4GiB",
         metavar="SIZE",
+    ),
+    _flag(
+        "--kv-cache-dtype",
+        path="engine.kv_cache_dtype",
+        help="|".join(KV_DTYPES) + "; what KV pages hold",
+        metavar="NAME",
     ),
     _flag(
         "--transfer-backends",

@@ -16,7 +16,7 @@ from engine.device import arena_buffer, choose_device, computing_on, weigh_gpu
 from engine.graphs import CudaGraphs, DecodeGraphs
 from engine.host import ThreadEngineHost
 from engine.kernels.pages import PageKernels, page_kernels
-from engine.kernels.select import check_quantization
+from engine.kernels.select import check_quantization, choose_kv_dtype
 from engine.models.checkpoint import read_checkpoint
 from engine.models.config import (
     ModelSpec,
@@ -31,6 +31,7 @@ from engine.models.loader import load_decoder
 from engine.ports import ArenaMemory, LayerSink
 from engine.runner import ModelRunner
 from engine.scheduling.limits import Limits
+from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.scheduler import Scheduler
 
 CPU_BLOCK_TOKENS = 16
@@ -92,20 +93,35 @@ def build_engine(
     dtype = choose_dtype(spec, model.dtype, device)
     check_quantization(model.quantization, device, dtype)
     spec = quantised(spec, model.quantization)
-    layout = kv_layout(spec, dtype, config.block_size or _block_tokens(device))
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
+    layout = kv_layout(spec, kv_dtype, config.block_size or _block_tokens(device))
     affordable = _affordable(config, path, dtype, device, gpu_sharers)
     limits = _limits(model, config, spec, layout, affordable)
     pages = limits.num_blocks + SPARE_BLOCKS
     given = memory.allocate(layout.region_bytes(pages), device.index)
     arena = KvArena(layout, pages, arena_buffer(given))
     progress("preparing kernels", None)
-    decoder = load_decoder(path, spec, dtype, device, progress, quantization=model.quantization)
+    decoder = load_decoder(
+        path,
+        spec,
+        dtype,
+        device,
+        progress,
+        quantization=model.quantization,
+        kv_dtype=kv_dtype,
+    )
     scheduler = Scheduler(
         limits,
         layout=layout,
         secret=secret,
         eos_ids=spec.eos_token_ids,
         enable_prefix_caching=config.enable_prefix_caching,
+        policy=SchedulingPolicy(
+            tbt_s=config.tbt_target_s,
+            prefill_order=config.prefill_order,
+            preemption=config.preemption,
+            output_headroom=config.output_headroom,
+        ),
     )
     graphs = _graphs(decoder, arena, limits, config)
     host = ThreadEngineHost(scheduler, ModelRunner(decoder, arena, sink, graphs))

@@ -13,17 +13,15 @@ from baton.errors import (
     WorkerLostError,
 )
 from baton.ids import RequestId, WorkerIdentity
+from router.actions import Action, AskForSnapshot, RefuseWorker, WorkerSuspected
 from router.attempts import Attempts
 from router.events import (
-    Action,
-    AskForSnapshot,
     BlocksReported,
     ClientGone,
     DecodeTokens,
     Event,
     LegEvent,
     LoadReported,
-    RefuseWorker,
     Service,
     StepTokens,
     StopSample,
@@ -31,14 +29,14 @@ from router.events import (
     TimePassed,
     WorkerJoined,
     WorkerLost,
-    WorkerSuspected,
 )
 from router.flight import FlightState
 from router.legs import LegTable
 from router.placement import Placement
 from router.progress import FlightProgress
 from router.restarts import Patience, Restarts
-from router.routing.view import ClusterView, WorkerView
+from router.routing.view import ClusterView
+from router.routing.worker_view import WorkerView
 from router.steps import Advance, advance
 
 _DEAF_S = 1.0

@@ -2,10 +2,11 @@
 
 from array import array
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from random import Random
+
+from msgspec.structs import replace
 
 from baton.blocks import joined
 from baton.generation import Prompt
@@ -21,7 +22,8 @@ from router.routing.held import HeldBySlot
 from router.routing.index import PrefixIndex
 from router.routing.memory import Prints, prints_of
 from router.routing.policy import Demand, Pair, Policy, Unavailable
-from router.routing.view import ClusterView, WorkerView
+from router.routing.view import ClusterView
+from router.routing.worker_view import WorkerView
 
 _SESSION_TOKENS = 64
 """Prompts whose first tokens are these are taken for one session where the client names none."""
@@ -198,7 +200,8 @@ class Placement:
         if self._policy.uses_prefix:
             worker = pair.prefill
             chain = self._chain(job, worker.layout_group, worker.hello.layout)
-            self._index.expect(chain, (worker.slot, pair.decode.slot), demand.now_s)
+            slots = (worker.slot,) if pair.local else (worker.slot, pair.decode.slot)
+            self._index.expect(chain, slots, demand.now_s)
 
     def _chain(self, job: Job, group: int, layout: KvLayout) -> Prints:
         if group not in job.chains:

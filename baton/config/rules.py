@@ -58,8 +58,11 @@ POLICIES = (
     "session",
 )
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+PREFILL_ORDERS = ("slack", "arrival")
+PREEMPTIONS = ("arrival", "priority", "promise")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
+KV_DTYPES = ("auto", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 TENANT_SOURCES = ("file", "redis")
@@ -74,6 +77,7 @@ RULES: tuple[Rule, ...] = (
     Rule(path="model.seed", holds=lambda v: 0 <= v < 2**64, demand="must be from 0 to 2**64 - 1"),
     Rule(path="model.served_model_name", holds=all, demand="must not hold an empty name"),
     _one_of("engine.device", DEVICES),
+    _one_of("engine.kv_cache_dtype", KV_DTYPES),
     Rule(
         path="engine.block_size",
         holds=lambda v: 1 <= v <= 256 and v & (v - 1) == 0,
@@ -90,6 +94,14 @@ RULES: tuple[Rule, ...] = (
         "engine.max_num_seqs",
         "engine.max_num_batched_tokens",
         "engine.num_threads",
+    ),
+    *_above_zero("engine.tbt_target_s"),
+    _one_of("engine.prefill_order", PREFILL_ORDERS),
+    _one_of("engine.preemption", PREEMPTIONS),
+    Rule(
+        path="engine.output_headroom",
+        holds=lambda v: 0 <= v <= 1,
+        demand="must be from 0 to 1",
     ),
     Rule(path="router.host", holds=bool, demand="must not be empty"),
     Rule(path="router.port", holds=lambda v: 0 <= v <= 65535, demand="must be from 0 to 65535"),

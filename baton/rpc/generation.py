@@ -1,8 +1,17 @@
 """What is asked of a model and what it gives back, between protobuf messages and `baton.generation`."""
 
 from collections.abc import Sequence
+from math import isfinite
 
-from baton.generation import FinishReason, Prompt, SamplingParams, TokenLogprobs, TokenSample
+from baton.generation import (
+    NO_PROMISE,
+    FinishReason,
+    Promise,
+    Prompt,
+    SamplingParams,
+    TokenLogprobs,
+    TokenSample,
+)
 from baton.ids import LegId, RequestId
 from baton.rpc.v1 import common_pb2 as pb
 from baton.tokens import PackedTokens
@@ -30,6 +39,7 @@ def prompt_to_proto(
         cache_scope=prompt.cache_scope,
         tenant=prompt.tenant,
         trace_parent=trace_parent,
+        promise=_promise_to_proto(prompt.promise),
     )
 
 
@@ -46,7 +56,27 @@ def prompt_from_proto(message: pb.GenerationRequest) -> Prompt:
         sampling=sampling_from_proto(message.sampling),
         cache_scope=message.cache_scope,
         tenant=message.tenant,
+        promise=_promise_from_proto(message.promise) if message.HasField("promise") else NO_PROMISE,
     )
+
+
+def _promise_to_proto(promise: Promise) -> pb.Promise | None:
+    if promise == NO_PROMISE:
+        return None
+    return pb.Promise(ttft_s=promise.ttft_s, tbt_s=promise.tbt_s, priority=promise.priority)
+
+
+def _promise_from_proto(message: pb.Promise) -> Promise:
+    return Promise(
+        ttft_s=_seconds(message.ttft_s) if message.HasField("ttft_s") else None,
+        tbt_s=_seconds(message.tbt_s) if message.HasField("tbt_s") else None,
+        priority=message.priority,
+    )
+
+
+def _seconds(seconds: float) -> float | None:
+    """A promise that is no time is none: schedulers compare and add it."""
+    return seconds if isfinite(seconds) and seconds >= 0.0 else None
 
 
 def sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:

@@ -8,6 +8,7 @@ import ctypes
 
 import torch
 
+from engine.kernels import reference
 from engine.kernels.ports import HeadNorms, PagedBatch, Rotation
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
@@ -66,8 +67,11 @@ class CpuKernels:
         norms: HeadNorms | None,
         pages: torch.Tensor,
         slots: torch.Tensor,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `KernelSet.rotate_and_store`."""
+        """See `KernelSet.rotate_and_store`; pages of 8 bits are torch's."""
+        if scales is not None:
+            return reference.rotate_and_store(qkv, rotation, norms, pages, slots, scales)
         tokens = slots.shape[0]
         _, kv_heads, _, block_tokens, head_dim = self._page_shape(pages)
         heads = qkv.shape[-1] // head_dim - 2 * kv_heads
@@ -105,8 +109,11 @@ class CpuKernels:
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `KernelSet.paged_attention`."""
+        """See `KernelSet.paged_attention`; pages of 8 bits are torch's."""
+        if scales is not None:
+            return reference.paged_attention(query, pages, batch, scale, window, scales)
         tokens = batch.slots.shape[0]
         _, kv_heads, _, block_tokens, head_dim = self._page_shape(pages)
         heads = query.shape[1]

@@ -48,9 +48,10 @@ class TritonKernels:
         norms: HeadNorms | None,
         pages: torch.Tensor,
         slots: torch.Tensor,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `KernelSet.rotate_and_store`."""
-        return rotary_store.rotate_and_store(qkv, rotation, norms, pages, slots)
+        return rotary_store.rotate_and_store(qkv, rotation, norms, pages, slots, scales)
 
     def paged_attention(
         self,
@@ -59,14 +60,17 @@ class TritonKernels:
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `KernelSet.paged_attention`."""
         if batch.splits is None:
-            return prefill_attention(query, pages, batch, scale, window)
+            return prefill_attention(query, pages, batch, scale, window, scales)
         decodes = batch.splits.num_decodes
-        out = decode_attention(query, pages, batch, batch.splits, scale, window)
+        out = decode_attention(query, pages, batch, batch.splits, scale, window, scales)
         if decodes < batch.context_lens.shape[0]:
-            prefill_attention(query, pages, batch, scale, window, first_row=decodes, out=out)
+            prefill_attention(
+                query, pages, batch, scale, window, scales, first_row=decodes, out=out
+            )
         return out
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,8 @@ class Rotation:
 
 
 class KernelSet(Protocol):
-    """One implementation of the operations; all tensors on one device, activations and pages in one dtype."""
+    """One implementation of the operations; all tensors on one device, activations in one dtype; pages in the same, or in
+    float8_e4m3fn over scales."""
 
     def split_rule(self, num_kv_heads: int) -> SplitRule | None:
         """How `paged_attention` wants the contexts of decodes to be cut, over so many heads; None where it does not."""
@@ -79,6 +80,7 @@ class KernelSet(Protocol):
         norms: HeadNorms | None,
         pages: torch.Tensor,
         slots: torch.Tensor,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rotates queries and keys, and writes keys and values into their pages.
 
@@ -88,6 +90,8 @@ class KernelSet(Protocol):
             norms: Applied per head before the rotation, if the model has them.
             pages: One layer's arena, `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]`.
             slots: As in `PagedBatch`.
+            scales: `[num_kv_heads, 2]` float32, with pages of float8_e4m3fn: what keys and values are divided by before they
+                are rounded.
 
         Returns:
             The queries, `[num_tokens, num_heads, head_dim]`.
@@ -100,6 +104,7 @@ class KernelSet(Protocol):
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends causally over the pages: prefill chunks and decodes of the whole batch in one call.
 
@@ -109,6 +114,7 @@ class KernelSet(Protocol):
             batch: Rows and their pages.
             scale: Multiplies the products of queries and keys.
             window: How many tokens back a token attends, itself included; None for all.
+            scales: Those that keys and values were stored over.
 
         Returns:
             `[num_tokens, num_heads, head_dim]`.

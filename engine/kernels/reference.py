@@ -3,12 +3,13 @@
 Written to be read, not to be fast; they work on any device and in any floating dtype, and compute in float32.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn import functional
 
 from engine.kernels.ports import HeadNorms, PagedBatch, Rotation
+
+FP8_MAX = 448.0
+"""The largest number of float8_e4m3fn."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -26,23 +27,32 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def write_pages(
-    pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    pages: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Scatters keys and values `[num_tokens, num_kv_heads, head_dim]` into the pages at `slots` `[num_tokens]`; those whose slot is negative
-    nowhere.
+    nowhere. Over `scales` `[num_kv_heads, 2]` into pages of 8 bits.
     """
     stored = slots >= 0
     key, value, slots = key[stored], value[stored], slots[stored]
     block_tokens = pages.shape[3]
     blocks, offsets = slots // block_tokens, slots % block_tokens
-    pages[blocks, :, 0, offsets] = key
-    pages[blocks, :, 1, offsets] = value
+    for part, given in enumerate((key, value)):
+        narrow = given if scales is None else round_to_fp8(given, scales[:, part, None])
+        pages[blocks, :, part, offsets] = narrow
 
 
-def copy_pages(pages: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copies whole pages (source, target) of one layer; no page is both a source and a target."""
-    sources, targets = zip(*pairs, strict=True)
-    pages[list(targets)] = pages[list(sources)]
+def round_to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`x` over `scale` as float8_e4m3fn; what does not fit becomes the largest number, and what is none stays none."""
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def copy_pages(pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Copies whole pages of one layer, int64 `[num_pages]` to `[num_pages]`; no page is both a source and a target."""
+    pages[targets] = pages[sources]
 
 
 def move_pages(
@@ -71,6 +81,7 @@ def rotate_and_store(
     norms: HeadNorms | None,
     pages: torch.Tensor,
     slots: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `KernelSet.rotate_and_store`."""
     _, num_kv_heads, _, _, head_dim = pages.shape
@@ -80,7 +91,9 @@ def rotate_and_store(
     if norms is not None:
         query = rms_norm(query, norms.query, norms.eps)
         key = rms_norm(key, norms.key, norms.eps)
-    write_pages(pages, rotate(key, rotation), value, slots)
+    if scales is not None:
+        key = key.float()  # rounded once, to 8 bits
+    write_pages(pages, rotate(key, rotation), value, slots, scales)
     return rotate(query, rotation)
 
 
@@ -90,6 +103,7 @@ def paged_attention(
     batch: PagedBatch,
     scale: float,
     window: int | None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `KernelSet.paged_attention`."""
     output = torch.empty_like(query)
@@ -97,6 +111,8 @@ def paged_attention(
     for row, context in enumerate(batch.context_lens.tolist()):
         begin, end = starts[row], starts[row + 1]
         key, value = _gather(pages, batch.block_tables[row], context)
+        if scales is not None:
+            key, value = key * scales[:, 0, None, None], value * scales[:, 1, None, None]
         positions = torch.arange(context - (end - begin), context, device=query.device)
         output[begin:end] = _attend(query[begin:end], key, value, positions, scale, window)
     return output
@@ -182,9 +198,10 @@ class ReferenceKernels:
         norms: HeadNorms | None,
         pages: torch.Tensor,
         slots: torch.Tensor,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `KernelSet.rotate_and_store`."""
-        return rotate_and_store(qkv, rotation, norms, pages, slots)
+        return rotate_and_store(qkv, rotation, norms, pages, slots, scales)
 
     def paged_attention(
         self,
@@ -193,9 +210,10 @@ class ReferenceKernels:
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `KernelSet.paged_attention`."""
-        return paged_attention(query, pages, batch, scale, window)
+        return paged_attention(query, pages, batch, scale, window, scales)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """See `KernelSet.silu_mul`."""

@@ -12,10 +12,10 @@ import triton.language as tl
 
 from engine.kernels.checks import expect, expect_pages, expect_scales
 from engine.kernels.ports import HeadNorms, Rotation
+from engine.kernels.reference import FP8_MAX
 
 _HEADS = 8
 """Heads per program: enough for whole cache lines, few enough that a single token still spreads over multiprocessors."""
-_FP8_MAX = 448.0
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def rotate_and_store(
         block_tokens=block_tokens,
         normed=norms is not None,
         scaled=scales is not None,
-        limit=_FP8_MAX,
+        limit=FP8_MAX,
         taken=_HEADS,
         half_width=triton.next_power_of_2(head_dim // 2),
         num_warps=2,

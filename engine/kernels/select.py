@@ -15,6 +15,8 @@ from engine.kernels.reference import ReferenceKernels
 
 logger = logging.getLogger(__name__)
 
+_FIRST_WITH_FP8 = (8, 9)
+
 
 def select_kernels(
     device: torch.device, dtype: torch.dtype, cache_dir: Path | None = None
@@ -39,6 +41,28 @@ def select_kernels(
             properties = torch.cuda.get_device_properties(device)
             return gpu.TritonKernels(properties.multi_processor_count)
     return ReferenceKernels()
+
+
+def choose_kv_dtype(asked: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What KV pages hold.
+
+    Args:
+        asked: `auto` or `fp8_e4m3`.
+        dtype: Of the activations.
+        device: Where pages are.
+
+    Raises:
+        ConfigError: The GPU has no numbers of 8 bits.
+    """
+    if asked == "auto":
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FP8:
+        raise ConfigError(
+            f"kv_cache_dtype {asked} needs a GPU of compute capability 8.9 or later, "
+            f"which {torch.cuda.get_device_name(device)} is not",
+            param="engine.kv_cache_dtype",
+        )
+    return torch.float8_e4m3fn
 
 
 def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:

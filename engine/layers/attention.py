@@ -18,6 +18,7 @@ class PagedSelfAttention:
         norms: Per-head norms, where the model has them.
         scale: Of the products of queries and keys.
         window: Sliding window in tokens; None for none.
+        scales: Where pages hold 8 bits: what keys and values are divided by, `[num_kv_heads, 2]` float32.
     """
 
     qkv: Projection
@@ -26,6 +27,7 @@ class PagedSelfAttention:
     scale: float
     window: int | None
     kernels: KernelSet
+    scales: torch.Tensor | None = None
 
     def __call__(
         self, x: torch.Tensor, rotation: Rotation, pages: torch.Tensor, batch: PagedBatch
@@ -41,6 +43,10 @@ class PagedSelfAttention:
         Returns:
             `[num_tokens, hidden]`.
         """
-        query = self.kernels.rotate_and_store(self.qkv(x), rotation, self.norms, pages, batch.slots)
-        attended = self.kernels.paged_attention(query, pages, batch, self.scale, self.window)
+        query = self.kernels.rotate_and_store(
+            self.qkv(x), rotation, self.norms, pages, batch.slots, self.scales
+        )
+        attended = self.kernels.paged_attention(
+            query, pages, batch, self.scale, self.window, self.scales
+        )
         return self.output(attended.flatten(1))

@@ -23,6 +23,7 @@ from engine.layers.rotary import RotaryEmbedding
 from engine.models.checkpoint import Checkpoint, OpenFile, open_safetensors, read_checkpoint
 from engine.models.config import ModelSpec
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.kv_scales import layer_scales
 from engine.models.whole_layers import whole_layers
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -39,6 +40,7 @@ def load_decoder(
     progress: Progress | None = None,
     kernels: KernelSet | None = None,
     quantization: str = "none",
+    kv_dtype: torch.dtype | None = None,
 ) -> Decoder:
     """Loads the model in `path`. Blocks while reading.
 
@@ -51,6 +53,7 @@ def load_decoder(
         progress: Called after each layer.
         kernels: What to compute with; None chooses the fastest that this machine can run.
         quantization: `none`, or `int8` for the matrices; `check_quantization` says whether that is served here.
+        kv_dtype: What pages hold; None for `dtype`.
 
     Raises:
         ModelLoadError: A tensor is missing or has the wrong shape, or a file is corrupt.
@@ -58,7 +61,8 @@ def load_decoder(
     chosen = kernels or select_kernels(device, dtype)
     with ExitStack() as files:
         weights = _Weights(read_checkpoint(path), dtype, device, files, quantization)
-        return _Assembly(spec, weights, chosen).decoder(progress or _ignore)
+        scaled = kv_dtype == torch.float8_e4m3fn
+        return _Assembly(spec, weights, chosen, scaled=scaled).decoder(progress or _ignore)
 
 
 def _ignore(what: str, fraction: float) -> None:
@@ -91,6 +95,10 @@ class _Weights:
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """One tensor of two dimensions."""
         return self._stack([(name, rows)], (columns,), self.dtype)
+
+    def as_stored(self, name: str, *shape: int) -> torch.Tensor:
+        """One tensor on the CPU, in the dtype of the file."""
+        return self._read(name, shape)
 
     def linear(self, parts: list[tuple[str, int]], inputs: int, *, bias: bool) -> Projection:
         """Several projections `(name, outputs)` of one input as a single matrix."""
@@ -137,10 +145,13 @@ class _Weights:
 class _Assembly:
     """Puts a model's parts together, layer by layer."""
 
-    def __init__(self, spec: ModelSpec, weights: _Weights, kernels: KernelSet) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: _Weights, kernels: KernelSet, *, scaled: bool
+    ) -> None:
         self._spec = spec
         self._weights = weights
         self._kernels = kernels
+        self._scaled = scaled
 
     def decoder(self, progress: Progress) -> Decoder:
         spec, weights = self._spec, self._weights
@@ -152,7 +163,6 @@ class _Assembly:
             progress("loading weights", (index + 1) / (spec.num_layers + 1))
         head = self._head(embedding)
         progress("loading weights", 1.0)
-        whole = whole_layers(spec, layers, self._kernels, weights.dtype)
         return Decoder(
             spec=spec,
             dtype=weights.dtype,
@@ -163,19 +173,26 @@ class _Assembly:
             layers=tuple(layers),
             final_norm=self._norm("model.norm"),
             head=head,
-            whole_layers=whole,
+            whole_layers=whole_layers(spec, layers, self._kernels, weights.dtype),
         )
 
     def _layer(self, index: int) -> DecoderLayer:
         name = self._spec.layer_names[index]
+        attention = self._attention(
+            f"{name}.self_attn",
+            self._spec.windows[index],
+            self._kv_scales(name),
+        )
         return DecoderLayer(
             input_norm=self._norm(f"{name}.input_layernorm"),
-            attention=self._attention(f"{name}.self_attn", self._spec.windows[index]),
+            attention=attention,
             post_attention_norm=self._norm(f"{name}.post_attention_layernorm"),
             mlp=self._mlp(f"{name}.mlp"),
         )
 
-    def _attention(self, name: str, window: int | None) -> PagedSelfAttention:
+    def _attention(
+        self, name: str, window: int | None, scales: torch.Tensor | None
+    ) -> PagedSelfAttention:
         spec = self._spec
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         parts = [
@@ -191,7 +208,14 @@ class _Assembly:
             scale=spec.head_dim**-0.5,
             window=window,
             kernels=self._kernels,
+            scales=scales,
         )
+
+    def _kv_scales(self, layer: str) -> torch.Tensor | None:
+        """Only for pages of 8 bits."""
+        if not self._scaled:
+            return None
+        return layer_scales(self._spec, layer, self._weights.as_stored).to(self._weights.device)
 
     def _head_norms(self, name: str) -> HeadNorms:
         return HeadNorms(

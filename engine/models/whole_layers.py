@@ -15,7 +15,8 @@ from engine.models.decoder import DecoderLayer
 def whole_layers(
     spec: ModelSpec, layers: Sequence[DecoderLayer], kernels: KernelSet, dtype: torch.dtype
 ) -> CpuLayers | None:
-    """All of `layers` in one; None unless they compute with the CPU's kernels, on matrices in panels of one kind.
+    """All of `layers` in one; None unless they compute with the CPU's kernels, on matrices in panels of one kind and with pages of
+    the activations' dtype.
 
     Args:
         spec: The model.
@@ -49,7 +50,7 @@ def _weights(layer: DecoderLayer) -> LayerWeights | None:
     qkv, output = layer.attention.qkv, layer.attention.output
     gate_up, down = layer.mlp.gate_up, layer.mlp.down
     panels = BFloat16Panels | Int8Panels
-    if not (
+    if layer.attention.scales is not None or not (
         isinstance(qkv, panels)
         and isinstance(output, panels)
         and isinstance(gate_up, panels)

@@ -1,16 +1,16 @@
 """Decides what runs in the next step, and turns what was drawn into events: the engine's head, beside the runner's hands.
 
-A step: running decodes first, one token each; then chunks of prompts that are being prefilled, first come first served,
-under what is left of the token budget; then newcomers. When pages run out, the last-arrived sequence that nobody else reads
-gives all of its pages back and recomputes later (vLLM's preemption by recompute), in chunks under the same budget,
-so that those still running go on decoding.
+A step: running decodes first, one token each; then chunks of prompts, begun ones and newcomers in one order (`order`), under
+what is left of the token budget and of the time that those who decode can spare (`pacing`). When pages run out, the last by
+precedence (`precedence`) that nobody else reads gives all of its pages back and recomputes later (vLLM's preemption by
+recompute), in chunks under the same budget, so that those still running go on decoding.
 """
 
 from collections.abc import Iterable
 
 from baton.blocks import BlockChanges
 from baton.errors import BatonError, InvalidRequestError, InvariantError, TransferError
-from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample, WorkerLoad
+from baton.generation import Prompt, WorkerLoad
 from baton.ids import BlockId, SeqId
 from baton.layout import KvLayout
 from baton.pages import PublishedPage
@@ -25,19 +25,21 @@ from engine.messages import (
     Release,
     Released,
     Reserve,
-    Sampled,
     SeqEvent,
     Start,
 )
 from engine.ports import KvSource
-from engine.scheduling.admission import Admission
-from engine.scheduling.draft import StepDraft
+from engine.scheduling.harvest import Harvest
 from engine.scheduling.limits import Limits
 from engine.scheduling.pager import Pager
-from engine.scheduling.plan import Drawn, StepPlan, StepResult
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.planner import StepPlanner
+from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.request import Branch, Mode, Request, State
+from engine.scheduling.requests import RequestBook
 from engine.scheduling.roster import Roster
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.step_cost import StepCost
 
 
 class Scheduler:
@@ -55,6 +57,7 @@ class Scheduler:
         secret: The cluster secret, 32 bytes; keys the blocks.
         eos_ids: The model's end-of-sequence tokens.
         enable_prefix_caching: Whether full pages are shared and kept for later prompts.
+        policy: In which order, within which time, and who gives way.
     """
 
     def __init__(
@@ -65,22 +68,28 @@ class Scheduler:
         secret: bytes,
         eos_ids: Iterable[int] = (),
         enable_prefix_caching: bool = True,
+        policy: SchedulingPolicy | None = None,
     ) -> None:
         if limits.block_tokens != layout.block_tokens:
             raise ValueError("limits and layout disagree on the tokens per page")
         self._limits = limits
-        self._eos_ids = frozenset(eos_ids)
         self._blocks = BlockManager(limits.num_blocks)
         self._pager = Pager(
             self._blocks, layout=layout, secret=secret, share_prefixes=enable_prefix_caching
         )
         self._roster = Roster(limits.seats)
-        self._admission = Admission(self._roster, self._pager)
-        self._requests: dict[SeqId, Request] = {}
-        self._arrivals = 0
+        self._requests = RequestBook(limits, self._roster, self._pager, eos_ids)
+        self._cost = StepCost()
+        self._planner = StepPlanner(
+            limits,
+            self._roster,
+            self._pager,
+            policy=policy or SchedulingPolicy(),
+            cost=self._cost,
+        )
+        self._harvest = Harvest(self._requests, self._roster, self._pager, limits.block_tokens)
         self._in_flight: list[Branch] | None = None
         self._steps = 0
-        self._preemptions = 0
 
     @property
     def limits(self) -> Limits:
@@ -110,11 +119,16 @@ class Scheduler:
 
     def measured(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Learns from how long a step took."""
+        self._cost.measured(plan, seconds)
         if self._pager.fetching is not None:
             self._pager.fetching.measured(plan, result, seconds)
 
-    def handle(self, command: Command) -> list[SeqEvent]:
+    def handle(self, command: Command, now_s: float) -> list[SeqEvent]:
         """Takes one command; returns what is to be told at once.
+
+        Args:
+            command: What is asked.
+            now_s: When it came, in monotonic seconds: promised times count from here.
 
         Raises:
             InvariantError: A step is in flight.
@@ -123,11 +137,11 @@ class Scheduler:
             raise InvariantError("a command came while a step was in flight")
         match command:
             case Generate():
-                return self._arrive(command.seq_id, Mode.GENERATE, command.prompt)
+                return self._arrive(command.seq_id, Mode.GENERATE, command.prompt, now_s)
             case Prefill():
-                return self._arrive(command.seq_id, Mode.PREFILL, command.prompt)
+                return self._arrive(command.seq_id, Mode.PREFILL, command.prompt, now_s)
             case Reserve():
-                return self._arrive(command.seq_id, Mode.RESERVE, command.prompt)
+                return self._arrive(command.seq_id, Mode.RESERVE, command.prompt, now_s)
             case Start():
                 return self._start(command)
             case Release() | Abort():
@@ -136,7 +150,7 @@ class Scheduler:
                 self._blocks.flush()
                 return []
 
-    def _arrive(self, seq_id: SeqId, mode: Mode, prompt: Prompt) -> list[SeqEvent]:
+    def _arrive(self, seq_id: SeqId, mode: Mode, prompt: Prompt, now_s: float) -> list[SeqEvent]:
         if (known := self._requests.get(seq_id)) is not None:
             # The two cannot be told apart by their events, so neither may go on.
             return self._end_with(known, InvariantError(f"sequence {seq_id} was submitted twice"))
@@ -145,24 +159,8 @@ class Scheduler:
             if self._pager.fetching is not None:
                 self._pager.fetching.forget(seq_id)
             return [Failed(seq_id=seq_id, error=refusal)]
-        request = Request(
-            seq_id=seq_id,
-            mode=mode,
-            prompt=prompt,
-            arrival=self._arrivals,
-            stop_ids=self._stop_ids(prompt),
-            final_len=self._limits.final_len(prompt),
-            scores=_no_scores_yet(prompt, mode),
-        )
-        self._arrivals += 1
-        self._requests[seq_id] = request
-        self._roster.add(request.undivided(), State.WAITING)
+        self._requests.open(seq_id, mode, prompt, now_s)
         return []
-
-    def _stop_ids(self, prompt: Prompt) -> frozenset[int]:
-        sampling = prompt.sampling
-        eos_ids = frozenset() if sampling.ignore_eos else self._eos_ids
-        return eos_ids.union(sampling.stop_token_ids)
 
     def _start(self, command: Start) -> list[SeqEvent]:
         request = self._requests.get(command.seq_id)
@@ -179,14 +177,14 @@ class Scheduler:
         request.has_kv = True
         leader.num_brought = len(leader.seq.tokens) // self._limits.block_tokens
         self._pager.publish(leader)
-        self._fan_out(leader, command.first_tokens)
+        self._harvest.fan_out(leader, command.first_tokens)
         return []
 
     def _release(self, seq_id: SeqId) -> list[SeqEvent]:
         request = self._requests.get(seq_id)
         if request is None:
             return []
-        self._end(request)
+        self._requests.end(request)
         return [Released(seq_id=seq_id)]
 
     def schedule(self) -> tuple[StepPlan | None, list[SeqEvent]]:
@@ -198,115 +196,19 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise InvariantError("a step was scheduled while another was in flight")
-        limits = self._limits
-        draft = StepDraft(limits.max_num_batched_tokens, block_tokens=limits.block_tokens)
-        self._place_next_tokens(draft)
-        draft.add_decodes(self._roster.running)
-        for branch in self._roster.prefilling:
-            if draft.budget > 0:
-                draft.add_chunk(branch)
-        events = self._admission.let_in(draft)
+        draft, events = self._planner.draft()
         if not draft.branches:
             return None, events
         self._steps += 1
         self._in_flight = draft.branches
         return draft.plan(self._steps), events
 
-    def _place_next_tokens(self, draft: StepDraft) -> None:
-        """Every running branch gets a place for the token it computes next, the oldest first, or is preempted.
-
-        Samples of one prompt stand next to each other in this order, and the last of them to write needs no copy. So a page
-        that is copied from stays in use, and nobody writes a page in this step before it is copied.
-        """
-        for branch in list(filter(self._pager.needs_page, self._roster.running)):
-            while branch.state is State.RUNNING and not self._pager.extend(branch, draft.copies):
-                self._preempt_youngest()
-
-    def _preempt_youngest(self) -> None:
-        victim = self._roster.youngest()
-        if victim is None:
-            raise InvariantError("a running sequence found no page and nobody to take one from")
-        self._pager.give_up(victim)
-        self._roster.move(victim, State.WAITING)
-        self._preemptions += 1
-
     def apply(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
         """Takes the outcome of the step in flight. Rows whose sequence was given to `fail` are passed over."""
         branches, self._in_flight = self._in_flight, None
         if branches is None or plan.step != self._steps:
             raise InvariantError(f"step {plan.step} is not in flight")
-        sampled: dict[SeqId, list[TokenSample]] = {}
-        scored: dict[SeqId, tuple[TokenLogprobs, ...]] = {}
-        block_tokens = self._limits.block_tokens
-        for place, row in enumerate(plan.rows):
-            branch, drawn = branches[place], result.drawn[place]
-            if branch.state is State.ENDED:
-                continue
-            seq = branch.seq
-            if row.num_scored:
-                branch.request.keep_scores(row.start, result.scores[place])
-            seq.num_computed += row.num_tokens
-            if seq.num_computed >= (branch.num_published + 1) * block_tokens:
-                self._pager.publish(branch)
-            if drawn:
-                tokens = self._receive(branch, drawn)
-                sampled.setdefault(seq.seq_id, []).extend(tokens)
-                if branch.request.scores is not None:
-                    scored[seq.seq_id] = branch.request.hand_out_scores()
-        for fetch in plan.fetches:
-            self._settle(self._requests.get(fetch.seq_id))
-        return [
-            Sampled(seq_id=seq_id, tokens=tuple(tokens), prompt_logprobs=scored.get(seq_id))
-            for seq_id, tokens in sampled.items()
-        ]
-
-    def _settle(self, request: Request | None) -> None:
-        if request is not None and self._pager.fetching is not None:
-            self._pager.fetching.settle(request)
-
-    def _receive(self, branch: Branch, drawn: tuple[Drawn, ...]) -> tuple[TokenSample, ...]:
-        request, seq = branch.request, branch.seq
-        if branch.state is State.PREFILLING:
-            return self._end_prefill(branch, drawn)
-        (draw,) = drawn
-        seq.tokens.append(draw.token)
-        finish = request.finish_of(draw.token, len(seq.tokens))
-        if finish is not None:
-            self._finish(branch)
-        return (_sample(seq.sample, draw, finish),)
-
-    def _end_prefill(self, branch: Branch, drawn: tuple[Drawn, ...]) -> tuple[TokenSample, ...]:
-        request, length = branch.request, len(branch.seq.tokens) + 1
-        first_tokens = tuple(
-            _sample(sample, draw, request.finish_of(draw.token, length))
-            for sample, draw in zip(branch.samples, drawn, strict=True)
-        )
-        if request.mode is Mode.PREFILL:
-            self._roster.move(branch, State.HANDING_OVER)
-        else:
-            self._fan_out(branch, first_tokens)
-        return first_tokens
-
-    def _fan_out(self, leader: Branch, first_tokens: tuple[TokenSample, ...]) -> None:
-        """Lets each sample that is not finished run on its own: the first takes the leader's pages, the others share."""
-        going_on = [first for first in first_tokens if first.finish is None]
-        if not going_on:
-            self._finish(leader)
-            return
-        forks = [self._pager.fork(leader, first) for first in going_on[1:]]
-        first = going_on[0]
-        leader.seq.sample = first.sample
-        leader.seq.tokens.append(first.token)
-        self._roster.move(leader, State.RUNNING, samples=(first.sample,))
-        for fork in forks:
-            self._roster.add(fork, State.RUNNING)
-
-    def _finish(self, branch: Branch) -> None:
-        self._pager.release(branch)
-        self._roster.move(branch, State.ENDED)
-        if not branch.request.branches:
-            del self._requests[branch.request.seq_id]
-            self._settle(branch.request)
+        return list(self._harvest.bring_in(plan, branches, result))
 
     def fail(self, seq: Sequence, error: BatonError) -> list[SeqEvent]:
         """Ends the request that `seq` belongs to, because its row could not be computed; nobody else is touched.
@@ -325,16 +227,12 @@ class Scheduler:
         return events
 
     def _end_with(self, request: Request, error: BatonError) -> list[SeqEvent]:
-        self._end(request)
+        self._requests.end(request)
         return [Failed(seq_id=request.seq_id, error=error)]
-
-    def _end(self, request: Request) -> None:
-        for branch in tuple(request.branches):
-            self._finish(branch)
 
     def load(self) -> WorkerLoad:
         """Counts for routing and metrics; `draining` is for the service to set."""
-        roster, blocks = self._roster, self._blocks
+        roster, blocks, admission = self._roster, self._blocks, self._planner.admission
         return WorkerLoad(
             running=len(roster.running) + len(roster.prefilling),
             waiting=roster.num_waiting,
@@ -343,10 +241,10 @@ class Scheduler:
             blocks_used=blocks.num_used,
             blocks_cached=blocks.num_cached,
             steps=self._steps,
-            preemptions=self._preemptions,
-            prefix_hit_tokens=self._admission.hit_tokens,
-            prefix_query_tokens=self._admission.query_tokens,
-            pool_hit_tokens=self._admission.pooled_tokens,
+            preemptions=self._planner.preemptions,
+            prefix_hit_tokens=admission.hit_tokens,
+            prefix_query_tokens=admission.query_tokens,
+            pool_hit_tokens=admission.pooled_tokens,
             prefill_tokens_pending=roster.prefill_tokens_pending,
         )
 
@@ -356,23 +254,5 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises InvariantError unless every page is accounted for and every branch is in its place. O(pages)."""
-        requests = self._requests.values()
-        branches = [branch for request in requests for branch in request.branches]
-        self._roster.check_integrity(branches)
-        if not all(request.branches for request in requests):
-            raise InvariantError("a request without branches is still known")
-        held: list[BlockId] = []
-        for branch in branches:
-            branch.check_integrity(self._limits.block_tokens)
-            held += branch.seq.blocks + branch.parked
-        self._blocks.check_integrity(held)
-
-
-def _no_scores_yet(prompt: Prompt, mode: Mode) -> list[TokenLogprobs] | None:
-    """Scores are wanted of whoever computes the prompt, not of who is handed its pages."""
-    wanted = prompt.sampling.prompt_logprobs is not None and mode is not Mode.RESERVE
-    return [] if wanted else None
-
-
-def _sample(sample: int, draw: Drawn, finish: FinishReason | None) -> TokenSample:
-    return TokenSample(sample=sample, token=draw.token, logprobs=draw.logprobs, finish=finish)
+        self._cost.check_integrity()
+        self._blocks.check_integrity(self._requests.check_integrity())

@@ -9,7 +9,7 @@ from random import Random
 from typing import NamedTuple
 
 from router.routing.policy import Demand, Predicted
-from router.routing.view import WorkerView
+from router.routing.worker_view import WorkerView
 
 Entry = tuple[int, int, float, float, WorkerView]
 """Whole milliseconds, legs, chance: so entries sort by cost, then lighter, then at random. Then the cost itself, and who."""

@@ -6,6 +6,8 @@ A decision leaves a few numbers behind; nothing is formatted before somebody ask
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from baton.ids import RequestId
 from router.routing.policy import Considered, Demand, Pair, Predicted, RouteKind
 
@@ -66,17 +68,13 @@ class Explanation:
     held_by_pool: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Decision:
-    """What is kept of one. Not the demand itself: it names every holder."""
+class _Decision(msgspec.Struct, eq=False):
+    """What is kept of one: the numbers it was made from, and of those that change by themselves what they were then."""
 
     pair: Pair
-    tokens: int
-    held_by_prefill: int
-    held_by_decode: int
+    demand: Demand
     pool_node: str
     held_by_pool: int
-    output_tokens: int
     count: int
     measured: Measured | None = None
 
@@ -104,15 +102,13 @@ class DecisionLog:
         """`pair` was chosen."""
         self._counts[pair.kind] += 1
         earlier = self._decisions.pop(request_id, None)
+        pool_node = pair.prefill.load.pool_node
         self._decisions[request_id] = _Decision(
-            pair=pair,
-            tokens=demand.tokens,
-            held_by_prefill=demand.held_by(pair.prefill),
-            held_by_decode=demand.held_by(pair.decode),
-            pool_node=pair.prefill.load.pool_node,
-            held_by_pool=demand.pooled_for(pair.prefill),
-            output_tokens=demand.output_tokens,
-            count=1 if earlier is None else earlier.count + 1,
+            pair,
+            demand,
+            pool_node,
+            demand.pooled_for(pair.prefill) if pool_node else 0,
+            1 if earlier is None else earlier.count + 1,
         )
         while len(self._decisions) > self._kept:
             del self._decisions[next(iter(self._decisions))]
@@ -132,19 +128,19 @@ class DecisionLog:
         decision = self._decisions.get(request_id)
         if decision is None:
             return None
-        pair, grounds = decision.pair, decision.pair.grounds
+        pair, grounds, demand = decision.pair, decision.pair.grounds, decision.demand
         return Explanation(
             request_id=request_id,
             policy=self._policy,
             kind=pair.kind.value,
             prefill_worker=pair.prefill.identity.worker_id,
             decode_worker=pair.decode.identity.worker_id,
-            tokens=decision.tokens,
-            held_by_prefill=decision.held_by_prefill,
-            held_by_decode=decision.held_by_decode,
+            tokens=demand.tokens,
+            held_by_prefill=demand.held_by(pair.prefill),
+            held_by_decode=demand.held_by(pair.decode),
             pool_node=decision.pool_node,
             held_by_pool=decision.held_by_pool,
-            output_tokens=decision.output_tokens,
+            output_tokens=demand.output_tokens,
             decisions=decision.count,
             why="nobody else was to be asked" if grounds is None else grounds.why(),
             considered=() if grounds is None else tuple(grounds.considered()),

@@ -1,7 +1,8 @@
 """How much of a prompt each worker holds: numbers by slot, as C writes them (`table.c`) and reads them (`pricing.c`)."""
 
-from array import array
+import ctypes
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 
 class HeldBySlot(Mapping[int, int]):
@@ -11,16 +12,15 @@ class HeldBySlot(Mapping[int, int]):
         slots: So many there are.
 
     Attributes:
-        address: Of the numbers.
-        slots: As many as they are.
+        numbers: The same for C.
+        slots: As many as there are.
     """
 
-    __slots__ = ("_held", "address", "slots")
+    __slots__ = ("numbers", "slots")
 
     def __init__(self, slots: int) -> None:
-        self._held = array("q", bytes(8 * slots))
+        self.numbers = _numbers(slots)()
         self.slots = slots
-        self.address = self._held.buffer_info()[0]
 
     @classmethod
     def covering(cls, held: Mapping[int, int], slots: int) -> "HeldBySlot":
@@ -34,21 +34,26 @@ class HeldBySlot(Mapping[int, int]):
 
     def put(self, slot: int, count: int) -> None:
         """Sets what the worker at `slot` holds."""
-        self._held[slot] = count
+        self.numbers[slot] = count
 
     def __getitem__(self, slot: int) -> int:
-        count = self._held[slot] if 0 <= slot < len(self._held) else 0
+        count = self.numbers[slot] if 0 <= slot < self.slots else 0
         if not count:
             raise KeyError(slot)
         return count
 
     def get(self, slot: int, default: int = 0) -> int:  # type: ignore[override]  # nothing held is 0
         """What the worker at `slot` holds, or `default`."""
-        count = self._held[slot] if 0 <= slot < len(self._held) else 0
+        count = self.numbers[slot] if 0 <= slot < self.slots else 0
         return count or default
 
     def __iter__(self) -> Iterator[int]:
-        return (slot for slot, count in enumerate(self._held) if count)
+        return (slot for slot, count in enumerate(self.numbers) if count)
 
     def __len__(self) -> int:
-        return len(self._held) - self._held.count(0)
+        return sum(1 for _ in self)
+
+
+@lru_cache(maxsize=64)
+def _numbers(slots: int) -> type[ctypes.Array[ctypes.c_int64]]:
+    return ctypes.c_int64 * slots

@@ -139,7 +139,7 @@ class PrefixIndex:
 
     def expect(self, chain: Prints, slots: Iterable[int], now_s: float) -> None:
         """Remembers that the workers at `slots` are about to hold the whole chain."""
-        self._expected.note(chain, {self._column_of[slot] for slot in slots}, now_s)
+        self._expected.note(chain, map(self._column_of.__getitem__, slots), now_s)
 
     def held_blocks(
         self, chain: Prints, now_s: float, *, unit: int = 1, among: HeldBySlot | None = None

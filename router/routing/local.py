@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from router.routing.costs import queue_s, work_of
 from router.routing.policy import Demand
-from router.routing.view import WorkerView
+from router.routing.worker_view import WorkerView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,20 +1,25 @@
 """Weighing in C, where it can be built: one call of `pricing.c` per decision and layout."""
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from random import Random
-from struct import Struct
-from typing import NamedTuple
+
+import msgspec
 
 from router.routing.costs import Entry
 from router.routing.held import HeldBySlot
 from router.routing.local import LocalPrefill
 from router.routing.policy import Considered, Demand, Predicted
-from router.routing.pricing_library import AskedRecord, FieldRecord, SideRecord, pricing_library
+from router.routing.pricing_library import (
+    EntryRecord,
+    FieldRecord,
+    OptionRecord,
+    SideRecord,
+    WeighedRecord,
+    pricing_library,
+)
 from router.routing.side import Side
-from router.routing.view import WorkerView
 from router.routing.weighing import (
-    SHORTLIST,
     Field,
     Option,
     PlainWeigher,
@@ -22,20 +27,27 @@ from router.routing.weighing import (
     Weigher,
     Weighing,
 )
-
-_ENTRY, _COUNTS, _OPTION = Struct("qqddq"), Struct("3q"), Struct("qqdqq7d")
-_LIST_BYTES = SHORTLIST * _ENTRY.size
-_COUNTS_AT = 3 * _LIST_BYTES
-_PAIR_AT = _COUNTS_AT + _COUNTS.size
-_ALONE_AT = _PAIR_AT + _OPTION.size
-_Record = ctypes.c_char * (_ALONE_AT + _OPTION.size)
+from router.routing.worker_view import WorkerView
 
 
-class _NativeWeighed(NamedTuple):
+class _NativeWeighed(msgspec.Struct, frozen=True):
     """The grounds as C wrote them (`Grounds`): read when somebody asks."""
 
     field: Field
-    record: ctypes.Array[ctypes.c_char]
+    record: WeighedRecord
+
+    def predicted(self, *, alone: bool) -> Predicted:
+        """See Weighed; of a way that there is."""
+        option = self.record.single if alone else self.record.pair
+        return Predicted(
+            queue_s=option.queue_s,
+            fetch_s=option.fetch_s,
+            prefill_s=option.prefill_s,
+            unhidden_s=option.unhidden_s,
+            room_s=option.room_s,
+            tbt_s=option.tbt_s,
+            harm_s=option.harm_s,
+        )
 
     def considered(self) -> list[Considered]:
         """See Weighed."""
@@ -46,19 +58,12 @@ class _NativeWeighed(NamedTuple):
         return self._read().why()
 
     def _read(self) -> Weighed:
-        field, counts = self.field, _COUNTS.unpack_from(self.record, _COUNTS_AT)
-        sides = (field.prefillers, field.takers, field.decoders)
-        lists = [
-            list(self._entries(number, side, count))
-            for number, (side, count) in enumerate(zip(sides, counts, strict=True))
-        ]
-        return Weighed(prefillers=lists[0], decoders=lists[1], alone=lists[2])
-
-    def _entries(self, number: int, side: Side[WorkerView], count: int) -> Iterator[Entry]:
-        for place in range(count):
-            at = number * _LIST_BYTES + place * _ENTRY.size
-            milliseconds, legs, chance, cost_s, who = _ENTRY.unpack_from(self.record, at)
-            yield milliseconds, legs, chance, cost_s, side.workers[who]
+        field, record = self.field, self.record
+        return Weighed(
+            prefillers=_entries(record.prefillers, record.num_prefillers, field.prefillers),
+            decoders=_entries(record.takers, record.num_takers, field.takers),
+            alone=_entries(record.alone, record.num_alone, field.decoders),
+        )
 
 
 class NativeWeigher:
@@ -75,33 +80,33 @@ class NativeWeigher:
     def weigh(self, field: Field, demand: Demand, rng: Random, local: LocalPrefill) -> Weighing:
         """See Weigher."""
         held = HeldBySlot.covering(demand.held, field.slots)
-        asked = AskedRecord(
-            held.address,
+        record = WeighedRecord()
+        self._weigh(
+            self._record_of(field, local),
+            held.numbers,
             held.slots,
             demand.tokens,
             demand.samples,
             demand.output_tokens,
             demand.now_s,
-        )
-        record, among = _Record(), self._record_of(field, local)
-        self._weigh(
-            ctypes.byref(among), ctypes.byref(asked), rng.getrandbits(64), ctypes.byref(record)
+            rng.getrandbits(64),
+            ctypes.byref(record),
         )
         takers, decoders = field.takers.workers, field.decoders.workers
         return Weighing(
-            pair=_option(record, _PAIR_AT, field.prefillers.workers, takers),
-            alone=_option(record, _ALONE_AT, decoders, decoders),
-            grounds=_NativeWeighed(field=field, record=record),
+            pair=_option(record.pair, field.prefillers.workers, takers),
+            alone=_option(record.single, decoders, decoders),
+            grounds=_NativeWeighed(field, record),
         )
 
-    def _record_of(self, field: Field, local: LocalPrefill) -> FieldRecord:
-        """Mostly that of the last decision."""
+    def _record_of(self, field: Field, local: LocalPrefill) -> int:
+        """Its address; mostly that of the last decision."""
         if self._among is not None and self._among[0] is field and self._among[1] is local:
-            return self._among[2]
+            return self._among[2].address
         sides = [_side(side) for side in (field.prefillers, field.takers, field.decoders)]
         record = FieldRecord(*sides, local.max_tokens, local.max_stall_s)
         self._among = field, local, record
-        return record
+        return record.address
 
 
 def fastest_weigher() -> Weigher:
@@ -115,27 +120,17 @@ def _side(side: Side[WorkerView]) -> SideRecord:
 
 
 def _option(
-    record: ctypes.Array[ctypes.c_char],
-    at: int,
-    prefillers: Sequence[WorkerView],
-    decoders: Sequence[WorkerView],
+    record: OptionRecord, prefillers: Sequence[WorkerView], decoders: Sequence[WorkerView]
 ) -> Option | None:
-    values = _OPTION.unpack_from(record, at)
-    milliseconds, legs, chance, prefill, decode = values[:5]
+    prefill = record.prefill
     if prefill < 0:
         return None
-    queue_s, fetch_s, prefill_s, unhidden_s, room_s, tbt_s, harm_s = values[5:]
-    return Option(
-        rank=(milliseconds, legs, chance),
-        prefill=prefillers[prefill],
-        decode=decoders[decode],
-        predicted=Predicted(
-            queue_s=queue_s,
-            fetch_s=fetch_s,
-            prefill_s=prefill_s,
-            unhidden_s=unhidden_s,
-            room_s=room_s,
-            tbt_s=tbt_s,
-            harm_s=harm_s,
-        ),
-    )
+    rank = record.milliseconds, record.legs, record.chance
+    return Option(rank, prefillers[prefill], decoders[record.decode])
+
+
+def _entries(shortlist: Sequence[EntryRecord], count: int, side: Side[WorkerView]) -> list[Entry]:
+    return [
+        (entry.milliseconds, entry.legs, entry.chance, entry.cost_s, side.workers[entry.at])
+        for entry in shortlist[:count]
+    ]

@@ -1,6 +1,6 @@
 """The numbers of a worker that every decision reads, kept where C can read them too (`pricing.c`).
 
-To Python they are ordinary attributes of `router.routing.view.WorkerView` and `router.routing.forecast.Forecast`, which
+To Python they are ordinary attributes of `router.routing.worker_view.WorkerView` and `router.routing.forecast.Forecast`, which
 say what each one means. Kept as records, a hundred workers are some dozens of cache lines and priced within microseconds;
 as Python objects they are a thousand, which a busy process finds cold each time.
 """
@@ -77,7 +77,6 @@ class WorkerNumbers(ctypes.Structure):
     reported_context_tokens: int
     capacity_tokens: int
     max_sequences: int
-    draining: bool
     can_prefill: bool
 
     _fields_ = (
@@ -96,7 +95,6 @@ class WorkerNumbers(ctypes.Structure):
         ("reported_context_tokens", ctypes.c_int64),
         ("capacity_tokens", ctypes.c_int64),
         ("max_sequences", ctypes.c_int64),
-        ("draining", ctypes.c_bool),
         ("can_prefill", ctypes.c_bool),
     )
 

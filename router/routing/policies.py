@@ -14,7 +14,7 @@ from router.routing.local import LocalPrefill
 from router.routing.policy import Demand, Policy
 from router.routing.predictive import Predictive
 from router.routing.separable import Separable
-from router.routing.view import WorkerView
+from router.routing.worker_view import WorkerView
 
 _SEQUENCE_TOKENS = 64
 """What one more running sequence costs beside its context: about a page's worth of reading per step."""

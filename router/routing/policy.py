@@ -1,7 +1,7 @@
 """What a policy is: given the workers that may be used and what a request asks, it says who runs which leg.
 
 Policies are small pure classes, chosen by name (`router.routing.policies`). They see workers through
-`router.routing.view` and prompts through a `Demand`, and answer with a `Pair`.
+`router.routing.worker_view` and prompts through a `Demand`, and answer with a `Pair`.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Set
@@ -10,14 +10,15 @@ from enum import Enum
 from random import Random
 from typing import Protocol
 
+import msgspec
+
 from baton.ids import WorkerIdentity
-from router.routing.view import WorkerView
+from router.routing.worker_view import WorkerView
 
 
-@dataclass(slots=True, kw_only=True)
-class Demand:
-    """What a request asks of its workers. Nobody changes it; it is not frozen because every decision makes one, and a
-    frozen one takes several times as long to make. So with `Predicted`.
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asks of its workers. Every decision makes one: no dataclass, which takes several times as long to make.
+    So with `Pair`.
 
     Attributes:
         tokens: Tokens whose KV must exist before the next one is drawn.
@@ -67,7 +68,7 @@ class RouteKind(Enum):
     UNAVAILABLE = "unavailable"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
     """What a policy expected of its choice, in seconds.
 
@@ -107,6 +108,9 @@ class Considered:
 class Grounds(Protocol):
     """Why a policy chose as it did, kept as it fell out of the choice and put into words only when somebody asks."""
 
+    def predicted(self, *, alone: bool) -> Predicted | None:
+        """What it expected of the best pair, or of the best worker that would do both; None if it predicts nothing."""
+
     def considered(self) -> list[Considered]:
         """The best options, best first."""
 
@@ -114,22 +118,19 @@ class Grounds(Protocol):
         """One sentence."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """Who prefills and who decodes; one and the same when no KV is handed over.
 
     Attributes:
         prefill: Computes the prompt.
         decode: Draws the tokens.
         kind: How the legs lie.
-        predicted: What the policy expects, if it predicts anything.
         grounds: Why these two.
     """
 
     prefill: WorkerView
     decode: WorkerView
     kind: RouteKind = RouteKind.PAIR
-    predicted: Predicted | None = None
     grounds: Grounds | None = None
 
     @property
@@ -138,9 +139,15 @@ class Pair:
         return self.prefill is self.decode
 
     @property
+    def predicted(self) -> Predicted | None:
+        """What the policy expects, if it predicts anything."""
+        return None if self.grounds is None else self.grounds.predicted(alone=self.local)
+
+    @property
     def compute_s(self) -> float:
         """Predicted seconds of work for P, fetching included; 0 where nothing is predicted."""
-        return 0.0 if self.predicted is None else self.predicted.fetch_s + self.predicted.prefill_s
+        predicted = self.predicted
+        return 0.0 if predicted is None else predicted.fetch_s + predicted.prefill_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

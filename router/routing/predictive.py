@@ -25,16 +25,17 @@ from router.routing.local import ANYWHERE, LocalPrefill
 from router.routing.native_weighing import fastest_weigher
 from router.routing.policy import Demand, Grounds, Pair, RouteKind, Unavailable
 from router.routing.separable import NO_DECODER, Rank
-from router.routing.view import WorkerView
 from router.routing.weighing import (
     SHORTLIST,
     Field,
     Option,
     Weighed,
     Weigher,
+    foreseen,
     handed_over,
     rounded,
 )
+from router.routing.worker_view import WorkerView
 
 _Choice = tuple[Rank, Option, RouteKind, Grounds]
 """The best option of one kind within one layout."""
@@ -83,8 +84,11 @@ class Predictive:
             choices = self._helpless(fields, demand, rng)
         if not choices:
             return NO_DECODER
-        _, option, kind, grounds = min(choices, key=lambda choice: choice[0])
-        return _pair(option, kind, grounds)
+        best = choices[0]
+        for choice in choices[1:]:
+            if choice[0] < best[0]:
+                best = choice
+        return _pair(*best[1:])
 
     def prefiller(
         self, workers: Collection[WorkerView], decode: WorkerView, demand: Demand, rng: Random
@@ -92,9 +96,9 @@ class Predictive:
         """The P whose cost is least with this D, link included."""
         taker: Entry = (0, 0, 0.0, 0.0, decode)
         ranked = prefill_costs(workers, demand, rng)[:SHORTLIST]
-        grounds = Weighed(prefillers=ranked, decoders=[taker])
-        option = handed_over(grounds, demand)
+        option = handed_over(ranked, [taker], demand)
         assert option is not None
+        grounds = Weighed(prefillers=ranked, decoders=[taker], pair=foreseen(option, demand))
         return _pair(option, RouteKind.TAKE_OVER, grounds)
 
     def _fields(self, workers: Collection[WorkerView], demand: Demand) -> Sequence[Field]:
@@ -130,13 +134,7 @@ class Predictive:
 
 
 def _pair(option: Option, kind: RouteKind, grounds: Grounds) -> Pair:
-    return Pair(
-        prefill=option.prefill,
-        decode=option.decode,
-        kind=kind,
-        predicted=option.predicted,
-        grounds=grounds,
-    )
+    return Pair(prefill=option.prefill, decode=option.decode, kind=kind, grounds=grounds)
 
 
 def _groups(workers: Collection[WorkerView]) -> Collection[list[WorkerView]]:

@@ -23,7 +23,7 @@ typedef struct {
     double progress_s, heard_s, kv_token_bytes;
     int64_t slot, pool_slot, legs, decode_sequences, decode_tokens, foreign_prefill_tokens, foreign_sequences;
     int64_t used_tokens, reported_context_tokens, capacity_tokens, max_sequences;
-    bool draining, can_prefill;
+    bool can_prefill;
 } Worker;
 
 typedef struct {
@@ -220,8 +220,11 @@ static void hand_over(const Field *f, const Demand *d, Weighed *w) {
         predict(&w->pair, f->prefillers.workers[w->pair.prefill], f->takers.workers[w->pair.decode], d);
 }
 
-/* All of a decision among the workers of one layout: see router/routing/weighing.py. */
-void baton_weigh(const Field *f, const Demand *d, uint64_t seed, Weighed *w) {
+/* All of a decision among the workers of one layout: see router/routing/weighing.py. What is asked stands between the workers and
+ * the seed, number by number: for so few that is quicker than a record of them. */
+void baton_weigh(const Field *f, const int64_t *held, int64_t slots, int64_t tokens, int64_t samples,
+                 int64_t output_tokens, double now_s, uint64_t seed, Weighed *w) {
+    const Demand demand = {held, slots, tokens, samples, output_tokens, now_s}, *d = &demand;
     Shortlist list = {w->prefillers, 0, SHORTLIST, seed};
     for (int64_t at = 0; at < f->prefillers.count; at++) {
         const Worker *p = f->prefillers.workers[at];
@@ -249,13 +252,4 @@ void baton_weigh(const Field *f, const Demand *d, uint64_t seed, Weighed *w) {
     w->single = (Option){(int64_t)(best->cost_s / RESOLUTION_S), best->legs, best->chance, best->at, best->at,
                          0, 0, 0, 0, 0, 0, 0};
     predict(&w->single, single, single, d);
-}
-
-/* Whether all may be given work, as far as their numbers tell: `ClusterView.usable`. */
-bool baton_all_ready(const Worker *const *workers, int64_t count, double heard_s, double moved_s) {
-    for (int64_t at = 0; at < count; at++) {
-        const Worker *w = workers[at];
-        if (w->draining || !(w->heard_s >= heard_s) || !(w->legs == 0 || w->progress_s >= moved_s)) return false;
-    }
-    return true;
 }

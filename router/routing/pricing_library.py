@@ -1,11 +1,13 @@
 """`pricing.c`, built at first use as the prefix table's hot part is."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from baton.native import CannotBuildError, Library, build
 from baton.telemetry.logs import get_logger
+from router.routing.weighing import SHORTLIST
 
 _log = get_logger(__name__)
 
@@ -16,26 +18,6 @@ _LIBRARY = Library(
     # Without contraction every operation is rounded as Python rounds it, so that both ways choose alike.
     flags=("-O3", "-march=native", "-ffp-contract=off", "-fwrapv"),
 )
-
-
-class AskedRecord(ctypes.Structure):
-    """What of a `Demand` matters to a price."""
-
-    held: int
-    slots: int
-    tokens: int
-    samples: int
-    output_tokens: int
-    now_s: float
-
-    _fields_ = (
-        ("held", ctypes.c_void_p),
-        ("slots", ctypes.c_int64),
-        ("tokens", ctypes.c_int64),
-        ("samples", ctypes.c_int64),
-        ("output_tokens", ctypes.c_int64),
-        ("now_s", ctypes.c_double),
-    )
 
 
 class SideRecord(ctypes.Structure):
@@ -55,6 +37,88 @@ class FieldRecord(ctypes.Structure):
         ("max_stall_s", ctypes.c_double),
     )
 
+    @property
+    def address(self) -> int:
+        """Of the record."""
+        return ctypes.addressof(self)
+
+
+class EntryRecord(ctypes.Structure):
+    """One worker on a shortlist; `at` is its place in its side. As `router.routing.costs.Entry`."""
+
+    milliseconds: int
+    legs: int
+    chance: float
+    cost_s: float
+    at: int
+
+    _fields_ = (
+        ("milliseconds", ctypes.c_int64),
+        ("legs", ctypes.c_int64),
+        ("chance", ctypes.c_double),
+        ("cost_s", ctypes.c_double),
+        ("at", ctypes.c_int64),
+    )
+
+
+class OptionRecord(ctypes.Structure):
+    """The best way of one kind: its rank, who by their places (below 0: there is none), and what is expected of it."""
+
+    milliseconds: int
+    legs: int
+    chance: float
+    prefill: int
+    decode: int
+    queue_s: float
+    fetch_s: float
+    prefill_s: float
+    unhidden_s: float
+    room_s: float
+    tbt_s: float
+    harm_s: float
+
+    _fields_ = (
+        ("milliseconds", ctypes.c_int64),
+        ("legs", ctypes.c_int64),
+        ("chance", ctypes.c_double),
+        ("prefill", ctypes.c_int64),
+        ("decode", ctypes.c_int64),
+        ("queue_s", ctypes.c_double),
+        ("fetch_s", ctypes.c_double),
+        ("prefill_s", ctypes.c_double),
+        ("unhidden_s", ctypes.c_double),
+        ("room_s", ctypes.c_double),
+        ("tbt_s", ctypes.c_double),
+        ("harm_s", ctypes.c_double),
+    )
+
+
+_Shortlist = EntryRecord * SHORTLIST
+
+
+class WeighedRecord(ctypes.Structure):
+    """All of a decision among the workers of one layout."""
+
+    prefillers: Sequence[EntryRecord]
+    takers: Sequence[EntryRecord]
+    alone: Sequence[EntryRecord]
+    num_prefillers: int
+    num_takers: int
+    num_alone: int
+    pair: OptionRecord
+    single: OptionRecord
+
+    _fields_ = (
+        ("prefillers", _Shortlist),
+        ("takers", _Shortlist),
+        ("alone", _Shortlist),
+        ("num_prefillers", ctypes.c_int64),
+        ("num_takers", ctypes.c_int64),
+        ("num_alone", ctypes.c_int64),
+        ("pair", OptionRecord),
+        ("single", OptionRecord),
+    )
+
 
 @cache
 def pricing_library() -> ctypes.CDLL | None:
@@ -65,8 +129,9 @@ def pricing_library() -> ctypes.CDLL | None:
         _log.warning("workers are priced without C functions", reason=str(error))
         return None
     pointer, number, seconds = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-    library.baton_weigh.argtypes = [pointer, pointer, ctypes.c_uint64, pointer]
+    library.baton_weigh.argtypes = [
+        *(pointer, pointer, number, number, number, number, seconds),
+        *(ctypes.c_uint64, pointer),
+    ]
     library.baton_weigh.restype = None
-    library.baton_all_ready.argtypes = [pointer, number, seconds, seconds]
-    library.baton_all_ready.restype = ctypes.c_bool
     return library

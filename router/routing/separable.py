@@ -9,7 +9,7 @@ from random import Random
 from typing import Protocol
 
 from router.routing.policy import Considered, Demand, Pair, RouteKind, Unavailable
-from router.routing.view import WorkerView
+from router.routing.worker_view import WorkerView
 
 Rank = tuple[float, int, float]
 """Cost, then lighter, then at random."""
@@ -49,6 +49,9 @@ class SummedUp:
     """The grounds of a separable choice: the best option of each kind (`Grounds`)."""
 
     options: Sequence[_Option]
+
+    def predicted(self, *, alone: bool) -> None:
+        """Nothing: prices are no times."""
 
     def considered(self) -> list[Considered]:
         """The best pair and the best single worker of each layout."""

@@ -43,7 +43,7 @@ class NativeHotPart:
     ) -> None:
         """See HotPart."""
         places, num_places = (None, 0) if noted is None else noted.buffer_info()
-        self._held(sources.address, *prints.buffer_info(), places, num_places, unit, held.address)
+        self._held(sources.address, *prints.buffer_info(), places, num_places, unit, held.numbers)
 
     def add(
         self, memory: Memory, prints: Prints, noted: Places | None, begin: int, column: int

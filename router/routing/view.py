@@ -1,144 +1,20 @@
-"""The workers as this router sees them: who is up, what they reported, and what the router itself has in flight there.
+"""Every connected worker (`router.routing.worker_view`), and which of them may be given new work."""
 
-The router's own counts lead, because a report is always older than the last decision. Reports only add what they show
-beyond them: the work of other routers.
-"""
-
-import ctypes
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 
 from baton.blocks import BlockReport
 from baton.errors import IncompatibleError, InvariantError
-from baton.generation import WorkerLoad
-from baton.ids import Role, WorkerId, WorkerIdentity
+from baton.ids import WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.hello import WorkerHello
 from router.breaker import Breaker
-from router.routing.forecast import Fleet, Forecast
+from router.routing.forecast import Fleet
 from router.routing.index import Heard, PrefixIndex
-from router.routing.numbers import WorkerNumbers
-from router.routing.pools import NO_SLOT, PoolNodes
-from router.routing.side import Side
+from router.routing.pools import PoolNodes
+from router.routing.worker_view import WorkerView
 
 _READY = "ready"
 _LEFT_OUT = "left out"
-
-
-@dataclass(eq=False)
-class WorkerView(WorkerNumbers):
-    """One connected worker. The dispatcher's legs count up and down on it.
-
-    The numbers that decisions read lie in a record (`router.routing.numbers`) and begin at 0.
-
-    Attributes:
-        hello: What it said of itself.
-        address: Where it was reached.
-        slot: Its place in the prefix index.
-        pool_slot: That of the pool node from which it can fetch; below 0 without one.
-        layout_group: Equal exactly for workers with equal layouts; pairs are made within a group.
-        load: Its last report.
-        draining: It takes nothing new.
-        legs: Legs of this router on it.
-        prefill_tokens: Prompt tokens this router sent whose KV is not computed yet.
-        decode_sequences: Samples this router decodes there.
-        decode_tokens: Tokens of context of those samples.
-        prefills: Prompts of this router whose KV is not computed yet.
-        tbt_targets: How many of its legs that decode there were promised which time between tokens.
-        foreign_prefill_tokens: Pending prompt tokens that are not this router's, by the last report.
-        foreign_sequences: The same for sequences.
-        progress_s: When it last showed progress, or when it last became busy.
-        heard_s: When it last said anything; a worker that is well reports twice per second.
-        breaker: Whether its legs fail so often that it is left out for a while.
-        last_pick: Number of the last decision that chose it.
-        forecast: What it will take for its work.
-        used_tokens: Room taken by KV that is in use there, by the last report.
-        reported_context_tokens: Tokens of context that its last decode step read.
-        can_prefill: Whether it computes prompts for others. This and what follows comes from its greeting.
-        can_decode: Whether it draws tokens.
-        takes_kv: Whether others can hand KV over to it.
-        capacity_tokens: Tokens whose KV it has room for.
-        max_sequences: Sequences that it runs at once.
-        kv_token_bytes: Bytes of KV per token.
-    """
-
-    hello: WorkerHello
-    address: str
-    slot: int = field()  # in the record
-    layout_group: int
-    progress_s: float = field()  # in the record
-    heard_s: float = field()  # in the record
-    load: WorkerLoad = field(default_factory=WorkerLoad)
-    breaker: Breaker = field(default_factory=Breaker)
-    prefill_tokens: int = 0
-    prefills: int = 0
-    tbt_targets: dict[float, int] = field(default_factory=dict)
-    last_pick: int = 0
-    forecast: Forecast = field(default_factory=Forecast)
-    can_decode: bool = field(init=False)
-    takes_kv: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        hello, layout = self.hello, self.hello.layout
-        self.can_prefill = hello.role.prefills_for_others
-        self.can_decode = hello.role.decodes
-        self.takes_kv = self.can_decode and bool(hello.transfer_address)
-        self.capacity_tokens = hello.num_blocks * layout.block_tokens
-        self.max_sequences = hello.max_num_seqs
-        self.pool_slot = NO_SLOT
-        self.kv_token_bytes = layout.page_bytes / layout.block_tokens
-        self.forecast_address = ctypes.addressof(self.forecast)
-
-    @property
-    def identity(self) -> WorkerIdentity:
-        """Name and incarnation."""
-        return self.hello.identity
-
-    @property
-    def kind(self) -> tuple[Role, int]:
-        """What another worker must be like to do the same."""
-        return self.hello.role, self.layout_group
-
-    @property
-    def queued_prefill_tokens(self) -> int:
-        """Prompt tokens that stand before a new prompt."""
-        return self.prefill_tokens + self.foreign_prefill_tokens
-
-    @property
-    def sequences(self) -> int:
-        """Sequences a new one would share steps with."""
-        return self.decode_sequences + self.foreign_sequences
-
-    @property
-    def tightest_tbt_s(self) -> float | None:
-        """The shortest time between tokens that anybody who decodes there was promised."""
-        return min(self.tbt_targets, default=None)
-
-    def report(self, load: WorkerLoad, now_s: float) -> None:
-        """Takes a load report: corrects what is not this router's own."""
-        self.heard_s = now_s
-        if load.steps != self.load.steps:
-            self.progress_s = now_s
-            if load.step_s > 0.0:
-                sequences, context = load.step_sequences, load.step_context_tokens
-                self.forecast.stepped(sequences, context, load.step_s, now_s)
-        self.forecast.fetches_reported(self.load, load, self.hello.layout.block_tokens)
-        self.used_tokens = load.blocks_used * self.hello.layout.block_tokens
-        self.reported_context_tokens = load.step_context_tokens if load.running else 0
-        self.load = load
-        self.draining = load.draining
-        # A leg is one sequence to the worker until its samples fork.
-        own = max(self.legs, self.decode_sequences)
-        self.foreign_prefill_tokens = max(0, load.prefill_tokens_pending - self.prefill_tokens)
-        self.foreign_sequences = max(0, load.running + load.waiting - own)
-
-    def stalled(self, now_s: float, timeout_s: float) -> bool:
-        """Whether it holds work of this router and has shown no progress for `timeout_s`."""
-        return self.legs > 0 and now_s - self.progress_s > timeout_s
-
-    def silent(self, now_s: float, timeout_s: float) -> bool:
-        """Whether nothing came from it for `timeout_s`: it stands still, or the way to it is cut."""
-        return now_s - self.heard_s > timeout_s
 
 
 class ClusterView:
@@ -161,7 +37,9 @@ class ClusterView:
         self._stall_timeout_s = stall_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._workers: dict[WorkerId, WorkerView] = {}
-        self._everybody: Side[WorkerView] = Side(())
+        self._everybody: tuple[WorkerView, ...] = ()
+        self._ready_until_s = float("-inf")
+        self._leaving: set[WorkerView] = set()
         self._breakers: dict[WorkerId, Breaker] = {}
         self._open: set[Breaker] = set()
         self._groups: dict[KvLayout, int] = {}
@@ -206,10 +84,10 @@ class ClusterView:
             forecast=self._fleet.newcomer(),
             # Kept over restarts: a worker that dies of every request comes back with its record.
             breaker=self._breakers.setdefault(identity.worker_id, Breaker(open_ones=self._open)),
+            leaving=self._leaving,
         )
         self._workers[identity.worker_id] = worker
-        self._everybody = Side(tuple(self._workers.values()))
-        self._layouts = None
+        self._count_workers()
         return worker
 
     def lose(self, identity: WorkerIdentity) -> WorkerView | None:
@@ -219,9 +97,9 @@ class ClusterView:
             return None
         worker.forecast.retire()
         self._index.retire(identity)
-        self._layouts = None
         del self._workers[identity.worker_id]
-        self._everybody = Side(tuple(self._workers.values()))
+        self._leaving.discard(worker)
+        self._count_workers()
         return worker
 
     def report_blocks(self, identity: WorkerIdentity, report: BlockReport) -> bool:
@@ -232,9 +110,12 @@ class ClusterView:
         """Those that may be given new work: neither draining nor stalled nor suspected, nor left out for failing. Where
         all of a kind fail they are tried all the same: left out, they would serve nobody.
         """
+        if not self._open and not self._leaving:
+            if now_s > self._ready_until_s:
+                self._ready_until_s = self._all_ready_until_s()
+            if now_s <= self._ready_until_s:
+                return self._everybody
         heard_s, moved_s = now_s - self._silence_timeout_s, now_s - self._stall_timeout_s
-        if not self._open and self._everybody.all_ready(heard_s, moved_s):
-            return self._everybody.workers
         # What `state` says, written out: this may be asked for each request, of every worker.
         ready = tuple(
             worker
@@ -284,6 +165,20 @@ class ClusterView:
                 raise InvariantError(f"{worker.identity}: no leg, but counts {counts}")
             worker.forecast.check_integrity()
         self.pools.check_integrity()
+
+    def _all_ready_until_s(self) -> float:
+        """So long nobody is silent or stalled, whatever comes: to hear of a worker or to see it move can only make it later,
+        and one that gets its first leg begins to move then.
+        """
+        silent_s = min((worker.heard_s for worker in self._everybody), default=float("inf"))
+        stalled_s = min((w.progress_s for w in self._everybody if w.legs), default=float("inf"))
+        return min(silent_s + self._silence_timeout_s, stalled_s + self._stall_timeout_s)
+
+    def _count_workers(self) -> None:
+        """Somebody came or went."""
+        self._everybody = tuple(self._workers.values())
+        self._ready_until_s = float("-inf")
+        self._layouts = None
 
     def _forgive(self, now_s: float) -> None:
         """Forgets the record of workers that are gone and did nothing wrong lately."""

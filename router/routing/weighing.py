@@ -7,7 +7,9 @@ microseconds, and only the chance that decides between equals is another.
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from baton.ids import WorkerIdentity
 from router.routing.costs import (
@@ -22,7 +24,7 @@ from router.routing.local import LocalPrefill
 from router.routing.policy import Considered, Demand, Grounds, Predicted
 from router.routing.separable import Rank
 from router.routing.side import Side
-from router.routing.view import WorkerView
+from router.routing.worker_view import WorkerView
 
 SHORTLIST = 8
 """So many of each kind are looked at more closely."""
@@ -48,16 +50,15 @@ class Field:
         self.slots = max(side.slots for side in (self.prefillers, self.decoders))
 
 
-class Option(NamedTuple):
-    """One way to run a request, and what is expected of it."""
+class Option(msgspec.Struct, frozen=True):
+    """One way to run a request."""
 
     rank: Rank
     prefill: WorkerView
     decode: WorkerView
-    predicted: Predicted
 
 
-class Weighing(NamedTuple):
+class Weighing(msgspec.Struct, frozen=True, kw_only=True):
     """The best way of each kind, where there is one, and why."""
 
     pair: Option | None
@@ -74,11 +75,25 @@ class Weigher(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed:
-    """The grounds of a predicted choice: the best of either side, and of those that would do both (`Grounds`)."""
+    """The grounds of a predicted choice (`Grounds`).
+
+    Attributes:
+        prefillers: The best of that side, best first.
+        decoders: Of the other side.
+        alone: Of those that would do both.
+        pair: What is expected of the best pair, if there is one.
+        single: The same of the best of `alone`.
+    """
 
     prefillers: Sequence[Entry] = ()
     decoders: Sequence[Entry] = ()
     alone: Sequence[Entry] = ()
+    pair: Predicted | None = None
+    single: Predicted | None = None
+
+    def predicted(self, *, alone: bool) -> Predicted | None:
+        """See Grounds."""
+        return self.single if alone else self.pair
 
     def considered(self) -> list[Considered]:
         """Each of the best P's with the best D and the other way round, and who would do both. Without links' costs."""
@@ -102,23 +117,29 @@ class PlainWeigher:
 
     def weigh(self, field: Field, demand: Demand, rng: Random, local: LocalPrefill) -> Weighing:
         """See Weigher."""
-        alone = [worker for worker in field.decoders.workers if local.allows(worker, demand)]
+        allowed = [worker for worker in field.decoders.workers if local.allows(worker, demand)]
+        prefillers = prefill_costs(field.prefillers.workers, demand, rng)[:SHORTLIST]
+        decoders = decode_costs(field.takers.workers, demand, rng)[:SHORTLIST]
+        alone = both_costs(allowed, demand, rng)[:SHORTLIST]
+        pair, single = handed_over(prefillers, decoders, demand), _alone(alone)
         grounds = Weighed(
-            prefillers=prefill_costs(field.prefillers.workers, demand, rng)[:SHORTLIST],
-            decoders=decode_costs(field.takers.workers, demand, rng)[:SHORTLIST],
-            alone=both_costs(alone, demand, rng)[:SHORTLIST],
+            prefillers=prefillers,
+            decoders=decoders,
+            alone=alone,
+            pair=foreseen(pair, demand),
+            single=foreseen(single, demand),
         )
-        pair = handed_over(grounds, demand)
-        return Weighing(pair=pair, alone=_alone(grounds, demand), grounds=grounds)
+        return Weighing(pair=pair, alone=single, grounds=grounds)
 
 
-def handed_over(grounds: Weighed, demand: Demand) -> Option | None:
+def handed_over(
+    prefillers: Sequence[Entry], decoders: Sequence[Entry], demand: Demand
+) -> Option | None:
     """The best pair, links included; both sides come best first."""
     best: tuple[Rank, WorkerView, WorkerView] | None = None
     bound_s = float("inf")
-    decoders = grounds.decoders
     sizes = [demand.uncached(entry[-1]) * entry[-1].kv_token_bytes for entry in decoders]
-    for _, p_legs, _, p_s, prefill in grounds.prefillers:
+    for _, p_legs, _, p_s, prefill in prefillers:
         if not decoders or p_s + decoders[0][3] > bound_s:
             continue
         window_s, forecast = work_of(prefill, demand).busy_s, prefill.forecast
@@ -133,24 +154,19 @@ def handed_over(grounds: Weighed, demand: Demand) -> Option | None:
             if best is None or rank < best[0]:
                 best = rank, prefill, decode
                 bound_s = cost_s + RESOLUTION_S
-    if best is None:
-        return None
-    cheapest, prefill, decode = best
-    return Option(
-        rank=cheapest, prefill=prefill, decode=decode, predicted=predict(prefill, decode, demand)
-    )
+    return None if best is None else Option(*best)
 
 
-def _alone(grounds: Weighed, demand: Demand) -> Option | None:
-    if not grounds.alone:
+def foreseen(option: Option | None, demand: Demand) -> Predicted | None:
+    """What is expected of it."""
+    return None if option is None else predict(option.prefill, option.decode, demand)
+
+
+def _alone(ranked: Sequence[Entry]) -> Option | None:
+    if not ranked:
         return None
-    _, legs, chance, cost_s, worker = grounds.alone[0]
-    return Option(
-        rank=(rounded(cost_s), legs, chance),
-        prefill=worker,
-        decode=worker,
-        predicted=predict(worker, worker, demand),
-    )
+    _, legs, chance, cost_s, worker = ranked[0]
+    return Option(rank=(rounded(cost_s), legs, chance), prefill=worker, decode=worker)
 
 
 def rounded(cost_s: float) -> int:

@@ -23,6 +23,13 @@ def test_a_page_of_llama_8b_at_64_tokens_is_8_mib() -> None:
     assert LAYOUT.region_bytes(10) == 80 << 20
 
 
+def test_a_page_of_8_bits_is_half_as_large_and_no_page_of_16() -> None:
+    narrow = replace(LAYOUT, dtype="float8_e4m3fn")
+    assert narrow.page_bytes == LAYOUT.page_bytes // 2
+    assert LAYOUT.difference(narrow) == "dtype: 'bfloat16' here, 'float8_e4m3fn' there"
+    assert narrow.content_digest() != LAYOUT.content_digest()
+
+
 def test_layers_lie_one_after_the_other() -> None:
     ends = [LAYOUT.layer_offset(i, 10) + 10 * LAYOUT.page_layer_bytes for i in range(32)]
     assert ends[-1] == LAYOUT.region_bytes(10)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from baton.generation import (
     FinishReason,
+    Promise,
     Prompt,
     SamplingParams,
     TokenLogprobs,
@@ -47,6 +48,11 @@ LOGPROBS = st.builds(
     top=st.lists(st.tuples(COUNT, FLOAT32), max_size=3).map(tuple),
 )
 
+SECONDS = st.none() | st.floats(0, 1e9)
+PROMISE = st.builds(
+    Promise, ttft_s=SECONDS, tbt_s=SECONDS, priority=st.integers(-(2**31), 2**31 - 1)
+)
+
 TOKENS = st.lists(COUNT, max_size=5).map(tuple)
 
 
@@ -58,6 +64,7 @@ TOKENS = st.lists(COUNT, max_size=5).map(tuple)
         samples=TOKENS,
         sampling=SAMPLING,
         cache_scope=st.text(max_size=5),
+        promise=PROMISE,
     )
 )
 def test_a_prompt(prompt: Prompt) -> None:
@@ -65,6 +72,14 @@ def test_a_prompt(prompt: Prompt) -> None:
     assert (message.leg_id, message.request_id) == (7, "r")
     wire = pb.GenerationRequest.FromString(message.SerializeToString())
     assert prompt_from_proto(wire) == prompt
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_a_promise_that_is_no_time_is_none(seconds: float) -> None:
+    promise = pb.Promise(ttft_s=seconds, tbt_s=seconds, priority=3)
+    wire = pb.GenerationRequest(promise=promise).SerializeToString()
+    received = prompt_from_proto(pb.GenerationRequest.FromString(wire)).promise
+    assert received == Promise(ttft_s=None, tbt_s=None, priority=3)
 
 
 @given(

@@ -14,7 +14,16 @@ from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId, new_xfer_id
 from baton.layout import SPARE_BLOCKS
 from engine.build import BuiltEngine, build_engine
-from engine.messages import Prefill, Reserve, Reserved, Sampled, SeqEvent, Start, StepEvents
+from engine.messages import (
+    Generate,
+    Prefill,
+    Reserve,
+    Reserved,
+    Sampled,
+    SeqEvent,
+    Start,
+    StepEvents,
+)
 from engine.ports import LayerDone, LayerSink, PageExport
 from kv_transfer.arena_memory import WorkerMemory
 from kv_transfer.ports import KvWriter, Push
@@ -41,6 +50,14 @@ class Engine:
         while True:
             yield from self.told.get(timeout=20).events
 
+    def text(self, begun: Sequence[int] = ()) -> list[int]:
+        """All tokens of the one sequence that runs."""
+        text = list(begun)
+        drawn = (event for event in self.events() if isinstance(event, Sampled))
+        while len(text) < GREEDY.max_tokens:
+            text += [sample.token for sample in next(drawn).tokens]
+        return text
+
     def page(self, layer: int, block: BlockId) -> bytes:
         layout, num_blocks = self.built.layout, self.region_blocks
         size = layout.page_layer_bytes
@@ -48,11 +65,16 @@ class Engine:
         return bytes(self.arena.region.memoryview[start : start + size])
 
 
-def start_engine(checkpoint: Path, sink: LayerSink | None = None) -> Engine:
+def start_engine(checkpoint: Path, sink: LayerSink | None = None, kv_dtype: str = "auto") -> Engine:
     arena = WorkerMemory()
     built = build_engine(
         ModelConfig(model=str(checkpoint), dtype="float32"),
-        EngineConfig(kv_cache_memory_bytes=4 << 20, max_num_batched_tokens=48, num_threads=1),
+        EngineConfig(
+            kv_cache_memory_bytes=4 << 20,
+            kv_cache_dtype=kv_dtype,
+            max_num_batched_tokens=48,
+            num_threads=1,
+        ),
         secret=bytes(32),
         memory=arena,
         sink=sink,
@@ -105,16 +127,34 @@ class PushingSink:
             assert self._outstanding.acquire(timeout=20)
 
 
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+TOKENS = random_prompts(2, 333)[1]
+
+
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_kv_arrives_bit_equal_and_decodes_to_the_models_own_text(
     family: str, tmp_path: Path
 ) -> None:
     checkpoint = make_model(tmp_path / "model", family)
-    tokens = random_prompts(2, 333)[1]
-    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    prompt = Prompt(prompt_tokens=tuple(tokens), sampling=sampling)
+    Reference(checkpoint).assert_greedy(TOKENS, handed_over(checkpoint, tmp_path))
+
+
+def test_pages_of_8_bits_decode_to_what_one_engine_alone_decodes(tmp_path: Path) -> None:
+    checkpoint = make_model(tmp_path / "model", "qwen2")
+    alone = start_engine(checkpoint, kv_dtype="fp8_e4m3")
+    alone.built.host.submit(
+        Generate(seq_id=SEQ, prompt=Prompt(prompt_tokens=tuple(TOKENS), sampling=GREEDY))
+    )
+    text = alone.text()
+    alone.built.host.close()
+    assert handed_over(checkpoint, tmp_path, kv_dtype="fp8_e4m3") == text
+
+
+def handed_over(checkpoint: Path, tmp_path: Path, kv_dtype: str = "auto") -> list[int]:
+    """What one engine decodes from the pages that another one filled, which are compared byte for byte."""
+    prompt = Prompt(prompt_tokens=tuple(TOKENS), sampling=GREEDY)
     sink = PushingSink()
-    p, d = start_engine(checkpoint, sink), start_engine(checkpoint)
+    p, d = start_engine(checkpoint, sink, kv_dtype), start_engine(checkpoint, kv_dtype=kv_dtype)
     receiver = ShmReceiver(
         d.arena.region, path=str(tmp_path / "kv.sock"), num_blocks=d.region_blocks
     )
@@ -139,13 +179,10 @@ def test_kv_arrives_bit_equal_and_decodes_to_the_models_own_text(
         assert p.page(layer, source) == d.page(layer, target)
 
     d.built.host.submit(Start(seq_id=SEQ, first_tokens=first))
-    text = [first[0].token]
-    drawn = (event for event in d.events() if isinstance(event, Sampled))
-    while len(text) < 12:
-        text += [sample.token for sample in next(drawn).tokens]
-    Reference(checkpoint).assert_greedy(tokens, text)
+    text = d.text([first[0].token])
 
     sink.writer.close()
     receiver.close()
     for engine in (p, d):
         engine.built.host.close()
+    return text

@@ -46,10 +46,15 @@ class Text:
 
 
 def make_runner(
-    decoder: Decoder, *, block_tokens: int, num_blocks: int, sink: LayerSink | None = None
+    decoder: Decoder,
+    *,
+    block_tokens: int,
+    num_blocks: int,
+    sink: LayerSink | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[ModelRunner, KvArena]:
     """A runner over a fresh arena."""
-    layout = kv_layout(decoder.spec, decoder.dtype, block_tokens)
+    layout = kv_layout(decoder.spec, kv_dtype or decoder.dtype, block_tokens)
     memory = memoryview(bytearray(layout.region_bytes(num_blocks)))
     arena = KvArena(layout, num_blocks, memory)
     return ModelRunner(decoder, arena, sink), arena

@@ -63,13 +63,14 @@ class CuttingKernels(ReferenceKernels):
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if batch.splits is not None:
             contexts = batch.context_lens[: batch.splits.num_decodes].numpy()
             row_of_piece, first_piece = self.RULE.cut(contexts)
             assert batch.splits.row_of_piece.tolist() == row_of_piece.tolist()
             assert batch.splits.first_piece.tolist() == first_piece.tolist()
-        return super().paged_attention(query, pages, batch, scale, window)
+        return super().paged_attention(query, pages, batch, scale, window, scales)
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,23 @@ def test_pages_of_another_dtype_are_refused(tmp_path, quantization):
         decoder.whole_layers.use_pages([pages.bfloat16()])
 
 
+@pytest.mark.parametrize("length", [1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 64])
+@pytest.mark.parametrize("quantization", KINDS)
+def test_scores_are_finite_around_the_borders_of_pages(tmp_path, quantization, length):
+    decoder = _decoder(tmp_path, "llama", quantization)
+    for new in {1, length}:
+        logits, _ = _run(decoder, [(length, new)])
+        assert logits.isfinite().all()
+
+
+def test_pages_of_eight_bits_are_left_to_the_parts(tmp_path):
+    directory = make_model(tmp_path, "llama", dtype=torch.bfloat16)
+    decoder = load_decoder(
+        directory, load_spec(directory), torch.float32, CPU, kv_dtype=torch.float8_e4m3fn
+    )
+    assert decoder.whole_layers is None
+
+
 def test_layers_that_compute_with_torch_are_not_put_together(tmp_path):
     directory = make_model(tmp_path, "llama")
     decoder = load_decoder(

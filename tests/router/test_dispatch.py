@@ -28,33 +28,35 @@ from baton.generation import (
     WorkerLoad,
 )
 from baton.ids import RequestId, Role
-from router.breaker import Circuit
-from router.dispatch import Dispatcher
-from router.events import (
-    ClientGone,
-    DecodeTokens,
+from router.actions import (
     Emit,
     Fail,
     Finish,
-    FirstTokensArrived,
-    HandedOff,
-    LegFailed,
-    LoadReported,
-    LocallyPrefilled,
     RefuseWorker,
-    SampleFinished,
     SendCancel,
     SendExpect,
     SendGenerate,
     SendPrefill,
     SendReassign,
+    WorkerSuspected,
+)
+from router.breaker import Circuit
+from router.dispatch import Dispatcher
+from router.events import (
+    ClientGone,
+    DecodeTokens,
+    FirstTokensArrived,
+    HandedOff,
+    LegFailed,
+    LoadReported,
+    LocallyPrefilled,
+    SampleFinished,
     StepTokens,
     StopSample,
     Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
-    WorkerSuspected,
     WriterLost,
 )
 from router.placement import Placement
@@ -63,6 +65,7 @@ from router.restarts import Patience
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
+from router.slo import Slo
 from tests.router.workers import drawn, hello, layout
 
 REQUEST = RequestId("cmpl-1")
@@ -187,6 +190,16 @@ def test_a_job_goes_to_both_workers_at_the_same_moment_under_one_transfer(core):
     assert p.permit == d.permit
     assert (p.permit.target, d.permit.source) == (d.worker, p.worker)
     assert p.transfer_address == "unix:/d0"
+
+
+def test_both_workers_are_told_what_the_request_was_promised(core):
+    core.join("p0", "d0")
+    prompt = Prompt(prompt_tokens=(1, 2, 3), sampling=SamplingParams(max_tokens=4))
+    slo = Slo(name="quick", ttft_s=2.0, tbt_s=0.1, priority=2)
+    job = GenerationJob(request_id=REQUEST, prompt=prompt, deadline_s=60.0, slo=slo, waited_s=0.5)
+    actions = core(Submitted(job=job))
+    for told in (sent(actions, SendPrefill), sent(actions, SendExpect)):
+        assert told.prompt.promise == slo.promise(0.5)
 
 
 def test_tokens_flow_and_the_timing_comes_last(core):

@@ -18,7 +18,8 @@ from router.routing.costs import (
 from router.routing.index import PrefixIndex
 from router.routing.policy import Demand
 from router.routing.pools import NO_SLOT
-from router.routing.view import ClusterView, WorkerView
+from router.routing.view import ClusterView
+from router.routing.worker_view import WorkerView
 from tests.router.workers import hello
 
 counts = st.integers(0, 300)

@@ -1,10 +1,11 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.errors import IncompatibleError, InvariantError
 from baton.generation import WorkerLoad
 from baton.ids import LayerName, Role
 from router.routing.index import PrefixIndex
-from router.routing.pricing_library import pricing_library
 from router.routing.view import ClusterView
 from tests.router.workers import hello, layout
 
@@ -122,9 +123,49 @@ def test_a_worker_that_is_started_anew_keeps_its_record_until_it_has_faded(view)
 
 def test_while_all_are_well_the_same_tuple_is_given_again(view):
     worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
-    if pricing_library() is None:
-        pytest.skip("no C compiler")
     first = view.usable(1.0)
     assert view.usable(2.0) is first
     worker.draining = True
     assert view.usable(3.0) == ()
+
+
+_EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(("join", "lose", "report", "drain", "open", "close", "step", "wait")),
+        st.sampled_from("abc"),
+        st.floats(0.0, 40.0),
+    ),
+    max_size=40,
+)
+
+
+@given(_EVENTS)
+def test_whatever_happens_exactly_those_that_are_ready_may_be_used(events):
+    view = ClusterView(PrefixIndex(max_blocks=100), stall_timeout_s=30.0, silence_timeout_s=20.0)
+    now_s = 0.0
+    for what, name, passed_s in events:
+        now_s += passed_s
+        happen(view, what, name, now_s)
+        ready = [w.identity for w in view.workers if view.state(w, now_s) == "ready"]
+        assert [w.identity for w in view.usable(now_s)] == ready
+    view.check_integrity()
+
+
+def happen(view: ClusterView, what: str, name: str, now_s: float) -> None:
+    greeting = hello(name, Role.DECODE)
+    worker = view.find(greeting.identity.worker_id)
+    if worker is None:
+        if what == "join":
+            view.join(greeting, f"unix:{name}", now_s)
+    elif what == "lose":
+        view.lose(greeting.identity)
+    elif what in ("report", "drain"):
+        steps = worker.load.steps + (worker.legs == 0)
+        worker.report(WorkerLoad(steps=steps, draining=what == "drain"), now_s)
+    elif what == "open":
+        worker.progress_s = worker.progress_s if worker.legs else now_s
+        worker.legs += 1
+    elif what == "close":
+        worker.legs = max(0, worker.legs - 1)
+    elif what == "step" and worker.legs:
+        worker.progress_s = worker.heard_s = now_s

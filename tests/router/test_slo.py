@@ -2,7 +2,8 @@ import pytest
 
 from baton.config.schema import RouterConfig, SloClass
 from baton.errors import ConfigError, InvalidRequestError
-from router.slo import SloBook
+from baton.generation import NO_PROMISE, Promise
+from router.slo import STANDARD, Slo, SloBook
 
 BOOK = SloBook(RouterConfig().slo_classes)
 
@@ -10,6 +11,13 @@ BOOK = SloBook(RouterConfig().slo_classes)
 def test_the_default_class_promises_nothing_so_that_nobody_is_refused_for_it():
     slo = BOOK.named("standard")
     assert (slo.ttft_s, slo.tbt_s) == (None, None)
+
+
+def test_a_worker_is_promised_what_waiting_has_left():
+    slo = Slo(name="quick", ttft_s=2.0, tbt_s=0.1, priority=2)
+    assert slo.promise(0.5) == Promise(ttft_s=1.5, tbt_s=0.1, priority=2)
+    assert slo.promise(7.0).ttft_s == 0.0
+    assert STANDARD.promise(7.0) == NO_PROMISE
 
 
 def test_classes_are_ordered_by_urgency():

@@ -441,6 +441,7 @@ class GenerationRequest(_message.Message):
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    PROMISE_FIELD_NUMBER: _builtins.int
     leg_id: _builtins.int
     request_id: _builtins.str
     """for logs and traces only, never a key"""
@@ -460,6 +461,10 @@ class GenerationRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
+    @_builtins.property
+    def promise(self) -> Global___Promise:
+        """absent: none"""
+
     def __init__(
         self,
         *,
@@ -472,14 +477,52 @@ class GenerationRequest(_message.Message):
         cache_scope: _builtins.str = ...,
         trace_parent: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        promise: Global___Promise | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["promise", b"promise", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "leg_id", b"leg_id", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "tenant", b"tenant", "trace_parent", b"trace_parent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "leg_id", b"leg_id", "output_tokens", b"output_tokens", "promise", b"promise", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "tenant", b"tenant", "trace_parent", b"trace_parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationRequest: _TypeAlias = GenerationRequest  # noqa: Y015
+
+@_typing.final
+class Promise(_message.Message):
+    """What the request's class of service still leaves the worker; times from when it is told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    TBT_S_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    ttft_s: _builtins.float
+    """absent: none"""
+    tbt_s: _builtins.float
+    """absent: none"""
+    priority: _builtins.int
+    """higher goes first"""
+    def __init__(
+        self,
+        *,
+        ttft_s: _builtins.float | None = ...,
+        tbt_s: _builtins.float | None = ...,
+        priority: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_s", b"_tbt_s", "_ttft_s", b"_ttft_s", "tbt_s", b"tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_s", b"_tbt_s", "_ttft_s", b"_ttft_s", "priority", b"priority", "tbt_s", b"tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tbt_s: _TypeAlias = _typing.Literal["tbt_s"]  # noqa: Y015
+    _WhichOneofArgType__tbt_s: _TypeAlias = _typing.Literal["_tbt_s", b"_tbt_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tbt_s) -> _WhichOneofReturnType__tbt_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
+
+Global___Promise: _TypeAlias = Promise  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
