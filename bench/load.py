@@ -1,6 +1,7 @@
 """A closed-loop load generator: so many clients, each sending its next streamed request when the last one ended."""
 
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -84,6 +85,24 @@ async def run_load(url: str, model: str, load: Load, *, seed: int) -> Outcome:
                 group.create_task(worker())
         elapsed_s = time.perf_counter() - started_s
     return _summary(timelines, elapsed_s)
+
+
+async def run_under(url: str, model: str, load: Load, pressure: Load, *, seed: int) -> Outcome:
+    """The same, while `pressure` is sent again and again; it is broken off when the load has been served.
+
+    Raises:
+        RuntimeError: As `run_load`, of either load.
+    """
+
+    async def press() -> None:
+        for again in itertools.count():
+            await run_load(url, model, pressure, seed=seed + 1 + again)
+
+    async with asyncio.TaskGroup() as group:
+        pressing = group.create_task(press())
+        outcome = await run_load(url, model, load, seed=seed)
+        pressing.cancel()
+    return outcome
 
 
 async def _request(

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.load import Load, run_load
+from bench.load import Load, run_load, run_under
 from bench.report import Report
 
 LOAD = Load(concurrency=2, requests=4, input_tokens=3, output_tokens=2, vocab=100)
@@ -62,3 +62,14 @@ def test_a_report_says_where_its_figures_come_from(tmp_path: Path) -> None:
     document = json.loads(file.read_text())
     assert list(document["figures"]) == ["a", "b"]
     assert {"revision", "hardware", "versions", "settings"} <= document.keys()
+
+
+async def test_a_load_is_measured_while_another_is_sent_again_and_again(
+    served: list[list[int]],
+) -> None:
+    prompts = Load(concurrency=1, requests=1, input_tokens=9, output_tokens=2, vocab=100)
+    outcome = await run_under("http://bench", "bench", LOAD, prompts, seed=1)
+    lengths = [len(prompt) for prompt in served]
+    assert lengths.count(3) == 4
+    assert lengths.count(9) >= 1
+    assert outcome.output_tok_s > 0

@@ -1,0 +1,59 @@
+import pytest
+
+from bench.load import Outcome
+from bench.peer_figures import peer_figures
+
+
+def outcome(tok_s: float = 1.0, tpot_ms: float = 1.0, ttft_ms: float = 1.0) -> Outcome:
+    return Outcome(
+        output_tok_s=tok_s,
+        ttft_ms=ttft_ms,
+        ttft_p99_ms=ttft_ms,
+        tpot_ms=tpot_ms,
+        tpot_p99_ms=2 * tpot_ms,
+    )
+
+
+def test_ours_are_set_over_the_peers_at_each_level_of_load() -> None:
+    figures = peer_figures(
+        "tiny",
+        {
+            ("hybrid", "c1"): [outcome(30, tpot_ms=20, ttft_ms=80)],
+            ("hybrid", "c8"): [outcome(150)],
+            ("vllm", "c1"): [outcome(20, tpot_ms=40, ttft_ms=100)],
+            ("vllm", "c8"): [outcome(100)],
+            ("llamacpp", "c1"): [outcome(tpot_ms=25)],
+            ("int8", "c1"): [outcome(tpot_ms=10)],
+        },
+    )
+    ratios = {name: value for name, value in figures.items() if "ratio" in name or "over" in name}
+    assert ratios == {
+        "ratio_vllm_tiny_c1": 1.5,
+        "ratio_vllm_tiny_c8": 1.5,
+        "ttft_over_vllm_tiny_c1": 0.8,
+        "tpot_over_vllm_tiny_c1": 0.5,
+        "ratio_llamacpp_tiny_b1": 1.25,
+        "int8_over_bf16_tiny_b1": 2.0,
+    }
+
+
+def test_prefill_and_decode_apart_are_compared_while_prompts_arrive() -> None:
+    figures = peer_figures(
+        "tiny",
+        {
+            ("hybrid", "prompts"): [outcome(tpot_ms=50)],
+            ("pd", "prompts"): [outcome(tpot_ms=20)],
+            ("pd", "c1"): [outcome()],
+        },
+    )
+    assert figures["tpot_p99_pd_over_hybrid_tiny"] == pytest.approx(0.4)
+
+
+def test_turns_count_by_their_median() -> None:
+    turns = [outcome(tok_s) for tok_s in (1, 100, 3)]
+    assert peer_figures("tiny", {("vllm", "c1"): turns})["vllm_tiny_output_tok_s_c1"] == 3
+
+
+def test_without_peers_there_are_no_ratios() -> None:
+    figures = peer_figures("tiny", {("hybrid", "c1"): [outcome()]})
+    assert not [name for name in figures if "ratio" in name or "over" in name]
