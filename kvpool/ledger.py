@@ -117,9 +117,7 @@ class NodeLedger:
 
     def allow(self, tenant: str, allowance: Allowance | None) -> None:
         """Sets what a tenant may take; None for what is usual. What it has too much goes now, unless it is in use."""
-        account = self._accounts.allow(tenant, allowance)
-        if account is not None:
-            self._evictor.trim(account, account.over)
+        self._evictor.hold_to_quota(self._accounts.allow(tenant, allowance))
 
     def reserve(
         self,
