@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from bench.gpu_points import Ceilings, ModelBench
 from bench.gpu_verify import verify
 from engine.kernels.reference import ReferenceKernels
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 TINY = GpuShape(
     hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_dim=16,
@@ -34,7 +36,7 @@ class OneSecond:
 class Again:
     """A `GraphBackend` that does the work again."""
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         return work
 
 
