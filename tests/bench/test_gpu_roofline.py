@@ -42,11 +42,16 @@ class Again:
 
 @pytest.fixture(scope="module")
 def bench() -> ModelBench:
-    model = random_decoder(TINY, ReferenceKernels(), CPU, torch.float32, positions=64)
+    return made(torch.float32)
+
+
+def made(kv_dtype: torch.dtype) -> ModelBench:
+    model = random_decoder(TINY, ReferenceKernels(), CPU, torch.float32, 64, kv_dtype)
     return ModelBench(
         TINY,
         model,
         num_blocks=8,
+        kv_dtype=kv_dtype,
         block_tokens=16,
         most_rows=2,
         longest=64,
@@ -58,7 +63,7 @@ def bench() -> ModelBench:
 
 def test_a_decode_moves_its_weights_and_its_context(bench):
     weights = 2 * (2 * (64 * (4 + 4) * 16 + 64 * 64 + 3 * 64 * 96) + 64 * 50)
-    kv = 2 * (2 * 2 * 2 * 16) * 2 * 40
+    kv = 2 * (4 * 2 * 2 * 16) * 2 * 40
     figures = bench.decode(2, 40)
     assert figures["fraction"] == pytest.approx((weights + kv) / 1e6)
     assert figures["tok_s"] == 2
@@ -66,9 +71,16 @@ def test_a_decode_moves_its_weights_and_its_context(bench):
 
 
 def test_attention_alone_is_counted_per_layer(bench):
-    assert bench.decode_attention(2, 40)["fraction"] == pytest.approx(2 * 128 * 2 * 40 / 1e6)
+    assert bench.decode_attention(2, 40)["fraction"] == pytest.approx(2 * 256 * 2 * 40 / 1e6)
     flops = 4 * 4 * 16 * sum(range(1, 33))
     assert bench.prefill_attention(32)["fraction"] == pytest.approx(2 * flops / 1e6)
+
+
+def test_pages_of_8_bits_move_a_quarter_of_float32s():
+    narrow = made(torch.float8_e4m3fn)
+    assert narrow.decode_attention(2, 40)["fraction"] == pytest.approx(2 * 64 * 2 * 40 / 1e6)
+    assert narrow.decode(2, 40)["tok_s"] == 2
+    assert set(narrow.fused(16)) == {"rms_norm", "silu_mul", "rotate_and_store"}
 
 
 def test_a_prompt_is_computed_whole(bench):

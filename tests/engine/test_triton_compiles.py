@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from engine.kernels.checks import HEAD_DIMS
 from tests.engine.compile_ahead import Build, compile_ahead
 from tests.engine.triton_cases import kernels, needs_triton
 
 pytestmark = needs_triton
 CAPABILITIES = pytest.mark.parametrize("capability", [80, 90])
 PAGES = {16: "bf16", 8: "fp8e4nv"}
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
 def attention(
