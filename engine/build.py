@@ -31,6 +31,7 @@ from engine.models.loader import load_decoder
 from engine.ports import ArenaMemory, LayerSink
 from engine.runner import ModelRunner
 from engine.scheduling.limits import Limits
+from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.scheduler import Scheduler
 
 CPU_BLOCK_TOKENS = 16
@@ -115,6 +116,12 @@ def build_engine(
         secret=secret,
         eos_ids=spec.eos_token_ids,
         enable_prefix_caching=config.enable_prefix_caching,
+        policy=SchedulingPolicy(
+            tbt_s=config.tbt_target_s,
+            prefill_order=config.prefill_order,
+            preemption=config.preemption,
+            output_headroom=config.output_headroom,
+        ),
     )
     graphs = _graphs(decoder, arena, limits, config)
     host = ThreadEngineHost(scheduler, ModelRunner(decoder, arena, sink, graphs))

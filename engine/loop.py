@@ -133,7 +133,7 @@ class EngineLoop:
         if command is None:
             self._is_closing = True
             return []
-        return self._scheduler.handle(command)
+        return self._scheduler.handle(command, self._clock.now_s())
 
     def _tell(self, events: list[SeqEvent]) -> None:
         scheduler = self._scheduler

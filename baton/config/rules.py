@@ -58,6 +58,8 @@ POLICIES = (
     "session",
 )
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+PREFILL_ORDERS = ("slack", "arrival")
+PREEMPTIONS = ("arrival", "priority", "promise")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 KV_DTYPES = ("auto", "fp8_e4m3")
@@ -92,6 +94,14 @@ RULES: tuple[Rule, ...] = (
         "engine.max_num_seqs",
         "engine.max_num_batched_tokens",
         "engine.num_threads",
+    ),
+    *_above_zero("engine.tbt_target_s"),
+    _one_of("engine.prefill_order", PREFILL_ORDERS),
+    _one_of("engine.preemption", PREEMPTIONS),
+    Rule(
+        path="engine.output_headroom",
+        holds=lambda v: 0 <= v <= 1,
+        demand="must be from 0 to 1",
     ),
     Rule(path="router.host", holds=bool, demand="must not be empty"),
     Rule(path="router.port", holds=lambda v: 0 <= v <= 65535, demand="must be from 0 to 65535"),

@@ -48,6 +48,15 @@ class EngineConfig:
         num_threads: Threads for computing on the CPU; None divides the machine's cores among its workers.
         cuda_graphs: On a GPU, launch the kernels of a decode step all at once; captured at start, which takes some seconds.
         bind_cores: Give each worker's computing threads cores of their own, where there are enough.
+        tbt_target_s: Time between tokens that a worker keeps for those who decode on it while it computes prompts beside them, by
+            computing less of these per step; a class of service that promises a time of its own (`router.slo_classes`) has
+            that instead. None bounds nobody else.
+        prefill_order: Whose prompt is computed next: `slack`, by priority and by the time that is left until the first token
+            is due; or `arrival`.
+        preemption: Who gives his pages back when they run out: by `arrival` the last comer, by `priority` the lowest, by
+            `promise` whoever was promised the longest time between tokens.
+        output_headroom: Share of the pages that all outputs may still take for which there must be room before another request
+            is let in: at 0 most run at once, at 1 none with a single sample is ever preempted.
     """
 
     device: str = "auto"
@@ -61,6 +70,10 @@ class EngineConfig:
     num_threads: int | None = None
     cuda_graphs: bool = True
     bind_cores: bool = True
+    tbt_target_s: float | None = None
+    prefill_order: str = "slack"
+    preemption: str = "arrival"
+    output_headroom: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +257,7 @@ class PoolConfig:
         lease_s: For how long a reader's blocks stay.
         lookup_timeout_s: How long a request waits for the pool's answer before it is computed without.
         publish_queue_blocks: Blocks of one worker that may wait to be put; the oldest are dropped.
-        tenant_bytes: KV bytes that a tenant may hold on this node for whom the tenants document names no `kv_bytes`.
+        tenant_bytes: KV bytes that a tenant may hold on all nodes together for whom the tenants document names no `kv_bytes`.
         fetch_bytes: Of blocks that are on their way from other nodes at a time.
         fetch_timeout_s: What has not come from another node by then is given up.
         replicate_reads: Reads of a block in a minute from which on a second node is asked to hold it; 0: never.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from baton.pages import PageFetch
 from engine.ports import PageExport
+from engine.scheduling.pacing import Allowance
 from engine.scheduling.pager import Copy
 from engine.scheduling.plan import Row, StepPlan
 from engine.scheduling.request import Branch, Mode
@@ -14,6 +15,7 @@ class StepDraft:
 
     Args:
         budget: Tokens that may be computed.
+        allowance: What prompts may take of it.
         block_tokens: Tokens per page.
 
     Attributes:
@@ -22,13 +24,15 @@ class StepDraft:
         branches: Whose rows were added, in order.
     """
 
-    def __init__(self, budget: int, *, block_tokens: int) -> None:
+    def __init__(self, budget: int, allowance: Allowance, *, block_tokens: int) -> None:
         self.budget = budget
+        self._allowance = allowance
         self.copies: list[Copy] = []
         self.branches: list[Branch] = []
         self._rows: list[Row] = []
         self._exports: list[PageExport] = []
         self._fetches: list[PageFetch] = []
+        self._num_decodes = 0
         self._block_tokens = block_tokens
 
     def add_decodes(self, running: Sequence[Branch]) -> None:
@@ -38,13 +42,19 @@ class StepDraft:
             for b in running
         ]
         self.branches += running
+        self._num_decodes = len(running)
         self.budget -= len(running)
 
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether a prompt that is added gets to compute anything."""
+        return self.budget > 0 and not self._allowance.is_spent
+
     def add_chunk(self, branch: Branch) -> None:
-        """As much of a prompt as the budget allows; the rest of it draws the first tokens. What it fetches comes meanwhile."""
+        """As much of a prompt as budget and allowance have left, if `takes_chunks`; the rest of it draws the first tokens. What it fetches comes meanwhile."""
         seq = branch.seq
         left = len(seq.tokens) - seq.num_computed
-        size = min(self.budget, left)
+        size = self._allowance.grant(min(self.budget, left), seq.num_computed)
         samples = branch.samples if size == left else ()
         self._rows.append(
             Row(
@@ -74,6 +84,11 @@ class StepDraft:
         export = PageExport(seq_id=seq.seq_id, first_block=first, blocks=pages, last=is_last)
         self._exports.append(export)
         branch.num_exported = end
+
+    @property
+    def prompts(self) -> list[Branch]:
+        """Whose prompts get a chunk."""
+        return self.branches[self._num_decodes :]
 
     def plan(self, step: int) -> StepPlan:
         """The finished step."""

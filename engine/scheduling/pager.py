@@ -26,6 +26,8 @@ class Pager:
         share_prefixes: Whether full pages are published and matched.
 
     Attributes:
+        blocks: The arena's pages.
+        block_tokens: Tokens per page.
         fetching: Gets blocks from a pool; None without one.
     """
 
@@ -33,7 +35,7 @@ class Pager:
         self, blocks: BlockManager, *, layout: KvLayout, secret: bytes, share_prefixes: bool
     ) -> None:
         self.blocks = blocks
-        self._block_tokens = layout.block_tokens
+        self.block_tokens = layout.block_tokens
         self._layout = layout
         self._secret = secret
         self._share_prefixes = share_prefixes
@@ -43,7 +45,7 @@ class Pager:
     def fetch_from(self, source: KvSource) -> None:
         """What is not held here is fetched from `source` where that is quicker than computing it."""
         if self._share_prefixes:
-            self.fetching = Fetching(source, self._block_tokens)
+            self.fetching = Fetching(source, self.block_tokens)
 
     def note_published(self) -> None:
         """From now on remembers which pages are published, for `take_published`."""
@@ -67,7 +69,7 @@ class Pager:
         seq = branch.seq
         keys = self._usable_keys(branch)
         matched = self.blocks.match(keys)
-        num_fresh = -(-len(seq.tokens) // self._block_tokens) - len(matched)
+        num_fresh = -(-len(seq.tokens) // self.block_tokens) - len(matched)
         taken = self.blocks.take(matched, num_fresh, headroom=headroom)
         if taken is None:
             return False
@@ -76,14 +78,14 @@ class Pager:
         if self.fetching is not None and not branch.awaits_kv:
             branch.fetch = self.fetching.plan(branch, keys, len(matched))
             branch.num_brought += len(branch.fetch.keys) if branch.fetch is not None else 0
-        seq.num_computed = branch.num_brought * self._block_tokens
+        seq.num_computed = branch.num_brought * self.block_tokens
         return True
 
     def _usable_keys(self, branch: Branch) -> list[BlockKey]:
         """Keys of the blocks whose KV need not be computed if it is somewhere."""
         if not self._share_prefixes or branch.request.scores is not None:
             return []
-        num_usable = (len(branch.seq.tokens) - 1) // self._block_tokens
+        num_usable = (len(branch.seq.tokens) - 1) // self.block_tokens
         return self._keys(branch, num_usable)[:num_usable]
 
     def give_up(self, branch: Branch) -> None:
@@ -99,18 +101,18 @@ class Pager:
 
     def cached_tokens(self, branch: Branch) -> int:
         """Leading tokens of a branch whose pages were taken just now that are held here."""
-        return branch.num_published * self._block_tokens
+        return branch.num_published * self.block_tokens
 
     def needs_page(self, branch: Branch) -> bool:
         """Whether the KV of the last token has no place of its own yet."""
-        return branch.shares_tail or len(branch.seq.blocks) * self._block_tokens < len(
+        return branch.shares_tail or len(branch.seq.blocks) * self.block_tokens < len(
             branch.seq.tokens
         )
 
     def extend(self, branch: Branch, copies: list[Copy]) -> bool:
         """Gives the last token of a running branch its place, if there is room; a needed copy is added to `copies`."""
         blocks = branch.seq.blocks
-        if len(blocks) * self._block_tokens < len(branch.seq.tokens):
+        if len(blocks) * self.block_tokens < len(branch.seq.tokens):
             fresh = self.blocks.take((), 1)
             if fresh is None:
                 return False
@@ -154,7 +156,7 @@ class Pager:
 
         Where another branch was first with the same text, its page takes the place of the branch's own.
         """
-        num_full = branch.seq.num_computed // self._block_tokens
+        num_full = branch.seq.num_computed // self.block_tokens
         if not self._share_prefixes or num_full <= branch.num_published:
             return
         keys = self._keys(branch, num_full)
@@ -203,7 +205,7 @@ class Pager:
         if len(keys) < num_full:
             scope = branch.request.prompt.cache_scope
             parent = keys[-1] if keys else root_key(self._secret, scope=scope, layout=self._layout)
-            size = self._block_tokens
+            size = self.block_tokens
             tokens = branch.seq.tokens[len(keys) * size : num_full * size]
             keys += chain_keys(self._secret, parent, tokens, size)
         return keys

@@ -5,9 +5,14 @@ from engine.messages import SeqEvent
 from engine.scheduling.admission import Admission
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.limits import Limits
-from engine.scheduling.pager import Pager
-from engine.scheduling.request import State
+from engine.scheduling.order import ORDERS
+from engine.scheduling.pacing import Pacing
+from engine.scheduling.pager import Copy, Pager
+from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.precedence import PRECEDENCES
+from engine.scheduling.request import Branch, State
 from engine.scheduling.roster import Roster
+from engine.scheduling.step_cost import StepCost
 
 
 class StepPlanner:
@@ -17,42 +22,79 @@ class StepPlanner:
         limits: What the engine takes.
         roster: Who waits and who runs.
         pager: Gives the pages.
+        policy: Orders and bounds.
+        cost: Predicts steps.
 
     Attributes:
         admission: The door for newcomers.
         preemptions: How often a sequence lost its pages.
     """
 
-    def __init__(self, limits: Limits, roster: Roster, pager: Pager) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        roster: Roster,
+        pager: Pager,
+        *,
+        policy: SchedulingPolicy,
+        cost: StepCost,
+    ) -> None:
         self._limits = limits
         self._roster = roster
         self._pager = pager
-        self.admission = Admission(roster, pager)
+        self._order = ORDERS[policy.prefill_order](cost)
+        self._precedence = PRECEDENCES[policy.preemption]
+        self._pacing = Pacing(cost, tbt_s=policy.tbt_s, floor_tokens=limits.block_tokens)
+        self.admission = Admission(roster, pager, self._order, policy.output_headroom)
         self.preemptions = 0
 
     def draft(self) -> tuple[StepDraft, list[SeqEvent]]:
         """The next step, and what is to be told before it runs; it has no branches if nothing can run."""
+        copies = self._place_next_tokens()
+        running = self._roster.running
         limits = self._limits
-        draft = StepDraft(limits.max_num_batched_tokens, block_tokens=limits.block_tokens)
-        self._place_next_tokens(draft)
-        draft.add_decodes(self._roster.running)
-        for branch in self._roster.prefilling:
-            if draft.budget > 0:
-                draft.add_chunk(branch)
-        return draft, self.admission.let_in(draft)
+        draft = StepDraft(
+            limits.max_num_batched_tokens,
+            self._pacing.allowance(running),
+            block_tokens=limits.block_tokens,
+        )
+        draft.copies += copies
+        draft.add_decodes(running)
+        events = self._add_chunks(draft)
+        return draft, events + self.admission.let_in(draft)
 
-    def _place_next_tokens(self, draft: StepDraft) -> None:
-        """Every running branch gets a place for the token it computes next, the oldest first, or is preempted.
+    def _add_chunks(self, draft: StepDraft) -> list[SeqEvent]:
+        """Goes on with prompts that were begun. A newcomer who comes before one of them is let in before him."""
+        events: list[SeqEvent] = []
+        left: list[Branch] = []
+        for branch in self._order.sorted(self._roster.prefilling):
+            events += self.admission.let_in(draft, ahead_of=branch)
+            if draft.takes_chunks:
+                draft.add_chunk(branch)
+            else:
+                left.append(branch)
+        self._order.served(draft.prompts, left)
+        return events
+
+    def _place_next_tokens(self) -> list[Copy]:
+        """Every running branch gets a place for the token it computes next, by precedence, or is preempted.
 
         Samples of one prompt stand next to each other in this order, and the last of them to write needs no copy. So a page
-        that is copied from stays in use, and nobody writes a page in this step before it is copied.
-        """
-        for branch in list(filter(self._pager.needs_page, self._roster.running)):
-            while branch.state is State.RUNNING and not self._pager.extend(branch, draft.copies):
-                self._preempt_youngest()
+        that is copied from stays in use, and nobody writes a page in this step before it is copied. Who is preempted comes
+        last of all, so he was given nothing in this step yet.
 
-    def _preempt_youngest(self) -> None:
-        victim = self._roster.youngest()
+        Returns:
+            Pages to copy before anything is computed.
+        """
+        copies: list[Copy] = []
+        needy = filter(self._pager.needs_page, self._roster.running)
+        for branch in sorted(needy, key=self._precedence):
+            while branch.state is State.RUNNING and not self._pager.extend(branch, copies):
+                self._preempt_last()
+        return copies
+
+    def _preempt_last(self) -> None:
+        victim = self._roster.last(self._precedence)
         if victim is None:
             raise InvariantError("a running sequence found no page and nobody to take one from")
         self._pager.give_up(victim)

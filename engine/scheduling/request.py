@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.errors import InvariantError
-from baton.generation import FinishReason, Prompt, TokenLogprobs
+from baton.generation import FinishReason, Promise, Prompt, TokenLogprobs
 from baton.ids import BlockId, BlockKey, SeqId
 from baton.pages import PageFetch
 from engine.scheduling.sequence import Sequence
@@ -59,6 +59,7 @@ class Request:
         scores: Log-probabilities of the prompt's tokens from the second on, as far as they are computed; None when nobody
             wants them, or no more.
         has_kv: For a reservation: whether the KV has come and decoding has started.
+        deadline_s: When its first token is due; None if none was promised.
     """
 
     seq_id: SeqId
@@ -70,6 +71,7 @@ class Request:
     branches: list["Branch"] = field(default_factory=list)
     scores: list[TokenLogprobs] | None = None
     has_kv: bool = False
+    deadline_s: float | None = None
 
     def num_scored(self, start: int, num_tokens: int) -> int:
         """How many of `num_tokens` tokens from `start` on are followed by a prompt token that is to be scored."""
@@ -124,6 +126,7 @@ class Branch:
         parked: Own pages whose place an equal shared page took while a transfer may still read them.
         shares_tail: Whether the last page may be referenced by a sibling that will write into it too.
         was_admitted: Whether it held pages before, so that its prefix is not counted twice.
+        overtaken: How often somebody who came later got his turn while this one got nothing.
     """
 
     request: Request
@@ -138,6 +141,17 @@ class Branch:
     parked: list[BlockId] = field(default_factory=list)
     shares_tail: bool = False
     was_admitted: bool = False
+    overtaken: int = 0
+
+    @property
+    def promise(self) -> Promise:
+        """What the client was promised."""
+        return self.request.prompt.promise
+
+    @property
+    def lost_pages(self) -> bool:
+        """Whether it was let in before and waits again."""
+        return self.was_admitted and self.state is State.WAITING
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -155,6 +169,18 @@ class Branch:
         if self.state is State.PREFILLING:
             return self.request.mode is not Mode.PREFILL
         return self.state is State.RUNNING
+
+    def growth(self, block_tokens: int) -> int:
+        """Pages that its output may take beyond those of its prompt, or those it has: none where it is not generated here."""
+        if self.request.mode is Mode.PREFILL:
+            return 0
+        length = len(self.seq.tokens)
+        held = len(self.seq.blocks) or -(-length // block_tokens)
+        final = max(held, -(-(self.request.final_len - 1) // block_tokens))
+        if len(self.samples) == 1:
+            return final - held + self.shares_tail
+        full = length // block_tokens  # which the samples will share; the rest each has for itself
+        return (final - full) * len(self.samples) - (held - full)
 
     def check_integrity(self, block_tokens: int) -> None:
         """Raises InvariantError unless the pages are what the state demands."""

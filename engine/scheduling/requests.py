@@ -35,8 +35,9 @@ class RequestBook:
         """The request of that name, if it is here."""
         return self._requests.get(seq_id)
 
-    def open(self, seq_id: SeqId, mode: Mode, prompt: Prompt) -> None:
+    def open(self, seq_id: SeqId, mode: Mode, prompt: Prompt, now_s: float) -> None:
         """A prompt that this engine can serve takes its place in line."""
+        ttft_s = prompt.promise.ttft_s
         request = Request(
             seq_id=seq_id,
             mode=mode,
@@ -45,6 +46,7 @@ class RequestBook:
             stop_ids=self._stop_ids(prompt),
             final_len=self._limits.final_len(prompt),
             scores=_no_scores_yet(prompt, mode),
+            deadline_s=None if ttft_s is None else now_s + ttft_s,
         )
         self._arrivals += 1
         self._requests[seq_id] = request

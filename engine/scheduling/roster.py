@@ -5,13 +5,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from baton.errors import InvariantError
+from engine.scheduling.order import PrefillOrder
+from engine.scheduling.precedence import Precedence
 from engine.scheduling.request import TRANSITIONS, Branch, State
 
 SEATED = frozenset({State.PREFILLING, State.RUNNING, State.RESERVED})
 
 
 class WaitingLine:
-    """Branches in line: first come, first served; preempted ones return to the front. Every operation is O(1)."""
+    """Branches in line by arrival; preempted ones return to the front. Every operation is O(1)."""
 
     def __init__(self) -> None:
         self._branches: OrderedDict[Branch, None] = OrderedDict()
@@ -22,10 +24,6 @@ class WaitingLine:
 
     def __iter__(self) -> Iterator[Branch]:
         return iter(self._branches)
-
-    def head(self) -> Branch | None:
-        """Who is next."""
-        return next(iter(self._branches), None)
 
     def add(self, branch: Branch) -> None:
         """To the end, or, if it was admitted before, to the front."""
@@ -54,6 +52,7 @@ class Roster:
         self.prompts = WaitingLine()
         self.reservations = WaitingLine()
         self.prefilling: list[Branch] = []
+        self.reserved: list[Branch] = []
         self.running: list[Branch] = []
         self._seats = seats
         self._seats_taken = 0
@@ -73,18 +72,23 @@ class Roster:
         """Whether a waiting branch could be let in."""
         return self._seats_taken + len(branch.samples) <= self._seats
 
-    def head(self, *, prompts_too: bool) -> Branch | None:
-        """Who is to be let in next: the older of the two lines' heads, so that neither line starves the other."""
-        reservation = self.reservations.head()
-        prompt = self.prompts.head() if prompts_too else None
+    @property
+    def seated(self) -> list[Branch]:
+        """All that take seats."""
+        return self.running + self.prefilling + self.reserved
+
+    def head(self, order: PrefillOrder, *, prompts_too: bool) -> Branch | None:
+        """Who is to be let in next: the first of both lines' firsts, so that neither line starves the other."""
+        reservation = order.first(self.reservations)
+        prompt = order.first(self.prompts) if prompts_too else None
         if reservation is None or prompt is None:
             return reservation or prompt
-        return min(reservation, prompt, key=_rank)
+        return prompt if order.precedes(prompt, reservation) else reservation
 
-    def youngest(self) -> Branch | None:
-        """The last arrived of those whose pages may be taken away."""
+    def last(self, precedence: Precedence) -> Branch | None:
+        """The last by `precedence` of those whose pages may be taken away."""
         begun = [branch for branch in self.prefilling if branch.is_preemptible]
-        return max(self.running[-1:] + begun, key=_rank, default=None)
+        return max(self.running + begun, key=precedence, default=None)
 
     def add(self, branch: Branch, state: State) -> None:
         """A new branch takes its place."""
@@ -119,6 +123,8 @@ class Roster:
                 self._line(branch).add(branch)
             case State.PREFILLING:
                 self.prefilling.append(branch)
+            case State.RESERVED:
+                self.reserved.append(branch)
             case State.RUNNING:
                 insort(self.running, branch, key=_rank)
             case _:
@@ -132,6 +138,8 @@ class Roster:
                 self._line(branch).remove(branch)
             case State.PREFILLING:
                 self.prefilling.remove(branch)
+            case State.RESERVED:
+                self.reserved.remove(branch)
             case State.RUNNING:
                 self.running.remove(branch)
             case _:
@@ -146,6 +154,7 @@ class Roster:
         lines: list[tuple[State, list[Branch]]] = [
             (State.WAITING, [*self.prompts, *self.reservations]),
             (State.PREFILLING, self.prefilling),
+            (State.RESERVED, self.reserved),
             (State.RUNNING, self.running),
         ]
         for state, placed in lines:

@@ -1,9 +1,9 @@
 """Decides what runs in the next step, and turns what was drawn into events: the engine's head, beside the runner's hands.
 
-A step: running decodes first, one token each; then chunks of prompts that are being prefilled, first come first served,
-under what is left of the token budget; then newcomers. When pages run out, the last-arrived sequence that nobody else reads
-gives all of its pages back and recomputes later (vLLM's preemption by recompute), in chunks under the same budget,
-so that those still running go on decoding.
+A step: running decodes first, one token each; then chunks of prompts, begun ones and newcomers in one order (`order`), under
+what is left of the token budget and of the time that those who decode can spare (`pacing`). When pages run out, the last by
+precedence (`precedence`) that nobody else reads gives all of its pages back and recomputes later (vLLM's preemption by
+recompute), in chunks under the same budget, so that those still running go on decoding.
 """
 
 from collections.abc import Iterable
@@ -34,10 +34,12 @@ from engine.scheduling.limits import Limits
 from engine.scheduling.pager import Pager
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.planner import StepPlanner
+from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.request import Branch, Mode, Request, State
 from engine.scheduling.requests import RequestBook
 from engine.scheduling.roster import Roster
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.step_cost import StepCost
 
 
 class Scheduler:
@@ -55,6 +57,7 @@ class Scheduler:
         secret: The cluster secret, 32 bytes; keys the blocks.
         eos_ids: The model's end-of-sequence tokens.
         enable_prefix_caching: Whether full pages are shared and kept for later prompts.
+        policy: In which order, within which time, and who gives way.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Scheduler:
         secret: bytes,
         eos_ids: Iterable[int] = (),
         enable_prefix_caching: bool = True,
+        policy: SchedulingPolicy | None = None,
     ) -> None:
         if limits.block_tokens != layout.block_tokens:
             raise ValueError("limits and layout disagree on the tokens per page")
@@ -75,7 +79,14 @@ class Scheduler:
         )
         self._roster = Roster(limits.seats)
         self._requests = RequestBook(limits, self._roster, self._pager, eos_ids)
-        self._planner = StepPlanner(limits, self._roster, self._pager)
+        self._cost = StepCost()
+        self._planner = StepPlanner(
+            limits,
+            self._roster,
+            self._pager,
+            policy=policy or SchedulingPolicy(),
+            cost=self._cost,
+        )
         self._harvest = Harvest(self._requests, self._roster, self._pager, limits.block_tokens)
         self._in_flight: list[Branch] | None = None
         self._steps = 0
@@ -108,11 +119,16 @@ class Scheduler:
 
     def measured(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Learns from how long a step took."""
+        self._cost.measured(plan, seconds)
         if self._pager.fetching is not None:
             self._pager.fetching.measured(plan, result, seconds)
 
-    def handle(self, command: Command) -> list[SeqEvent]:
+    def handle(self, command: Command, now_s: float) -> list[SeqEvent]:
         """Takes one command; returns what is to be told at once.
+
+        Args:
+            command: What is asked.
+            now_s: When it came, in monotonic seconds: promised times count from here.
 
         Raises:
             InvariantError: A step is in flight.
@@ -121,11 +137,11 @@ class Scheduler:
             raise InvariantError("a command came while a step was in flight")
         match command:
             case Generate():
-                return self._arrive(command.seq_id, Mode.GENERATE, command.prompt)
+                return self._arrive(command.seq_id, Mode.GENERATE, command.prompt, now_s)
             case Prefill():
-                return self._arrive(command.seq_id, Mode.PREFILL, command.prompt)
+                return self._arrive(command.seq_id, Mode.PREFILL, command.prompt, now_s)
             case Reserve():
-                return self._arrive(command.seq_id, Mode.RESERVE, command.prompt)
+                return self._arrive(command.seq_id, Mode.RESERVE, command.prompt, now_s)
             case Start():
                 return self._start(command)
             case Release() | Abort():
@@ -134,7 +150,7 @@ class Scheduler:
                 self._blocks.flush()
                 return []
 
-    def _arrive(self, seq_id: SeqId, mode: Mode, prompt: Prompt) -> list[SeqEvent]:
+    def _arrive(self, seq_id: SeqId, mode: Mode, prompt: Prompt, now_s: float) -> list[SeqEvent]:
         if (known := self._requests.get(seq_id)) is not None:
             # The two cannot be told apart by their events, so neither may go on.
             return self._end_with(known, InvariantError(f"sequence {seq_id} was submitted twice"))
@@ -143,7 +159,7 @@ class Scheduler:
             if self._pager.fetching is not None:
                 self._pager.fetching.forget(seq_id)
             return [Failed(seq_id=seq_id, error=refusal)]
-        self._requests.open(seq_id, mode, prompt)
+        self._requests.open(seq_id, mode, prompt, now_s)
         return []
 
     def _start(self, command: Start) -> list[SeqEvent]:
@@ -238,4 +254,5 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises InvariantError unless every page is accounted for and every branch is in its place. O(pages)."""
+        self._cost.check_integrity()
         self._blocks.check_integrity(self._requests.check_integrity())

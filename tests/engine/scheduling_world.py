@@ -5,7 +5,7 @@ from itertools import islice
 from typing import TypeVar
 
 from baton.errors import EngineError
-from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample
+from baton.generation import NO_PROMISE, FinishReason, Promise, Prompt, SamplingParams, TokenSample
 from baton.ids import LayerName, SeqId
 from baton.layout import KvLayout
 from engine.fake import FakeRunner
@@ -23,6 +23,7 @@ from engine.messages import (
 from engine.ports import PageExport
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import StepPlan
+from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.scheduler import Scheduler
 
 SECRET = bytes(32)
@@ -59,6 +60,7 @@ def prompt(
     samples: int = 1,
     scope: str = "",
     output: tuple[int, ...] = (),
+    promise: Promise = NO_PROMISE,
     **sampling,
 ) -> Prompt:
     """A prompt of the tokens, or of so many different ones."""
@@ -68,6 +70,7 @@ def prompt(
         samples=tuple(range(samples)),
         sampling=SamplingParams(**({"max_tokens": 5} | sampling)),
         cache_scope=scope,
+        promise=promise,
     )
 
 
@@ -80,6 +83,8 @@ class World:
     enable_prefix_caching: bool = True
     pool: FakePool | None = None
     num_layers: int = 1
+    policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
+    now_s: float = 0.0
     events: list[SeqEvent] = field(default_factory=list)
     output: dict[tuple[str, int], list[TokenSample]] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
@@ -92,6 +97,7 @@ class World:
             secret=SECRET,
             eos_ids=self.eos_ids,
             enable_prefix_caching=self.enable_prefix_caching,
+            policy=self.policy,
         )
         if self.pool is not None:
             self.connect(self.pool)
@@ -105,7 +111,9 @@ class World:
         self.scheduler.note_published()
 
     def tell(self, *commands: Command) -> list[SeqEvent]:
-        told = [event for command in commands for event in self.scheduler.handle(command)]
+        told = [
+            event for command in commands for event in self.scheduler.handle(command, self.now_s)
+        ]
         return self._note(told)
 
     def step(self, failing_row: int | None = None) -> list[SeqEvent]:

@@ -586,7 +586,7 @@ def test_a_command_while_a_step_is_in_flight_is_a_broken_invariant():
     world.tell(generate(A, 8))
     world.scheduler.schedule()
     with pytest.raises(InvariantError, match="in flight"):
-        world.scheduler.handle(Abort(seq_id=A))
+        world.scheduler.handle(Abort(seq_id=A), 0.0)
 
 
 def test_pending_prefill_tokens_count_what_is_not_computed_yet():

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from baton.generation import Prompt
+from baton.generation import Promise, Prompt
 from baton.ids import SeqId
 from engine.messages import (
     Abort,
@@ -19,6 +19,9 @@ from engine.messages import (
     Reserved,
     Sampled,
 )
+from engine.scheduling.order import ORDERS
+from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.precedence import PRECEDENCES
 from tests.engine.scheduling_world import World, hand_over, limits, prompt
 
 EOS = (3,)
@@ -28,6 +31,20 @@ ASKED = st.builds(
     st.text("ab", min_size=1, max_size=14).map(lambda text: tuple(map(ord, text))),
     samples=st.integers(1, 3),
     max_tokens=st.sampled_from([1, 5, 12]),
+    promise=st.builds(
+        Promise,
+        ttft_s=st.none() | st.sampled_from([0.0, 1.0]),
+        tbt_s=st.none() | st.sampled_from([0.01, 1.0]),
+        priority=st.integers(0, 2),
+    ),
+)
+
+POLICIES = st.builds(
+    SchedulingPolicy,
+    tbt_s=st.none() | st.just(0.05),
+    prefill_order=st.sampled_from(sorted(ORDERS)),
+    preemption=st.sampled_from(sorted(PRECEDENCES)),
+    output_headroom=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
 )
 
 
@@ -40,8 +57,11 @@ class Interleavings(RuleBasedStateMachine):
         max_num_seqs=st.integers(3, 6),
         max_num_batched_tokens=st.integers(3, 16),
         caching=st.booleans(),
+        policy=POLICIES,
     )
-    def begin(self, block_tokens, pages_tokens, max_num_seqs, max_num_batched_tokens, caching):
+    def begin(
+        self, block_tokens, pages_tokens, max_num_seqs, max_num_batched_tokens, caching, policy
+    ):
         some = limits(
             block_tokens=block_tokens,
             num_blocks=-(-pages_tokens // block_tokens),
@@ -49,8 +69,9 @@ class Interleavings(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_batched_tokens,
             vocab_size=128,
         )
-        self.source = World(some, eos_ids=EOS, enable_prefix_caching=caching)
-        self.target = World(some, eos_ids=EOS, enable_prefix_caching=caching)
+        self.source, self.target = (
+            World(some, eos_ids=EOS, enable_prefix_caching=caching, policy=policy) for _ in range(2)
+        )
         self.local: dict[SeqId, Prompt] = {}
         self.moving: dict[SeqId, Prompt] = {}
         self.started: set[SeqId] = set()
