@@ -106,7 +106,7 @@ class PartFetcher:
             if coming is not None:
                 sums = await self._verified(part, coming)
                 if not all(sums):
-                    self._neighbours.links.failed(source.state.node, self._clock.now_s())
+                    self._failed(source)
         except BatonError as error:
             _log.info(
                 "blocks were not fetched", source=str(source.state.node), reason=error.message
