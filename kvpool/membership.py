@@ -13,7 +13,7 @@ class Membership:
     """For one event loop. Every method returns, whether or not the directory answers.
 
     Args:
-        ledger: Of the node. Whoever calls a method has carried out what it wants moved.
+        ledger: Of the node; who calls `renew` or `share_quotas` carries out what it wants done after that.
         registrar: Speaks with the directory.
         shares: Divides quotas.
         clock: Tenants' activity goes by it.
