@@ -110,7 +110,7 @@ class Bench:
         self._decoder = decoder
         self._arena = KvArena(layout, case.rows * blocks, memory)
         self._builder = InputBuilder(_BLOCK_TOKENS, case.rows * blocks, _CPU)
-        self._sampler = Sampler(())
+        self._sampler = Sampler((), _CPU)
         self._rows = [_row(i, blocks, case, spec.vocab_size) for i in range(case.rows)]
         self._kernels = select_kernels(_CPU, decoder.dtype)
         self._query = torch.zeros(case.rows * case.tokens, spec.num_heads, spec.head_dim).to(

@@ -6,8 +6,8 @@ queueing falls on one of them alone. Both have the same memory for KV pages on e
 slab comes on top of that, as memory that a host has and an engine does not. Until the caches overflow, in the third turn by default,
 there is nothing that a pool could bring.
 
-Figures: `ttft_ms_pool_turnN`, `ttft_ms_alone_turnN` (medians over users) and `ttft_ratio_from_turn_3`, the ratio of the medians over all
-turns from the third on. Of the same turns, medians of what the router says of its requests: `queue_ms_SIDE`, `prefill_ms_SIDE` and
+Figures: `ttft_ms_pool_turnN`, `ttft_ms_alone_turnN` (medians over users), their ratio `ttft_ratio_turnN`, and `ttft_ratio_from_turn_3`, the
+ratio of the medians over all turns from the third on. Of the same turns, medians of what the router says of its requests: `queue_ms_SIDE`, `prefill_ms_SIDE` and
 `unhidden_ms_SIDE`, which a hand-off added after that; `computed_tokens_SIDE` of each prompt, `pooled_tokens_SIDE`.
 """
 
@@ -152,18 +152,28 @@ def _show(turn: int, chats: dict[str, list[Chat]]) -> None:
 
 def record(chats: dict[str, list[Chat]], report: Report) -> None:
     """Fills the report's figures."""
-    late_s: dict[str, float] = {}
-    for side, of_side in chats.items():
-        turns = list(zip(*(chat.turns for chat in of_side), strict=True))
-        for number, same_turn in enumerate(turns, start=1):
-            ttft_s = statistics.median(turn.ttft_s for turn in same_turn)
-            report.figures[f"ttft_ms_{side}_turn{number}"] = 1e3 * ttft_s
-        late = [turn for same_turn in turns[_FIRST_LATE_TURN - 1 :] for turn in same_turn]
-        late_s[side] = statistics.median(turn.ttft_s for turn in late)
-        _record_parts(side, late, report)
+    medians_s = {side: _medians_s(of_side) for side, of_side in chats.items()}
+    for number, by_side in enumerate(zip(*medians_s.values(), strict=True), start=1):
+        ttft_s = dict(zip(medians_s, by_side, strict=True))
+        for side in ttft_s:
+            report.figures[f"ttft_ms_{side}_turn{number}"] = 1e3 * ttft_s[side]
+        report.figures[f"ttft_ratio_turn{number}"] = ttft_s["alone"] / ttft_s["pool"]
+    late = {
+        side: [turn for chat in of_side for turn in chat.turns[_FIRST_LATE_TURN - 1 :]]
+        for side, of_side in chats.items()
+    }
+    late_s = {side: statistics.median(t.ttft_s for t in turns) for side, turns in late.items()}
     report.figures["ttft_ratio_from_turn_3"] = late_s["alone"] / late_s["pool"]
+    for side, turns in late.items():
+        _record_parts(side, turns, report)
     same = [a.history == b.history for a, b in zip(*chats.values(), strict=True)]
     report.figures["chats_with_equal_answers"] = sum(same)
+
+
+def _medians_s(chats: Sequence[Chat]) -> list[float]:
+    """Time to first token of each turn, over users."""
+    turns = zip(*(chat.turns for chat in chats), strict=True)
+    return [statistics.median(turn.ttft_s for turn in same_turn) for same_turn in turns]
 
 
 def _record_parts(side: str, turns: Sequence[Turn], report: Report) -> None:

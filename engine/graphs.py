@@ -71,8 +71,8 @@ class DecodeGraphs:
         self._arena = arena
         self._table_width = table_width
         self._rule = model.kernels.split_rule(model.spec.num_kv_heads)
-        self._host = InputBuilder(
-            arena.layout.block_tokens, arena.num_blocks, torch.device("cpu"), self._rule
+        self._builder = InputBuilder(
+            arena.layout.block_tokens, arena.num_blocks, model.device, self._rule
         )
         self._sizes = bucket_sizes(most_rows)
         # The largest first: the others fit into the memory that it took.
@@ -96,7 +96,7 @@ class DecodeGraphs:
         """
         size = self._sizes[bisect_left(self._sizes, len(rows))]
         bucket = self._buckets[size]
-        _overwrite(bucket.inputs, self._host.build(rows, pad_to=size))
+        _overwrite(bucket.inputs, self._builder.build(rows, pad_to=size))
         return bucket.repeat()[: len(rows)]
 
     @torch.inference_mode()
@@ -131,22 +131,21 @@ class DecodeGraphs:
 
 
 def _overwrite(inputs: DecoderInput, step: DecoderInput) -> None:
-    """Rows, their first tokens and whose logits are wanted are the same in every step of a bucket."""
+    """On the device, where the step's inputs have come in one copy. Rows, their first tokens and whose logits are wanted are the
+    same in every step of a bucket.
+    """
     here, there = inputs.batch, step.batch
-    pairs = [
-        (inputs.tokens, step.tokens),
-        (inputs.positions, step.positions),
-        (here.slots, there.slots),
-        (here.context_lens, there.context_lens),
-        (here.block_tables[:, : there.block_tables.shape[1]], there.block_tables),
-    ]
+    torch._foreach_copy_(
+        [inputs.tokens, inputs.positions, here.slots], [step.tokens, step.positions, there.slots]
+    )
+    narrow = [(here.context_lens, there.context_lens)]
     if here.splits is not None and there.splits is not None:
-        pairs += [
+        narrow += [
             (here.splits.row_of_piece, there.splits.row_of_piece),
             (here.splits.first_piece, there.splits.first_piece),
         ]
-    for static, given in pairs:
-        static.copy_(given, non_blocking=True)
+    torch._foreach_copy_([static for static, _ in narrow], [given for _, given in narrow])
+    here.block_tables[:, : there.block_tables.shape[1]].copy_(there.block_tables)
 
 
 class CudaGraphs:

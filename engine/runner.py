@@ -12,6 +12,7 @@ from engine.layer_walk import LayerWalk
 from engine.models.decoder import Decoder
 from engine.models.inputs import InputBuilder
 from engine.ports import KvSource, LayerSink
+from engine.sampling.draws import choose_draw
 from engine.sampling.prompt_scores import PromptScorer
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Drawn, Row, StepPlan, StepResult
@@ -48,8 +49,8 @@ class ModelRunner:
             model.device,
             model.kernels.split_rule(model.spec.num_kv_heads),
         )
-        self._sampler = Sampler(model.spec.eos_token_ids)
-        self._scorer = PromptScorer(model.head, model.spec.vocab_size)
+        self._sampler = Sampler(model.spec.eos_token_ids, model.device, choose_draw(model.device))
+        self._scorer = PromptScorer(model.head, model.spec.vocab_size, model.device)
 
     def fetch_from(self, source: KvSource) -> None:
         """Plans may have fetches from now on, and `source` brings them."""

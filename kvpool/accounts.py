@@ -68,7 +68,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """What a tenant may take on this node.
+    """What a tenant may take: of the whole pool, as the operator says it, or the part of that which is this node's.
 
     Attributes:
         max_bytes: Of memory and disk together; None for any number.
@@ -105,8 +105,8 @@ class Accounts:
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
 
-    def allow(self, tenant: str, allowance: Allowance | None) -> None:
-        """Sets what a tenant may take from now on; None for what is usual. What it has too much goes when it next puts."""
+    def allow(self, tenant: str, allowance: Allowance | None) -> Account | None:
+        """Sets what a tenant may take from now on; None for what is usual. Returns what it has, if anything."""
         if allowance is None:
             self._allowances.pop(tenant, None)
         else:
@@ -114,6 +114,7 @@ class Accounts:
         account = self._accounts.get(tenant)
         if account is not None:
             self._apply(account)
+        return account
 
     def holding(self, owner: Owner, size_bytes: int) -> Holding:
         """Where blocks of `owner` are counted."""
@@ -136,6 +137,7 @@ class Accounts:
                 dram_bytes=account.memory.taken * self._block_bytes,
                 ssd_bytes=account.disk.taken * self._block_bytes,
                 blocks=account.blocks,
+                active_s=account.active_s,
             )
             for account in self
         )

@@ -116,8 +116,10 @@ class NodeLedger:
         self._intake.refuses = reason
 
     def allow(self, tenant: str, allowance: Allowance | None) -> None:
-        """Sets what a tenant may take; None for what is usual."""
-        self._accounts.allow(tenant, allowance)
+        """Sets what a tenant may take; None for what is usual. What it has too much goes now, unless it is in use."""
+        account = self._accounts.allow(tenant, allowance)
+        if account is not None:
+            self._evictor.trim(account, account.over)
 
     def reserve(
         self,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.ids import BlockKey, WorkerIdentity
+from kvpool.tenant_parts import TenantPart
 
 
 class Tier(Enum):
@@ -109,6 +110,7 @@ class NodeState:
         free_bytes: That could be put without evicting.
         capacity_bytes: Of its memory.
         sick: It takes no new blocks.
+        parts: What tenants with a quota have there.
     """
 
     node: WorkerIdentity
@@ -117,6 +119,7 @@ class NodeState:
     free_bytes: int = 0
     capacity_bytes: int = 0
     sick: bool = False
+    parts: tuple[TenantPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,10 +230,11 @@ class OwnerUsage:
         dram_bytes: In memory.
         ssd_bytes: On the disk.
         blocks: In whichever tiers.
-        quota_bytes: Of memory and disk together; None for any number.
+        quota_bytes: Of memory and disk together, on all nodes; None for any number.
         weight: Its share of memory against other tenants'.
         hit_blocks: That it asked for and got.
         missed_blocks: And did not get.
+        active_s: When it last put or read, by the node's clock.
     """
 
     tenant: str
@@ -241,6 +245,7 @@ class OwnerUsage:
     weight: float = 1.0
     hit_blocks: int = 0
     missed_blocks: int = 0
+    active_s: float = float("-inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ from baton.layout import KvLayout
 from baton.telemetry.logs import get_logger
 from kvpool.accounts import Allowance
 from kvpool.hot_prefixes import HotPrefixes
+from kvpool.membership import Membership
+from kvpool.memory_health import MemoryHealth
 from kvpool.messages import (
     BlockLease,
     NodeState,
@@ -30,6 +32,8 @@ from kvpool.messages import (
 )
 from kvpool.peering import Peering
 from kvpool.ports import Directory
+from kvpool.quota_shares import QuotaShares
+from kvpool.reading import Reading
 from kvpool.registrar import Registrar
 from kvpool.slab import Welcome
 from kvpool.store import NodeStore, OpenDisk, StorePlan
@@ -87,7 +91,9 @@ class PoolNode:
         )
         self._loop = asyncio.get_running_loop()
         self._store: NodeStore | None = None
-        self._registrar: Registrar | None = None
+        self._member: Membership | None = None
+        self._health = MemoryHealth()
+        self._reading: Reading | None = None
         self._prefixes = HotPrefixes()
         self._meet = meet
         self._peering: Peering | None = None
@@ -114,12 +120,15 @@ class PoolNode:
 
     def _open(self, slot_bytes: int) -> NodeStore:
         store = self._store = NodeStore(self._plan, slot_bytes, self._clock)
-        for tenant, allowance in self.tenants.allowances.items():
-            store.ledger.allow(tenant, allowance)
-        self._registrar = Registrar(
-            self._directory, store.ledger, lease_s=self._config.node_lease_s
+        self._member = Membership(
+            store.ledger,
+            Registrar(self._directory, store.ledger, lease_s=self._config.node_lease_s),
+            QuotaShares(self.identity, self.tenants, slot_bytes),
+            self._clock,
         )
+        self._member.share_quotas()
         self._peering = self._join(store)
+        self._reading = Reading(store, self._peering, self._prefixes, self._clock)
         return store
 
     def _join(self, store: NodeStore) -> Peering | None:
@@ -178,34 +187,9 @@ class PoolNode:
         self, keys: Sequence[BlockKey], lease_s: float, wait_s: float, reader: WorkerIdentity
     ) -> BlockLease:
         """Keeps the leading blocks of a chain; what is on the disk, or on another node, is waited for, for at most `wait_s`."""
-        store = self._store
-        if store is None:
+        if self._reading is None:
             return _NOTHING
-        lease_s = min(lease_s, self._config.lease_s)
-        until_s = self._clock.now_s() + wait_s
-        nothing_here = not store.ledger.held(keys[:1])
-        if nothing_here:
-            await self._bring(store, keys, until_s)
-        lease = store.ledger.lease(keys, lease_s, self._clock.now_s(), reader=reader)
-        store.carry_out()
-        if not nothing_here and await self._bring(store, keys, until_s):
-            lease = store.ledger.extend(lease.lease_id, keys, self._clock.now_s())
-        if store.ledger.loading(lease.lease_id):
-            await store.loaded(lease.lease_id, until_s - self._clock.now_s())
-            lease = store.ledger.leased(lease.lease_id)
-        if lease.blocks:
-            self._prefixes.note(keys[0])
-            if self._peering is not None:
-                self._peering.read(keys[: len(lease.blocks)])
-        return lease
-
-    async def _bring(self, store: NodeStore, keys: Sequence[BlockKey], until_s: float) -> bool:
-        """Has other nodes send what is missing here, until `until_s`. Returns whether anybody was asked."""
-        held = store.ledger.held(keys)
-        if self._peering is None or held == len(keys):
-            return False
-        await self._peering.bring(keys, held, max(0.0, until_s - self._clock.now_s()))
-        return True
+        return await self._reading.lease(keys, min(lease_s, self._config.lease_s), wait_s, reader)
 
     def renew(self, lease_ids: Sequence[str], lease_s: float) -> list[str]:
         """Prolongs leases; returns those that are over."""
@@ -225,29 +209,41 @@ class PoolNode:
         """A reader found other bytes than were put."""
         if self._store is not None:
             dropped = self._store.ledger.drop(keys)
+            self._health.corrupt(dropped, self._clock.now_s())
             _log.error("blocks of the pool were corrupt and are dropped", blocks=dropped)
 
     def allow(self, allowances: Mapping[str, Allowance]) -> None:
-        """From now on tenants may take this; who is not named, what is usual. What one has too much goes when it next puts."""
-        changed = self.tenants.allow(allowances)
-        if self._store is not None:
-            for tenant, allowance in changed.items():
-                self._store.ledger.allow(tenant, allowance)
+        """From now on tenants may take this on all nodes; who is not named, what is usual. What one has too much goes."""
+        self.tenants.allow(allowances)
+        if self._store is not None and self._member is not None:
+            self._member.share_quotas()
+            self._store.carry_out()
 
     async def flush(self, selection: Selection) -> int:
         """Gives up what `selection` covers, here at once and on other nodes with their next renewal."""
-        if self._store is None or self._registrar is None:
+        if self._store is None or self._member is None:
             return 0
-        await self._registrar.flush(selection)
+        await self._member.flush(selection)
         return self._store.ledger.flush(selection)
 
     def sweep(self) -> None:
         """Ends what is over; several times per second."""
         if self._store is not None:
-            self._store.ledger.sweep(self._clock.now_s())
+            now_s = self._clock.now_s()
+            self._judge(self._store, now_s)
+            self._store.ledger.sweep(now_s)
             self._store.carry_out()
         if self._peering is not None:
             self._peering.tick()
+
+    def _judge(self, store: NodeStore, now_s: float) -> None:
+        """A node whose memory cannot be trusted takes no new blocks, its own workers' or others'; what it holds is verified anyway."""
+        sick, refuses = self._health.sick(now_s), store.ledger.refuses
+        if sick and refuses is None:
+            _log.error("too many blocks were altered in memory: the node takes no new ones")
+            store.ledger.refuse(RefusalReason.SICK)
+        elif not sick and refuses is RefusalReason.SICK:
+            store.ledger.refuse(None)
 
     def take_changes(self) -> BlockChanges | None:
         """Which blocks came to be held and which were given up since the last call; None for none."""
@@ -255,13 +251,14 @@ class PoolNode:
 
     async def publish(self) -> None:
         """Tells the directory what has changed."""
-        if self._registrar is not None:
-            await self._registrar.publish(self.state())
+        if self._member is not None:
+            await self._member.publish(self.state())
 
     async def renew_lease(self) -> None:
         """Says to the directory that this node lives; three times per lease."""
-        if self._registrar is not None:
-            await self._registrar.renew(self.state())
+        if self._store is not None and self._member is not None:
+            await self._member.renew(self.state())
+            self._store.carry_out()
 
     def state(self) -> NodeState:
         """As the directory is told."""
@@ -291,7 +288,7 @@ class PoolNode:
     @property
     def directory_reachable(self) -> bool:
         """Whether the directory answered when it was last asked."""
-        return self._registrar is not None and self._registrar.reachable
+        return self._member is not None and self._member.reachable
 
     def hottest(self, most: int) -> list[tuple[BlockKey, int]]:
         """First blocks of the texts that were asked for most often, with how often."""
@@ -299,10 +296,10 @@ class PoolNode:
 
     async def close(self) -> None:
         """Takes no new blocks, says good-bye to the directory, lets go of memory and disk."""
-        if self._store is None or self._registrar is None:
+        if self._store is None or self._member is None:
             return
         self._store.ledger.refuse(RefusalReason.DRAINING)
-        await self._registrar.retire(self.state())
+        await self._member.retire(self.state())
         if self._peering is not None:
             await self._peering.close()
         await self._store.close()

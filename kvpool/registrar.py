@@ -51,8 +51,12 @@ class Registrar:
         """Whether the directory answered when it was last asked."""
         return self._reachable
 
-    async def renew(self, state: NodeState) -> None:
-        """Prolongs the lease, carries out flushes of others, and tells everything to a directory that knows nothing."""
+    async def renew(self, state: NodeState) -> tuple[NodeState, ...] | None:
+        """Prolongs the lease, carries out flushes of others, and tells everything to a directory that knows nothing.
+
+        Returns:
+            What the living nodes say of themselves; None where the directory is away.
+        """
         try:
             if not self._reachable:
                 await self._directory.retire(state.node)  # some change may never have arrived
@@ -63,8 +67,10 @@ class Registrar:
             if renewal.anew:
                 await self._tell_all(state)
             self._reachable = True
+            return await self._directory.nodes()
         except PoolUnavailableError as error:
             self._lost(error)
+            return None
 
     async def publish(self, state: NodeState) -> None:
         """Tells what has changed since the last call."""

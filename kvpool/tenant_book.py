@@ -34,15 +34,13 @@ class TenantBook:
         """Of those of whom something else is said."""
         return self._allowances
 
-    def allow(self, allowances: Mapping[str, Allowance]) -> dict[str, Allowance | None]:
-        """From now on these hold, and no others; returns what is new of whom, None for what is usual."""
-        before, self._allowances = self._allowances, allowances
-        named = before.keys() | allowances.keys()
-        return {
-            tenant: allowances.get(tenant)
-            for tenant in named
-            if before.get(tenant) != allowances.get(tenant)
-        }
+    def allow(self, allowances: Mapping[str, Allowance]) -> None:
+        """From now on these hold, and no others."""
+        self._allowances = allowances
+
+    def allowance(self, tenant: str) -> Allowance:
+        """What a tenant may take, in the whole pool."""
+        return self._allowances.get(tenant, self._usual)
 
     def asked(self, tenant: str, *, hit_blocks: int, missed_blocks: int) -> None:
         """A prompt of `tenant` was looked up; nothing is counted for nobody."""
@@ -64,7 +62,7 @@ class TenantBook:
         return tuple(self._completed(owner) for owner in everybody.values())
 
     def _completed(self, owner: OwnerUsage) -> OwnerUsage:
-        allowance = self._allowances.get(owner.tenant, self._usual)
+        allowance = self.allowance(owner.tenant)
         asked = self._asked.get(owner.tenant, _Asked())
         return replace(
             owner,

@@ -257,7 +257,7 @@ class PoolConfig:
         lease_s: For how long a reader's blocks stay.
         lookup_timeout_s: How long a request waits for the pool's answer before it is computed without.
         publish_queue_blocks: Blocks of one worker that may wait to be put; the oldest are dropped.
-        tenant_bytes: KV bytes that a tenant may hold on this node for whom the tenants document names no `kv_bytes`.
+        tenant_bytes: KV bytes that a tenant may hold on all nodes together for whom the tenants document names no `kv_bytes`.
         fetch_bytes: Of blocks that are on their way from other nodes at a time.
         fetch_timeout_s: What has not come from another node by then is given up.
         replicate_reads: Reads of a block in a minute from which on a second node is asked to hold it; 0: never.

@@ -5,10 +5,12 @@ The bytes come from `ArenaMemory`, shared with other processes where pages are h
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from baton.ids import BlockId
 from baton.layout import KvLayout
+from engine.crossing import Crossing, Parcel
 from engine.kernels.reference import copy_pages
 
 _DTYPES = {
@@ -48,6 +50,7 @@ class KvArena:
         shape = (num_blocks, layout.num_kv_heads, 2, layout.block_tokens, layout.head_dim)
         whole = flat.view(len(layout.layers), *shape)  # as `KvLayout.layer_offset` has it
         self._layers = tuple(whole[index] for index in range(len(layout.layers)))
+        self._crossing = Crossing(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,9 +72,15 @@ class KvArena:
 
     def copy_pages(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Copies whole pages (source, target) in every layer; no page is both a source and a target."""
-        if pairs:
-            for pages in self._layers:
-                copy_pages(pages, pairs)
+        if not pairs:
+            return
+        parcel = Parcel()
+        sources, targets = (
+            parcel.add(np.array(blocks, np.int64)) for blocks in zip(*pairs, strict=True)
+        )
+        self._crossing.send(parcel)
+        for pages in self._layers:
+            copy_pages(pages, sources.tensor, targets.tensor)
 
 
 def _as_tensor(buffer: memoryview | torch.Tensor) -> torch.Tensor:

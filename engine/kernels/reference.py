@@ -3,8 +3,6 @@
 Written to be read, not to be fast; they work on any device and in any floating dtype, and compute in float32.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn import functional
 
@@ -52,10 +50,9 @@ def round_to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
-def copy_pages(pages: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copies whole pages (source, target) of one layer; no page is both a source and a target."""
-    sources, targets = zip(*pairs, strict=True)
-    pages[list(targets)] = pages[list(sources)]
+def copy_pages(pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Copies whole pages of one layer, int64 `[num_pages]` to `[num_pages]`; no page is both a source and a target."""
+    pages[targets] = pages[sources]
 
 
 def move_pages(

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from baton.errors import EngineError
+from engine.crossing import Crossing
 from engine.kernels.ports import PagedBatch
 from engine.kernels.splits import SplitRule, Splits
 from engine.models.decoder import DecoderInput
@@ -39,7 +40,7 @@ class InputBuilder:
     ) -> None:
         self._block_tokens = block_tokens
         self._num_blocks = num_blocks
-        self._device = device
+        self._crossing = Crossing(device)
         self._split_rule = split_rule
         self._tokens = np.zeros(0, np.int64)
         self._positions = np.zeros(0, np.int64)
@@ -70,27 +71,32 @@ class InputBuilder:
         scored = [
             np.arange(row.num_scored) + starts[i] for i, row in enumerate(rows) if row.num_scored
         ]
+        wanted = np.concatenate((np.array(last, np.int64), *scored))
+        pieces = self._pieces(lengths, contexts)
+        sent = self._crossing.send_all(
+            [tokens, positions, slots, starts, contexts, tables, wanted, *pieces]
+        )
         return DecoderInput(
-            tokens=self._tensor(tokens),
-            positions=self._tensor(positions),
+            tokens=sent[0],
+            positions=sent[1],
             batch=PagedBatch(
-                slots=self._tensor(slots),
-                query_starts=self._tensor(starts),
-                context_lens=self._tensor(contexts),
-                block_tables=self._tensor(tables),
-                splits=self._splits(lengths, contexts),
+                slots=sent[2],
+                query_starts=sent[3],
+                context_lens=sent[4],
+                block_tables=sent[5],
+                splits=Splits(row_of_piece=sent[7], first_piece=sent[8]) if pieces else None,
             ),
-            logit_tokens=self._tensor(np.concatenate((np.array(last, np.int64), *scored))),
+            logit_tokens=sent[6],
         )
 
-    def _splits(self, lengths: NDArray[np.int64], contexts: NDArray[np.int32]) -> Splits | None:
+    def _pieces(
+        self, lengths: NDArray[np.int64], contexts: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], ...]:
+        """`row_of_piece` and `first_piece` of the leading decodes; nothing where none are cut."""
         decodes = int(np.cumprod(lengths == 1).sum())
         if self._split_rule is None or not decodes:
-            return None
-        row_of_piece, first_piece = self._split_rule.cut(contexts[:decodes])
-        return Splits(
-            row_of_piece=self._tensor(row_of_piece), first_piece=self._tensor(first_piece)
-        )
+            return ()
+        return self._split_rule.cut(contexts[:decodes])
 
     def _check(self, row: Row) -> None:
         end = row.start + row.num_tokens
@@ -136,9 +142,6 @@ class InputBuilder:
     ) -> NDArray[np.int64]:
         blocks = tables[row_of, positions // self._block_tokens].astype(np.int64)
         return blocks * self._block_tokens + positions % self._block_tokens
-
-    def _tensor(self, array: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
 def _grown(buffer: NDArray[_Integer], size: int) -> NDArray[_Integer]:

@@ -5,13 +5,35 @@ happens to order them.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from baton.generation import SamplingParams
+from engine.crossing import Item, Parcel
 
 _FIRST_WIDTH = 64
 _WIDEN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """What the rows of a draw leave out.
+
+    Attributes:
+        top_k: `[num_rows]` int64; 0 for no limit.
+        top_p: `[num_rows]` float64.
+        min_p: `[num_rows]` float32.
+        widest_k: The largest `top_k`; 0 if no row has one.
+        narrows: Whether any row has a `top_p` below 1.
+    """
+
+    top_k: Item
+    top_p: Item
+    min_p: Item
+    widest_k: int
+    narrows: bool
 
 
 def filters(params: SamplingParams) -> bool:
@@ -19,55 +41,54 @@ def filters(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def drop_unlikely(weights: torch.Tensor, params: Sequence[SamplingParams]) -> None:
+def collect_filters(params: Sequence[SamplingParams], parcel: Parcel) -> Filters:
+    """Gathers what requests ask for, one per row, at least one."""
+    return Filters(
+        top_k=parcel.add(np.array([p.top_k for p in params], np.int64)),
+        top_p=parcel.add(np.array([p.top_p for p in params], np.float64)),
+        min_p=parcel.add(np.array([p.min_p for p in params], np.float32)),
+        widest_k=max(p.top_k for p in params),
+        narrows=any(p.top_p < 1.0 for p in params),
+    )
+
+
+def drop_unlikely(weights: torch.Tensor, asked: Filters) -> None:
     """Sets the weights that each row's filters leave out to 0, in place.
 
     Args:
         weights: `[num_rows, vocab]` float32, in proportion to the probabilities, the largest of each row 1.
-        params: One per row.
+        asked: One of each kind per row, arrived.
     """
-    asking = [i for i, p in enumerate(params) if filters(p)]
-    if not asking:
-        return
-    taken = weights if len(asking) == len(params) else weights[asking]
-    limits = weights.new_zeros(len(params), 1)
-    limits[asking] = _thresholds(taken, [params[i] for i in asking])
+    limits = asked.min_p.tensor.unsqueeze(1)
+    kept = weights
+    if asked.widest_k:
+        least = _top_k_limits(weights, asked)
+        limits = torch.maximum(limits, least)
+        kept = weights.masked_fill(weights < least, 0.0) if asked.narrows else weights
+    if asked.narrows:
+        # min_p only cuts deeper than top_p: it does not change the mass that top_p divides.
+        limits = torch.maximum(limits, _top_p_limits(kept, asked.top_p.tensor.unsqueeze(1)))
     weights.masked_fill_(weights < limits, 0.0)
 
 
-def _thresholds(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _top_k_limits(weights: torch.Tensor, asked: Filters) -> torch.Tensor:
     """The least weight that stays, `[num_rows, 1]`."""
-    limits = torch.tensor([p.min_p for p in params], device=weights.device).unsqueeze(1)
-    narrows = any(p.top_p < 1.0 for p in params)
-    if any(p.top_k > 0 for p in params):
-        least = _top_k_limits(weights, [p.top_k for p in params])
-        limits = torch.maximum(limits, least)
-        if narrows:
-            weights = weights.masked_fill(weights < least, 0.0)
-    if narrows:
-        # min_p only cuts deeper than top_p: it does not change the mass that top_p divides.
-        limits = torch.maximum(limits, _top_p_limits(weights, [p.top_p for p in params]))
-    return limits
-
-
-def _top_k_limits(weights: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
-    width = min(max(top_k), weights.shape[1])
+    top_k = asked.top_k.tensor.unsqueeze(1)
+    width = min(asked.widest_k, weights.shape[1])
     values = weights.topk(width).values
-    last = torch.tensor([min(k, width) - 1 if k else 0 for k in top_k], device=weights.device)
-    limits = values.gather(1, last.unsqueeze(1))
-    unlimited = torch.tensor([k == 0 for k in top_k], device=weights.device).unsqueeze(1)
-    return limits.masked_fill(unlimited, 0.0)
+    limits = values.gather(1, (top_k - 1).clamp(0, width - 1))
+    return limits.masked_fill(top_k == 0, 0.0)
 
 
-def _top_p_limits(weights: torch.Tensor, top_p: Sequence[float]) -> torch.Tensor:
+def _top_p_limits(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """The weight at which the likeliest tokens' mass reaches top_p of the whole, which top-k has already cut."""
-    wanted = weights.sum(1, keepdim=True, dtype=torch.float64)
-    wanted *= torch.tensor(top_p, dtype=torch.float64, device=weights.device).unsqueeze(1)
+    # Who wants all is asked for nothing, lest everybody's weights are sorted for it.
+    wanted = weights.sum(1, keepdim=True, dtype=torch.float64) * top_p.masked_fill(
+        top_p >= 1.0, 0.0
+    )
     values, mass = _likeliest(weights, wanted)
     reached = (mass < wanted).sum(1, keepdim=True).clamp(max=values.shape[1] - 1)
-    limits = values.gather(1, reached)
-    whole = torch.tensor([p >= 1.0 for p in top_p], device=weights.device).unsqueeze(1)
-    return limits.masked_fill(whole, 0.0)
+    return values.gather(1, reached).masked_fill(top_p >= 1.0, 0.0)
 
 
 def _likeliest(weights: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,17 +31,17 @@ class LogprobTable:
 
 
 def logprob_table(
-    logits: torch.Tensor, rows: Sequence[int], tokens: torch.Tensor, top: int
+    logits: torch.Tensor, rows: torch.Tensor | None, tokens: torch.Tensor, top: int
 ) -> LogprobTable:
     """Looks up the draws' figures.
 
     Args:
         logits: `[num_rows, vocab]` float32, as the model gave them.
-        rows: Row of `logits` of each draw.
+        rows: `[num_draws]` int64, row of `logits` of each draw; None where these are all rows in order.
         tokens: `[num_draws]` int64, the drawn tokens.
         top: How many of the likeliest tokens to list.
     """
-    logprobs = logits[list(rows)].log_softmax(-1)
+    logprobs = (logits if rows is None else logits[rows]).log_softmax(-1)
     chosen = logprobs.gather(1, tokens.unsqueeze(1))
     best = logprobs.topk(min(top, logits.shape[1]), dim=1)
     return LogprobTable(

@@ -7,9 +7,11 @@ large vocabulary, so the output head runs over a slice at a time and only the fe
 from collections.abc import Callable, Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 
 from baton.generation import TokenLogprobs
+from engine.crossing import Crossing, Parcel
 from engine.sampling.logprobs import logprob_table, read_logprobs
 from engine.scheduling.plan import Row
 
@@ -23,10 +25,17 @@ class PromptScorer:
     Args:
         head: From hidden vectors `[n, hidden]` to logits `[n, vocab]` float32.
         vocab_size: Of the logits.
+        device: Of both.
     """
 
-    def __init__(self, head: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> None:
+    def __init__(
+        self,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
         self._head = head
+        self._crossing = Crossing(device)
         self._slice = max(1, MAX_LOGITS_BYTES // (4 * vocab_size))
 
     def score(
@@ -62,13 +71,16 @@ class PromptScorer:
         following = chain.from_iterable(
             row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored] for row in rows
         )
-        tokens = torch.tensor(list(following), device=hidden.device)
+        parcel = Parcel()
+        arriving = parcel.add(np.fromiter(following, np.int64))
+        self._crossing.send(parcel)
+        tokens = arriving.tensor
         slices = []
         for begin in range(0, len(tokens), self._slice):
             logits = self._head(hidden[begin : begin + self._slice])
             chosen = tokens[begin : begin + self._slice]
-            slices.append(logprob_table(logits, range(len(chosen)), chosen, width).flat())
-        values: list[float] = torch.cat(slices).tolist()
+            slices.append(logprob_table(logits, None, chosen, width).flat())
+        values: list[float] = self._crossing.fetch(torch.cat(slices)).tolist()
         return values
 
 

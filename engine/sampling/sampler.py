@@ -1,13 +1,18 @@
-"""From a step's logits to its tokens, for all rows at once. The last thing a step computes before the host sees it."""
+"""From a step's logits to its tokens, for all rows at once. The last thing a step computes before the host sees it.
+
+What rows ask for goes to the device in one copy, and what was drawn comes back in one, for which alone the host waits.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from engine.sampling.adjust import adjust
-from engine.sampling.filters import drop_unlikely
-from engine.sampling.logprobs import LogprobTable, logprob_table, read_logprobs
-from engine.sampling.streams import uniforms
+from engine.crossing import Crossing, Item, Parcel
+from engine.sampling.adjust import ScoreChanges, adjust, collect_changes
+from engine.sampling.draws import DrawKernel, RandomRows, collect_random, draw_with_torch
+from engine.sampling.logprobs import logprob_table, read_logprobs
 from engine.scheduling.plan import Drawn, Row
 
 _NONE = -1
@@ -25,10 +30,19 @@ class Sampler:
 
     Args:
         eos_token_ids: The model's own ends, which `min_tokens` holds back.
+        device: Of the logits.
+        draw: Draws for the rows that have a temperature.
     """
 
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        draw: DrawKernel = draw_with_torch,
+    ) -> None:
         self._eos_token_ids = eos_token_ids
+        self._crossing = Crossing(device)
+        self._draw = draw
 
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[tuple[Drawn, ...]]:
         """Draws every sample of every row. Blocks until the tokens are on the host: a step's one synchronisation.
@@ -40,107 +54,88 @@ class Sampler:
         Returns:
             The draws of each row; no draw for a row whose scores are not finite, which does not touch the others.
         """
-        scores = adjust(logits, rows, self._eos_token_ids)
+        parcel = Parcel()
+        asked = _collect(rows, logits.shape[1], self._eos_token_ids, parcel)
+        self._crossing.send(parcel)
+        tokens, is_drawn = self._tokens(adjust(logits, asked.changes), asked)
+        if asked.logprobs is None:
+            drawn = self._crossing.fetch(tokens.where(is_drawn, _NONE)).tolist()
+            return _group(rows, [Drawn(token=token) for token in drawn])
+        wanted = asked.logprobs
+        table = logprob_table(logits, wanted.rows.tensor, tokens[wanted.draws.tensor], wanted.top)
+        marked = tokens.where(is_drawn, _NONE).double()
+        values = self._crossing.fetch(torch.cat((marked, table.flat()))).tolist()
+        return _group(rows, _with_logprobs(rows, wanted, values, table.top_ids.shape[1]))
+
+    def _tokens(self, scores: torch.Tensor, asked: "_Asked") -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each draw, `[num_draws]`: its token, int64, and whether it means anything, bool."""
         highest = scores.amax(-1, keepdim=True)
-        row_of = [i for i, row in enumerate(rows) for _ in row.samples]
-        tokens = scores.argmax(-1)
-        if len(row_of) != len(rows):
-            tokens = tokens[row_of]
-        self._draw_random(scores, highest, rows, tokens)
-        table, asking = _table(logits, rows, row_of, tokens)
-        # One not-a-number makes the maximum one. Marked on the device: it comes to the host with the tokens.
-        tokens.masked_fill_(~highest[row_of, 0].isfinite(), _NONE)
-        if table is None:
-            return _group(rows, [Drawn(token=token) for token in tokens.tolist()])
-        return _group(rows, _with_logprobs(rows, row_of, tokens, table, asking))
-
-    def _draw_random(
-        self,
-        scores: torch.Tensor,
-        highest: torch.Tensor,
-        rows: Sequence[Row],
-        tokens: torch.Tensor,
-    ) -> None:
-        """Replaces the greedy choice of the rows that have a temperature."""
-        random = [i for i, row in enumerate(rows) if row.seq.params.temperature >= _GREEDY_BELOW]
-        if not random:
-            return
-        chosen = [rows[i] for i in random]
-        cumulative = _cumulative(scores[random].sub_(highest[random]), chosen)
-        width = max(len(row.samples) for row in chosen)
-        targets = _targets(chosen, width).to(scores.device) * cumulative[:, -1:]
-        drawn = torch.searchsorted(cumulative, targets, right=True).clamp(max=scores.shape[1] - 1)
-        draws, columns, places = _places(rows, random)
-        tokens[draws] = drawn[columns, places]
+        row_of = asked.row_of.tensor
+        tokens = scores.argmax(-1)[row_of]
+        if asked.random is not None:
+            drawn = self._draw(scores, highest, asked.random).flatten()
+            tokens[asked.random.draws.tensor] = drawn[asked.random.drawn.tensor]
+        # One not-a-number makes the maximum one. Told on the device: it comes to the host with the tokens.
+        return tokens, highest[row_of, 0].isfinite()
 
 
-def _cumulative(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Running mass of each row's distribution in order of token id, `[num_rows, vocab]` float64.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figures:
+    """Draws whose log-probabilities are wanted: which they are, in the parcel and here, their rows, and how many tokens to list."""
 
-    Args:
-        scores: `[num_rows, vocab]`, the largest of each row 0. Overwritten.
-        rows: One per row.
-    """
-    params = [row.seq.params for row in rows]
-    temperatures = torch.tensor([p.temperature for p in params], device=scores.device)
-    weights = scores.div_(temperatures.unsqueeze(1)).exp_()
-    drop_unlikely(weights, params)
-    return weights.double().cumsum(1)
+    draws: Item
+    rows: Item
+    asking: tuple[tuple[int, int], ...]
+    top: int
 
 
-def _targets(rows: Sequence[Row], width: int) -> torch.Tensor:
-    """One uniform number per sample, `[num_rows, width]` float64; shorter rows repeat their last one."""
-    seeds: list[int] = []
-    samples: list[int] = []
-    positions: list[int] = []
-    for row in rows:
-        padding = (row.samples[-1],) * (width - len(row.samples))
-        samples.extend(row.samples + padding)
-        seeds.extend([row.seq.params.seed] * width)
-        positions.extend([row.start + row.num_tokens] * width)
-    return torch.from_numpy(uniforms(seeds, samples, positions)).view(len(rows), width)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What a step's rows ask of the sampler, on its way to the device; `row_of` is the row of each draw."""
+
+    changes: ScoreChanges
+    row_of: Item
+    random: RandomRows | None
+    logprobs: _Figures | None
 
 
-def _places(rows: Sequence[Row], random: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """For each draw of the random rows: its place among all draws, its random row, its sample's column."""
-    first_draw, total = [], 0
-    for row in rows:
-        first_draw.append(total)
-        total += len(row.samples)
-    entries = [
-        (first_draw[i] + place, column, place)
-        for column, i in enumerate(random)
-        for place in range(len(rows[i].samples))
-    ]
-    draws, columns, places = zip(*entries, strict=True)
-    return list(draws), list(columns), list(places)
+def _collect(
+    rows: Sequence[Row], vocab_size: int, eos_token_ids: tuple[int, ...], parcel: Parcel
+) -> _Asked:
+    row_of = [i for i, row in enumerate(rows) for _ in row.samples]
+    random = [i for i, row in enumerate(rows) if row.seq.params.temperature >= _GREEDY_BELOW]
+    first_draws = np.cumsum([0, *(len(row.samples) for row in rows)]).tolist()
+    return _Asked(
+        changes=collect_changes(rows, vocab_size, eos_token_ids, parcel),
+        row_of=parcel.add(np.array(row_of, np.int64)),
+        random=collect_random(rows, random, first_draws, parcel) if random else None,
+        logprobs=_collect_figures(rows, row_of, parcel),
+    )
 
 
-def _table(
-    logits: torch.Tensor, rows: Sequence[Row], row_of: Sequence[int], tokens: torch.Tensor
-) -> tuple[LogprobTable | None, list[int]]:
-    """The figures of the draws that want them, and which draws those are."""
-    asking = [d for d, i in enumerate(row_of) if rows[i].seq.params.logprobs is not None]
+def _collect_figures(rows: Sequence[Row], row_of: Sequence[int], parcel: Parcel) -> _Figures | None:
+    asking = [(d, i) for d, i in enumerate(row_of) if rows[i].seq.params.logprobs is not None]
     if not asking:
-        return None, asking
-    top = max(rows[row_of[d]].seq.params.logprobs or 0 for d in asking)
-    return logprob_table(logits, [row_of[d] for d in asking], tokens[asking], top), asking
+        return None
+    places = np.array(asking, np.int64)
+    return _Figures(
+        draws=parcel.add(places[:, 0]),
+        rows=parcel.add(places[:, 1]),
+        asking=tuple(asking),
+        top=max(rows[i].seq.params.logprobs or 0 for _, i in asking),
+    )
 
 
 def _with_logprobs(
-    rows: Sequence[Row],
-    row_of: Sequence[int],
-    tokens: torch.Tensor,
-    table: LogprobTable,
-    asking: Sequence[int],
+    rows: Sequence[Row], wanted: _Figures, values: Sequence[float], width: int
 ) -> list[Drawn]:
-    values = torch.cat((tokens.double(), table.flat())).tolist()
-    drawn = [Drawn(token=int(token)) for token in values[: len(row_of)]]
-    width = table.top_ids.shape[1]
+    """Draws of the step from what came to the host: all tokens, then the figures of those that are wanted."""
     size = 2 + 2 * width
-    for place, draw in enumerate(asking):
-        begin = len(row_of) + place * size
-        top = rows[row_of[draw]].seq.params.logprobs or 0
+    num_draws = len(values) - size * len(wanted.asking)
+    drawn = [Drawn(token=int(token)) for token in values[:num_draws]]
+    for place, (draw, row) in enumerate(wanted.asking):
+        begin = num_draws + place * size
+        top = rows[row].seq.params.logprobs or 0
         logprobs = read_logprobs(values[begin : begin + size], width, top)
         drawn[draw] = Drawn(token=drawn[draw].token, logprobs=logprobs)
     return drawn

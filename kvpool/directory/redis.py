@@ -28,6 +28,7 @@ from kvpool.messages import (
     Stored,
     Tier,
 )
+from kvpool.tenant_parts import TenantPart
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -81,8 +82,16 @@ class RedisDirectory:
 
     async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Renewal:
         """See `Directory`."""
-        said = _state_bytes(state)
-        args: _Args = [self._prefix, _name(state.node), said, _ms(lease_s), flushes, _LIFE_MS]
+        said, parts = _state_bytes(state), _parts_bytes(state)
+        args: _Args = [
+            self._prefix,
+            _name(state.node),
+            said,
+            _ms(lease_s),
+            flushes,
+            _LIFE_MS,
+            parts,
+        ]
         anew, count, missed, *words = await _answer(self._renew(args=args))
         selections = tuple(_selection(word) for word in reversed(words))
         if missed > len(selections):
@@ -91,8 +100,8 @@ class RedisDirectory:
 
     async def nodes(self) -> tuple[NodeState, ...]:
         """See `Directory`."""
-        states = await _answer(self._nodes(args=[self._prefix]))
-        return tuple(map(_state, states))
+        said = await _answer(self._nodes(args=[self._prefix]))
+        return tuple(map(_state, said[::2], said[1::2]))
 
     async def retire(self, node: WorkerIdentity) -> None:
         """See `Directory`."""
@@ -161,12 +170,27 @@ def _state_bytes(state: NodeState) -> bytes:
     return json.dumps(said).encode()
 
 
-def _state(packed: bytes) -> NodeState:
+def _parts_bytes(state: NodeState) -> bytes:
+    if not state.parts:
+        return b""
+    said = [(part.tenant, part.size_bytes, part.active) for part in state.parts]
+    return json.dumps(said).encode()
+
+
+def _state(packed: bytes, parts: bytes = b"") -> NodeState:
     said = json.loads(packed)
     node = WorkerIdentity(
         worker_id=WorkerId(said.pop("worker_id")), incarnation=Incarnation(said.pop("incarnation"))
     )
-    return NodeState(node=node, **said)
+    said_parts = json.loads(parts) if parts else ()
+    return NodeState(
+        node=node,
+        parts=tuple(
+            TenantPart(tenant=tenant, size_bytes=size_bytes, active=active)
+            for tenant, size_bytes, active in said_parts
+        ),
+        **said,
+    )
 
 
 def _selection(word: bytes) -> Selection:

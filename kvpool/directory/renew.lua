@@ -1,6 +1,7 @@
 -- Gives a node a lease. A node that has none, for whatever reason, gets a new number: replicas under an old one stay void. They
 -- are swept out by and by: each renewal looks at the next few records. A pool that nobody renews in goes as a whole.
--- ARGV: prefix, node name, state, lease in ms, how many flushes it has carried out, life of the records in ms.
+-- ARGV: prefix, node name, state, lease in ms, how many flushes it has carried out, life of the records in ms, what tenants have
+-- there: apart from the state, which every lookup reads.
 -- Returns: whether it got a new number, how many flushes there have been, and the latest of them, the last one first.
 local name, state, lease_ms, carried_out = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local SWEPT = 200
@@ -16,6 +17,11 @@ if not node or not lives(node) then
   redis.call('HSET', prefix .. ':nodes', name, node)
 end
 redis.call('SET', prefix .. ':n:' .. node, state, 'PX', lease_ms)
+if ARGV[7] == '' then
+  redis.call('DEL', prefix .. ':t:' .. node)
+else
+  redis.call('SET', prefix .. ':t:' .. node, ARGV[7], 'PX', lease_ms)
+end
 
 local cursor = redis.call('GET', prefix .. ':swept') or '0'
 local swept = redis.call('HSCAN', blocks, cursor, 'COUNT', SWEPT)

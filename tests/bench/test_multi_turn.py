@@ -43,5 +43,7 @@ def test_the_ratio_is_of_the_turns_from_the_third_on():
     report = Report(benchmark="multi_turn", settings={})
     record(chats, report)
     assert report.figures["ttft_ratio_from_turn_3"] == pytest.approx(4.0)
+    ratios = [report.figures[f"ttft_ratio_turn{number}"] for number in (1, 2, 3)]
+    assert ratios == pytest.approx([1.0, 1.0, 4.0])
     assert report.figures["computed_tokens_pool"] == 15
     assert report.figures["computed_tokens_alone"] == 85

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,8 +18,6 @@ from engine.kernels.reference import ReferenceKernels, rms_norm, rotate
 ABSENT = torch.device("meta")
 _FETCHING = {"aten::_to_copy", "aten::to"}
 _CROSSING = {"aten::copy_", *_FETCHING}
-_INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}
-"""May name rows by a list, which torch brings to the device itself."""
 
 
 class Watched(TorchDispatchMode):
@@ -47,13 +46,44 @@ class Watched(TorchDispatchMode):
             self.syncs += 1
             dtype = kwargs.get("dtype") or absent[0].dtype
             return torch.zeros(absent[0].shape, dtype=dtype)
-        if absent and name not in _CROSSING and not self._may_mix(name, args):
+        if name in _CROSSING and _waits(args, kwargs, tensors):
+            raise AssertionError(f"{name} has the host wait until a tensor is on the device")
+        if absent and name not in _CROSSING:
             strangers = [t for t in tensors if t.device != ABSENT and t.dim() > 0]
             assert not strangers, f"{name} mixes host and device: {[t.shape for t in tensors]}"
         return func(*args, **kwargs)
 
-    def _may_mix(self, name: str, args: Sequence[Any]) -> bool:
-        return name in _INDEXING and args[0].device == ABSENT
+
+class _Calls(TorchFunctionMode):
+    """Notices what has torch bring Python's numbers to the device, with the host waiting, before any operation is seen."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        makes = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == ABSENT
+        reaches = func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+        if makes or (reaches and args[0].device == ABSENT and _names_places(args[1])):
+            raise AssertionError("numbers are brought to the device while the host waits")
+        return func(*args, **kwargs)
+
+
+def _names_places(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, list) for part in parts)
+
+
+def _waits(args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a copy from the host to the device is not left to the device (`non_blocking`)."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]
+    target = given[0] if given else tensors[0].device
+    source = tensors[-1].device
+    is_left = bool(kwargs.get("non_blocking")) or any(arg is True for arg in args[1:])
+    return target == ABSENT and source != ABSENT and not is_left
 
 
 def _wants_host(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -101,6 +131,6 @@ class AbsentKernels(ReferenceKernels):
 def watched(work: Callable[[], object]) -> int:
     """How often `work` made the host wait."""
     mode = Watched()
-    with mode:
+    with _Calls(), mode:
         work()
     return mode.syncs

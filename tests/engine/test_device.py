@@ -91,9 +91,24 @@ def test_pages_are_copied_on_the_device(checkpoint: Path):
     assert watched(lambda: runner.execute(copies)) == 0
 
 
-def test_a_step_that_would_mix_is_noticed():
-    with pytest.raises(AssertionError, match="mixes host and device"):
-        watched(lambda: torch.zeros(3, device=ABSENT) + torch.zeros(3))
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        (lambda: torch.zeros(3, device=ABSENT) + torch.zeros(3), "mixes host and device"),
+        (lambda: torch.tensor([1, 2], device=ABSENT), "while the host waits"),
+        (lambda: torch.zeros(3, device=ABSENT)[[0, 2]], "while the host waits"),
+        (lambda: torch.zeros(3).to(ABSENT), "has the host wait"),
+        (lambda: torch.zeros(3, device=ABSENT).copy_(torch.zeros(3)), "has the host wait"),
+        (lambda: torch.zeros(3, device=ABSENT)[0].item(), "one number is fetched"),
+    ],
+)
+def test_a_step_that_would_mix_or_wait_is_noticed(work, told):
+    with pytest.raises(AssertionError, match=told):
+        watched(work)
+
+
+def test_what_the_device_is_left_to_copy_has_nobody_wait():
+    assert watched(lambda: torch.zeros(3).to(ABSENT, non_blocking=True)) == 0
 
 
 def test_the_cpu_is_taken_where_it_is_asked_for_or_nothing_else_is_there(

@@ -65,7 +65,7 @@ def test_rotating_and_storing_agrees_with_its_twin(head_dim, normed, dtype):
 def test_copied_pages_equal_their_sources_and_others_stay():
     pages = torch.randn(6, 2, 2, 4, 8)
     before = pages.clone()
-    copy_pages(pages, [(0, 3), (5, 4)])
+    copy_pages(pages, torch.tensor([0, 5]), torch.tensor([3, 4]))
     assert torch.equal(pages[[3, 4]], before[[0, 5]])
     assert torch.equal(pages[[0, 1, 2, 5]], before[[0, 1, 2, 5]])
 

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from baton.generation import SamplingParams, TokenLogprobs
 from baton.ids import SeqId
-from engine.sampling.adjust import adjust
-from engine.sampling.filters import drop_unlikely
+from engine.crossing import Crossing, Parcel
+from engine.sampling.adjust import adjust, collect_changes
+from engine.sampling.filters import collect_filters, drop_unlikely
 from engine.sampling.sampler import Sampler
 from engine.sampling.streams import uniforms
 from engine.scheduling.plan import Drawn, Row
@@ -27,7 +28,7 @@ def row(params: SamplingParams, *, prompt=(5,), output=(), samples=(0,)) -> Row:
 
 
 def draw(logits: torch.Tensor, *rows: Row) -> list[list[int]]:
-    sampled = Sampler((EOS,)).sample(logits, rows)
+    sampled = Sampler((EOS,), torch.device("cpu")).sample(logits, rows)
     return [[one.token for one in drawn] for drawn in sampled]
 
 
@@ -104,7 +105,10 @@ def test_negative_and_huge_seeds_are_streams_too():
 
 def kept(scores: torch.Tensor, **params) -> set[int]:
     weights = (scores - scores.max()).exp().unsqueeze(0)
-    drop_unlikely(weights, [SamplingParams(**params)])
+    parcel = Parcel()
+    asked = collect_filters([SamplingParams(**params)], parcel)
+    Crossing(weights.device).send(parcel)
+    drop_unlikely(weights, asked)
     return set(weights[0].nonzero().flatten().tolist())
 
 
@@ -179,8 +183,11 @@ def test_ends_cannot_be_drawn_before_min_tokens():
 def test_scores_are_not_copied_once_enough_tokens_are_there():
     logits = logits_of(t0=9.0)
     params = greedy(min_tokens=2)
-    assert adjust(logits, [row(params, output=(5, 5))], (EOS,)) is logits
-    assert adjust(logits, [row(params, output=(5,))], (EOS,)) is not logits
+    for output, is_copied in (((5, 5), False), ((5,), True)):
+        parcel = Parcel()
+        changes = collect_changes([row(params, output=output)], VOCAB, (EOS,), parcel)
+        Crossing(logits.device).send(parcel)
+        assert (adjust(logits, changes) is not logits) == is_copied
 
 
 def test_min_tokens_holds_back_an_ignored_end_too():
@@ -229,7 +236,7 @@ def logprobs_of(drawn: Drawn) -> TokenLogprobs:
 def test_logprobs_are_of_the_model_itself():
     logits = random_logits(2)
     params = greedy(logit_bias={17: 100.0}, logprobs=3)
-    drawn = Sampler((EOS,)).sample(logits, [row(greedy()), row(params)])
+    drawn = Sampler((EOS,), torch.device("cpu")).sample(logits, [row(greedy()), row(params)])
     expected = logits[1].log_softmax(-1)
     assert drawn[0][0].logprobs is None
     assert drawn[1][0].token == 17
@@ -241,7 +248,7 @@ def test_logprobs_are_of_the_model_itself():
 
 def test_each_row_gets_as_many_logprobs_as_it_asked_for():
     rows = [row(greedy(logprobs=k), samples=(0, 1)) for k in (0, 4, 2)]
-    drawn = Sampler((EOS,)).sample(random_logits(3), rows)
+    drawn = Sampler((EOS,), torch.device("cpu")).sample(random_logits(3), rows)
     assert [[len(logprobs_of(one).top) for one in per_row] for per_row in drawn] == [
         [0, 0],
         [4, 4],

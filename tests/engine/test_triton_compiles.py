@@ -117,6 +117,19 @@ def page_sum() -> Build:
     )
 
 
+def random_draw() -> Build:
+    """Of a vocabulary of any size."""
+    wide = {"places": "i64", "top_k": "i64", "out": "i64", "targets": "fp64", "top_p": "fp64"}
+    narrow = ("scores", "highest", "temperatures", "min_p", "weights")
+    return Build(
+        kernel="random_draw:random_draw_kernel",
+        pointers=dict.fromkeys(narrow, "fp32") | wide,
+        numbers=dict.fromkeys(("num_filtering", "vocab", "num_samples"), "int"),
+        constants={"tile": 2048},
+        options={"num_warps": 8},
+    )
+
+
 def served(capability: int) -> list[Build]:
     """One of each kernel."""
     return [
@@ -128,6 +141,7 @@ def served(capability: int) -> list[Build]:
         rotate(normed=True),
         page_move(),
         page_sum(),
+        random_draw(),
     ]
 
 

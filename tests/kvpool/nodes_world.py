@@ -23,6 +23,7 @@ from kv_transfer.page_copy import Pages
 from kvpool.client import GrpcPoolClient
 from kvpool.directory.redis import RedisDirectory
 from kvpool.messages import BlockLease, Owner, PutGrant
+from kvpool.ports import AllowanceSource
 from kvpool.service import run
 
 LAYOUT = KvLayout(
@@ -71,6 +72,7 @@ class Node:
     secret: str = SECRET
     peer_address: str = ""
     transfer: TransferConfig = TransferConfig()  # noqa: RUF009  # frozen
+    allowances: AllowanceSource | None = None
 
     @property
     def address(self) -> str:
@@ -96,6 +98,7 @@ class Node:
                 peer_address=self.bound,
                 region_path=f"{self.folder}/{self.name}.kv",
                 peer_region_path=f"{self.folder}/{self.name}-peers.kv",
+                allowances=self.allowances,
                 ready=ready.set,
                 stop=stop,
             )

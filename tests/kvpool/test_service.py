@@ -208,6 +208,20 @@ async def test_a_corrupt_block_is_given_up(node: Node) -> None:
         assert (await usage(node)).corrupt_blocks == 1
 
 
+async def test_a_node_whose_memory_alters_blocks_takes_no_new_ones(node: Node) -> None:
+    async with a_worker(node, "decode-0") as worker:
+        await worker.attached()
+        for _ in range(4):
+            assert await worker.put(1, 2, 3, 4) == 4
+            await worker.client.corrupt(keys(1, 2, 3, 4))
+        async with asyncio.timeout(30):
+            while not (await usage(node)).sick:  # noqa: ASYNC110  # the node looks several times per second
+                await asyncio.sleep(0.01)
+        refused = await worker.client.reserve(keys(5), ANNA, 0)
+        assert isinstance(refused, Refused)
+        assert refused.reason is RefusalReason.SICK
+
+
 async def test_a_flush_gives_up_what_it_covers(node: Node) -> None:
     bert = Owner(tenant="bert", scope="bert", model="m")
     async with a_worker(node, "prefill-0") as worker, open_channel(node.address) as channel:

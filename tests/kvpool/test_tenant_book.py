@@ -9,13 +9,13 @@ def by_tenant(book: TenantBook, *owners: OwnerUsage) -> dict[str, OwnerUsage]:
     return {owner.tenant: owner for owner in book.complete(owners)}
 
 
-def test_only_those_whose_allowance_is_another_are_told():
+def test_who_is_not_named_any_more_may_take_what_is_usual():
     book = TenantBook(USUAL)
-    small, large = Allowance(max_bytes=1), Allowance(max_bytes=9, weight=2.0)
-    assert book.allow({"anna": small, "bert": large}) == {"anna": small, "bert": large}
-    assert book.allow({"anna": large, "bert": large}) == {"anna": large}
-    assert book.allow({"anna": large}) == {"bert": None}
-    assert book.allow({"anna": large}) == {}
+    large = Allowance(max_bytes=9, weight=2.0)
+    book.allow({"anna": large, "bert": large})
+    book.allow({"anna": large})
+    assert book.allowance("anna") == large
+    assert book.allowance("bert") == USUAL
 
 
 def test_usage_shows_what_a_tenant_may_take_and_how_often_it_found_what_it_asked_for():

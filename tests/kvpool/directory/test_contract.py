@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from kvpool.messages import (
     Tier,
 )
 from kvpool.ports import Directory
+from kvpool.tenant_parts import TenantPart
 from tests.redis_servers import KINDS, a_redis
 
 LEASE_S = 60.0
@@ -206,6 +208,22 @@ async def test_the_living_nodes_are_listed_as_they_last_described_themselves(wor
     await joined(world.directory, node("pool-1"))
     found = sorted(await world.directory.nodes(), key=lambda s: s.node.worker_id)
     assert found == [state(node(), free_bytes=6), state(node("pool-1"))]
+
+
+async def test_what_tenants_have_is_told_to_all_for_as_long_as_the_node_says_it(
+    world: World,
+) -> None:
+    anna = TenantPart(tenant='"anna" ä', size_bytes=1 << 40, active=True)
+    bert = TenantPart(tenant="bert", size_bytes=0, active=False)
+    await world.directory.renew(replace(state(node()), parts=(anna, bert)), LEASE_S, 0)
+    (found,) = await world.directory.nodes()
+    assert found.parts == (anna, bert)
+    await world.directory.renew(replace(state(node()), parts=(bert,)), LEASE_S, 0)
+    await joined(world.directory, node("pool-1"))
+    parts = {one.node.worker_id: one.parts for one in await world.directory.nodes()}
+    assert parts == {"pool-0": (bert,), "pool-1": ()}
+    await joined(world.directory, node())
+    assert {one.parts for one in await world.directory.nodes()} == {()}
 
 
 @pytest.mark.parametrize(

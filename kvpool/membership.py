@@ -1,0 +1,59 @@
+"""One node's standing in the pool: its lease in the directory, what it has told of its blocks, and its part of tenants' quotas."""
+
+from dataclasses import replace
+
+from baton.clock import Clock
+from kvpool.ledger import NodeLedger
+from kvpool.messages import NodeState, Selection
+from kvpool.quota_shares import QuotaShares
+from kvpool.registrar import Registrar
+
+
+class Membership:
+    """For one event loop. Every method returns, whether or not the directory answers.
+
+    Args:
+        ledger: Of the node. Whoever calls a method has carried out what it wants moved.
+        registrar: Speaks with the directory.
+        shares: Divides quotas.
+        clock: Tenants' activity goes by it.
+    """
+
+    def __init__(
+        self, ledger: NodeLedger, registrar: Registrar, shares: QuotaShares, clock: Clock
+    ) -> None:
+        self._ledger = ledger
+        self._registrar = registrar
+        self._shares = shares
+        self._clock = clock
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the directory answered when it was last asked."""
+        return self._registrar.reachable
+
+    async def renew(self, state: NodeState) -> None:
+        """Says that the node lives, and hears what tenants have on the others; three times per lease."""
+        parts = self._shares.parts(self._ledger.usage().owners, self._clock.now_s())
+        states = await self._registrar.renew(replace(state, parts=parts))
+        if states is not None:
+            self._shares.learn(states)
+            self.share_quotas()
+
+    def share_quotas(self) -> None:
+        """Obeys this node's part of every quota; what the operator says has changed, or what others have."""
+        due = self._shares.due(self._ledger.usage().owners, self._clock.now_s())
+        for tenant, allowance in due.items():
+            self._ledger.allow(tenant, allowance)
+
+    async def publish(self, state: NodeState) -> None:
+        """Tells what has changed since the last call."""
+        await self._registrar.publish(state)
+
+    async def flush(self, selection: Selection) -> None:
+        """Has the other nodes give up what `selection` covers."""
+        await self._registrar.flush(selection)
+
+    async def retire(self, state: NodeState) -> None:
+        """The node stops."""
+        await self._registrar.retire(state)

@@ -1,0 +1,66 @@
+"""A node among others: it tells what its tenants have, and takes of their quotas what the others leave, directory or not."""
+
+from dataclasses import replace
+
+from baton.ids import Incarnation, WorkerId, WorkerIdentity
+from kvpool.accounts import Allowance
+from kvpool.membership import Membership
+from kvpool.messages import NodeState, Refused
+from kvpool.quota_shares import QuotaShares
+from kvpool.tenant_book import TenantBook
+from kvpool.tenant_parts import TenantPart
+from tests.kvpool.test_registrar import ANNA, LEASE_S, STATE, World, key
+
+OTHER = NodeState(
+    node=WorkerIdentity(worker_id=WorkerId("pool-1"), incarnation=Incarnation(1)), address=""
+)
+BLOCK_BYTES = 64
+
+
+def joined(world: World, *, quota_blocks: int) -> Membership:
+    book = TenantBook(Allowance())
+    book.allow({"anna": Allowance(max_bytes=quota_blocks * BLOCK_BYTES)})
+    shares = QuotaShares(STATE.node, book, BLOCK_BYTES)
+    member = Membership(world.ledger, world.registrar, shares, world.clock)
+    member.share_quotas()
+    return member
+
+
+def taken(world: World, *numbers: int) -> int:
+    """Of so many new blocks of Anna's, how many find a place."""
+    granted = world.ledger.reserve([key(n) for n in numbers], ANNA, world.clock.now_s())
+    if isinstance(granted, Refused):
+        return 0
+    world.ledger.abandon(granted.put_id)
+    return len(granted.items)
+
+
+def anna(blocks: int) -> tuple[TenantPart, ...]:
+    return (TenantPart(tenant="anna", size_bytes=blocks * BLOCK_BYTES, active=True),)
+
+
+async def test_a_node_says_what_tenants_have_and_takes_what_others_leave() -> None:
+    world = World()
+    member = joined(world, quota_blocks=4)
+    assert taken(world, 1, 2, 3, 4, 5) == 4
+    world.put(1)
+    await world.directory.renew(replace(OTHER, parts=anna(2)), LEASE_S, 0)
+    await member.renew(STATE)
+    told = {state.node: state.parts for state in await world.directory.nodes()}
+    assert told[STATE.node] == anna(1)
+    assert taken(world, 2, 3, 4, 5) == 1
+
+
+async def test_while_the_directory_is_away_a_node_keeps_its_part() -> None:
+    world = World()
+    member = joined(world, quota_blocks=4)
+    await world.directory.renew(replace(OTHER, parts=anna(4)), 1000.0, 0)
+    await member.renew(STATE)
+    world.directory.away = True
+    world.clock.advance(1000.0)
+    await member.renew(STATE)
+    assert not member.reachable
+    assert taken(world, 1, 2, 3, 4, 5) == 0
+    world.directory.away = False
+    await member.renew(STATE)
+    assert taken(world, 1, 2, 3, 4, 5) == 4
