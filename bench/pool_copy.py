@@ -100,7 +100,7 @@ class PoolCopying:
 
 def measure(copying: PoolCopying) -> dict[str, float]:
     """Median GB/s of each way, by its name: `memcpy`, `get`, `get_unverified`, `put`."""
-    layout = _layout(copying.block_bytes)
+    layout = block_layout(copying.block_bytes)
     num_blocks = copying.region_bytes // layout.page_bytes
     arena = SharedRegion.create(layout.region_bytes(num_blocks))
     slab = SharedRegion.create(layout.region_bytes(num_blocks))
@@ -128,7 +128,7 @@ def measure(copying: PoolCopying) -> dict[str, float]:
         _reader(plain, rows, keys, slots, none),
     ]
     ways: dict[str, Way] = {
-        "memcpy": _memcpy(slab.memoryview, arena.memoryview),
+        "memcpy": memcpy(slab.memoryview, arena.memoryview),
         "get": lambda: _get(readers[0], fetch, len(rows)),
         "get_unverified": lambda: _get(readers[1], fetch, len(rows)),
         "put": lambda: _expect(all(writer.write(places, rows))),
@@ -144,8 +144,8 @@ def _never_again(_block: BlockId) -> int:
     return 0
 
 
-def _layout(block_bytes: int) -> KvLayout:
-    """16-bit pages with rows of 2 KiB or more."""
+def block_layout(block_bytes: int) -> KvLayout:
+    """Of one of the sizes of `BLOCK_BYTES`: 16-bit pages with rows of 2 KiB or more."""
     num_layers = _NUM_LAYERS.get(block_bytes, 32)
     return KvLayout(
         model_fingerprint="bench",
@@ -188,7 +188,7 @@ def _expect(went_well: bool) -> None:
         raise RuntimeError("blocks did not arrive")
 
 
-def _memcpy(source: memoryview, target: memoryview) -> Way:
+def memcpy(source: memoryview, target: memoryview) -> Way:
     """libc's, one call, one thread."""
     read, write = (np.frombuffer(memory, dtype=np.uint8) for memory in (source, target))
 

@@ -16,21 +16,9 @@ from bench.simulated_decode import DecodeWorker
 from bench.simulated_prefill import PrefillWorker
 from bench.simulation import BlockCache, Hardware, Room, Text, Timeline
 from bench.trace import TracedRequest
+from router.actions import Action, Emit, Fail, Finish, SendExpect, SendGenerate, SendPrefill
 from router.dispatch import Dispatcher
-from router.events import (
-    Action,
-    BlocksReported,
-    Emit,
-    Event,
-    Fail,
-    Finish,
-    SendExpect,
-    SendGenerate,
-    SendPrefill,
-    Submitted,
-    TimePassed,
-    WorkerJoined,
-)
+from router.events import BlocksReported, Event, Submitted, TimePassed, WorkerJoined
 from router.placement import Placement
 from router.ports import GenerationJob
 from router.restarts import Patience

@@ -6,14 +6,8 @@ from dataclasses import dataclass
 from baton.generation import FinishReason, TokenSample, WorkerLoad
 from baton.ids import LegId, WorkerIdentity, XferId
 from bench.simulation import BlockCache, Room, Speed, Text
-from router.events import (
-    BlocksReported,
-    DecodeTokens,
-    LoadReported,
-    LocallyPrefilled,
-    SendExpect,
-    SendGenerate,
-)
+from router.actions import SendExpect, SendGenerate
+from router.events import BlocksReported, DecodeTokens, LoadReported, LocallyPrefilled
 
 _TOKEN = 7
 _MORE = TokenSample(sample=0, token=_TOKEN)

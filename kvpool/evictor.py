@@ -63,6 +63,11 @@ class Evictor:
                 self._drop(slot)
         return min(wanted, memory.num_free)
 
+    def hold_to_quota(self, account: Account | None) -> None:
+        """Gives up what a tenant has too much; None for one that has nothing."""
+        if account is not None:
+            self.trim(account, account.over)
+
     def trim(self, account: Account, excess: int) -> None:
         """Gives up `excess` blocks of one tenant, in all tiers, those that are on the disk alone first."""
         book, target = self._book, account.blocks - excess

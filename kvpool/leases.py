@@ -17,6 +17,7 @@ class Lease:
         until_s: When it ends.
         lease_s: How long it was given for.
         reader: Who reads, if that is known.
+        grows: The rest of its chain is being brought.
     """
 
     lease_id: str
@@ -24,6 +25,7 @@ class Lease:
     until_s: float
     lease_s: float
     reader: WorkerIdentity | None = None
+    grows: bool = False
 
 
 class LeaseBook:

@@ -117,9 +117,7 @@ class NodeLedger:
 
     def allow(self, tenant: str, allowance: Allowance | None) -> None:
         """Sets what a tenant may take; None for what is usual. What it has too much goes now, unless it is in use."""
-        account = self._accounts.allow(tenant, allowance)
-        if account is not None:
-            self._evictor.trim(account, account.over)
+        self._evictor.hold_to_quota(self._accounts.allow(tenant, allowance))
 
     def reserve(
         self,
@@ -188,6 +186,7 @@ class NodeLedger:
         now_s: float,
         *,
         reader: WorkerIdentity | None = None,
+        more: bool = False,
     ) -> BlockLease:
         """Keeps the leading blocks of a chain where they are, for `lease_s`.
 
@@ -199,8 +198,9 @@ class NodeLedger:
             lease_s: For how long.
             now_s: The time.
             reader: Who reads; its leases end with it (`worker_gone`).
+            more: The rest is being brought, and `extend` will follow: what is missing then is a miss.
         """
-        return self._lending.lease(keys, lease_s, reader, now_s)
+        return self._lending.lease(keys, lease_s, reader, now_s, more=more)
 
     def extend(self, lease_id: str, keys: Sequence[BlockKey], now_s: float) -> BlockLease:
         """Adds to a lease what has come to be held of the rest of its chain; all that can be read by now.

@@ -42,17 +42,22 @@ class Lending:
         lease_s: float,
         reader: WorkerIdentity | None,
         now_s: float,
+        *,
+        more: bool,
     ) -> BlockLease:
         """Lends what is held of the beginning of a chain."""
         places = self._lend(keys, now_s)
         num_ready = _num_readable(places)
         self._counts.hit_blocks += num_ready
-        self._counts.missed_blocks += len(keys) - len(places)
         self._demand.read(keys[: len(places)], now_s)
+        if not (places and more):
+            self._counts.missed_blocks += len(keys) - len(places)
         if not places:
             return _NOTHING
         self._book.memory.touch(places)
-        return _told(self._leases.open(places, lease_s, now_s, reader), num_ready)
+        lease = self._leases.open(places, lease_s, now_s, reader)
+        lease.grows = more
+        return _told(lease, num_ready)
 
     def extend(self, lease_id: str, keys: Sequence[BlockKey], now_s: float) -> BlockLease:
         """Adds to a lease what is held by now of the rest of its chain."""
@@ -63,7 +68,9 @@ class Lending:
         places = self._lend(rest, now_s)
         num_ready = _num_readable(places)
         self._counts.hit_blocks += num_ready
-        self._counts.missed_blocks -= len(places)
+        if lease.grows:
+            self._counts.missed_blocks += len(rest) - len(places)
+            lease.grows = False
         self._demand.read(rest[: len(places)], now_s)
         self._book.memory.touch(places)
         lease.places += places

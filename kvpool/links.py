@@ -19,6 +19,7 @@ _LONGEST_REST_S = 60.0
 class _Way:
     num_bytes: float = 0.0
     seconds: float = 0.0
+    used: bool = False
     rest_s: float = 0.0
     until_s: float = 0.0
 
@@ -30,15 +31,20 @@ class Links:
         self._ways: dict[WorkerIdentity, _Way] = {}
 
     def landed(self, node: WorkerIdentity, num_bytes: int, seconds: float) -> None:
-        """Blocks came, whole, in so many seconds from when they were asked for."""
+        """Blocks came, whole, in so many seconds from when they were asked for. The first time a session is opened, which says
+        nothing of the rate.
+        """
         way = self._ways.setdefault(node, _Way())
-        way.num_bytes = way.num_bytes * _KEEP + num_bytes
-        way.seconds = way.seconds * _KEEP + seconds
+        if way.used:
+            way.num_bytes = way.num_bytes * _KEEP + num_bytes
+            way.seconds = way.seconds * _KEEP + seconds
+        way.used = True
         way.rest_s = way.until_s = 0.0
 
     def failed(self, node: WorkerIdentity, now_s: float) -> None:
         """What was asked for did not come, or was not right."""
         way = self._ways.setdefault(node, _Way())
+        way.used = False
         way.rest_s = min(max(_FIRST_REST_S, 2 * way.rest_s), _LONGEST_REST_S)
         way.until_s = now_s + way.rest_s
 

@@ -12,7 +12,7 @@ from functools import partial
 from baton.blocks import BlockChanges
 from baton.clock import Clock
 from baton.config.schema import PoolConfig
-from baton.errors import ConfigError, IncompatibleError
+from baton.errors import IncompatibleError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.layout import KvLayout
 from baton.telemetry.logs import get_logger
@@ -42,7 +42,8 @@ from kvpool.tenant_book import TenantBook
 _NOTHING = BlockLease(lease_id="")
 _EMPTY = Refused(reason=RefusalReason.SICK, detail="no worker has attached yet")
 
-Meet = Callable[[NodeStore], Peering]
+Meet = Callable[[NodeStore], Peering | None]
+"""A node's part among others; None where no way to them works."""
 
 _log = get_logger(__name__)
 
@@ -127,19 +128,9 @@ class PoolNode:
             self._clock,
         )
         self._member.share_quotas()
-        self._peering = self._join(store)
+        self._peering = None if self._meet is None else self._meet(store)
         self._reading = Reading(store, self._peering, self._prefixes, self._clock)
         return store
-
-    def _join(self, store: NodeStore) -> Peering | None:
-        """The node's part among others; None alone, and where no way to them works: this host's blocks are worth having."""
-        if self._meet is None:
-            return None
-        try:
-            return self._meet(store)
-        except (OSError, ConfigError) as error:
-            _log.error("the pool goes on without the nodes of other hosts", reason=str(error))
-            return None
 
     def _on_gone(self, worker: WorkerIdentity) -> None:
         """On the gate's thread."""
@@ -163,13 +154,9 @@ class PoolNode:
         store = self._store
         if store is None:
             return _EMPTY
+        now_s = self._clock.now_s()
         granted = store.ledger.reserve(
-            keys,
-            owner,
-            self._clock.now_s(),
-            first=first,
-            size_bytes=size_bytes,
-            writer=writer,
+            keys, owner, now_s, first=first, size_bytes=size_bytes, writer=writer
         )
         store.carry_out()
         return granted

@@ -105,6 +105,8 @@ class PartFetcher:
             coming = await self._transfer(part, source)
             if coming is not None:
                 sums = await self._verified(part, coming)
+                if not all(sums):
+                    self._neighbours.links.failed(source.state.node, self._clock.now_s())
         except BatonError as error:
             self._neighbours.links.failed(source.state.node, self._clock.now_s())
             _log.info(

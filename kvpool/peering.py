@@ -15,7 +15,9 @@ from pathlib import Path
 
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import PoolConfig, TransferConfig
+from baton.errors import ConfigError
 from baton.ids import BlockKey, WorkerIdentity
+from baton.telemetry.logs import get_logger
 from kv_transfer.backends import needed, open_receivers, open_senders
 from kv_transfer.handshake import Endpoint
 from kv_transfer.ports import KvReceiver
@@ -34,6 +36,8 @@ from kvpool.replicator import Replicator
 from kvpool.slab_layout import slab_layout
 from kvpool.store import NodeStore
 from kvpool.supplier import Supplier
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,16 +166,25 @@ class Peering:
 @asynccontextmanager
 async def meeting(
     plan: PeeringPlan, directory: Directory
-) -> AsyncIterator[tuple[PeeringPlan, Callable[[NodeStore], Peering]]]:
-    """Serves other nodes while the context lasts: the plan with the address that was bound, and how the node joins in.
+) -> AsyncIterator[tuple[PeeringPlan, Callable[[NodeStore], Peering | None]]]:
+    """Serves other nodes while the context lasts: the plan with the address that was bound, and how the node joins in. Where no way
+    to them works that gives None, and is logged: this host's blocks are worth having.
 
     Raises:
         OSError: The address cannot be bound.
     """
     service = PeerService(PeerSeal(plan.secret))
     bound = replace(plan, address=await service.start(plan.address))
+
+    def meet(store: NodeStore) -> Peering | None:
+        try:
+            return Peering(bound, store, directory, service, MonotonicClock())
+        except (OSError, ConfigError) as error:
+            _log.error("the pool goes on without the nodes of other hosts", reason=str(error))
+            return None
+
     try:
-        yield bound, lambda store: Peering(bound, store, directory, service, MonotonicClock())
+        yield bound, meet
     finally:
         await service.close()
 

@@ -33,12 +33,14 @@ class Reading:
     ) -> BlockLease:
         """See `PoolNode.lease`. What is here is kept before anything is waited for."""
         store, until_s = self._store, self._clock.now_s() + wait_s
-        nothing_here = not store.ledger.held(keys[:1])
-        if nothing_here:
-            await self._bring(keys, until_s)
-        lease = store.ledger.lease(keys, lease_s, self._clock.now_s(), reader=reader)
+        held = store.ledger.held(keys)
+        if keys and not held:
+            await self._bring(keys, held, until_s)
+        more = self._peering is not None and 0 < held < len(keys)
+        lease = store.ledger.lease(keys, lease_s, self._clock.now_s(), reader=reader, more=more)
         store.carry_out()
-        if not nothing_here and await self._bring(keys, until_s):
+        if more:
+            await self._bring(keys, held, until_s)
             lease = store.ledger.extend(lease.lease_id, keys, self._clock.now_s())
         if store.ledger.loading(lease.lease_id):
             await store.loaded(lease.lease_id, until_s - self._clock.now_s())
@@ -49,10 +51,7 @@ class Reading:
                 self._peering.read(keys[: len(lease.blocks)])
         return lease
 
-    async def _bring(self, keys: Sequence[BlockKey], until_s: float) -> bool:
-        """Has other nodes send what is missing here, until `until_s`. Returns whether anybody was asked."""
-        held = self._store.ledger.held(keys)
-        if self._peering is None or held == len(keys):
-            return False
-        await self._peering.bring(keys, held, max(0.0, until_s - self._clock.now_s()))
-        return True
+    async def _bring(self, keys: Sequence[BlockKey], held: int, until_s: float) -> None:
+        """Has other nodes send what comes after the first `held` blocks, until `until_s`."""
+        if self._peering is not None:
+            await self._peering.bring(keys, held, max(0.0, until_s - self._clock.now_s()))

@@ -7,7 +7,7 @@ when; here it is decided how, and for how long it is worth trying.
 
 from baton.errors import BatonError, InvalidRequestError, InvariantError, UnavailableError
 from baton.ids import RequestId, WorkerIdentity, new_xfer_id
-from router.events import Action, Fail, Finish
+from router.actions import Action, Fail, Finish
 from router.flight import Flight, FlightState
 from router.job import Job
 from router.legs import LegTable

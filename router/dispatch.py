@@ -13,17 +13,15 @@ from baton.errors import (
     WorkerLostError,
 )
 from baton.ids import RequestId, WorkerIdentity
+from router.actions import Action, AskForSnapshot, RefuseWorker, WorkerSuspected
 from router.attempts import Attempts
 from router.events import (
-    Action,
-    AskForSnapshot,
     BlocksReported,
     ClientGone,
     DecodeTokens,
     Event,
     LegEvent,
     LoadReported,
-    RefuseWorker,
     Service,
     StepTokens,
     StopSample,
@@ -31,7 +29,6 @@ from router.events import (
     TimePassed,
     WorkerJoined,
     WorkerLost,
-    WorkerSuspected,
 )
 from router.flight import FlightState
 from router.legs import LegTable

@@ -1,7 +1,6 @@
-"""What happens to requests, and what the dispatcher has done about it: the language of the pure core.
+"""What happens to requests: what the pure core is told (`router.dispatch`). What it has done about it is `router.actions`.
 
-Events come from clients (through `router.generator`) and from workers (through `router.links`); actions go back the
-same ways.
+Events come from clients (through `router.generator`) and from workers (through `router.links`).
 """
 
 from collections.abc import Sequence
@@ -10,11 +9,10 @@ from enum import Enum
 
 from baton.blocks import BlockReport
 from baton.errors import BatonError
-from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample, WorkerLoad
+from baton.generation import FinishReason, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import LegId, RequestId, WorkerIdentity
 from baton.rpc.hello import WorkerHello
-from kv_transfer.ticket import Permit
-from router.ports import GenerationJob, Timing
+from router.ports import GenerationJob
 
 
 class Service(Enum):
@@ -216,110 +214,3 @@ Event = (
 )
 Heard = Event | StepTokens
 """What links hear. A step is no event of its own: it is a short way of saying many."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendPrefill:
-    """Have P prefill for D."""
-
-    worker: WorkerIdentity
-    leg_id: LegId
-    request_id: RequestId
-    prompt: Prompt
-    permit: Permit
-    transfer_address: str
-    trace_parent: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendExpect:
-    """Tell D that P will hand this prompt's KV over."""
-
-    worker: WorkerIdentity
-    leg_id: LegId
-    request_id: RequestId
-    prompt: Prompt
-    permit: Permit
-    trace_parent: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendReassign:
-    """Tell D that another P takes the hand-off over."""
-
-    worker: WorkerIdentity
-    leg_id: LegId
-    permit: Permit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendGenerate:
-    """Have one worker prefill and decode."""
-
-    worker: WorkerIdentity
-    leg_id: LegId
-    request_id: RequestId
-    prompt: Prompt
-    trace_parent: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendCancel:
-    """The router has forgotten this leg; the worker should."""
-
-    worker: WorkerIdentity
-    service: Service
-    leg_id: LegId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskForSnapshot:
-    """Have a worker tell anew which blocks it holds."""
-
-    worker: WorkerIdentity
-    service: Service
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emit:
-    """Tokens for the client, in order; the first of them with the prompt's log-probabilities, where it wants those."""
-
-    request_id: RequestId
-    tokens: tuple[TokenSample, ...]
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
-    """The job is complete."""
-
-    request_id: RequestId
-    timing: Timing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
-    """The job ended with an error."""
-
-    request_id: RequestId
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSuspected:
-    """A worker with legs of this router fell silent; they go on elsewhere. Nothing is to be done but to say so."""
-
-    worker: WorkerIdentity
-    silent_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefuseWorker:
-    """The worker that joined at `address` cannot be used: hang up."""
-
-    address: str
-    error: BatonError
-
-
-SendAction = SendPrefill | SendExpect | SendReassign | SendGenerate | SendCancel | AskForSnapshot
-Action = SendAction | Emit | Finish | Fail | RefuseWorker | WorkerSuspected

@@ -18,8 +18,15 @@ from baton.rpc.generation import (
 from baton.rpc.reports import blocks_from_proto, failure_from_proto, load_from_proto
 from baton.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
 from kv_transfer.ticket import shown
-from router.events import (
+from router.actions import (
     AskForSnapshot,
+    SendCancel,
+    SendExpect,
+    SendGenerate,
+    SendPrefill,
+    SendReassign,
+)
+from router.events import (
     BlocksReported,
     DecodeTokens,
     Event,
@@ -31,11 +38,6 @@ from router.events import (
     LocallyPrefilled,
     PutInPool,
     SampleFinished,
-    SendCancel,
-    SendExpect,
-    SendGenerate,
-    SendPrefill,
-    SendReassign,
     StepTokens,
     WriterLost,
 )

@@ -10,18 +10,15 @@ from baton.config.schema import RouterConfig
 from baton.errors import DrainingError, InvariantError, OverloadedError
 from baton.ids import RequestId
 from baton.telemetry.logs import get_logger
+from router.actions import Action, Emit, Fail, Finish, RefuseWorker, WorkerSuspected
 from router.admission.pace import LearnedPace
 from router.admission.room import WorkerRoom
 from router.arrivals import Arrivals
 from router.clockwork import Clockwork
 from router.dispatch import Dispatcher
 from router.events import (
-    Action,
     ClientGone,
-    Emit,
     Event,
-    Fail,
-    Finish,
     FirstTokensArrived,
     HandedOff,
     Heard,
@@ -29,14 +26,12 @@ from router.events import (
     LoadReported,
     LocallyPrefilled,
     PutInPool,
-    RefuseWorker,
     StepTokens,
     StopSample,
     Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
-    WorkerSuspected,
 )
 from router.inboxes import Inboxes
 from router.intake import Doors, Intake, line_limits

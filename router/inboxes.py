@@ -11,8 +11,8 @@ from baton.clock import Clock
 from baton.errors import BatonError
 from baton.generation import plain_token
 from baton.ids import RequestId
+from router.actions import Emit
 from router.event_gap import EventGap
-from router.events import Emit
 from router.inbox import Inbox
 from router.ports import Timing
 from router.steps import Advance

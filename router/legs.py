@@ -12,18 +12,8 @@ from baton.errors import InvariantError
 from baton.generation import Prompt
 from baton.ids import LegId, WorkerIdentity
 from kv_transfer.ticket import Permit
-from router.events import (
-    FirstTokensArrived,
-    HandedOff,
-    LegEvent,
-    LocallyPrefilled,
-    SendCancel,
-    SendExpect,
-    SendGenerate,
-    SendPrefill,
-    SendReassign,
-    Service,
-)
+from router.actions import SendCancel, SendExpect, SendGenerate, SendPrefill, SendReassign
+from router.events import FirstTokensArrived, HandedOff, LegEvent, LocallyPrefilled, Service
 from router.flight import Flight
 from router.routing.policy import Pair
 from router.routing.worker_view import WorkerView

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from baton.telemetry.logs import get_logger
-from router.events import Heard, RefuseWorker, SendAction
+from router.actions import RefuseWorker, SendAction
+from router.events import Heard
 from router.links import LinkTiming, WorkerLink
 
 _log = get_logger(__name__)

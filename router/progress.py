@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from baton.errors import BatonError, DrainingError, EngineError
 from baton.generation import FinishReason, TokenSample
 from baton.ids import WorkerIdentity
+from router.actions import Action, Emit
 from router.blame import spares_decode, suspects, tells_of_health
 from router.events import (
-    Action,
     DecodeTokens,
-    Emit,
     FirstTokensArrived,
     HandedOff,
     LegEvent,

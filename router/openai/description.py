@@ -34,11 +34,10 @@ from router.openai.replies import (
 from router.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
 )
 from router.openai.response_replies import ResponseReply, ResponseStreamEvent
 from router.openai.response_requests import ResponsesRequest
+from router.openai.token_requests import DetokenizeRequest, TokenizeRequest
 
 OPENAPI_VERSION = "3.2.0"
 """The first in which the events of a stream can be described."""

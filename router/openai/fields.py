@@ -88,6 +88,31 @@ UNSERVED: Mapping[str, tuple[object, ...]] = {
 }
 """Fields that are not served where they are not declared, each with the values (besides null) that ask for nothing."""
 
+ELSEWHERE: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "functions": ([],),
+    "input": (),
+    "instructions": ("",),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
+    "max_tokens": (),
+    "messages": (),
+    "n": (1,),
+    "prompt": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "stop_sequences": ([],),
+    "system": ("",),
+    "text": ({}, {"format": {"type": "text"}}),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+"""The same of fields that other endpoints serve: who confuses two endpoints is told."""
+
 
 def refusal(param: str, message: str) -> PydanticCustomError:
     """A complaint about field `param` from a check that looks at more than one field."""

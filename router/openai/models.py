@@ -6,8 +6,8 @@ from router.openai.body import read_body
 from router.openai.length import check_text
 from router.openai.prompting import dialogue_tokens
 from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
-from router.openai.requests import DetokenizeRequest, TokenizeRequest
 from router.openai.serving import Serving
+from router.openai.token_requests import DetokenizeRequest, TokenizeRequest
 from router.openai.visit import visit_of
 from router.openai.vocabulary import check_vocabulary
 from router.ports import ServedModel

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from router.openai.conversation import Messages, dialogue_of
 from router.openai.dialogue import Dialogue
 from router.openai.fields import (
+    ELSEWHERE,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -87,6 +88,13 @@ class DrawingBody(Body):
     def biases(self) -> dict[int, float]:
         """`logit_bias` by token id. A bias of 0 asks for nothing, of whatever token."""
         return {int(token): bias for token, bias in (self.logit_bias or {}).items() if bias}
+
+    @model_validator(mode="after")
+    def _refuse_misplaced(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name in ELSEWHERE and value not in ELSEWHERE[name]:
+                raise unsupported(name, "Other endpoints take it, this one does not.")
+        return self
 
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:
@@ -260,41 +268,3 @@ class CompletionRequest(GenerationBody):
             raise unsupported("suffix", "Only with a single text as prompt.")
         check_format(self.response_format, "response_format")
         return self
-
-
-class TokenizeRequest(Body):
-    """POST /tokenize: of a prompt or of a conversation."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateArguments | None = None
-    return_token_strs: bool | None = None
-
-    def dialogue(self) -> Dialogue:
-        """The conversation, where it is one."""
-        return dialogue_of(
-            self.messages or (),
-            add_generation_prompt=self.add_generation_prompt,
-            continue_last=self.continue_final_message,
-            arguments=self.chat_template_kwargs or {},
-        )
-
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise refusal("prompt", "Exactly one of prompt and messages is needed.")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise refusal("continue_final_message", "Not together with add_generation_prompt.")
-        check_template_arguments(self.chat_template_kwargs)
-        return self
-
-
-class DetokenizeRequest(Body):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: Tokens = Field(max_length=MAX_PROMPT_TOKENS)

@@ -119,8 +119,10 @@ class World:
         self.ledger.abandon(put_id)
         self.run()
 
-    def lease(self, text: str, lease_s: float = 30.0, *, by: str = "r") -> BlockLease:
-        lease = self.ledger.lease(chain(text), lease_s, self.now_s, reader=worker(by))
+    def lease(
+        self, text: str, lease_s: float = 30.0, *, by: str = "r", more: bool = False
+    ) -> BlockLease:
+        lease = self.ledger.lease(chain(text), lease_s, self.now_s, reader=worker(by), more=more)
         if lease.lease_id:
             self.readers[lease.lease_id] = Reader(lease, self.now_s + lease_s, worker(by), text)
         self.run()

@@ -495,8 +495,9 @@ def test_the_size_of_a_block_may_be_learned_late():
 def test_a_lease_is_extended_by_what_has_come_since():
     node = world()
     node.put("ab")
-    lease = node.lease("abcd")
+    lease = node.lease("abcd", more=True)
     assert len(lease.blocks) == 2
+    assert node.ledger.usage().missed_blocks == 0
     node.put("abc")
     assert [b.key for b in node.extend(lease.lease_id).blocks] == chain("abc")
     usage = node.ledger.usage()

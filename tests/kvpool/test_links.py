@@ -8,12 +8,22 @@ NODE = WorkerIdentity(worker_id=WorkerId("pool-1"), incarnation=Incarnation(1))
 
 def test_a_way_is_as_fast_as_its_latest_fetches() -> None:
     links = Links()
-    assert links.rate(NODE) == ASSUMED_BYTES_PER_S
+    links.landed(NODE, 1000, 0.5)
     links.landed(NODE, 1000, 1.0)
     assert links.rate(NODE) == 1000.0
     for _ in range(30):
         links.landed(NODE, 100, 1.0)
     assert 99.0 < links.rate(NODE) < 102.0
+
+
+def test_what_it_takes_to_open_a_session_is_not_held_against_a_way() -> None:
+    links = Links()
+    links.landed(NODE, 1000, 2.0)
+    assert links.rate(NODE) == ASSUMED_BYTES_PER_S
+    links.landed(NODE, 1000, 1.0)
+    links.failed(NODE, 0.0)
+    links.landed(NODE, 1000, 2.0)
+    assert links.rate(NODE) == 1000.0
 
 
 def test_who_fails_again_and_again_is_left_alone_for_longer_and_longer() -> None:
@@ -32,6 +42,7 @@ def test_who_fails_again_and_again_is_left_alone_for_longer_and_longer() -> None
 
 def test_nodes_that_are_gone_are_forgotten() -> None:
     links = Links()
-    links.landed(NODE, 1000, 1.0)
+    for _ in range(2):
+        links.landed(NODE, 1000, 1.0)
     links.keep(())
     assert links.rate(NODE) == ASSUMED_BYTES_PER_S

@@ -117,6 +117,8 @@ async def test_a_fault_in_mid_stream_is_the_streams_last_event():
         {"tool_choice": {"type": "any"}},
         {"thinking": {"type": "enabled", "budget_tokens": 5}},
         {"mcp_servers": [{}]},
+        {"n": 2},
+        {"prompt_logprobs": 1},
     ],
 )
 async def test_a_bad_field_is_refused_by_its_name_in_anthropics_shape(fields):

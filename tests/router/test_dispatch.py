@@ -28,33 +28,35 @@ from baton.generation import (
     WorkerLoad,
 )
 from baton.ids import RequestId, Role
-from router.breaker import Circuit
-from router.dispatch import Dispatcher
-from router.events import (
-    ClientGone,
-    DecodeTokens,
+from router.actions import (
     Emit,
     Fail,
     Finish,
-    FirstTokensArrived,
-    HandedOff,
-    LegFailed,
-    LoadReported,
-    LocallyPrefilled,
     RefuseWorker,
-    SampleFinished,
     SendCancel,
     SendExpect,
     SendGenerate,
     SendPrefill,
     SendReassign,
+    WorkerSuspected,
+)
+from router.breaker import Circuit
+from router.dispatch import Dispatcher
+from router.events import (
+    ClientGone,
+    DecodeTokens,
+    FirstTokensArrived,
+    HandedOff,
+    LegFailed,
+    LoadReported,
+    LocallyPrefilled,
+    SampleFinished,
     StepTokens,
     StopSample,
     Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
-    WorkerSuspected,
     WriterLost,
 )
 from router.placement import Placement

@@ -16,23 +16,25 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.errors import CancelledByPeerError, EngineError, TransferError, WorkerLostError
 from baton.generation import FinishReason, Prompt, SamplingParams, WorkerLoad, plain_token
 from baton.ids import LegId, RequestId, Role, WorkerIdentity
-from router.dispatch import Dispatcher
-from router.events import (
-    ClientGone,
-    DecodeTokens,
+from router.actions import (
     Emit,
     Fail,
     Finish,
-    FirstTokensArrived,
-    HandedOff,
-    LegFailed,
-    LoadReported,
-    SampleFinished,
     SendCancel,
     SendExpect,
     SendGenerate,
     SendPrefill,
     SendReassign,
+)
+from router.dispatch import Dispatcher
+from router.events import (
+    ClientGone,
+    DecodeTokens,
+    FirstTokensArrived,
+    HandedOff,
+    LegFailed,
+    LoadReported,
+    SampleFinished,
     Service,
     StepTokens,
     StopSample,

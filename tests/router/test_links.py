@@ -7,15 +7,13 @@ import pytest
 
 from baton.generation import Prompt, SamplingParams
 from baton.ids import LegId, RequestId, Role
+from router.actions import SendCancel, SendGenerate, SendPrefill
 from router.events import (
     DecodeTokens,
     FirstTokensArrived,
     HandedOff,
     LoadReported,
     LocallyPrefilled,
-    SendCancel,
-    SendGenerate,
-    SendPrefill,
     Service,
     StepTokens,
     WorkerJoined,

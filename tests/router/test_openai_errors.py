@@ -7,7 +7,9 @@ from baton.generation import FinishReason
 from router.openai.errors import error_response
 from router.openai.replies import ErrorReply
 from router.ports import ServedModel
-from tests.router.served import Served, serve
+from tests.router.served import MODEL, Served, serve
+
+HELLO = [{"role": "user", "content": "hi"}]
 
 
 def _assert_refused(reply: Any, status: int, code: str, param: str | None) -> None:
@@ -155,6 +157,38 @@ async def test_what_is_right_but_not_served_is_refused_as_such(fields: dict[str,
     async with serve() as served:
         _assert_refused(await served.chat(**fields), 400, "unsupported_parameter", param)
         assert served.generator.jobs == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "max_completion_tokens": 5}, "max_completion_tokens"),
+        ("/v1/completions", {"prompt": "x", "tools": [{"type": "function"}]}, "tools"),
+        ("/v1/chat/completions", {"messages": HELLO, "max_output_tokens": 5}, "max_output_tokens"),
+        ("/v1/chat/completions", {"messages": HELLO, "stop_sequences": ["a"]}, "stop_sequences"),
+        ("/v1/responses", {"input": "x", "max_tokens": 5}, "max_tokens"),
+        ("/v1/responses", {"input": "x", "n": 2}, "n"),
+        ("/v1/responses", {"input": "x", "return_token_ids": True}, "return_token_ids"),
+    ],
+)
+async def test_a_field_of_another_endpoint_is_refused_and_not_ignored(path, fields, param):
+    async with serve() as served:
+        reply = await served.http.post(path, json={"model": MODEL} | fields)
+        _assert_refused(reply, 400, "unsupported_parameter", param)
+        assert served.generator.jobs == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "x", "tools": [], "max_completion_tokens": None}),
+        ("/v1/responses", {"input": "x", "n": 1, "logprobs": False, "return_token_ids": False}),
+    ],
+)
+async def test_a_field_of_another_endpoint_that_asks_for_nothing_is_taken(path, fields):
+    async with serve() as served:
+        served.says("x")
+        assert (await served.http.post(path, json={"model": MODEL} | fields)).status_code == 200
 
 
 async def test_a_suffix_needs_a_model_that_fills_in_middles():

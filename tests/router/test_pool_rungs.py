@@ -4,17 +4,8 @@ import pytest
 
 from baton.errors import CancelledByPeerError
 from baton.generation import WorkerLoad
-from router.events import (
-    Finish,
-    LoadReported,
-    PutInPool,
-    SendCancel,
-    SendExpect,
-    SendGenerate,
-    SendPrefill,
-    WorkerLost,
-    WriterLost,
-)
+from router.actions import Finish, SendCancel, SendExpect, SendGenerate, SendPrefill
+from router.events import LoadReported, PutInPool, WorkerLost, WriterLost
 from router.placement import Placement
 from router.restarts import Patience, Rung
 from tests.router.test_dispatch import (
