@@ -1,18 +1,22 @@
 """The same request, the same bits: tokens and log-probabilities compared exactly, over everything that may happen around it."""
 
 from dataclasses import dataclass
+from threading import Event
 
 import pytest
 import torch
 
+from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import ConfigError
-from baton.generation import Prompt, SamplingParams
+from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import SeqId
+from engine.build import build_engine
+from engine.host import ThreadEngineHost
 from engine.kernels.cpu_matmul import multiplies_int8, streams_bfloat16
 from engine.kernels.select import check_deterministic
 from engine.layers.fixed_rows import ROWS, fix_rows
 from engine.layers.linear import Linear, pack
-from engine.messages import Generate, Prefill, Release, Reserve
+from engine.messages import Generate, Prefill, Release, Reserve, Sampled, StepEvents
 from engine.models.config import load_spec, pinned
 from tests.engine.tiny_models import make_model, random_prompts
 from tests.engine.whole_engine import WholeEngine, hand_over
@@ -239,6 +243,66 @@ def test_kv_of_the_mode_is_not_taken_for_other_kv(tmp_path):
     spec = load_spec(make_model(tmp_path, "llama"))
     assert pinned(spec, deterministic=False) == spec
     assert pinned(spec, deterministic=True).fingerprint != spec.fingerprint
+
+
+class HostBytes:
+    """Host memory that nobody shares."""
+
+    device = None
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.view = memoryview(bytearray(size_bytes))
+        self.address = 0
+
+
+class Memory:
+    """Gives `HostBytes`."""
+
+    def allocate(self, size_bytes: int, gpu: int | None = None) -> HostBytes:
+        return HostBytes(size_bytes)
+
+
+def test_an_engine_with_the_setting_is_built_so(tmp_path):
+    path = make_model(tmp_path, "llama", hidden_size=72, head_dim=24, intermediate_size=1536)
+    wanted = asking(text(60, 1))
+    found = []
+    for budget in (256, 19):
+        built = build_engine(
+            ModelConfig(model=str(path)),
+            EngineConfig(
+                device="cpu",
+                deterministic=True,
+                max_num_batched_tokens=budget,
+                kv_cache_memory_bytes=1 << 20,
+            ),
+            secret=bytes(32),
+            memory=Memory(),
+            sink=None,
+            progress=lambda what, part: None,
+        )
+        assert built.layout.model_fingerprint.endswith("-deterministic")
+        found.append(_drawn(built.host, wanted))
+    assert found[0] == found[1]
+
+
+def _drawn(host: ThreadEngineHost, wanted: Prompt) -> list[TokenSample]:
+    tokens: list[TokenSample] = []
+    done = Event()
+
+    def listen(told: StepEvents) -> None:
+        for event in told.events:
+            if isinstance(event, Sampled):
+                tokens.extend(event.tokens)
+                if tokens[-1].finish is not None:
+                    done.set()
+
+    host.attach("test", listen)
+    host.start()
+    host.submit(Generate(seq_id=SeqId("test/asked"), prompt=wanted))
+    assert done.wait(30)
+    host.close()
+    return tokens
 
 
 def test_a_gpu_is_refused_by_name():
