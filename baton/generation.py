@@ -169,3 +169,4 @@ class WorkerLoad:
     pool_fetches: int = 0
     pool_fetched_blocks: int = 0
     pool_fetch_s: float = 0.0
+    blocks_leaked: int = 0

@@ -51,9 +51,9 @@ class GpuShape:
         return 2 * (self.layers * self.layer_weights + self.hidden * self.vocab)
 
     @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of keys and values of one token in one layer, in 16 bits."""
-        return 2 * 2 * self.kv_heads * self.head_dim
+    def kv_token_elements(self) -> int:
+        """Keys and values of one token in one layer."""
+        return 2 * self.kv_heads * self.head_dim
 
     def attention_flops(self, tokens: int) -> int:
         """Of one layer's causal attention over a prompt: half of the square."""
@@ -107,7 +107,12 @@ GPU_SHAPES = {
 
 
 def random_decoder(
-    shape: GpuShape, kernels: KernelSet, device: torch.device, dtype: torch.dtype, positions: int
+    shape: GpuShape,
+    kernels: KernelSet,
+    device: torch.device,
+    dtype: torch.dtype,
+    positions: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> Decoder:
     """A decoder of `shape` with random weights. Takes the memory of the model.
 
@@ -117,7 +122,11 @@ def random_decoder(
         device: Where it lies.
         dtype: Of weights and activations.
         positions: Longest context.
+        kv_dtype: Of the pages; None for `dtype`.
     """
+    scales = (
+        torch.ones(shape.kv_heads, 2, device=device) if kv_dtype == torch.float8_e4m3fn else None
+    )
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device).normal_(std=_STD)
@@ -139,6 +148,7 @@ def random_decoder(
             scale=shape.head_dim**-0.5,
             window=None,
             kernels=kernels,
+            scales=scales,
         )
         mlp = GatedMlp(
             gate_up=linear(2 * shape.intermediate, shape.hidden),

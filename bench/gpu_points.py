@@ -18,6 +18,8 @@ from engine.runner import ModelRunner
 from engine.scheduling.plan import Row, StepPlan
 from engine.scheduling.sequence import Sequence
 
+_NUMBERS_OF_8_BITS = 0x58
+"""Bytes below are numbers from 0 to 15."""
 _PARAMS = SamplingParams(temperature=0, max_tokens=1)
 
 
@@ -36,6 +38,7 @@ class ModelBench:
         shape: Its dimensions.
         model: The decoder.
         num_blocks: Pages to take; they are filled with random keys and values.
+        kv_dtype: Of the pages.
         block_tokens: Per page.
         most_rows: Of a decode step.
         longest: Longest context, in tokens.
@@ -50,6 +53,7 @@ class ModelBench:
         model: Decoder,
         *,
         num_blocks: int,
+        kv_dtype: torch.dtype,
         block_tokens: int,
         most_rows: int,
         longest: int,
@@ -58,12 +62,17 @@ class ModelBench:
         ceilings: Ceilings,
     ) -> None:
         self._shape, self._model = shape, model
+        self._scales = model.layers[0].attention.scales
         self._timer, self._graphs, self._ceilings = timer, graphs, ceilings
         self._block_tokens, self._num_blocks = block_tokens, num_blocks
-        layout = kv_layout(model.spec, model.dtype, block_tokens)
+        self._kv_token_bytes = shape.kv_token_elements * kv_dtype.itemsize
+        layout = kv_layout(model.spec, kv_dtype, block_tokens)
         size = layout.region_bytes(num_blocks)
         memory = torch.empty(size, dtype=torch.uint8, device=model.device)
-        memory.view(model.dtype).normal_()
+        if kv_dtype.itemsize == 1:
+            memory.random_(_NUMBERS_OF_8_BITS)
+        else:
+            memory.view(kv_dtype).normal_()
         self._arena = KvArena(layout, num_blocks, _buffer(memory))
         rule = model.kernels.split_rule(shape.kv_heads)
         self._inputs = InputBuilder(block_tokens, num_blocks, model.device, rule)
@@ -88,7 +97,7 @@ class ModelBench:
         repeat = self._graphs.capture(lambda: self._model.forward(inputs, self._arena))
         step_s = self._timer.wall_s(lambda: self._runner.execute(plan))
         kernels_s = self._timer.device_s(repeat)
-        kv_bytes = self._shape.layers * self._shape.kv_token_bytes * batch * context
+        kv_bytes = self._shape.layers * self._kv_token_bytes * batch * context
         least_s = (self._shape.streamed_bytes + kv_bytes) / self._ceilings.copy
         return {
             "tok_s": batch / step_s,
@@ -103,7 +112,7 @@ class ModelBench:
         """The decode attention alone: bytes of the KV it reads against the copy rate."""
         inputs = self._inputs.build(self._rows(batch, context, num_tokens=1))
         seconds = self._timer.device_s(self._attending(inputs)) / self._shape.layers
-        rate = self._shape.kv_token_bytes * batch * context / seconds
+        rate = self._kv_token_bytes * batch * context / seconds
         return {"us": seconds * 1e6, "fraction": rate / self._ceilings.copy}
 
     @torch.inference_mode()
@@ -146,7 +155,9 @@ class ModelBench:
             "rms_norm": (lambda: norm.add(x, residual), 4 * shape.hidden),
             "silu_mul": (lambda: kernels.silu_mul(gates), 3 * shape.intermediate),
             "rotate_and_store": (
-                lambda: kernels.rotate_and_store(qkv, rotation, None, pages, inputs.batch.slots),
+                lambda: kernels.rotate_and_store(
+                    qkv, rotation, None, pages, inputs.batch.slots, self._scales
+                ),
                 2 * heads * shape.head_dim,
             ),
         }
@@ -168,7 +179,7 @@ class ModelBench:
             out = query
             for layer in range(shape.layers):
                 pages = self._arena.layer(layer)
-                out = kernels.paged_attention(query, pages, inputs.batch, scale, None)
+                out = kernels.paged_attention(query, pages, inputs.batch, scale, None, self._scales)
             return out
 
         return self._graphs.capture(work)

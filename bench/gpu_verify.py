@@ -4,7 +4,7 @@ import torch
 
 from bench.gpu_models import GpuShape
 from engine.kernels.ports import KernelSet, PagedBatch, Rotation
-from engine.kernels.reference import ReferenceKernels
+from engine.kernels.reference import ReferenceKernels, round_to_fp8
 from engine.kernels.splits import Splits
 
 _ROWS = ((1, 300), (1, 1), (1, 700), (1, 64), (130, 200), (65, 65))
@@ -53,11 +53,24 @@ def verify(
         ),
         "silu_mul": (kernels.silu_mul(gates), twin.silu_mul(gates)),
     }
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+        pairs |= _from_8_bits(kernels, query, pages, batch, scale)
     errors = {name: _error(*pair) for name, pair in pairs.items()}
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
     if wrong:
         raise SystemExit(f"kernels that do not agree with their twins are not timed: {wrong}")
     return errors
+
+
+def _from_8_bits(
+    kernels: KernelSet, query: torch.Tensor, pages: torch.Tensor, batch: PagedBatch, scale: float
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Attention over the same pages rounded to 8 bits."""
+    scales = torch.full((pages.shape[1], 2), 0.125, device=pages.device)
+    narrow = round_to_fp8(pages, scales[:, :, None, None])
+    mine = kernels.paged_attention(query, narrow, batch, scale, None, scales)
+    theirs = ReferenceKernels().paged_attention(query, narrow, batch, scale, None, scales)
+    return {"attention_fp8": (mine, theirs)}
 
 
 class _Random:

@@ -11,7 +11,7 @@ tensors that stay. Rows that fill up a bucket stand for nobody: they have no con
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -20,8 +20,10 @@ from engine.kernels.ports import PagedBatch
 from engine.kernels.splits import Splits
 from engine.models.decoder import Decoder, DecoderInput
 from engine.models.inputs import InputBuilder
+from engine.sampling.greedy import greedy_tokens
 from engine.scheduling.plan import Row, StepPlan
 
+T = TypeVar("T")
 _FINE_UP_TO = 64
 _FINE, _COARSE = 8, 32
 
@@ -29,8 +31,21 @@ _FINE, _COARSE = 8, 32
 class GraphBackend(Protocol):
     """Captures work on a device."""
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Runs `work` some times, and gives what repeats it: same addresses read, same tensor written and given back."""
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Runs `work` some times, and gives what repeats it: same addresses read, same tensors written and given back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What a graph computes of its rows.
+
+    Attributes:
+        logits: `[num_rows, vocab]` float32.
+        greedy: `[num_rows]` int64, their likeliest tokens (`greedy_tokens`).
+    """
+
+    logits: torch.Tensor
+    greedy: torch.Tensor
 
 
 def bucket_sizes(most: int) -> tuple[int, ...]:
@@ -44,7 +59,7 @@ class _Bucket:
     """One captured graph and its inputs."""
 
     inputs: DecoderInput
-    repeat: Callable[[], torch.Tensor]
+    repeat: Callable[[], Scored]
 
 
 class DecodeGraphs:
@@ -88,8 +103,8 @@ class DecodeGraphs:
         )
 
     @torch.inference_mode()
-    def hidden(self, rows: Sequence[Row]) -> torch.Tensor:
-        """As `Decoder.hidden`: `[num_rows, hidden]`, overwritten by the next step.
+    def scores(self, rows: Sequence[Row]) -> Scored:
+        """Of the rows' next tokens; overwritten by the next step.
 
         Raises:
             EngineError: A row cannot be computed; nothing was.
@@ -97,15 +112,18 @@ class DecodeGraphs:
         size = self._sizes[bisect_left(self._sizes, len(rows))]
         bucket = self._buckets[size]
         _overwrite(bucket.inputs, self._builder.build(rows, pad_to=size))
-        return bucket.repeat()[: len(rows)]
+        scored = bucket.repeat()
+        return Scored(logits=scored.logits[: len(rows)], greedy=scored.greedy[: len(rows)])
 
     @torch.inference_mode()
     def _capture(self, size: int, backend: GraphBackend) -> _Bucket:
         inputs = self._static(size)
-        return _Bucket(
-            inputs=inputs,
-            repeat=backend.capture(lambda: self._model.hidden(inputs, self._arena)),
-        )
+
+        def work() -> Scored:
+            logits = self._model.forward(inputs, self._arena)
+            return Scored(logits=logits, greedy=greedy_tokens(logits))
+
+        return _Bucket(inputs=inputs, repeat=backend.capture(work))
 
     def _static(self, size: int) -> DecoderInput:
         """Inputs of a step in which every row stands for nobody."""
@@ -156,7 +174,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         """See `GraphBackend.capture`. What is compiled or allocated at first use is so before the capture."""
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -169,7 +187,7 @@ class CudaGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = work()
 
-        def repeat() -> torch.Tensor:
+        def repeat() -> T:
             graph.replay()
             return output
 

@@ -77,6 +77,10 @@ class ModelRunner:
         self._arena.copy_pages(plan.copies)
         if not plan.rows:
             return StepResult(drawn=())
+        if self._graphs is not None and self._graphs.takes(plan):
+            scored = self._graphs.scores(plan.rows)
+            repeated = self._sampler.sample(scored.logits, plan.rows, scored.greedy)
+            return _result(plan, tuple(repeated), (), None)
         hidden, fetched = self._compute(plan)
         sampling = [row for row in plan.rows if row.samples]
         drawn = iter(self._draw(hidden[: len(sampling)], sampling) if sampling else ())
@@ -85,8 +89,6 @@ class ModelRunner:
         return _result(plan, by_row, scores, fetched)
 
     def _compute(self, plan: StepPlan) -> tuple[torch.Tensor, FetchOutcome | None]:
-        if self._graphs is not None and self._graphs.takes(plan):
-            return self._graphs.hidden(plan.rows), None
         step = self._inputs.build(plan.rows)
         walk = LayerWalk(plan, self._source, self._sink, self._mark)
         with walk:

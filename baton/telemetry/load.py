@@ -16,6 +16,10 @@ _GAUGES: dict[str, tuple[str, Callable[[WorkerLoad], float]]] = {
     "vllm:num_requests_running": ("Sequences in the running batch", attrgetter("running")),
     "vllm:num_requests_waiting": ("Sequences waiting to run", attrgetter("waiting")),
     "vllm:kv_cache_usage_perc": ("Share of KV pages in use, 0 to 1", _usage),
+    "baton_kv_pages_leaked": (
+        "KV pages in use though no request holds any; told when there is none",
+        attrgetter("blocks_leaked"),
+    ),
     "baton_draining": ("1 while the worker drains", attrgetter("draining")),
 }
 

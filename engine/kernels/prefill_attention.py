@@ -153,7 +153,8 @@ def prefill_attention(
         out = torch.empty_like(query)
     num_rows = batch.context_lens.shape[0] - first_row
     group = heads // kv_heads
-    tile = tile_of(head_dim, group, hopper=is_hopper(pages.device))
+    hopper = is_hopper(pages.device)
+    tile = tile_of(head_dim, group, hopper=hopper, narrow=scales is not None)
     tokens = tile["rows"] // group
     num_tokens = query.shape[0] - first_row
     if num_rows and num_tokens:
@@ -180,12 +181,14 @@ def prefill_attention(
     return out
 
 
-def tile_of(head_dim: int, group: int, *, hopper: bool) -> dict[str, int]:
-    """Launch settings that keep everything in registers: 128 rows are two warp groups' worth of a Hopper matrix instruction."""
+def tile_of(head_dim: int, group: int, *, hopper: bool, narrow: bool = False) -> dict[str, int]:
+    """Launch settings that keep everything in registers: 128 rows are two warp groups' worth of a Hopper matrix instruction.
+    Wide heads from `narrow` pages, of 8 bits, need room to be widened in.
+    """
     width = triton.next_power_of_2(head_dim)
     wide = width > 128
     return {
-        "rows": max(64 if wide and not hopper else 128, triton.next_power_of_2(group)),
+        "rows": max(64 if wide and (narrow or not hopper) else 128, triton.next_power_of_2(group)),
         "tile": 64 if hopper and not wide else 32,
         "width": width,
         "num_warps": 8,

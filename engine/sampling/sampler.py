@@ -10,13 +10,11 @@ import numpy as np
 import torch
 
 from engine.crossing import Crossing, Item, Parcel
-from engine.sampling.adjust import ScoreChanges, adjust, collect_changes
+from engine.sampling.adjust import ScoreChanges, adjust, changes_scores, collect_changes
 from engine.sampling.draws import DrawKernel, RandomRows, collect_random, draw_with_torch
+from engine.sampling.greedy import NO_TOKEN, greedy_tokens
 from engine.sampling.logprobs import logprob_table, read_logprobs
 from engine.scheduling.plan import Drawn, Row
-
-_NONE = -1
-"""Stands for a token where none can be drawn."""
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below this are 0 (as in vLLM): dividing by them would leave the range of float32."""
@@ -44,39 +42,51 @@ class Sampler:
         self._crossing = Crossing(device)
         self._draw = draw
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[tuple[Drawn, ...]]:
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[Row], greedy: torch.Tensor | None = None
+    ) -> list[tuple[Drawn, ...]]:
         """Draws every sample of every row. Blocks until the tokens are on the host: a step's one synchronisation.
 
         Args:
             logits: `[num_rows, vocab]` float32, not changed.
             rows: One per row of `logits`, each with at least one sample.
+            greedy: `greedy_tokens(logits)`, where they are known already.
 
         Returns:
             The draws of each row; no draw for a row whose scores are not finite, which does not touch the others.
         """
+        if all(map(_wants_the_likeliest, rows)):
+            likeliest = greedy_tokens(logits) if greedy is None else greedy
+            return _group(rows, [Drawn(token=t) for t in self._crossing.fetch(likeliest).tolist()])
         parcel = Parcel()
         asked = _collect(rows, logits.shape[1], self._eos_token_ids, parcel)
         self._crossing.send(parcel)
         tokens, is_drawn = self._tokens(adjust(logits, asked.changes), asked)
         if asked.logprobs is None:
-            drawn = self._crossing.fetch(tokens.where(is_drawn, _NONE)).tolist()
+            drawn = self._crossing.fetch(tokens.where(is_drawn, NO_TOKEN)).tolist()
             return _group(rows, [Drawn(token=token) for token in drawn])
         wanted = asked.logprobs
         table = logprob_table(logits, wanted.rows.tensor, tokens[wanted.draws.tensor], wanted.top)
-        marked = tokens.where(is_drawn, _NONE).double()
+        marked = tokens.where(is_drawn, NO_TOKEN).double()
         values = self._crossing.fetch(torch.cat((marked, table.flat()))).tolist()
         return _group(rows, _with_logprobs(rows, wanted, values, table.top_ids.shape[1]))
 
     def _tokens(self, scores: torch.Tensor, asked: "_Asked") -> tuple[torch.Tensor, torch.Tensor]:
         """Of each draw, `[num_draws]`: its token, int64, and whether it means anything, bool."""
-        highest = scores.amax(-1, keepdim=True)
+        highest, best = scores.max(-1, keepdim=True)
         row_of = asked.row_of.tensor
-        tokens = scores.argmax(-1)[row_of]
+        tokens = best[row_of, 0]
         if asked.random is not None:
             drawn = self._draw(scores, highest, asked.random).flatten()
             tokens[asked.random.draws.tensor] = drawn[asked.random.drawn.tensor]
-        # One not-a-number makes the maximum one. Told on the device: it comes to the host with the tokens.
         return tokens, highest[row_of, 0].isfinite()
+
+
+def _wants_the_likeliest(row: Row) -> bool:
+    """And nothing else: one token, without figures, from scores as they are."""
+    params = row.seq.params
+    is_plain = params.temperature < _GREEDY_BELOW and params.logprobs is None
+    return is_plain and len(row.samples) == 1 and not changes_scores(params)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +155,6 @@ def _group(rows: Sequence[Row], drawn: Sequence[Drawn]) -> list[tuple[Drawn, ...
     grouped, begin = [], 0
     for row in rows:
         of_row = drawn[begin : begin + len(row.samples)]
-        grouped.append(() if of_row[0].token == _NONE else tuple(of_row))
+        grouped.append(() if of_row[0].token == NO_TOKEN else tuple(of_row))
         begin += len(row.samples)
     return grouped

@@ -31,6 +31,9 @@ class RequestBook:
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = 0
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     def get(self, seq_id: SeqId) -> Request | None:
         """The request of that name, if it is here."""
         return self._requests.get(seq_id)

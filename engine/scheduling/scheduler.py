@@ -246,6 +246,8 @@ class Scheduler:
             prefix_query_tokens=admission.query_tokens,
             pool_hit_tokens=admission.pooled_tokens,
             prefill_tokens_pending=roster.prefill_tokens_pending,
+            # While anybody is here, what is lost cannot be told from what is held without looking at every page.
+            blocks_leaked=0 if self._requests else blocks.num_used,
         )
 
     def take_block_changes(self) -> BlockChanges | None:

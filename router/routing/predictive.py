@@ -84,10 +84,8 @@ class Predictive:
             choices = self._helpless(fields, demand, rng)
         if not choices:
             return NO_DECODER
-        best = choices[0]
-        for choice in choices[1:]:
-            if choice[0] < best[0]:
-                best = choice
+        # Nearly always there is one; `min` would call for its key all the same.
+        best = choices[0] if len(choices) == 1 else min(choices, key=lambda choice: choice[0])
         return _pair(*best[1:])
 
     def prefiller(

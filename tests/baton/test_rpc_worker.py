@@ -182,6 +182,7 @@ async def test_metrics_follow_the_load(tmp_path: Path):
         await world.server.check()
         assert b"vllm:kv_cache_usage_perc 0.4" in world.server.collect()
         assert b'baton_kv_pages{state="used"} 4.0' in world.server.collect()
+        assert b"baton_kv_pages_leaked 0.0" in world.server.collect()
 
 
 def test_a_registry_is_served_over_http():

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from bench.gpu_points import Ceilings, ModelBench
 from bench.gpu_verify import verify
 from engine.kernels.reference import ReferenceKernels
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 TINY = GpuShape(
     hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_dim=16,
@@ -34,17 +36,22 @@ class OneSecond:
 class Again:
     """A `GraphBackend` that does the work again."""
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         return work
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModelBench:
-    model = random_decoder(TINY, ReferenceKernels(), CPU, torch.float32, positions=64)
+    return made(torch.float32)
+
+
+def made(kv_dtype: torch.dtype) -> ModelBench:
+    model = random_decoder(TINY, ReferenceKernels(), CPU, torch.float32, 64, kv_dtype)
     return ModelBench(
         TINY,
         model,
         num_blocks=8,
+        kv_dtype=kv_dtype,
         block_tokens=16,
         most_rows=2,
         longest=64,
@@ -56,7 +63,7 @@ def bench() -> ModelBench:
 
 def test_a_decode_moves_its_weights_and_its_context(bench):
     weights = 2 * (2 * (64 * (4 + 4) * 16 + 64 * 64 + 3 * 64 * 96) + 64 * 50)
-    kv = 2 * (2 * 2 * 2 * 16) * 2 * 40
+    kv = 2 * (4 * 2 * 2 * 16) * 2 * 40
     figures = bench.decode(2, 40)
     assert figures["fraction"] == pytest.approx((weights + kv) / 1e6)
     assert figures["tok_s"] == 2
@@ -64,9 +71,16 @@ def test_a_decode_moves_its_weights_and_its_context(bench):
 
 
 def test_attention_alone_is_counted_per_layer(bench):
-    assert bench.decode_attention(2, 40)["fraction"] == pytest.approx(2 * 128 * 2 * 40 / 1e6)
+    assert bench.decode_attention(2, 40)["fraction"] == pytest.approx(2 * 256 * 2 * 40 / 1e6)
     flops = 4 * 4 * 16 * sum(range(1, 33))
     assert bench.prefill_attention(32)["fraction"] == pytest.approx(2 * flops / 1e6)
+
+
+def test_pages_of_8_bits_move_a_quarter_of_float32s():
+    narrow = made(torch.float8_e4m3fn)
+    assert narrow.decode_attention(2, 40)["fraction"] == pytest.approx(2 * 64 * 2 * 40 / 1e6)
+    assert narrow.decode(2, 40)["tok_s"] == 2
+    assert set(narrow.fused(16)) == {"rms_norm", "silu_mul", "rotate_and_store"}
 
 
 def test_a_prompt_is_computed_whole(bench):

@@ -1,7 +1,9 @@
 """Decode steps over buckets of rows, with a backend that repeats work by doing it again."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from typing import TypeVar
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from engine.scheduling.plan import Row, StepPlan
 from tests.engine.stepping import Text, make_runner, make_texts, run_all
 from tests.engine.tiny_models import make_model, random_prompts
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
 
@@ -37,11 +40,11 @@ class EagerGraphs:
         self.captured = 0
         self.repeated = 0
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         work()
         self.captured += 1
 
-        def repeat() -> torch.Tensor:
+        def repeat() -> T:
             self.repeated += 1
             return work()
 
@@ -89,9 +92,9 @@ def graphed(
     return ModelRunner(decoder, arena, graphs=graphs), arena, graphs, backend
 
 
-def texts_of(num_texts: int) -> tuple[list[Text], int]:
+def texts_of(num_texts: int, params: SamplingParams = PARAMS) -> tuple[list[Text], int]:
     return make_texts(
-        random_prompts(num_texts, 90, seed=2), PARAMS, block_tokens=16, chunks=(64, 200)
+        random_prompts(num_texts, 90, seed=2), params, block_tokens=16, chunks=(64, 200)
     )
 
 
@@ -103,10 +106,15 @@ def test_there_is_a_bucket_for_every_number_of_rows_and_none_too_many(most):
     assert all(larger <= max(2 * smaller, smaller + 32) for smaller, larger in pairwise(sizes))
 
 
-def test_steps_from_graphs_draw_what_steps_without_them_draw(decoder):
-    plain, num_blocks = texts_of(7)
+@pytest.mark.parametrize(
+    "params",
+    [PARAMS, replace(PARAMS, temperature=0.8, seed=3, top_p=0.9), replace(PARAMS, logprobs=2)],
+    ids=["greedy", "random", "logprobs"],
+)
+def test_steps_from_graphs_draw_what_steps_without_them_draw(decoder, params):
+    plain, num_blocks = texts_of(7, params)
     run_all(make_runner(decoder, block_tokens=16, num_blocks=num_blocks)[0], plain)
-    repeated, _ = texts_of(7)
+    repeated, _ = texts_of(7, params)
     runner, _, _, backend = graphed(decoder, num_blocks)
     run_all(runner, repeated)
     assert backend.repeated
@@ -119,7 +127,7 @@ def test_rows_that_fill_up_a_bucket_touch_no_page(decoder):
     arena.layer(0).fill_(7.0)
     text.seq.blocks = [BlockId(3)]
     row = Row(seq=text.seq, start=0, num_tokens=1, samples=(0,))
-    graphs.hidden([row, row, row])
+    graphs.scores([row, row, row])
     untouched = [block for block in range(9) if block != 3]
     assert (arena.layer(0)[untouched] == 7.0).all()
     assert not (arena.layer(0)[3, :, :, 0] == 7.0).all()

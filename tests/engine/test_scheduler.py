@@ -17,6 +17,7 @@ from engine.messages import (
     Sampled,
     Start,
 )
+from engine.scheduling.pager import Pager
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling_world import SECRET, World, hand_over, layout, limits, prompt
 
@@ -163,6 +164,26 @@ def test_no_more_samples_run_than_there_are_seats():
     assert world.scheduler.load().waiting == 2
     world.run()
     assert world.tokens(B, 1) == world.undisturbed(prompt(6), 1)
+
+
+def test_pages_that_nobody_gave_back_are_told_as_leaked_once_nobody_is_here(monkeypatch):
+    world = World(limits(), enable_prefix_caching=False)
+    world.tell(generate(A, 20))
+    world.step()
+    held = world.scheduler.load()
+    assert (held.blocks_used > 0, held.blocks_leaked) == (True, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pager, "release", lambda self, branch: None)
+        world.tell(Abort(seq_id=A))
+    load = world.scheduler.load()
+    assert load.blocks_leaked == load.blocks_used == held.blocks_used
+
+
+def test_after_everybody_left_no_page_is_leaked():
+    world = World(limits())
+    world.tell(generate(A, 20), generate(B, 30))
+    world.run()
+    assert world.scheduler.load().blocks_leaked == 0
 
 
 def test_a_later_prompt_computes_only_what_no_earlier_one_did():

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from engine.kernels.checks import HEAD_DIMS
 from tests.engine.compile_ahead import Build, compile_ahead
 from tests.engine.triton_cases import kernels, needs_triton
 
@@ -27,7 +28,7 @@ def attention(
     bits, windowed = more.get("bits", 16), more.get("windowed", False)
     settings = {
         "prefill": lambda: kernels("prefill_attention").tile_of(
-            head_dim, heads // kv_heads, hopper=capability >= 90
+            head_dim, heads // kv_heads, hopper=capability >= 90, narrow=bits == 8
         ),
         "decode": lambda: kernels("decode_attention").decode_tile(head_dim, heads // kv_heads),
     }[kernel]()
@@ -147,9 +148,10 @@ def served(capability: int) -> list[Build]:
 
 def every_shape(capability: int) -> list[Build]:
     """All head dims, page sizes, windows, groups of heads, and pages of 8 bits where the hardware has them."""
-    builds = [rms_norm(896), rms_norm(576, adds=False), rotate(80)]
+    builds = [rms_norm(896), rms_norm(576, adds=False)]
+    builds += [rotate(dim) for dim in HEAD_DIMS]
     for kernel in ("prefill", "decode"):
-        builds += [attention(kernel, capability, head_dim=dim) for dim in (64, 80, 96, 192, 256)]
+        builds += [attention(kernel, capability, head_dim=dim) for dim in HEAD_DIMS]
         builds += [attention(kernel, capability, block_tokens=n) for n in (1, 16, 32, 128, 256)]
         builds += [
             attention(kernel, capability, windowed=True),
@@ -158,8 +160,7 @@ def every_shape(capability: int) -> list[Build]:
             attention(kernel, capability, heads=14, kv_heads=2, head_dim=64, block_tokens=16),
         ]
         if capability >= 90:
-            builds.append(attention(kernel, capability, bits=8))
-            builds.append(attention(kernel, capability, bits=8, head_dim=256))
+            builds += [attention(kernel, capability, bits=8, head_dim=dim) for dim in HEAD_DIMS]
     return [*builds, rotate(bits=8)] if capability >= 90 else builds
 
 
