@@ -25,8 +25,8 @@ class FixedRows:
         """Maps `[num_tokens, in]` to `[num_tokens, out]`."""
         rows = x.shape[0]
         filled = functional.pad(x, (0, 0, 0, -rows % ROWS))
-        tiles = [self.product(tile) for tile in filled.split(ROWS)]
-        return torch.cat(tiles)[:rows]
+        firsts = range(0, max(1, filled.shape[0]), ROWS)
+        return torch.cat([self.product(filled[i : i + ROWS]) for i in firsts])[:rows]
 
 
 def fix_rows(product: Projection) -> Projection:
