@@ -223,7 +223,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kv-bytes", type=int, default=20 << 20, help="of each worker's own cache")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.turns < _FIRST_LATE_TURN:
+        parser.error(f"--turns: at least {_FIRST_LATE_TURN}, before which a pool brings nothing")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from cluster.plan import POOL, ROUTER, pool_part, resolve_model
 from cluster.runtime_dir import RuntimeDir, parent_dir, socket_address
 
 _ROLES = (ROUTER, POOL, *(role.value for role in Role))
-_LISTEN = "0.0.0.0:7001"  # whoever starts it alone has it reached from elsewhere
+_LISTEN = "127.0.0.1:7001"  # commands are not authenticated: who is to be reached from elsewhere says where
 
 _log = logs.get_logger(__name__)
 

@@ -13,7 +13,13 @@ from kvpool.messages import Stored, Tier
 from kvpool.places import Place, PlaceState
 from kvpool.shelf import Shelf
 
-_S = PlaceState
+# Names of the module: they are looked up for every block, and a member of an enum takes ten times as long.
+_DRAM, _SSD = Tier.DRAM, Tier.SSD
+_FREE = PlaceState.FREE
+_RESERVED = PlaceState.RESERVED
+_RESIDENT = PlaceState.RESIDENT
+_QUARANTINED = PlaceState.QUARANTINED
+_CONDEMNED = PlaceState.CONDEMNED
 
 
 class BlockBook:
@@ -100,7 +106,7 @@ class BlockBook:
         others, in_memory = self._other(shelf), shelf is self.memory
         changes, replicas = self.changes, self.replicas
         for place in places:
-            place.move(_S.RESIDENT)
+            place.move(_RESIDENT)
             key = place.key
             if key not in others.named or others.readable(key) is None:
                 changes.stored(key)
@@ -111,7 +117,7 @@ class BlockBook:
 
     def stay(self, slot: Place) -> None:
         """A block that was being demoted stays in memory."""
-        slot.move(_S.RESIDENT)
+        slot.move(_RESIDENT)
         self.memory.admit((slot,))
 
     def give_up(self, place: Place, *, victim: bool = False) -> bool:
@@ -124,9 +130,9 @@ class BlockBook:
         Returns:
             Whether the block can be read in the other tier.
         """
-        in_memory, key = place.tier is Tier.DRAM, place.key
+        in_memory, key = place.tier is _DRAM, place.key
         shelf, others = (self.memory, self.disk) if in_memory else (self.disk, self.memory)
-        if place.state is _S.RESIDENT and not victim:
+        if place.state is _RESIDENT and not victim:
             shelf.untrack(place)
         del shelf.named[key]
         other = others.named.get(key)
@@ -135,24 +141,24 @@ class BlockBook:
         is_held = other is not None and other.readable
         if place.readable:
             self._left(key, in_memory=in_memory, is_held=is_held)
-        if place.state is _S.RESERVED:
-            place.move(_S.QUARANTINED)
+        if place.state is _RESERVED:
+            place.move(_QUARANTINED)
         elif place.users:
-            place.move(_S.CONDEMNED)
+            place.move(_CONDEMNED)
         else:
             self.free(place)
         return is_held
 
     def free(self, place: Place) -> None:
         """A place that nobody uses any more."""
-        if place.tier is Tier.SSD:
+        if place.tier is _SSD:
             self.actions.append(Erase(extent=place.index, epoch=place.epoch, key=place.key))
         self._shelf(place).free(place)
 
     def release(self, place: Place) -> None:
         """Somebody has stopped using a place."""
         place.users -= 1
-        if not place.users and place.state is _S.CONDEMNED:
+        if not place.users and place.state is _CONDEMNED:
             self.free(place)
 
     def rehouse(self, place: Place, holding: Holding) -> None:
@@ -177,8 +183,8 @@ class BlockBook:
         for shelf in (self.memory, self.disk):
             stake = shelf.stake(account)
             mine = [place for place in shelf.places() if place.holding.account is account]
-            taken = [place for place in mine if place.state is not _S.FREE]
-            resident = [place for place in taken if place.state is _S.RESIDENT]
+            taken = [place for place in mine if place.state is not _FREE]
+            resident = [place for place in taken if place.state is _RESIDENT]
             billed |= {place.key for place in taken if place.named}
             known = all(place.key in stake.policy for place in resident)
             if len(stake.policy) != len(resident) or not known or stake.taken != len(taken):
@@ -197,7 +203,7 @@ class BlockBook:
             self.replicas.moved(key)
 
     def _shelf(self, place: Place) -> Shelf:
-        return self.memory if place.tier is Tier.DRAM else self.disk
+        return self.memory if place.tier is _DRAM else self.disk
 
     def _other(self, shelf: Shelf) -> Shelf:
         return self.disk if shelf is self.memory else self.memory

@@ -140,7 +140,7 @@ def usage_to_proto(node: "PoolNode", hottest: int) -> pb.PoolUsageReply:
                 hit_blocks=owner.hit_blocks,
                 missed_blocks=owner.missed_blocks,
             )
-            for owner in usage.owners
+            for owner in node.owners()
         ],
         fetched_blocks=usage.fetched_blocks,
         sent_blocks=usage.sent_blocks,

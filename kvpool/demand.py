@@ -1,7 +1,9 @@
 """How often the blocks of a node were read of late: what replication and its reverse go by."""
 
 from collections.abc import Sequence
-from heapq import nlargest
+from itertools import compress
+
+import numpy as np
 
 from baton.ids import BlockKey
 
@@ -36,7 +38,7 @@ class Demand:
         for key in keys[:_MAX_DEPTH]:
             counts[key] = counts.get(key, 0.0) + weight
         if len(counts) > 2 * _MAX_BLOCKS:
-            self._counts = dict(nlargest(_MAX_BLOCKS, counts.items(), key=lambda item: item[1]))
+            self._counts = _hottest(counts)
 
     def of(self, key: BlockKey, now_s: float) -> float:
         """Reads of late; 0 for a block that nobody has read."""
@@ -53,3 +55,11 @@ class Demand:
         }
         self._began_s = now_s
         return 1.0
+
+
+def _hottest(counts: dict[BlockKey, float]) -> dict[BlockKey, float]:
+    """The `_MAX_BLOCKS` that were read most. Somebody waits meanwhile: a heap would take several times as long."""
+    reads = np.fromiter(counts.values(), dtype=np.float64, count=len(counts))
+    stays = np.zeros(len(counts), dtype=bool)
+    stays[np.argpartition(reads, -_MAX_BLOCKS)[-_MAX_BLOCKS:]] = True
+    return dict(compress(counts.items(), stays.tolist()))

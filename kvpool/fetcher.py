@@ -66,6 +66,7 @@ class Fetcher:
         self._part_blocks = max(1, min(at_once, num_slots // (2 * _MAX_FETCHES)))
         self._fetches: dict[BlockKey, Fetch] = {}  # by the first block that is not here yet
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     @property
     def in_flight(self) -> int:
@@ -87,7 +88,7 @@ class Fetcher:
             return  # what has come by now is worth having
 
     def start(self, keys: Sequence[BlockKey], held: int, *, soon_s: float) -> Fetch | None:
-        """Begins to bring them, or finds that somebody is at it; None where too much is under way.
+        """Begins to bring them, or finds that somebody is at it; None where too much is under way, or the node stops.
 
         Args:
             keys: Of the text, from its first block on.
@@ -95,7 +96,7 @@ class Fetcher:
             soon_s: A part that is expected to take longer is not worth waiting for.
         """
         known = self._fetches.get(keys[held])
-        if known is not None or len(self._tasks) >= _MAX_FETCHES:
+        if known is not None or self._closed or len(self._tasks) >= _MAX_FETCHES:
             return known
         fetch = self._fetches[keys[held]] = Fetch(tuple(keys), held)
         task = asyncio.create_task(self._run(fetch, soon_s), name="pool-fetch")
@@ -104,7 +105,8 @@ class Fetcher:
         return fetch
 
     async def close(self) -> None:
-        """Gives up what is under way."""
+        """Gives up what is under way, and begins nothing more."""
+        self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

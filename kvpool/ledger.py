@@ -31,6 +31,7 @@ from kvpool.messages import (
     DirectoryChanges,
     NodeUsage,
     Owner,
+    OwnerUsage,
     PutGrant,
     RefusalReason,
     Refused,
@@ -303,6 +304,10 @@ class NodeLedger:
         return self._stock.usage(
             leases=len(self._leases), puts=len(self._puts), ssd_works=self._health.works
         )
+
+    def owners(self) -> tuple[OwnerUsage, ...]:
+        """What each tenant takes."""
+        return self._accounts.usage()
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the book contradicts itself."""

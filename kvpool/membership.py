@@ -13,7 +13,7 @@ class Membership:
     """For one event loop. Every method returns, whether or not the directory answers.
 
     Args:
-        ledger: Of the node. Whoever calls a method has carried out what it wants moved.
+        ledger: Of the node; who calls `renew` or `share_quotas` carries out what it wants done after that.
         registrar: Speaks with the directory.
         shares: Divides quotas.
         clock: Tenants' activity goes by it.
@@ -34,7 +34,7 @@ class Membership:
 
     async def renew(self, state: NodeState) -> None:
         """Says that the node lives, and hears what tenants have on the others; three times per lease."""
-        parts = self._shares.parts(self._ledger.usage().owners, self._clock.now_s())
+        parts = self._shares.parts(self._ledger.owners(), self._clock.now_s())
         states = await self._registrar.renew(replace(state, parts=parts))
         if states is not None:
             self._shares.learn(states)
@@ -42,7 +42,7 @@ class Membership:
 
     def share_quotas(self) -> None:
         """Obeys this node's part of every quota; what the operator says has changed, or what others have."""
-        due = self._shares.due(self._ledger.usage().owners, self._clock.now_s())
+        due = self._shares.due(self._ledger.owners(), self._clock.now_s())
         for tenant, allowance in due.items():
             self._ledger.allow(tenant, allowance)
 

@@ -1,6 +1,6 @@
 """What is said in the pool about blocks, replicas, puts and leases. Plain frozen data, shared by node, directory and client."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from baton.ids import BlockKey, WorkerIdentity
@@ -271,7 +271,7 @@ class NodeUsage:
         sent_blocks: Sent to other nodes.
         failed_fetches: Times that blocks were asked of another node and did not come.
         copies: Blocks held now that another node sent.
-        owners: By tenant.
+        tenants: That have blocks here.
     """
 
     slots_total: int
@@ -292,4 +292,4 @@ class NodeUsage:
     sent_blocks: int = 0
     failed_fetches: int = 0
     copies: int = 0
-    owners: tuple[OwnerUsage, ...] = field(default=())
+    tenants: int = 0

@@ -24,6 +24,12 @@ _COUNTERS: dict[str, tuple[str, Callable[[NodeUsage], float]]] = {
         "Blocks dropped for a wrong checksum",
         lambda u: u.corrupt_blocks,
     ),
+    "baton_pool_fetched_blocks": ("Blocks that other nodes sent", lambda u: u.fetched_blocks),
+    "baton_pool_sent_blocks": ("Blocks sent to other nodes", lambda u: u.sent_blocks),
+    "baton_pool_failed_fetches": (
+        "Times that blocks were asked of another node and did not come",
+        lambda u: u.failed_fetches,
+    ),
 }
 """Told as totals since the start."""
 
@@ -45,6 +51,9 @@ class NodeMetrics:
         )
         self._capacity = Gauge(
             "baton_pool_capacity_bytes", "Size of the slab in memory", registry=registry
+        )
+        self._copies = Gauge(
+            "baton_pool_copies", "Blocks in memory that another node sent", registry=registry
         )
         self._leases = Gauge("baton_pool_leases", "Leases that are open", registry=registry)
         self._puts = Gauge("baton_pool_puts", "Puts that are not over", registry=registry)
@@ -79,9 +88,10 @@ class NodeMetrics:
         self._bytes.labels("dram").set((usage.slots_total - usage.slots_free) * slot_bytes)
         self._bytes.labels("ssd").set(usage.ssd_blocks * slot_bytes)
         self._capacity.set(usage.slots_total * slot_bytes)
+        self._copies.set(usage.copies)
         self._leases.set(usage.leases)
         self._puts.set(usage.puts)
-        self._tenants.set(sum(owner.blocks > 0 for owner in usage.owners))
+        self._tenants.set(usage.tenants)
         self._routers.set(routers)
         self._tier_state.labels("dram").set(usage.slots_total > 0 and not sick)
         self._tier_state.labels("ssd").set(usage.ssd_works)

@@ -6,7 +6,6 @@ with larger blocks are refused by the field's name.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from baton.blocks import BlockChanges
@@ -25,6 +24,7 @@ from kvpool.messages import (
     NodeState,
     NodeUsage,
     Owner,
+    OwnerUsage,
     PutGrant,
     RefusalReason,
     Refused,
@@ -264,8 +264,12 @@ class PoolNode:
         """Counts so far."""
         if self._store is None:
             return NodeUsage(slots_total=0, slots_free=0)
-        usage = self._store.ledger.usage()
-        return replace(usage, owners=self.tenants.complete(usage.owners))
+        return self._store.ledger.usage()
+
+    def owners(self) -> tuple[OwnerUsage, ...]:
+        """What each tenant takes, may take, and found of what it asked for. There may be thousands: not for every tick."""
+        held = () if self._store is None else self._store.ledger.owners()
+        return self.tenants.complete(held)
 
     @property
     def slot_bytes(self) -> int:

@@ -127,7 +127,9 @@ class PoolService(pool_pb2_grpc.PoolServicer):
     ) -> pb.RenewLeasesReply:
         """Prolongs leases."""
         del context
-        return pb.RenewLeasesReply(lost=self._node.renew(request.lease_ids, request.lease_s))
+        return pb.RenewLeasesReply(
+            lost=self._node.renew(request.lease_ids, max(0.0, request.lease_s))
+        )
 
     @_typed
     async def Release(  # noqa: N802

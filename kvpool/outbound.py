@@ -99,6 +99,7 @@ class Outbound:
         self._letting_go: set[PeerSession] = set()
         self._pushers: dict[WorkerIdentity, Pusher] = {}
         self._going: dict[XferId, _Going] = {}
+        self._closed = False
         self._mailbox: Mailbox[PushDone] = Mailbox(asyncio.get_running_loop(), self._pushed)
 
     @property
@@ -111,8 +112,10 @@ class Outbound:
 
         Raises:
             OverloadedError: Too many are under way; the hold is the caller's still.
-            TransferError: This one is under way already.
+            TransferError: This one is under way already, or the node stops.
         """
+        if self._closed:
+            raise TransferError("the node stops")
         if permit.xfer_id in self._going:
             raise TransferError(f"{permit.xfer_id} is under way")
         if len(self._going) >= _MAX_IN_FLIGHT:
@@ -134,7 +137,8 @@ class Outbound:
                 self._handle(GivenUp(xfer_id=xfer_id))
 
     async def close(self) -> None:
-        """Ends every session; waits until no push is on its way."""
+        """Sends nothing more and ends every session; waits until no push is on its way."""
+        self._closed = True
         sessions = [*self._sessions.values(), *self._letting_go]
         await asyncio.gather(*(session.close() for session in sessions))
 

@@ -106,9 +106,8 @@ class PartFetcher:
             if coming is not None:
                 sums = await self._verified(part, coming)
                 if not all(sums):
-                    self._neighbours.links.failed(source.state.node, self._clock.now_s())
+                    self._failed(source)
         except BatonError as error:
-            self._neighbours.links.failed(source.state.node, self._clock.now_s())
             _log.info(
                 "blocks were not fetched", source=str(source.state.node), reason=error.message
             )
@@ -129,15 +128,25 @@ class PartFetcher:
         try:
             coming = await self._ask(part, permit, source)
         except BatonError as error:
+            self._failed(source)
             self._inbound.withdraw(permit.xfer_id, error)
             await landed
             raise
         if coming is None:
             self._inbound.withdraw(permit.xfer_id, TransferError("the holder has less"))
+        in_time, _ = await asyncio.wait({landed}, timeout=self._timeout_s)
+        if not in_time:
+            self._failed(source)
         fault = await landed
         if coming is not None and fault is not None:
+            if in_time:
+                self._failed(source)
             raise fault
         return coming
+
+    def _failed(self, source: Source) -> None:
+        """A holder is left alone as soon as it is known to have failed: until it is sure that it has stopped much time may pass."""
+        self._neighbours.links.failed(source.state.node, self._clock.now_s())
 
     async def _ask(self, part: _Part, permit: Permit, source: Source) -> Coming | None:
         """Asks the holder to write the blocks, and what they are; None where it has less than the directory says."""

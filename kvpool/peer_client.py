@@ -2,17 +2,24 @@
 
 import asyncio
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import grpc
 
 from baton.errors import PoolUnavailableError
 from baton.rpc.channel import open_channel
 from baton.rpc.reports import failure_from_proto
+from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
-from baton.rpc.v1 import pool_pb2_grpc
 from kvpool.peer_seal import PeerSeal
 
 _MAX_CHANNELS = 256
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    channel: grpc.aio.Channel
+    asking: int = 0
 
 
 class PeerClient:
@@ -20,11 +27,13 @@ class PeerClient:
 
     Args:
         seal: Of the cluster.
+        max_channels: That are kept open while nobody asks anything over them.
     """
 
-    def __init__(self, seal: PeerSeal) -> None:
+    def __init__(self, seal: PeerSeal, *, max_channels: int = _MAX_CHANNELS) -> None:
         self._seal = seal
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._max_channels = max_channels
+        self._lines: OrderedDict[str, _Line] = OrderedDict()
 
     async def ask(self, address: str, request: pb.PeerRequest, timeout_s: float) -> pb.PeerReply:
         """What the node at `address` answers.
@@ -35,13 +44,7 @@ class PeerClient:
             BatonError: What the node refuses with.
         """
         signed = self._seal.seal(request)
-        stub = pool_pb2_grpc.PoolPeersStub(await self._channel(address))
-        try:
-            answer = await stub.Ask(signed, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise PoolUnavailableError(
-                f"the pool node at {address} gave no answer: {error.code().name} {error.details()}"
-            ) from error
+        answer = await self._ask(address, signed, timeout_s)
         reply = self._seal.open_reply(answer, signed)
         if reply.failure.code:
             raise failure_from_proto(reply.failure)
@@ -49,15 +52,34 @@ class PeerClient:
 
     async def close(self) -> None:
         """Hangs up everywhere."""
-        channels, self._channels = list(self._channels.values()), OrderedDict()
-        await asyncio.gather(*(channel.close(None) for channel in channels))
+        lines, self._lines = list(self._lines.values()), OrderedDict()
+        await asyncio.gather(*(line.channel.close(None) for line in lines))
 
-    async def _channel(self, address: str) -> grpc.aio.Channel:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = open_channel(address)
-        self._channels.move_to_end(address)
-        if len(self._channels) > _MAX_CHANNELS:
-            _, oldest = self._channels.popitem(last=False)
-            await oldest.close(None)
-        return channel
+    async def _ask(
+        self, address: str, signed: common_pb2.Signed, timeout_s: float
+    ) -> common_pb2.Signed:
+        line = self._line(address)
+        line.asking += 1
+        try:
+            return await pool_pb2_grpc.PoolPeersStub(line.channel).Ask(signed, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise PoolUnavailableError(
+                f"the pool node at {address} gave no answer: {error.code().name} {error.details()}"
+            ) from error
+        finally:
+            line.asking -= 1
+            await self._hang_up()
+
+    def _line(self, address: str) -> _Line:
+        line = self._lines.get(address)
+        if line is None:
+            line = self._lines[address] = _Line(open_channel(address))
+        self._lines.move_to_end(address)
+        return line
+
+    async def _hang_up(self) -> None:
+        """Where nobody was asked for longest. A channel that is closed would cut off whoever still asks over it."""
+        excess = max(0, len(self._lines) - self._max_channels)
+        idle = [address for address, line in self._lines.items() if not line.asking][:excess]
+        for line in [self._lines.pop(address) for address in idle]:
+            await line.channel.close(None)

@@ -51,6 +51,12 @@ class PromptKeys:
         size = self._layout.block_tokens
         return chain_keys(self._secret, root, prompt.tokens[: self.count(prompt) * size], size)
 
+    async def soon(self, prompt: Prompt) -> list[BlockKey]:
+        """The same without holding the event loop up: those of a long prompt are made in a thread."""
+        if len(prompt.tokens) > _HASHED_IN_PLACE_TOKENS:
+            return await asyncio.to_thread(self.of, prompt)
+        return self.of(prompt)
+
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
@@ -120,12 +126,8 @@ class PooledEngine:
         self._let_pass()
 
     async def _borrow(self, command: Prefill | Generate) -> None:
-        prompt = command.prompt
-        if len(prompt.tokens) > _HASHED_IN_PLACE_TOKENS:
-            keys = await asyncio.to_thread(self._keys.of, prompt)
-        else:
-            keys = self._keys.of(prompt)
-        await self._pool.prepare(command.seq_id, keys, prompt.tenant)
+        keys = await self._keys.soon(command.prompt)
+        await self._pool.prepare(command.seq_id, keys, command.prompt.tenant)
 
     def _hurry(self, seq_id: SeqId) -> None:
         waiting = self._waiting.pop(seq_id, None)

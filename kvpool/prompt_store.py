@@ -3,7 +3,7 @@
 In the background most of it is there already; whatever is not is copied now, ahead of what others published.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -36,19 +36,25 @@ class PooledPrompts:
         self._keys = keys
         self._generation = generation
 
-    async def put(self, prompt: Prompt, blocks: Sequence[BlockId]) -> bool:
+    def put(self, prompt: Prompt, blocks: Sequence[BlockId]) -> Coroutine[None, None, bool]:
         """See PromptStore."""
         # Whoever goes on from here has the log-probabilities of the prompt already, and needs only its KV.
         plain = replace(prompt, sampling=replace(prompt.sampling, prompt_logprobs=None))
+        # Read while the pages are the prompt's for certain: once somebody waits, they may be handed out again.
+        full = blocks[: self._keys.count(plain)]
+        return self._put(plain, [(block, self._generation(block)) for block in full])
+
+    async def _put(self, prompt: Prompt, blocks: Sequence[tuple[BlockId, int]]) -> bool:
+        keys = await self._keys.soon(prompt)
         pages = [
             PublishedPage(
                 key=key,
                 block=block,
-                generation=self._generation(block),
+                generation=generation,
                 index=index,
                 scope=prompt.cache_scope,
                 tenant=prompt.tenant,
             )
-            for index, (key, block) in enumerate(zip(self._keys.of(plain), blocks, strict=False))
+            for index, (key, (block, generation)) in enumerate(zip(keys, blocks, strict=True))
         ]
         return await self._puts.put_now(pages)

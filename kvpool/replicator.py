@@ -45,7 +45,7 @@ class Replicator:
         if order is not None:
             task = asyncio.create_task(self._carry_out(order), name="pool-replicate")
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._done)
 
     async def close(self) -> None:
         """Gives up what is under way."""
@@ -65,3 +65,9 @@ class Replicator:
         except BatonError as error:
             named = None if target is None else str(target.node)
             _log.info("hot blocks got no other copy", target=named, reason=error.message)
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("hot blocks got no other copy", cause=error)

@@ -59,7 +59,7 @@ class Stock:
             sent_blocks=counts.sent_blocks,
             failed_fetches=counts.failed_fetches,
             copies=len(self._book.copies),
-            owners=self._accounts.usage(),
+            tenants=sum(account.blocks > 0 for account in self._accounts),
         )
 
     def drop(self, keys: Iterable[BlockKey]) -> int:

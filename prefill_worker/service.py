@@ -8,13 +8,14 @@ layer's export before the token that was drawn after it.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import grpc
 
 from baton.clock import Clock
 from baton.errors import InvariantError
 from baton.generation import WorkerLoad
-from baton.ids import BlockId
+from baton.ids import BlockId, SeqId
 from baton.rpc.hello import WorkerHello
 from baton.rpc.mailbox import Mailbox
 from baton.telemetry.leg_spans import LegSpans
@@ -96,7 +97,7 @@ class PrefillWorker:
         self._load = hello.idle_load
         self._mailbox: Mailbox[_Posted] | None = None
         self._pool = pool
-        self._puts: set[asyncio.Task[None]] = set()
+        self._puts: set[asyncio.Task[bool]] = set()
         self._lifecycle = PrefillLifecycle(
             hello.layout, pool_after_s=None if pool is None else pool_after_s
         )
@@ -214,15 +215,24 @@ class PrefillWorker:
             case StartPush():
                 self._peers.push(action)
             case PutPrompt():
-                put = asyncio.create_task(self._put(action), name="prompt-put")
-                self._puts.add(put)
-                put.add_done_callback(self._puts.discard)
+                self._put(action)
             case TellFirstTokens() | TellHandedOff() | TellPooled() | TellFailed():
                 self._routers.tell(action)
             case _:
                 self._engine.submit(action)
 
-    async def _put(self, action: PutPrompt) -> None:
+    def _put(self, action: PutPrompt) -> None:
         assert self._pool is not None
-        complete = await self._pool.put(action.prompt, action.blocks)
-        self._apply(PromptPut(seq_id=action.seq_id, complete=complete))
+        putting = self._pool.put(action.prompt, action.blocks)
+        put = asyncio.create_task(putting, name="prompt-put")
+        self._puts.add(put)
+        put.add_done_callback(partial(self._was_put, action.seq_id))
+
+    def _was_put(self, seq_id: SeqId, put: "asyncio.Task[bool]") -> None:
+        self._puts.discard(put)
+        if put.cancelled():
+            return
+        error = put.exception()
+        if error is not None:
+            _log.error("a prompt could not be left in the pool", cause=error)
+        self._apply(PromptPut(seq_id=seq_id, complete=error is None and put.result()))

@@ -11,10 +11,10 @@ MOST_GAP_S = 0.05
 """Twenty events per second still read as a flow."""
 
 _WINDOW_S = 0.1
-_BUSY_SHARE = 0.7
-"""Above it the gap widens. The rest is what reading frames takes, and what is needed in reserve."""
+_BUSY_SHARE = 0.5
+"""Above it the gap widens. What is measured begins when a frame has been read: at 0.7, a router without a moment to spare."""
 
-_CALM_SHARE = 0.45
+_CALM_SHARE = 0.3
 """Below it the gap narrows. In between it stays: an event costs enough to swing from one to the other."""
 
 _FACTOR = 1.5

@@ -29,6 +29,11 @@ class WorkerState:
         """Whether it takes new work."""
         return self.word == "ready"
 
+    @property
+    def alive(self) -> bool:
+        """Whether it makes progress, if there is any to make. Who drains does."""
+        return self.word in ("ready", "draining")
+
 
 class ControlService(pb_grpc.ControlServicer):
     """Answers for one worker."""

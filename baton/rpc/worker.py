@@ -25,6 +25,9 @@ from baton.telemetry.scrape import ScrapeServer
 from baton.telemetry.worker import WorkerMetrics
 
 CHECK_INTERVAL_S = 0.1
+LIVE = "live"
+"""The name under which health tells whether the process should go on; under no name, whether it takes new work."""
+
 _STOP_GRACE_S = 0.5
 
 _log = get_logger(__name__)
@@ -214,6 +217,7 @@ class WorkerServer:
             self._fail(EngineError(f"the engine's loop died: {failure!r}"))
 
     async def _set_health(self, state: WorkerState) -> None:
-        serving = health_pb2.HealthCheckResponse.SERVING
-        status = serving if state.ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set("", status)
+        yes = health_pb2.HealthCheckResponse.SERVING
+        no = health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set("", yes if state.ready else no)
+        await self._health.set(LIVE, yes if state.alive else no)

@@ -18,7 +18,7 @@ from baton.layout import KvLayout
 from baton.rpc.channel import open_channel
 from baton.rpc.hello import WorkerHello
 from baton.rpc.v1 import control_pb2, control_pb2_grpc
-from baton.rpc.worker import WorkerServer
+from baton.rpc.worker import LIVE, WorkerServer
 from baton.telemetry.scrape import ScrapeServer
 from baton.telemetry.worker import WorkerMetrics
 
@@ -77,10 +77,10 @@ class World:
     server: WorkerServer
     channel: grpc.aio.Channel
 
-    async def health(self) -> int:
+    async def health(self, service: str = "") -> int:
         await self.server.check()
         stub = health_pb2_grpc.HealthStub(self.channel)
-        reply = await stub.Check(health_pb2.HealthCheckRequest())
+        reply = await stub.Check(health_pb2.HealthCheckRequest(service=service))
         return int(reply.status)
 
 
@@ -156,6 +156,16 @@ async def test_a_drain_waits_for_what_is_in_flight_and_turns_health_off(tmp_path
         reply = await stub.Drain(control_pb2.DrainRequest(timeout_s=30.0))
         assert (reply.drained, reply.left) == (True, 0)
         assert await world.health() == NOT_SERVING
+
+
+async def test_a_worker_that_drains_is_alive_as_long_as_it_makes_progress(tmp_path: Path):
+    async with serving(tmp_path) as world:
+        assert await world.health(LIVE) == SERVING
+        await world.server.drain(0.0)
+        assert await world.health() == NOT_SERVING
+        assert await world.health(LIVE) == SERVING
+        world.engine.waited_s = 11.0
+        assert await world.health(LIVE) == NOT_SERVING
 
 
 async def test_a_drain_that_takes_too_long_says_what_is_left(tmp_path: Path):

@@ -52,6 +52,13 @@ def test_a_check_says_what_would_be_started_and_starts_nothing(tmp_path, monkeyp
     assert not (tmp_path / "run").exists()
 
 
+def test_a_worker_is_reached_from_elsewhere_only_if_it_is_told_to(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", SECRET)
+    monkeypatch.setenv("BATON_CLUSTER_RUNTIME_DIR", str(tmp_path / "run"))
+    assert main(["run", "prefill", "--check"]) == 0
+    assert "prefill worker at 127.0.0.1:7001" in capsys.readouterr().out
+
+
 def test_without_the_secret_it_ends_with_one_line(capsys):
     assert main(["run", "prefill", "--check"]) == 2
     assert "cluster.secret is not set" in capsys.readouterr().err

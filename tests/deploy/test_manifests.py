@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from baton.config.load import load
+from baton.rpc.worker import LIVE
 from cluster.cli import main
 from router.openai.access import OPEN_PATHS
 from tests.deploy.manifests import (
@@ -136,6 +137,33 @@ def test_probes_ask_what_is_there(container):
         if "grpc" in probe:
             assert probe["grpc"]["port"] in ports.values()
             assert f":{probe['grpc']['port']}" in " ".join(container.spec["args"])
+
+
+@each(containers(init=False))
+def test_whoever_drains_is_not_restarted_for_it(container):
+    probe = container.spec["livenessProbe"]
+    assert "grpc" not in probe or probe["grpc"]["service"] == LIVE
+
+
+def test_the_pool_runs_wherever_workers_do():
+    pods = [workloads()[name]["spec"]["template"]["spec"] for name in ("pool", "prefill", "decode")]
+    for pod in pods:
+        assert pod["nodeSelector"] == pods[0]["nodeSelector"]
+        assert pod["tolerations"] == pods[0]["tolerations"]
+
+
+def test_whoever_tells_metrics_can_be_asked_for_them():
+    open_ports = {
+        (policy["metadata"]["namespace"], port["port"])
+        for policy in of_kind("NetworkPolicy")
+        for rule in policy["spec"].get("ingress", ())
+        for port in rule.get("ports", ())
+    }
+    for one in containers(init=False):
+        for port in one.spec.get("ports", ()):
+            if port["name"] == "metrics":
+                namespace = one.workload["metadata"]["namespace"]
+                assert (namespace, port["containerPort"]) in open_ports
 
 
 def test_selectors_are_the_labels_of_pods():

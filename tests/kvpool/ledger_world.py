@@ -218,7 +218,8 @@ class World:
         self.answer_all()
         usage = self.ledger.usage()
         assert (usage.slots_free, usage.ssd_blocks) == (usage.slots_total, 0)
-        assert (usage.leases, usage.puts, usage.owners) == (0, 0, ())
+        assert (usage.leases, usage.puts, usage.tenants) == (0, 0, 0)
+        assert self.ledger.owners() == ()
         assert not self.directory
 
     def flush(self, **selection: str) -> int:

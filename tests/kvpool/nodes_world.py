@@ -205,16 +205,33 @@ class Worker:
 
     async def found(self, *numbers: int) -> None:
         """Until the directory knows that the node holds these."""
+        async with self.directory() as directory:
+
+            async def known() -> bool:
+                found = await directory.lookup(keys(*numbers))
+                names = [{r.node.worker_id for r in replicas} for replicas in found]
+                return len(names) == len(numbers) and all(self.node.name in one for one in names)
+
+            await until(known)
+
+    async def registered(self) -> None:
+        """Until the directory knows that the node lives and has room."""
+        async with self.directory() as directory:
+
+            async def known() -> bool:
+                states = await directory.nodes()
+                room = {state.node.worker_id for state in states if state.free_bytes}
+                return self.node.name in room
+
+            await until(known)
+
+    @contextlib.asynccontextmanager
+    async def directory(self) -> AsyncIterator[RedisDirectory]:
         redis = open_redis(self.node.pool.redis_url, timeout_s=5.0, text=False)
-        directory = RedisDirectory(redis, prefix=self.node.pool.redis_prefix)
-
-        async def known() -> bool:
-            found = await directory.lookup(keys(*numbers))
-            names = [{r.node.worker_id for r in replicas} for replicas in found]
-            return len(names) == len(numbers) and all(self.node.name in one for one in names)
-
-        await until(known)
-        await redis.aclose()
+        try:
+            yield RedisDirectory(redis, prefix=self.node.pool.redis_prefix)
+        finally:
+            await redis.aclose()
 
     def checksums(self, slot: int) -> bytes:
         sums = [

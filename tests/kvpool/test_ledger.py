@@ -245,7 +245,7 @@ def test_shares_go_by_weight():
     for number in range(20):
         node.put(f"h{number:03}", "heavy")
         node.put(f"l{number:03}", "light")
-    blocks = {usage.tenant: usage.blocks for usage in node.ledger.usage().owners}
+    blocks = {usage.tenant: usage.blocks for usage in node.ledger.owners()}
     assert blocks == {"heavy": 6, "light": 2}
 
 
@@ -415,7 +415,7 @@ def test_a_block_whose_owner_is_learned_late_is_billed_to_him():
     node = world()
     put = node.reserve("ab", "node")
     assert node.commit(put.put_id, owners=[owner("t"), owner("u")]) == 2
-    assert {u.tenant: u.blocks for u in node.ledger.usage().owners if u.blocks} == {"t": 1, "u": 1}
+    assert {u.tenant: u.blocks for u in node.ledger.owners() if u.blocks} == {"t": 1, "u": 1}
     assert node.flush(tenant="t") == 1
     node.empty()
 

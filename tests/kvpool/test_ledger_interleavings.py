@@ -134,7 +134,7 @@ class Interleavings(RuleBasedStateMachine):
     @invariant()
     def nobody_is_over_quota(self):
         if hasattr(self, "world"):
-            for usage in self.world.ledger.usage().owners:
+            for usage in self.world.ledger.owners():
                 assert usage.tenant != "v" or usage.blocks <= QUOTA
 
     def teardown(self):

@@ -230,6 +230,8 @@ async def test_hot_blocks_get_a_copy_in_another_failure_domain(redis: str, tmp_p
     async with first.started() as here, near.started() as beside, far.started() as there:
         await here.put(1, 2, 3)
         await here.found(1, 2, 3)
+        await beside.registered()
+        await there.registered()
         for _ in range(6):
             assert await here.has(1, 2, wait_s=0.0) == 2
         await there.found(1, 2)

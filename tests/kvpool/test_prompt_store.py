@@ -1,8 +1,9 @@
+import threading
 from collections.abc import Sequence
 
 from baton.generation import Prompt, SamplingParams
 from baton.hashing import chain_keys, root_key
-from baton.ids import BlockId
+from baton.ids import BlockId, BlockKey
 from baton.pages import PublishedPage
 from kvpool.pooled_engine import PromptKeys
 from kvpool.prompt_store import PooledPrompts
@@ -51,6 +52,38 @@ async def test_every_full_block_is_put_as_the_page_that_it_lies_in():
 async def test_a_prompt_whose_tokens_were_scored_is_put_like_any_other():
     size = layout().block_tokens
     assert len(await put(2 * size + 1, prompt_logprobs=0)) == 2
+
+
+class WatchedKeys(PromptKeys):
+    """Notes on which threads it hashes."""
+
+    def __init__(self) -> None:
+        super().__init__(SECRET, layout())
+        self.threads: set[int] = set()
+
+    def of(self, prompt: Prompt) -> list[BlockKey]:
+        self.threads.add(threading.get_ident())
+        return super().of(prompt)
+
+
+async def test_a_long_prompt_is_not_hashed_on_the_event_loop():
+    keys = WatchedKeys()
+    prompt = Prompt(prompt_tokens=tuple(range(50_000)), sampling=SamplingParams())
+    blocks = [BlockId(n) for n in range(keys.count(prompt) + 1)]
+    await PooledPrompts(Puts(), keys, lambda _: 0).put(prompt, blocks)
+    assert keys.threads
+    assert threading.get_ident() not in keys.threads
+
+
+async def test_a_page_that_is_handed_out_before_it_is_put_is_not_taken_for_the_prompts():
+    generations = {BlockId(7): 1, BlockId(8): 1}
+    puts, size = Puts(), layout().block_tokens
+    store = PooledPrompts(puts, PromptKeys(SECRET, layout()), generations.__getitem__)
+    prompt = Prompt(prompt_tokens=tuple(range(size + 1)), sampling=SamplingParams())
+    putting = store.put(prompt, [BlockId(7), BlockId(8)])
+    generations[BlockId(7)] = 2
+    await putting
+    assert [page.generation for page in puts.pages] == [1]
 
 
 async def test_a_prompt_shorter_than_a_block_needs_nothing_in_the_pool():

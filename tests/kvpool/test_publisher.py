@@ -27,7 +27,7 @@ async def test_blocks_are_billed_to_their_tenant_or_else_to_their_scope():
     async with working(AgentWorld()) as world:
         await world.publish([0, 1], tenant="acme")
         await world.publish([2], tenant="")
-        owners = {owner.tenant: owner.blocks for owner in world.pool.ledger.usage().owners}
+        owners = {owner.tenant: owner.blocks for owner in world.pool.ledger.owners()}
         assert owners == {"acme": 2, "s": 1}
 
 

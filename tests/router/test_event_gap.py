@@ -15,7 +15,7 @@ def work(gap: EventGap, share: float, seconds: float, from_s: float) -> float:
 
 def test_the_gap_of_a_router_that_keeps_up_stays_as_it_is():
     gap = EventGap(0.004, 0.05)
-    work(gap, 0.6, 5.0, 100.0)
+    work(gap, 0.4, 5.0, 100.0)
     assert gap.gap_s == 0.004
 
 
@@ -25,9 +25,9 @@ def test_the_gap_widens_while_the_loop_is_busy_and_narrows_once_it_is_calm():
     assert gap.gap_s > 0.004
     now_s = work(gap, 0.95, 5.0, now_s)
     assert gap.gap_s == 0.05
-    now_s = work(gap, 0.6, 5.0, now_s)
+    now_s = work(gap, 0.4, 5.0, now_s)
     assert gap.gap_s == 0.05, "between the two bounds it stays"
-    work(gap, 0.2, 5.0, now_s)
+    work(gap, 0.1, 5.0, now_s)
     assert gap.gap_s == 0.004
 
 
