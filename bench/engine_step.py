@@ -66,10 +66,16 @@ def main() -> None:
             dtype = choose_dtype(spec, arguments.dtype, _CPU)
             check_quantization(arguments.quantization, _CPU, dtype)
             decoder = load_decoder(
-                Path(directory), spec, dtype, _CPU, quantization=arguments.quantization
+                Path(directory),
+                spec,
+                dtype,
+                _CPU,
+                quantization=arguments.quantization,
+                fixed_rows=arguments.deterministic,
             )
         for case in _cases(arguments):
-            _measure(Bench(decoder, case), shape, case, arguments.rounds, report)
+            bench = Bench(decoder, case, one_by_one=arguments.deterministic)
+            _measure(bench, shape, case, arguments.rounds, report)
     if arguments.json:
         report.write(arguments.json)
 
@@ -82,6 +88,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--deterministic", action="store_true", help="as `engine.deterministic`")
     parser.add_argument("--threads", type=int, help="default: torch's own")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=288, help="tokens before a decode step")
@@ -102,14 +109,14 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
 class Bench:
     """A decoder, an arena that is large enough, and the rows of one case."""
 
-    def __init__(self, decoder: Decoder, case: Case) -> None:
+    def __init__(self, decoder: Decoder, case: Case, *, one_by_one: bool) -> None:
         spec, length = decoder.spec, case.context + case.tokens
         blocks = -(-length // _BLOCK_TOKENS)
         layout = kv_layout(spec, decoder.dtype, _BLOCK_TOKENS)
         memory = memoryview(bytearray(layout.region_bytes(case.rows * blocks)))
         self._decoder = decoder
         self._arena = KvArena(layout, case.rows * blocks, memory)
-        self._builder = InputBuilder(_BLOCK_TOKENS, case.rows * blocks, _CPU)
+        self._builder = InputBuilder(_BLOCK_TOKENS, case.rows * blocks, _CPU, one_by_one=one_by_one)
         self._sampler = Sampler((), _CPU)
         self._rows = [_row(i, blocks, case, spec.vocab_size) for i in range(case.rows)]
         self._kernels = select_kernels(_CPU, decoder.dtype)

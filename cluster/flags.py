@@ -27,6 +27,7 @@ class Flag:
         help: For `--help`.
         metavar: What stands for the value in `--help`.
         is_list: Takes several values.
+        is_switch: Takes none: given, it stands for true.
     """
 
     names: tuple[str, ...]
@@ -34,10 +35,15 @@ class Flag:
     help: str
     metavar: str
     is_list: bool = False
+    is_switch: bool = False
 
 
 def _flag(*names: str, path: str, help: str, metavar: str = "N", is_list: bool = False) -> Flag:
     return Flag(names=names, path=path, help=help, metavar=metavar, is_list=is_list)
+
+
+def _switch(name: str, *, path: str, help: str) -> Flag:
+    return Flag(names=(name,), path=path, help=help, metavar="", is_switch=True)
 
 
 FLAGS: tuple[Flag, ...] = (
@@ -108,6 +114,17 @@ FLAGS: tuple[Flag, ...] = (
         help="|".join(KV_DTYPES) + "; what KV pages hold",
         metavar="NAME",
     ),
+    _switch(
+        "--deterministic",
+        path="engine.deterministic",
+        help="the same bits for a request whatever else is computed with it; on CPUs, prompts take longer",
+    ),
+    _flag(
+        "--tbt-target",
+        path="engine.tbt_target_s",
+        help="seconds between tokens that are kept while prompts are computed beside them",
+        metavar="SECONDS",
+    ),
     _flag(
         "--transfer-backends",
         path="transfer.backends",
@@ -162,10 +179,16 @@ FLAGS: tuple[Flag, ...] = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds every flag. Values stay text here: the configuration reads and checks them, in its one way."""
     for flag in FLAGS:
+        text = flag.help.replace("%", "%%")
+        if flag.is_switch:
+            parser.add_argument(
+                *flag.names, dest=flag.path, help=text, action="store_const", const="true"
+            )
+            continue
         parser.add_argument(
             *flag.names,
             dest=flag.path,
-            help=flag.help.replace("%", "%%"),
+            help=text,
             metavar=flag.metavar,
             nargs="+" if flag.is_list else None,
         )

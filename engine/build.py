@@ -16,13 +16,14 @@ from engine.device import arena_buffer, choose_device, computing_on, weigh_gpu
 from engine.graphs import CudaGraphs, DecodeGraphs
 from engine.host import ThreadEngineHost
 from engine.kernels.pages import PageKernels, page_kernels
-from engine.kernels.select import check_quantization, choose_kv_dtype
+from engine.kernels.select import check_deterministic, check_quantization, choose_kv_dtype
 from engine.models.checkpoint import read_checkpoint
 from engine.models.config import (
     ModelSpec,
     choose_dtype,
     kv_layout,
     load_spec,
+    pinned,
     quantised,
     resolve_model,
 )
@@ -92,7 +93,9 @@ def build_engine(
     spec = load_spec(path)
     dtype = choose_dtype(spec, model.dtype, device)
     check_quantization(model.quantization, device, dtype)
-    spec = quantised(spec, model.quantization)
+    if config.deterministic:
+        check_deterministic(device)
+    spec = pinned(quantised(spec, model.quantization), deterministic=config.deterministic)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
     layout = kv_layout(spec, kv_dtype, config.block_size or _block_tokens(device))
     affordable = _affordable(config, path, dtype, device, gpu_sharers)
@@ -109,6 +112,7 @@ def build_engine(
         progress,
         quantization=model.quantization,
         kv_dtype=kv_dtype,
+        fixed_rows=config.deterministic,
     )
     scheduler = Scheduler(
         limits,
@@ -124,7 +128,9 @@ def build_engine(
         ),
     )
     graphs = _graphs(decoder, arena, limits, config)
-    host = ThreadEngineHost(scheduler, ModelRunner(decoder, arena, sink, graphs))
+    host = ThreadEngineHost(
+        scheduler, ModelRunner(decoder, arena, sink, graphs, one_by_one=config.deterministic)
+    )
     return BuiltEngine(host=host, layout=layout, limits=limits, page_kernels=page_kernels(arena))
 
 

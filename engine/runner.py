@@ -28,6 +28,7 @@ class ModelRunner:
         arena: Pages on the same device.
         sink: Told after each layer which pages may leave; None where nothing is handed over.
         graphs: Of the same model and arena, for the steps that they take; None where there are none.
+        one_by_one: See `InputBuilder`.
     """
 
     def __init__(
@@ -36,6 +37,8 @@ class ModelRunner:
         arena: KvArena,
         sink: LayerSink | None = None,
         graphs: DecodeGraphs | None = None,
+        *,
+        one_by_one: bool = False,
     ) -> None:
         self._model = model
         self._arena = arena
@@ -48,6 +51,7 @@ class ModelRunner:
             arena.num_blocks,
             model.device,
             model.kernels.split_rule(model.spec.num_kv_heads),
+            one_by_one=one_by_one,
         )
         self._sampler = Sampler(model.spec.eos_token_ids, model.device, choose_draw(model.device))
         self._scorer = PromptScorer(model.head, model.spec.vocab_size, model.device)

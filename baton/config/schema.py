@@ -48,6 +48,8 @@ class EngineConfig:
         num_threads: Threads for computing on the CPU; None divides the machine's cores among its workers.
         cuda_graphs: On a GPU, launch the kernels of a decode step all at once; captured at start, which takes some seconds.
         bind_cores: Give each worker's computing threads cores of their own, where there are enough.
+        deterministic: A request gets the same bits whatever else is computed with it, whether its prefix was cached, and whichever
+            workers serve it, as long as all of them are set so. On CPUs; prompts take longer.
         tbt_target_s: Time between tokens that a worker keeps for those who decode on it while it computes prompts beside them, by
             computing less of these per step; a class of service that promises a time of its own (`router.slo_classes`) has
             that instead. None bounds nobody else.
@@ -70,6 +72,7 @@ class EngineConfig:
     num_threads: int | None = None
     cuda_graphs: bool = True
     bind_cores: bool = True
+    deterministic: bool = False
     tbt_target_s: float | None = None
     prefill_order: str = "slack"
     preemption: str = "arrival"

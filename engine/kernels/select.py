@@ -65,6 +65,18 @@ def choose_kv_dtype(asked: str, dtype: torch.dtype, device: torch.device) -> tor
     return torch.float8_e4m3fn
 
 
+def check_deterministic(device: torch.device) -> None:
+    """Says whether a request can be given the same bits in any batch here.
+
+    Raises:
+        ConfigError: It cannot: GPU kernels choose their tiles and splits by what is in the batch.
+    """
+    if device.type != "cpu":
+        raise ConfigError(
+            f"deterministic runs on CPUs, not on {device.type}", param="engine.deterministic"
+        )
+
+
 def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
     """Says whether weights can be held so here; may block for some seconds while kernels are built.
 

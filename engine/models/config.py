@@ -167,6 +167,13 @@ def quantised(spec: ModelSpec, quantization: str) -> ModelSpec:
     return replace(spec, fingerprint=f"{spec.fingerprint}-{quantization}")
 
 
+def pinned(spec: ModelSpec, *, deterministic: bool) -> ModelSpec:
+    """`spec` under a fingerprint of its own where its KV has the same bits in any batch: other KV must not be taken for it."""
+    if not deterministic:
+        return spec
+    return replace(spec, fingerprint=f"{spec.fingerprint}-deterministic")
+
+
 def choose_dtype(spec: ModelSpec, requested: str, device: torch.device) -> torch.dtype:
     """The dtype to hold weights and KV in.
 

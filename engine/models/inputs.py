@@ -29,6 +29,8 @@ class InputBuilder:
         num_blocks: Pages of the arena.
         device: Where the tensors go.
         split_rule: How the kernels want the contexts of decodes to be cut, if they do.
+        one_by_one: Give each token a row of its own, as if it were decoded: which tokens are computed together then changes
+            nothing for any of them.
     """
 
     def __init__(
@@ -37,11 +39,14 @@ class InputBuilder:
         num_blocks: int,
         device: torch.device,
         split_rule: SplitRule | None = None,
+        *,
+        one_by_one: bool = False,
     ) -> None:
         self._block_tokens = block_tokens
         self._num_blocks = num_blocks
         self._crossing = Crossing(device)
         self._split_rule = split_rule
+        self._one_by_one = one_by_one
         self._tokens = np.zeros(0, np.int64)
         self._positions = np.zeros(0, np.int64)
         self._tables = np.zeros(0, np.int32)
@@ -72,6 +77,11 @@ class InputBuilder:
             np.arange(row.num_scored) + starts[i] for i, row in enumerate(rows) if row.num_scored
         ]
         wanted = np.concatenate((np.array(last, np.int64), *scored))
+        if self._one_by_one:
+            contexts = np.where(slots < 0, 0, positions + 1).astype(np.int32)
+            tables = np.repeat(tables, lengths, axis=0)
+            lengths = np.ones(len(tokens), np.int64)
+            starts = np.arange(len(tokens) + 1, dtype=np.int32)
         pieces = self._pieces(lengths, contexts)
         sent = self._crossing.send_all(
             [tokens, positions, slots, starts, contexts, tables, wanted, *pieces]

@@ -16,6 +16,7 @@ from engine.kernels.ports import HeadNorms, KernelSet
 from engine.kernels.select import select_kernels
 from engine.layers.attention import PagedSelfAttention
 from engine.layers.embedding import Embedding, LanguageHead
+from engine.layers.fixed_rows import fix_rows
 from engine.layers.linear import Linear, Projection, pack
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
@@ -41,6 +42,7 @@ def load_decoder(
     kernels: KernelSet | None = None,
     quantization: str = "none",
     kv_dtype: torch.dtype | None = None,
+    fixed_rows: bool = False,
 ) -> Decoder:
     """Loads the model in `path`. Blocks while reading.
 
@@ -54,13 +56,16 @@ def load_decoder(
         kernels: What to compute with; None chooses the fastest that this machine can run.
         quantization: `none`, or `int8` for the matrices; `check_quantization` says whether that is served here.
         kv_dtype: What pages hold; None for `dtype`.
+        fixed_rows: Compute matrix products so that a row's result does not depend on the others (`fix_rows`).
 
     Raises:
         ModelLoadError: A tensor is missing or has the wrong shape, or a file is corrupt.
     """
     chosen = kernels or select_kernels(device, dtype)
     with ExitStack() as files:
-        weights = _Weights(read_checkpoint(path), dtype, device, files, quantization)
+        weights = _Weights(
+            read_checkpoint(path), dtype, device, files, quantization, fixed_rows=fixed_rows
+        )
         scaled = kv_dtype == torch.float8_e4m3fn
         return _Assembly(spec, weights, chosen, scaled=scaled).decoder(progress or _ignore)
 
@@ -79,12 +84,15 @@ class _Weights:
         device: torch.device,
         files: ExitStack,
         quantization: str,
+        *,
+        fixed_rows: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
         self._files = files
         self._quantization = quantization
+        self._fixed_rows = fixed_rows
         self._stay_narrow = device.type == "cpu" and dtype == torch.float32 and streams_bfloat16()
         self._open: dict[Path, OpenFile] = {}
 
@@ -113,7 +121,8 @@ class _Weights:
         return self._pack(weight.to(self._held_in([name])), None)
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
-        return pack(Linear(weight=weight, bias=bias), self._quantization)
+        product = pack(Linear(weight=weight, bias=bias), self._quantization)
+        return fix_rows(product) if self._fixed_rows else product
 
     def _held_in(self, names: list[str]) -> torch.dtype:
         tensors = self._checkpoint.tensors

@@ -15,7 +15,7 @@ _PREFILL_PRIOR = (1e-3, 1e-4, 1e-8)
 attends to. In operations a pair is 1/3,000 (small models) to 1/30,000 of a token."""
 
 _LEAST_SHARE = 0.02
-"""A step with prompts in it is never taken to have spent less than this on them, however slow its decodes are believed to be."""
+"""A step with prompts in it spends at least this on them. Where less is left, its decodes are believed to be too slow."""
 
 
 class StepCost:
@@ -26,6 +26,7 @@ class StepCost:
     def __init__(self) -> None:
         self._decode = Fit(_DECODE_PRIOR)
         self._prefill = Fit(_PREFILL_PRIOR)
+        self._knows_decodes = False
 
     @property
     def knows_prompts(self) -> bool:
@@ -69,11 +70,30 @@ class StepCost:
         prompts = [row for row in plan.rows if not is_decode(row)]
         context = sum(row.start + 1 for row in decodes)
         if not prompts:
+            self._knows_decodes = True
             self._decode.measure((1.0, float(len(decodes)), float(context)), seconds)
-            return
-        # What every step takes is in either, so that prompts alone and prompts beside decodes are measured alike.
-        spent = seconds - self._step_s(len(decodes), context) if self._decode.taught else seconds
-        self._prefill.measure(_prompt_features(prompts), max(spent, _LEAST_SHARE * seconds))
+        else:
+            self._measured_both(len(decodes), context, _prompt_features(prompts), seconds)
+
+    def _measured_both(
+        self, num_rows: int, context_tokens: int, prompts: tuple[float, ...], seconds: float
+    ) -> None:
+        """What decodes do not take, prompts do, once it is known what decodes take; a step without any has the fixed part.
+
+        Until then, or where decodes alone would have taken longer, the step is divided as was predicted, so that both come
+        nearer to what they take together: a worker under load may have no step without prompts for a long time.
+        """
+        decodes_s = self._step_s(num_rows, context_tokens)
+        rest_s = seconds - decodes_s
+        if self._knows_decodes and rest_s >= _LEAST_SHARE * seconds:
+            self._prefill.measure(prompts, rest_s)
+        elif not num_rows:
+            self._prefill.measure(prompts, seconds)
+        else:
+            prompts_s = self._prefill.predict(prompts)
+            share = decodes_s / (decodes_s + prompts_s)
+            self._prefill.measure(prompts, (1.0 - share) * seconds)
+            self._decode.measure((1.0, float(num_rows), float(context_tokens)), share * seconds)
 
     def check_integrity(self) -> None:
         """Raises InvariantError when a coefficient is negative or no number."""

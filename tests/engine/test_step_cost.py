@@ -69,6 +69,16 @@ def test_hours_of_decoding_do_not_make_it_forget_what_prompts_cost():
     assert cost.prompts_s(300, 300) == before
 
 
+def test_a_worker_that_never_only_decodes_learns_what_both_take_together():
+    cost = StepCost()
+    decodes = [decode(700)] * 6
+    for i in range(60):
+        step = plan(*decodes, row(128 * (i % 5), 40 + 20 * (i % 4)))
+        cost.measured(step, true_s(step))
+    found = cost.decodes_s(6, 6 * 701) + cost.prompts_s(60, 256)
+    assert found == pytest.approx(true_s(plan(*decodes, row(256, 60))), rel=0.15)
+
+
 def test_a_step_that_fetched_is_no_measure():
     cost = taught()
     before = cost.prompts_s(100, 0)
