@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.load import Load, Outcome, run_load, run_under
-from bench.peer_figures import Measured, peer_figures
+from bench.peer_figures import Measured, over_all_shapes, peer_figures
 from bench.peer_servers import llamacpp, vllm
 from bench.report import Report
 from bench.server import serving
@@ -55,6 +55,7 @@ def main() -> None:
             write_model(SHAPES[shape], Path(directory))
             outcomes = _take_turns(_contenders(shape, directory, arguments), shape, arguments)
         report.figures |= peer_figures(shape, outcomes)
+    report.figures |= over_all_shapes(report.figures)
     if arguments.json:
         report.write(arguments.json)
 

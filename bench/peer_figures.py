@@ -6,6 +6,7 @@ tpot_over_vllm_SHAPE_c1
 ratio_llamacpp_SHAPE_b1        speed of decoding alone, over llama.cpp's
 int8_over_bf16_SHAPE_b1        the same of int8 weights, over our own
 tpot_p99_pd_over_hybrid_SHAPE  while long prompts keep arriving, prefill and decode apart over the hybrid worker
+tpot_p99_pd_over_hybrid        of the shape where that is worst
 """
 
 import statistics
@@ -29,6 +30,13 @@ def peer_figures(shape: str, measured: Mapping[tuple[str, str], list[Outcome]]) 
         if hybrid is not None:
             figures |= _ratios(shape, level, name, hybrid, outcome)
     return figures
+
+
+def over_all_shapes(figures: Mapping[str, float]) -> dict[str, float]:
+    """What is said once for all shapes, of their figures."""
+    prefix = "tpot_p99_pd_over_hybrid"
+    ratios = [value for name, value in figures.items() if name.startswith(f"{prefix}_")]
+    return {prefix: max(ratios)} if ratios else {}
 
 
 def _ratios(shape: str, level: str, name: str, hybrid: Outcome, other: Outcome) -> dict[str, float]:

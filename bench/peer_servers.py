@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-_START_S = 300.0
+_START_S = 600.0
 
 
 @contextmanager

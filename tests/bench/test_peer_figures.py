@@ -1,7 +1,7 @@
 import pytest
 
 from bench.load import Outcome
-from bench.peer_figures import peer_figures
+from bench.peer_figures import over_all_shapes, peer_figures
 
 
 def outcome(tok_s: float = 1.0, tpot_ms: float = 1.0, ttft_ms: float = 1.0) -> Outcome:
@@ -57,3 +57,9 @@ def test_turns_count_by_their_median() -> None:
 def test_without_peers_there_are_no_ratios() -> None:
     figures = peer_figures("tiny", {("hybrid", "c1"): [outcome()]})
     assert not [name for name in figures if "ratio" in name or "over" in name]
+
+
+def test_of_several_shapes_the_worst_is_told() -> None:
+    figures = {"tpot_p99_pd_over_hybrid_a": 0.4, "tpot_p99_pd_over_hybrid_b": 0.9, "ratio_a": 2.0}
+    assert over_all_shapes(figures) == {"tpot_p99_pd_over_hybrid": 0.9}
+    assert over_all_shapes({"ratio_a": 2.0}) == {}
