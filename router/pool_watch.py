@@ -85,8 +85,8 @@ class PoolWatch:
         """From the greeting until the stream ends, or has a gap."""
         frames = aiter(call)
         node = self._greeted(await self._next(frames))
-        self.node = node
         self._pools.join(node, self.address)
+        self.node = node
         _log.info("pool node watched", node=str(node), address=self.address)
         while True:
             frame = await self._next(frames)

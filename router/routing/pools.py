@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.blocks import BlockReport
-from baton.errors import InvariantError
+from baton.errors import IncompatibleError, InvariantError
 from baton.generation import WorkerLoad
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
 from router.routing.index import Heard, PrefixIndex
@@ -50,10 +50,18 @@ class PoolNodes:
         return len(self._nodes)
 
     def join(self, node: WorkerIdentity, address: str) -> None:
-        """A node is watched from now on; what an older start of it at `address` held is void."""
+        """A node is watched from now on; what an older start of it at `address` held is void.
+
+        Raises:
+            IncompatibleError: It is watched at another address already.
+        """
         holder = WorkerIdentity(
             worker_id=WorkerId(f"pool at {address}"), incarnation=node.incarnation
         )
+        known = self._nodes.get(node)
+        if known is not None and known.holder != holder:
+            where = known.holder.worker_id
+            raise IncompatibleError(f"{node} answers at {address} too: it is the {where} already")
         older = [
             name for name, one in self._nodes.items() if one.holder.worker_id == holder.worker_id
         ]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton.blocks import BlockReport, joined
+from baton.errors import IncompatibleError
 from baton.generation import WorkerLoad
 from baton.ids import BlockKey, Incarnation, Role, WorkerId, WorkerIdentity
 from router.routing.index import PrefixIndex
@@ -62,6 +63,15 @@ def test_a_worker_can_fetch_what_the_node_that_it_maps_holds(world):
     world.report(attached(1))
     world.pools.report_blocks(node(1), snapshot(*KEYS[:3]))
     assert world.depth() == 3
+
+
+def test_a_node_at_two_addresses_is_watched_at_the_first(world):
+    world.pools.join(node(1), "host:1")
+    world.report(attached(1))
+    world.pools.report_blocks(node(1), snapshot(*KEYS[:3]))
+    with pytest.raises(IncompatibleError, match="pool at host:1 already"):
+        world.pools.join(node(1), "alias:1")
+    assert (len(world.pools), world.depth()) == (1, 3)
 
 
 def test_a_worker_of_another_host_can_fetch_nothing(world):
