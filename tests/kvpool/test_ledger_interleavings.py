@@ -147,6 +147,7 @@ TestInterleavings.settings = settings(max_examples=150, stateful_step_count=50)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_thousands_of_interleavings():
     run_state_machine_as_test(
         Interleavings, settings=settings(max_examples=3000, stateful_step_count=60)
