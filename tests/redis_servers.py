@@ -31,7 +31,7 @@ KINDS = [
 async def a_redis(kind: str, directory: Path) -> AsyncIterator[str]:
     """The URL of a fresh and empty server."""
     if kind == "fakeredis":
-        with _fake() as url:
+        with fake_redis() as url:
             yield url
         return
     async with real_redis(directory) as server:
@@ -39,7 +39,8 @@ async def a_redis(kind: str, directory: Path) -> AsyncIterator[str]:
 
 
 @contextlib.contextmanager
-def _fake() -> Iterator[str]:
+def fake_redis() -> Iterator[str]:
+    """The URL of a fresh and empty server in a thread."""
     server = TcpFakeServer(("127.0.0.1", 0), server_type="redis")
     serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     serving.start()

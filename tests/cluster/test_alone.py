@@ -1,5 +1,6 @@
 """Processes of a cluster that are started one by one, and find each other by their addresses."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -15,9 +16,13 @@ import pytest
 
 from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig
 from baton.errors import ConfigError
+from baton.redis_link import open_redis
 from cluster.alone import Alone, decide
 from cluster.cli import main
+from kvpool.directory.redis import RedisDirectory
+from kvpool.messages import NodeState
 from tests.e2e.served import eventually
+from tests.redis_servers import fake_redis
 
 SECRET = "5e" * 32
 GOOD = BatonConfig(
@@ -74,6 +79,12 @@ def _free_ports(count: int) -> list[int]:
 
 
 @pytest.fixture
+def redis_url() -> Iterator[str]:
+    with fake_redis() as url:
+        yield url
+
+
+@pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
     yield started
@@ -83,8 +94,10 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
-def test_four_processes_that_were_started_alone_serve_together(tmp_path: Path, processes):
-    prefill, decode, http = _free_ports(3)
+def test_four_processes_that_were_started_alone_serve_together(
+    tmp_path: Path, processes, redis_url: str
+):
+    prefill, decode, http, peers = _free_ports(4)
     pool = f"unix:{tmp_path}/pool/pool-0.sock"
     common = os.environ | {
         "BATON_CLUSTER_SECRET": SECRET,
@@ -92,18 +105,21 @@ def test_four_processes_that_were_started_alone_serve_together(tmp_path: Path, p
         "BATON_POOL_ENABLED": "true",
         "BATON_POOL_ADDRESS": pool,
         "BATON_POOL_MEMORY_BYTES": str(16 << 20),
+        "BATON_POOL_DIRECTORY": "redis",
+        "BATON_POOL_REDIS_URL": redis_url,
         "BATON_CLUSTER_WORKERS": f"127.0.0.1:{prefill},127.0.0.1:{decode}",
         "BATON_ROUTER_PORT": str(http),
         "BATON_ROUTER_LOCAL_PREFILL_TOKENS": "0",
         "OMP_NUM_THREADS": "1",
     }
 
-    def start(role: str, *flags: str) -> None:
-        runtime_dir = {"BATON_CLUSTER_RUNTIME_DIR": str(tmp_path / role)}
+    def start(role: str, *flags: str, **own: str) -> None:
+        own["BATON_CLUSTER_RUNTIME_DIR"] = str(tmp_path / role)
         command = [sys.executable, "-m", "cluster.cli", "run", role, *flags]
-        processes.append(subprocess.Popen(command, env=common | runtime_dir))
+        processes.append(subprocess.Popen(command, env=common | own))
 
-    start("pool")
+    reached = {"BATON_POOL_PEER_ADDRESS": f"127.0.0.1:{peers}"}
+    start("pool", "--name", "pool-x7k2p", BATON_POOL_FAILURE_DOMAIN="host-1", **reached)
     start("prefill", "--listen", f"127.0.0.1:{prefill}")
     start("decode", "--listen", f"127.0.0.1:{decode}")
     start("router", "--host", "127.0.0.1")
@@ -113,10 +129,22 @@ def test_four_processes_that_were_started_alone_serve_together(tmp_path: Path, p
         reply = client.post("/v1/completions", json=body)
         assert reply.status_code == 200, reply.text
         assert 'rung="refused"} 0.0' in client.get("/metrics").text
+        eventually(lambda: bool(asyncio.run(_pool_nodes(redis_url))), "the node has told of itself")
+    (node,) = asyncio.run(_pool_nodes(redis_url))
+    assert (node.node.worker_id, node.failure_domain) == ("pool-x7k2p", "host-1")
+    assert node.address == reached["BATON_POOL_PEER_ADDRESS"], "where nodes of other hosts find it"
     for process in reversed(processes):
         process.send_signal(signal.SIGTERM)
     assert [process.wait(timeout=30) for process in processes] == [0, 0, 0, 0]
     assert list(tmp_path.glob("*/*")) == [], "every socket and lock is gone"
+
+
+async def _pool_nodes(redis_url: str) -> tuple[NodeState, ...]:
+    redis = open_redis(redis_url, 5.0, setting="pool.redis_url", text=False)
+    try:
+        return await RedisDirectory(redis, prefix=GOOD.pool.redis_prefix).nodes()
+    finally:
+        await redis.aclose()
 
 
 def _ready(client: httpx.Client) -> bool:

@@ -23,7 +23,7 @@ from tests.deploy.manifests import (
 )
 
 OURS = [one for one in containers(init=False) if one.spec["image"] == "baton"]
-GIVEN = {"POD_NAME": "decode-0", "POD_IP": "10.0.0.7"}
+GIVEN = {"POD_NAME": "decode-0", "POD_IP": "10.0.0.7", "NODE_NAME": "host-1"}
 SECRETS = {"cluster-secret": "5e" * 32, "api-keys": "one,two"}
 
 
@@ -50,20 +50,23 @@ def environment(container: Container) -> dict[str, str]:
         elif "fieldRef" in source:
             made[variable["name"]] = GIVEN[variable["name"]]
         else:
-            made[variable["name"]] = variable["value"]
+            made[variable["name"]] = _put_in(variable["value"], made)
     return made
+
+
+def _put_in(text: str, variables: dict[str, str]) -> str:
+    """`text` with references to variables that came before it."""
+    for name, value in variables.items():
+        text = text.replace(f"$({name})", value)
+    assert "$(" not in text, text
+    return text
 
 
 def command(container: Container, config_file: Path) -> list[str]:
     """Its arguments, with references to variables put in."""
     env = environment(container)
-    arguments = []
-    for argument in container.spec["args"]:
-        for name, value in env.items():
-            argument = argument.replace(f"$({name})", value)
-        assert "$(" not in argument, argument
-        arguments.append(argument.replace("/etc/baton/cluster.yaml", str(config_file)))
-    return arguments
+    arguments = [_put_in(argument, env) for argument in container.spec["args"]]
+    return [one.replace("/etc/baton/cluster.yaml", str(config_file)) for one in arguments]
 
 
 @each(OURS)
@@ -226,6 +229,30 @@ def test_workers_find_the_nodes_socket_where_the_node_makes_it(config_file):
     assert len(set(hosts.values())) == 1
     pool = next(one for one in OURS if one.label == "pool/pool")
     assert environment(pool)["BATON_CLUSTER_RUNTIME_DIR"] == folder
+
+
+def test_nodes_of_the_pool_have_names_and_addresses_of_their_own(config_file):
+    pool = next(one for one in OURS if one.label == "pool/pool")
+    (port,) = (one["containerPort"] for one in pool.spec["ports"] if one["name"] == "peers")
+    assert environment(pool)["BATON_POOL_PEER_ADDRESS"] == f"{GIVEN['POD_IP']}:{port}"
+    arguments = command(pool, config_file)
+    assert arguments[arguments.index("--name") + 1] == GIVEN["POD_NAME"]
+
+
+def test_nodes_of_the_pool_reach_each_other_and_their_directory(config_file):
+    directory = load(config_file, environment=[], flags=[]).pool
+    assert (directory.directory, directory.redis_url) == ("redis", "redis://redis.baton.svc:6379")
+    admitted = {
+        policy["metadata"]["name"]: [
+            source["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+            for rule in policy["spec"].get("ingress", ())
+            for source in rule.get("from", ())
+            if "podSelector" in source
+        ]
+        for policy in of_kind("NetworkPolicy")
+    }
+    assert admitted["pool-to-pool"] == ["pool"]
+    assert admitted["routers-and-pool-to-redis"] == ["router", "pool"]
 
 
 def test_a_nodes_memory_holds_its_slab(config_file):
