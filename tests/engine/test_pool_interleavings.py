@@ -33,7 +33,7 @@ class PoolInterleavings(Interleavings):
         for world in (self.source, self.target):
             world.outlet.eager = eager
         self.local, self.moving = {}, {}
-        self.started, self.cut = set(), set()
+        self.unasked, self.started, self.cut = set(), set(), set()
 
     @rule()
     def copy_what_was_offered(self):

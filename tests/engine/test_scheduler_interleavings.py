@@ -74,6 +74,7 @@ class Interleavings(RuleBasedStateMachine):
         )
         self.local: dict[SeqId, Prompt] = {}
         self.moving: dict[SeqId, Prompt] = {}
+        self.unasked: set[SeqId] = set()
         self.started: set[SeqId] = set()
         self.cut: set[SeqId] = set()
 
@@ -101,8 +102,18 @@ class Interleavings(RuleBasedStateMachine):
     def prefill_for_target(self, asked: Prompt):
         seq_id = self._new_id()
         self.moving[seq_id] = asked
+        self.unasked.add(seq_id)
         self.source.tell(Prefill(seq_id=seq_id, prompt=asked))
-        self.target.tell(Reserve(seq_id=seq_id, prompt=asked))
+
+    def _ask(self):
+        """Pages are asked for once a prompt was begun, so that nobody's are kept for one who waits for those of another."""
+        begun = {SeqId(row.seq.seq_id) for plan in self.source.plans for row in plan.rows}
+        for seq_id in sorted(self.unasked & begun):
+            self._reserve(seq_id)
+
+    def _reserve(self, seq_id: SeqId):
+        self.unasked.remove(seq_id)
+        self.target.tell(Reserve(seq_id=seq_id, prompt=self.moving[seq_id]))
 
     @rule(asked=ASKED)
     def generate_on_source(self, asked: Prompt):
@@ -113,6 +124,7 @@ class Interleavings(RuleBasedStateMachine):
     def step_source(self, count: int):
         for _ in range(count):
             self.source.step()
+            self._ask()
 
     @rule(count=st.integers(1, 6))
     def step_target(self, count: int):
@@ -153,6 +165,8 @@ class Interleavings(RuleBasedStateMachine):
 
     def _tell_both(self, command: Abort):
         self.cut.add(command.seq_id)
+        if command.seq_id in self.unasked:
+            self._reserve(command.seq_id)
         self._tell(command)
 
     def _tell(self, command: Command):
@@ -195,6 +209,7 @@ class Interleavings(RuleBasedStateMachine):
     def _finish_all(self):
         for _ in range(len(self.moving) + 2):
             self.source.run()
+            self._ask()
             self.target.run()
             for seq_id in filter(self._is_ready, tuple(self.moving)):
                 self._commit(seq_id)
