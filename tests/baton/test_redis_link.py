@@ -39,7 +39,7 @@ async def test_a_task_that_is_cancelled_just_when_its_question_was_sent_is_cance
 async def test_a_task_that_tidies_up_after_it_was_cancelled_still_gets_its_replies() -> None:
     with fake_redis() as url:
         async with open_redis(url, 5.0) as redis:
-            begun, said = asyncio.Event(), list[int]()
+            begun, said = asyncio.Event(), list[object]()
 
             async def tidy() -> None:
                 try:
