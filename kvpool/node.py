@@ -125,7 +125,8 @@ class PoolNode:
             store.ledger,
             Registrar(self._directory, store.ledger, lease_s=self._config.node_lease_s),
             QuotaShares(self.identity, self.tenants, slot_bytes),
-            self._clock,
+            lease_s=self._config.node_lease_s,
+            clock=self._clock,
         )
         self._member.share_quotas()
         self._peering = None if self._meet is None else self._meet(store)
@@ -242,7 +243,7 @@ class PoolNode:
             await self._member.publish(self.state())
 
     async def renew_lease(self) -> None:
-        """Says to the directory that this node lives; three times per lease."""
+        """Says to the directory that this node lives, where that is due; several times per second."""
         if self._store is not None and self._member is not None:
             await self._member.renew(self.state())
             self._store.carry_out()

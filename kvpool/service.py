@@ -29,8 +29,6 @@ from kvpool.watchers import Watchers
 
 TICK_S = 0.1
 _STOP_GRACE_S = 0.5
-_RENEWALS_PER_LEASE = 3
-_RETRY_S = 1.0
 
 
 async def run(
@@ -104,7 +102,7 @@ async def _serve(
     pool = config.pool
     watchers = Watchers(node.identity)
     metrics = NodeMetrics(registry := CollectorRegistry())
-    beats = [_sweep(node, watchers, metrics), _register(node, pool)]
+    beats = [_sweep(node, watchers, metrics), _register(node)]
     if allowances is not None:
         keeper = QuotaKeeper(allowances, node.allow, pause_s=config.tenants.reload_s)
         await keeper.look()  # before anybody can put
@@ -149,17 +147,10 @@ async def _sweep(node: PoolNode, watchers: Watchers, metrics: NodeMetrics) -> No
         await asyncio.sleep(TICK_S)
 
 
-async def _register(node: PoolNode, pool: PoolConfig) -> None:
-    """Keeps the directory true of the node. One that is away is asked once per `_RETRY_S`, not with every change."""
-    renewed_s = float("-inf")
-    clock = MonotonicClock()
+async def _register(node: PoolNode) -> None:
+    """Keeps the directory true of the node."""
     while True:
-        every_s = pool.node_lease_s / _RENEWALS_PER_LEASE
-        if not node.directory_reachable:
-            every_s = min(every_s, _RETRY_S)
-        if clock.now_s() - renewed_s >= every_s:
-            renewed_s = clock.now_s()
-            await node.renew_lease()
+        await node.renew_lease()
         await node.publish()
         await asyncio.sleep(TICK_S)
 
