@@ -237,16 +237,12 @@ class PoolNode:
         """Which blocks came to be held and which were given up since the last call; None for none."""
         return None if self._store is None else self._store.ledger.take_changes()
 
-    async def publish(self) -> None:
-        """Tells the directory what has changed."""
-        if self._member is not None:
-            await self._member.publish(self.state())
-
-    async def renew_lease(self) -> None:
-        """Says to the directory that this node lives, where that is due; several times per second."""
+    async def register(self) -> None:
+        """Keeps the directory true of this node: its lease, where that is due, and what has changed. Several times per second."""
         if self._store is not None and self._member is not None:
             await self._member.renew(self.state())
             self._store.carry_out()
+            await self._member.publish(self.state())
 
     def state(self) -> NodeState:
         """As the directory is told."""

@@ -1,7 +1,7 @@
 """The pool node's process: what it is made of, and what happens in it whether or not anybody asks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -102,11 +102,14 @@ async def _serve(
     pool = config.pool
     watchers = Watchers(node.identity)
     metrics = NodeMetrics(registry := CollectorRegistry())
-    beats = [_sweep(node, watchers, metrics), _register(node)]
+    beats: list[Callable[[], Awaitable[None]]] = [
+        partial(_sweep, node, watchers, metrics),
+        partial(_register, node),
+    ]
     if allowances is not None:
         keeper = QuotaKeeper(allowances, node.allow, pause_s=config.tenants.reload_s)
         await keeper.look()  # before anybody can put
-        beats.append(keeper.run())
+        beats.append(keeper.run)
     server = new_server()
     pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node, watchers), server)
     wellness = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
@@ -115,7 +118,7 @@ async def _serve(
     scraped = ScrapeServer(pool.metrics_address, registry) if pool.metrics_address else None
     await wellness.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
-    beating = [asyncio.ensure_future(beat) for beat in beats]
+    beating = [asyncio.ensure_future(beat()) for beat in beats]
     stopped = asyncio.ensure_future(stop.wait())
     ready()
     await asyncio.wait({*beating, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,8 +153,7 @@ async def _sweep(node: PoolNode, watchers: Watchers, metrics: NodeMetrics) -> No
 async def _register(node: PoolNode) -> None:
     """Keeps the directory true of the node."""
     while True:
-        await node.renew_lease()
-        await node.publish()
+        await node.register()
         await asyncio.sleep(TICK_S)
 
 

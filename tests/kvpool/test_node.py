@@ -27,7 +27,7 @@ async def test_what_is_looked_at_with_every_tick_does_not_ask_after_each_tenant(
     assert [owner.tenant for owner in node.owners()] == ["anna"]
     monkeypatch.delattr(type(node.tenants), "complete")
     node.sweep()
-    await node.publish()
+    await node.register()
     assert node.usage().slots_free == 4
     assert not node.state().sick
     await node.close()
@@ -44,9 +44,9 @@ async def test_the_directory_knows_a_node_as_soon_as_its_first_worker_came(tmp_p
         directory=directory,
         clock=clock,
     )
-    await node.renew_lease()
+    await node.register()
     assert await directory.nodes() == ()
     node.attach(identity("decode-0"), LAYOUT)
-    await node.renew_lease()
+    await node.register()
     assert [state.node for state in await directory.nodes()] == [node.identity]
     await node.close()
