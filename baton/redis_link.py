@@ -4,6 +4,7 @@ Redis is asked on the way of requests, so it is asked not for long, and again on
 it was restarted: whoever asks has an answer of its own for when there is none. Needs the `redis` extra.
 """
 
+import asyncio
 import importlib
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,7 +63,24 @@ async def asked(reply: Awaitable[_Reply]) -> _Reply:
         UnavailableError: There is none: Redis is away, slow, or refuses.
     """
     faults = importlib.import_module("redis.exceptions")
+    cancelled = _times_cancelled()
     try:
-        return await reply
+        answer = await reply
     except (faults.RedisError, OSError, TimeoutError) as error:
+        _check_cancelled(cancelled)
         raise UnavailableError(f"Redis gave no answer: {type(error).__name__}") from error
+    _check_cancelled(cancelled)
+    return answer
+
+
+def _times_cancelled() -> int:
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def _check_cancelled(before: int) -> None:
+    """Ends a task that was cancelled while it waited. redis-py sends by `asyncio.wait_for`, which before Python 3.12 loses a
+    cancellation that comes just when the question is sent: a loop that asks again and again would never end.
+    """
+    if _times_cancelled() > before:
+        raise asyncio.CancelledError
