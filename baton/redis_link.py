@@ -57,30 +57,21 @@ def open_redis(
 
 
 async def asked(reply: Awaitable[_Reply]) -> _Reply:
-    """The reply.
+    """The reply; for a task. A task that is cancelled meanwhile is, whatever has come of the question.
 
     Raises:
         UnavailableError: There is none: Redis is away, slow, or refuses.
     """
     faults = importlib.import_module("redis.exceptions")
-    cancelled = _times_cancelled()
-    try:
-        answer = await reply
-    except (faults.RedisError, OSError, TimeoutError) as error:
-        _check_cancelled(cancelled)
-        raise UnavailableError(f"Redis gave no answer: {type(error).__name__}") from error
-    _check_cancelled(cancelled)
-    return answer
-
-
-def _times_cancelled() -> int:
     task = asyncio.current_task()
-    return 0 if task is None else task.cancelling()
-
-
-def _check_cancelled(before: int) -> None:
-    """Ends a task that was cancelled while it waited. redis-py sends by `asyncio.wait_for`, which before Python 3.12 loses a
-    cancellation that comes just when the question is sent: a loop that asks again and again would never end.
-    """
-    if _times_cancelled() > before:
-        raise asyncio.CancelledError
+    assert task is not None
+    cancelled = task.cancelling()
+    try:
+        return await reply
+    except (faults.RedisError, OSError, TimeoutError) as error:
+        raise UnavailableError(f"Redis gave no answer: {type(error).__name__}") from error
+    finally:
+        # redis-py sends under `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes as the bytes have just
+        # been sent: whoever asks again and again would never end.
+        if task.cancelling() > cancelled:
+            raise asyncio.CancelledError

@@ -1,59 +1,64 @@
+"""Questions to Redis, and what becomes of whoever asks them."""
+
 import asyncio
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import pytest
 
+from baton.errors import UnavailableError
 from baton.redis_link import asked, open_redis
-from tests.redis_servers import a_redis
+from tests.redis_servers import fake_redis
 
-TURNS = 40
-"""Of the event loop, within which a question is on its way: it is cancelled after each number of them."""
-
-
-async def _ask_for_ever(redis) -> None:
-    while True:
-        await asked(redis.get("key"))
+Sent = asyncio.Future[None]
 
 
-async def _ended(task: "asyncio.Task[None]") -> bool:
-    done, _ = await asyncio.wait({task}, timeout=5.0)
-    while not task.done():
-        task.cancel()
-        await asyncio.sleep(0)
-    return bool(done)
+async def answered(sent: Sent) -> str:
+    """A question as redis-py asks it."""
+    await asyncio.wait_for(sent, timeout=5.0)
+    return "reply"
 
 
-async def test_whoever_is_cancelled_while_redis_is_asked_ends_wherever_the_question_is(
-    tmp_path: Path,
+async def unanswered(sent: Sent) -> str:
+    await asyncio.wait_for(sent, timeout=5.0)
+    raise ConnectionResetError
+
+
+@pytest.mark.parametrize("question", [answered, unanswered])
+async def test_a_task_that_is_cancelled_just_when_its_question_was_sent_is_cancelled(
+    question: Callable[[Sent], Awaitable[str]],
 ) -> None:
-    async with a_redis("fakeredis", tmp_path) as url:
-        redis = open_redis(url, timeout_s=5.0)
-        await redis.ping()
-        for turns in range(TURNS):
-            task = asyncio.create_task(_ask_for_ever(redis))
-            for _ in range(turns):
-                await asyncio.sleep(0)
+    sent: Sent = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(asked(question(sent)))
+    await asyncio.sleep(0)
+    sent.set_result(None)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+
+
+async def test_a_task_that_tidies_up_after_it_was_cancelled_still_gets_its_replies() -> None:
+    with fake_redis() as url:
+        async with open_redis(url, 5.0) as redis:
+            begun, said = asyncio.Event(), list[object]()
+
+            async def tidy() -> None:
+                try:
+                    begun.set()
+                    await asyncio.Event().wait()
+                finally:
+                    said.append(await asked(redis.set("left", "yes")))
+
+            task = asyncio.create_task(tidy())
+            await begun.wait()
             task.cancel()
-            assert await _ended(task), f"went on after it was cancelled in turn {turns}"
-        await redis.aclose()
+            await asyncio.wait({task})
+            assert said == [True]
+            assert task.cancelled()
 
 
-async def test_who_was_cancelled_before_may_ask_while_it_tidies_up(tmp_path: Path) -> None:
-    said: list[str] = []
-
-    async def tidy_up(redis) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            said.append(await asked(redis.get("key")))
-
-    async with a_redis("fakeredis", tmp_path) as url:
-        redis = open_redis(url, timeout_s=5.0)
-        await redis.set("key", "value")
-        task = asyncio.create_task(tidy_up(redis))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await redis.aclose()
-    assert said == ["value"]
+async def test_a_redis_that_is_away_is_a_fault_of_its_own_kind() -> None:
+    with fake_redis() as url:
+        pass
+    async with open_redis(url, 5.0) as redis:
+        with pytest.raises(UnavailableError, match="ConnectionError"):
+            await asked(redis.ping())
