@@ -21,6 +21,7 @@ from engine.models.checkpoint import read_checkpoint
 from engine.models.config import (
     ModelSpec,
     choose_dtype,
+    is_widened,
     kv_layout,
     load_spec,
     pinned,
@@ -96,7 +97,8 @@ def build_engine(
     if config.deterministic:
         check_deterministic(device)
     spec = pinned(quantised(spec, model.quantization), deterministic=config.deterministic)
-    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
+    widened = is_widened(spec, model.dtype, dtype)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device, widened=widened)
     layout = kv_layout(spec, kv_dtype, config.block_size or _block_tokens(device))
     affordable = _affordable(config, path, dtype, device, gpu_sharers)
     limits = _limits(model, config, spec, layout, affordable)
