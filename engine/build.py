@@ -129,7 +129,9 @@ def build_engine(
     )
     graphs = _graphs(decoder, arena, limits, config)
     host = ThreadEngineHost(
-        scheduler, ModelRunner(decoder, arena, sink, graphs, one_by_one=config.deterministic)
+        scheduler,
+        ModelRunner(decoder, arena, sink, graphs, one_by_one=config.deterministic),
+        ahead=device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
     )
     return BuiltEngine(host=host, layout=layout, limits=limits, page_kernels=page_kernels(arena))
 
