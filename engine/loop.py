@@ -8,18 +8,18 @@ With `ahead`, the next step is planned and launched before the outcome of the la
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from baton.clock import Clock
-from baton.generation import WorkerLoad
 from engine.messages import Command, SeqEvent, StepEvents
 from engine.ports import BlockOutlet, KvSource
 from engine.row_by_row import execute_row_by_row
 from engine.scheduling.plan import Launched, StepPlan, StepResult, StepRunner
 from engine.scheduling.scheduler import Scheduler
+from engine.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +68,11 @@ class EngineLoop:
         self._inbox: SimpleQueue[Command | None] = SimpleQueue()
         self._runs_ahead = ahead
         self._next: _Begun | None = None
-        self._over_s = float("-inf")
+        self._times = StepTimes()
         self._busy_since_s: float | None = None
         self._failure: BaseException | None = None
         self._is_closing = False
         self._outlet: BlockOutlet | None = None
-        self._decode_s = 0.0
-        self._decode_sequences = 0
-        self._decode_context_tokens = 0
 
     def connect_pool(self, source: KvSource, outlet: BlockOutlet) -> None:
         """Blocks are fetched from `source` and offered to `outlet` from now on. Before `run`."""
@@ -175,8 +172,9 @@ class EngineLoop:
                 self._scheduler.withdraw(plan)  # what ended meanwhile is not to be computed again
                 return
             result = execute_row_by_row(self._runner, plan)
-        seconds = self._note_end(begun)
-        self._took(plan, result, seconds)
+        self._busy_since_s = now_s = self._clock.now_s()
+        seconds = self._times.ended(plan, begun_s=begun.begun_s, now_s=now_s)
+        self._scheduler.measured(plan, result, seconds)
         events = self._fail_rows(plan, result) + self._scheduler.apply(plan, result)
         self._tell(plan.step, events, always=bool(plan.follows))
         self._publish()
@@ -191,13 +189,6 @@ class EngineLoop:
         except Exception as error:  # noqa: BLE001 - its rows are computed anew
             logger.warning("step %d failed too: %s", following.plan.step, error)
         self._scheduler.withdraw(following.plan)
-
-    def _note_end(self, begun: _Begun) -> float:
-        """How long the step took that is over now: a runner begins one only when it is through with the one before."""
-        now_s = self._clock.now_s()
-        seconds = now_s - max(begun.begun_s, self._over_s)
-        self._busy_since_s = self._over_s = now_s
-        return seconds
 
     def _drain(self) -> list[SeqEvent]:
         events: list[SeqEvent] = []
@@ -219,28 +210,12 @@ class EngineLoop:
         """With `always`, also where there is nothing to tell but the load: a step of which nobody is left lets go of pages."""
         blocks = self._scheduler.take_block_changes()
         if events or blocks is not None or always:
-            load = self._load()
+            load = self._times.put_into(self._scheduler.load())
             self._emit(StepEvents(step=step, events=tuple(events), load=load, blocks=blocks))
 
     def _publish(self) -> None:
         if self._outlet is not None and (pages := self._scheduler.take_published()):
             self._outlet.offer(pages)
-
-    def _took(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Remembers how long a step took that did nothing but decode: routers predict from it."""
-        self._scheduler.measured(plan, result, seconds)
-        if all(row.num_tokens == 1 for row in plan.rows):
-            self._decode_s = seconds
-            self._decode_sequences = len(plan.rows)
-            self._decode_context_tokens = sum(row.start + 1 for row in plan.rows)
-
-    def _load(self) -> WorkerLoad:
-        return replace(
-            self._scheduler.load(),
-            step_s=self._decode_s,
-            step_sequences=self._decode_sequences,
-            step_context_tokens=self._decode_context_tokens,
-        )
 
     def _fail_rows(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
         """Only once all rows are computed: failing one sample takes the pages of its siblings."""

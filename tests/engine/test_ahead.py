@@ -37,6 +37,7 @@ from tests.engine.scheduling_world import World, hand_over, limits, prompt
 EOS = (3, 5)
 A, B, C = SeqId("a"), SeqId("b"), SeqId("c")
 MOST_TURNS = 2000
+NOTED = ("launch", "collect")
 
 
 class Watched(FakeRunner):
@@ -157,9 +158,6 @@ def test_scores_that_count_tokens_wait_for_them(penalty):
     assert world.watched.noted == [f"{what} {n}" for n in (1, 2, 3, 4) for what in NOTED]
 
 
-NOTED = ("launch", "collect")
-
-
 def test_what_only_counts_how_many_tokens_there_are_waits_for_nothing():
     world = Looped(limits())
     world.tell(generate(A, 6, min_tokens=3, logit_bias={3: 1.0}, logprobs=1))
@@ -194,10 +192,11 @@ def test_a_prompt_that_is_computed_is_not_looked_past():
 def test_who_waits_for_somebody_to_end_is_let_in_as_early_as_ever():
     steps = []
     for ahead in (False, True):
-        world = Looped(limits(max_num_seqs=1), ahead=ahead)
-        world.tell(generate(A, 4, max_tokens=4), generate(B, 5, max_tokens=2))
+        world = Looped(limits(max_num_seqs=2), ahead=ahead)
+        world.tell(generate(A, 4, max_tokens=4), generate(B, 7, max_tokens=30))
+        world.tell(generate(C, 5, max_tokens=2))
         world.run()
-        steps.append(next(p.step for p in world.plans if p.rows[0].seq.seq_id == B))
+        steps.append(next(p.step for p in world.plans if p.rows[-1].seq.seq_id == C))
     assert steps == [5, 5]
 
 
@@ -207,11 +206,6 @@ def test_who_waits_while_nobody_ends_keeps_nobody_from_looking_ahead():
     for _ in range(3):
         world.turn()
     assert world.watched.noted[-2:] == ["launch 4", "collect 3"]
-
-
-def ending(world: World) -> int:
-    """How many tokens the prompt of 6 yields before the last one, which ends it."""
-    return len(world.undisturbed(prompt(6, max_tokens=100))) - 1
 
 
 def ended_in_the_middle() -> Looped:
