@@ -86,6 +86,10 @@ def following(plan: StepPlan) -> StepPlan:
     return StepPlan(step=plan.step + 1, rows=rows, follows=tuple(range(len(rows))))
 
 
+def _launch(runner: ModelRunner, plan: StepPlan, launched: list[Launched]) -> None:
+    launched.append(runner.launch(plan))
+
+
 @pytest.mark.parametrize(
     "params",
     [GREEDY, DRAWN, replace(DRAWN, top_k=5, logprobs=3, min_tokens=3)],
@@ -97,7 +101,7 @@ def test_steps_launched_one_after_the_other_wait_only_for_their_tokens(
     runner, plans = steps_of(checkpoint, params, torch.bfloat16)
     launched: list[Launched] = []
     for plan in (plans[2], following(plans[2])):
-        assert watched(lambda plan=plan: launched.append(runner.launch(plan))) == 0
+        assert watched(partial(_launch, runner, plan, launched)) == 0
     assert [watched(collect) for collect in launched] == [1, 1]
 
 
