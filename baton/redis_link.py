@@ -4,6 +4,7 @@ Redis is asked on the way of requests, so it is asked not for long, and again on
 it was restarted: whoever asks has an answer of its own for when there is none. Needs the `redis` extra.
 """
 
+import asyncio
 import importlib
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,13 +57,21 @@ def open_redis(
 
 
 async def asked(reply: Awaitable[_Reply]) -> _Reply:
-    """The reply.
+    """The reply; for a task. A task that is cancelled meanwhile is, whatever has come of the question.
 
     Raises:
         UnavailableError: There is none: Redis is away, slow, or refuses.
     """
     faults = importlib.import_module("redis.exceptions")
+    task = asyncio.current_task()
+    assert task is not None
+    cancelled = task.cancelling()
     try:
         return await reply
     except (faults.RedisError, OSError, TimeoutError) as error:
         raise UnavailableError(f"Redis gave no answer: {type(error).__name__}") from error
+    finally:
+        # redis-py sends under `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes as the bytes have just
+        # been sent: whoever asks again and again would never end.
+        if task.cancelling() > cancelled:
+            raise asyncio.CancelledError

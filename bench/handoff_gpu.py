@@ -23,8 +23,9 @@ from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
 from bench.report import Report
 from kv_transfer.backends import BACKENDS, open_receivers, open_senders
-from kv_transfer.cuda import Cuda, PageMover, Rows, devices
+from kv_transfer.cuda import Cuda, Rows, devices
 from kv_transfer.memory import ArenaSpan
+from kv_transfer.page_mover import PageMover
 from kv_transfer.ports import KvWriter, Push, RegionHandle
 
 PAGE_BYTES = {"16k": 16 << 10, "64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20, "8m": 8 << 20}

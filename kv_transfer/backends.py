@@ -19,7 +19,7 @@ from kv_transfer.ports import KvReceiver, KvSender
 from kv_transfer.regions import SharedRegion
 
 if TYPE_CHECKING:
-    from kv_transfer.cuda import PageMover
+    from kv_transfer.page_mover import PageMover
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from kv_transfer.cuda import IPC_HANDLE_BYTES, CudaDriver, DriverMover, PageMover, PageRows
+from kv_transfer.cuda import IPC_HANDLE_BYTES, CudaDriver
 from kv_transfer.gate import Gate
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.invitation import Invitation, enter, has_ended, read_sealed, seal
 from kv_transfer.memory import ArenaSpan
+from kv_transfer.page_mover import DriverMover, PageMover, PageRows
 from kv_transfer.plan import check_pages
 from kv_transfer.ports import Push, RegionHandle
 

@@ -93,6 +93,7 @@ class PeerSession:
         key = here.office.session_key(here.identity, peer, number, here.layout.digest())
         self._seal = SessionSeal(key, prefills=True)
         self._outgoing: asyncio.Queue[pb.TransferRequest] = asyncio.Queue()
+        self._letting_go = False
         self._task = asyncio.create_task(self._run(), name=f"transfer-session {peer}")
 
     def send(self, message: ToDecode) -> None:
@@ -106,7 +107,8 @@ class PeerSession:
 
     async def close(self) -> None:
         """Ends the session and waits until no push is on its way; `on_lost` has been called afterwards."""
-        self._task.cancel()
+        if not self._letting_go:
+            self._task.cancel()
         await asyncio.wait([self._task])
 
     async def _run(self) -> None:
@@ -121,6 +123,7 @@ class PeerSession:
         except TimeoutError:
             error = WorkerLostError(f"{self._peer} did not answer at {self._address}")
         finally:
+            self._letting_go = True
             if self._lease is not None:
                 self._lease.end()
             # The peer may be alive and reuse our target pages once it knows that we have let go of its region. Pushes

@@ -8,6 +8,10 @@ from kvpool.messages import NodeState, Selection
 from kvpool.quota_shares import QuotaShares
 from kvpool.registrar import Registrar
 
+_RENEWALS_PER_LEASE = 3
+_RETRY_S = 1.0
+"""How often a directory that is away is asked: not with every change."""
+
 
 class Membership:
     """For one event loop. Every method returns, whether or not the directory answers.
@@ -16,16 +20,25 @@ class Membership:
         ledger: Of the node; who calls `renew` or `share_quotas` carries out what it wants done after that.
         registrar: Speaks with the directory.
         shares: Divides quotas.
-        clock: Tenants' activity goes by it.
+        lease_s: For how long a renewal holds.
+        clock: Renewals and tenants' activity go by it.
     """
 
     def __init__(
-        self, ledger: NodeLedger, registrar: Registrar, shares: QuotaShares, clock: Clock
+        self,
+        ledger: NodeLedger,
+        registrar: Registrar,
+        shares: QuotaShares,
+        *,
+        lease_s: float,
+        clock: Clock,
     ) -> None:
         self._ledger = ledger
         self._registrar = registrar
         self._shares = shares
+        self._every_s = lease_s / _RENEWALS_PER_LEASE
         self._clock = clock
+        self._renewed_s = float("-inf")
 
     @property
     def reachable(self) -> bool:
@@ -33,8 +46,15 @@ class Membership:
         return self._registrar.reachable
 
     async def renew(self, state: NodeState) -> None:
-        """Says that the node lives, and hears what tenants have on the others; three times per lease."""
-        parts = self._shares.parts(self._ledger.owners(), self._clock.now_s())
+        """Says that the node lives, and hears what tenants have on the others; as often as it is called, but no more than is due:
+        at once when the node is new, then three times per lease.
+        """
+        now_s = self._clock.now_s()
+        every_s = self._every_s if self.reachable else min(self._every_s, _RETRY_S)
+        if now_s - self._renewed_s < every_s:
+            return
+        self._renewed_s = now_s
+        parts = self._shares.parts(self._ledger.owners(), now_s)
         states = await self._registrar.renew(replace(state, parts=parts))
         if states is not None:
             self._shares.learn(states)

@@ -125,7 +125,8 @@ class PoolNode:
             store.ledger,
             Registrar(self._directory, store.ledger, lease_s=self._config.node_lease_s),
             QuotaShares(self.identity, self.tenants, slot_bytes),
-            self._clock,
+            lease_s=self._config.node_lease_s,
+            clock=self._clock,
         )
         self._member.share_quotas()
         self._peering = None if self._meet is None else self._meet(store)
@@ -236,16 +237,12 @@ class PoolNode:
         """Which blocks came to be held and which were given up since the last call; None for none."""
         return None if self._store is None else self._store.ledger.take_changes()
 
-    async def publish(self) -> None:
-        """Tells the directory what has changed."""
-        if self._member is not None:
-            await self._member.publish(self.state())
-
-    async def renew_lease(self) -> None:
-        """Says to the directory that this node lives; three times per lease."""
+    async def register(self) -> None:
+        """Keeps the directory true of this node: its lease, where that is due, and what has changed. Several times per second."""
         if self._store is not None and self._member is not None:
             await self._member.renew(self.state())
             self._store.carry_out()
+            await self._member.publish(self.state())
 
     def state(self) -> NodeState:
         """As the directory is told."""

@@ -97,8 +97,12 @@ def choose_target(
 
 def has_room(state: NodeState, need_bytes: int) -> bool:
     """Whether a node takes new blocks, and these would not fill it."""
-    spare = state.free_bytes - need_bytes
-    return not state.sick and spare >= _FREE_SHARE * state.capacity_bytes
+    return not state.sick and leaves_room(state.free_bytes, state.capacity_bytes, need_bytes)
+
+
+def leaves_room(free: int, capacity: int, need: int) -> bool:
+    """Whether a node is not full once it took a copy; all three in bytes, or in slots."""
+    return free - need >= _FREE_SHARE * capacity
 
 
 def _speed(source: Source, rate: Rate) -> float:

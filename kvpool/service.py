@@ -1,7 +1,7 @@
 """The pool node's process: what it is made of, and what happens in it whether or not anybody asks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,6 @@ from kvpool.watchers import Watchers
 
 TICK_S = 0.1
 _STOP_GRACE_S = 0.5
-_RENEWALS_PER_LEASE = 3
-_RETRY_S = 1.0
 
 
 async def run(
@@ -104,11 +102,14 @@ async def _serve(
     pool = config.pool
     watchers = Watchers(node.identity)
     metrics = NodeMetrics(registry := CollectorRegistry())
-    beats = [_sweep(node, watchers, metrics), _register(node, pool)]
+    beats: list[Callable[[], Awaitable[None]]] = [
+        partial(_sweep, node, watchers, metrics),
+        partial(_register, node),
+    ]
     if allowances is not None:
         keeper = QuotaKeeper(allowances, node.allow, pause_s=config.tenants.reload_s)
         await keeper.look()  # before anybody can put
-        beats.append(keeper.run())
+        beats.append(keeper.run)
     server = new_server()
     pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node, watchers), server)
     wellness = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
@@ -117,7 +118,7 @@ async def _serve(
     scraped = ScrapeServer(pool.metrics_address, registry) if pool.metrics_address else None
     await wellness.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
-    beating = [asyncio.ensure_future(beat) for beat in beats]
+    beating = [asyncio.ensure_future(beat()) for beat in beats]
     stopped = asyncio.ensure_future(stop.wait())
     ready()
     await asyncio.wait({*beating, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -149,18 +150,10 @@ async def _sweep(node: PoolNode, watchers: Watchers, metrics: NodeMetrics) -> No
         await asyncio.sleep(TICK_S)
 
 
-async def _register(node: PoolNode, pool: PoolConfig) -> None:
-    """Keeps the directory true of the node. One that is away is asked once per `_RETRY_S`, not with every change."""
-    renewed_s = float("-inf")
-    clock = MonotonicClock()
+async def _register(node: PoolNode) -> None:
+    """Keeps the directory true of the node."""
     while True:
-        every_s = pool.node_lease_s / _RENEWALS_PER_LEASE
-        if not node.directory_reachable:
-            every_s = min(every_s, _RETRY_S)
-        if clock.now_s() - renewed_s >= every_s:
-            renewed_s = clock.now_s()
-            await node.renew_lease()
-        await node.publish()
+        await node.register()
         await asyncio.sleep(TICK_S)
 
 

@@ -15,11 +15,11 @@ from kvpool.fetcher import Fetcher
 from kvpool.messages import BlockLease
 from kvpool.outbound import Outbound
 from kvpool.peer_convert import coming_to_proto
+from kvpool.placement import leaves_room
 from kvpool.store import NodeStore
 
 _MAX_WAIT_S = 1.0
 _HOLD_S = 10.0
-_ROOM_SHARE = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -136,9 +136,8 @@ class Supplier:
         held = ledger.held(keys)
         if held == len(keys):
             return
-        spare = usage.slots_free - (len(keys) - held)
-        full = spare < _ROOM_SHARE * usage.slots_total
-        if full or ledger.refuses is not None:
+        room = leaves_room(usage.slots_free, usage.slots_total, len(keys) - held)
+        if not room or ledger.refuses is not None:
             raise OverloadedError("the node takes no copies now", retry_after_s=1.0)
         if self._fetcher.start(keys, held, soon_s=0.0) is None:
             raise OverloadedError("the node fetches too much already", retry_after_s=1.0)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 
 class PageMove(Protocol):
-    """What `PageKernel` is told: the same part of scattered pages (`kv_transfer.cuda.PageRows`)."""
+    """What `PageKernel` is told: the same part of scattered pages (`kv_transfer.page_mover.PageRows`)."""
 
     @property
     def source(self) -> int:
@@ -121,7 +121,7 @@ def unpack_pages(packed: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor
 
 
 class PageKernel:
-    """Moves pages between mapped arenas by one launch per layer (a `kv_transfer.cuda.PageMover`, made by the worker that hosts
+    """Moves pages between mapped arenas by one launch per layer (a `kv_transfer.page_mover.PageMover`, made by the worker that hosts
     both packages).
     """
 

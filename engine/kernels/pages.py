@@ -16,7 +16,7 @@ class PageKernels:
     """Of one arena.
 
     Attributes:
-        mover: Copies scattered pages (a `kv_transfer.cuda.PageMover`).
+        mover: Copies scattered pages (a `kv_transfer.page_mover.PageMover`).
         sums: Hashes pages by `word_sum` (a `kv_transfer.arena_hashes.PageHashes`).
     """
 

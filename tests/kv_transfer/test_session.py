@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.rpc.v1.common_pb2 import Failure, Signed
 from kv_transfer.arena_hashes import ArenaHashes
-from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
+from kv_transfer.fake import Done, FakeFabric, FakeReceiver, FakeSender, FakeWriter
 from kv_transfer.handshake import (
     Accepted,
     Endpoint,
@@ -36,7 +37,7 @@ from kv_transfer.link import Link
 from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecode, ToPrefill
 from kv_transfer.page_hash import Checksum
 from kv_transfer.plan import Grant
-from kv_transfer.ports import KvWriter, RegionHandle
+from kv_transfer.ports import KvWriter, Push, RegionHandle
 from kv_transfer.seal import SessionSeal
 from kv_transfer.session import PeerSession
 from kv_transfer.session_service import TransferService
@@ -278,6 +279,54 @@ def _read(**said: Any) -> Accepted:
     accepted.MergeFrom(pb.SessionAccepted(**said))
     at_p = Endpoint(identity=P, layout=LAYOUT, office=OFFICE)
     return read_accepted(accepted, at_p, D, ["fake"])
+
+
+@dataclass
+class Reluctant:
+    """A sender whose writers take their time to close."""
+
+    real: FakeSender
+    may_close: threading.Event = field(default_factory=threading.Event)
+    writers: list["ReluctantWriter"] = field(default_factory=list)
+
+    def connect(
+        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+    ) -> KvWriter:
+        self.writers.append(
+            ReluctantWriter(self.real.connect(handle, layout, peer), self.may_close)
+        )
+        return self.writers[-1]
+
+
+@dataclass
+class ReluctantWriter:
+    real: FakeWriter
+    may_close: threading.Event
+
+    def push(self, push: Push, done: Done) -> None:
+        self.real.push(push, done)
+
+    def close(self) -> None:
+        assert self.may_close.wait(TIMEOUT_S)
+        self.real.close()
+
+
+async def test_closing_a_session_that_its_peer_ended_waits_for_what_is_still_written(
+    tmp_path: Path,
+):
+    async with serving(tmp_path) as both:
+        slow = Reluctant(both.sender)
+        session = both.dial(senders={"fake": slow})
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
+        both.service.end(SessionId(1), TransferError("enough"))
+        assert (await both.at_p.next())[0] == "lost"
+        closing = asyncio.create_task(session.close())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not closing.done()
+        slow.may_close.set()
+        await closing
+        assert slow.writers[0].real.closed
 
 
 class Unreachable:

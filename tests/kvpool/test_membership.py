@@ -21,7 +21,7 @@ def joined(world: World, *, quota_blocks: int) -> Membership:
     book = TenantBook(Allowance())
     book.allow({"anna": Allowance(max_bytes=quota_blocks * BLOCK_BYTES)})
     shares = QuotaShares(STATE.node, book, BLOCK_BYTES)
-    member = Membership(world.ledger, world.registrar, shares, world.clock)
+    member = Membership(world.ledger, world.registrar, shares, lease_s=LEASE_S, clock=world.clock)
     member.share_quotas()
     return member
 
@@ -62,5 +62,38 @@ async def test_while_the_directory_is_away_a_node_keeps_its_part() -> None:
     assert not member.reachable
     assert taken(world, 1, 2, 3, 4, 5) == 0
     world.directory.away = False
+    world.clock.advance(1.0)
     await member.renew(STATE)
     assert taken(world, 1, 2, 3, 4, 5) == 4
+
+
+async def test_a_new_node_is_known_at_once_and_then_says_three_times_per_lease_that_it_lives() -> (
+    None
+):
+    world = World()
+    member = joined(world, quota_blocks=4)
+
+    async def says(free_bytes: int) -> int:
+        """What the directory is left with."""
+        await member.renew(replace(STATE, free_bytes=free_bytes))
+        return (await world.directory.nodes())[0].free_bytes
+
+    assert await says(3) == 3
+    world.clock.advance(0.3 * LEASE_S)
+    assert await says(2) == 3
+    world.clock.advance(0.1 * LEASE_S)
+    assert await says(1) == 1
+
+
+async def test_a_directory_that_is_away_is_asked_once_per_second() -> None:
+    world = World()
+    member = joined(world, quota_blocks=4)
+    world.directory.away = True
+    await member.renew(STATE)
+    world.directory.away = False
+    world.clock.advance(0.5)
+    await member.renew(STATE)
+    assert not member.reachable
+    world.clock.advance(0.5)
+    await member.renew(STATE)
+    assert member.reachable

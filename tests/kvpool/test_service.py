@@ -419,6 +419,15 @@ async def test_hits_and_misses_are_counted_for_whom_they_were_asked(node: Node) 
         assert (owners["anna"].hit_blocks, owners["anna"].blocks) == (0, 2)
 
 
+async def test_a_node_whose_address_cannot_be_bound_says_so_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    node = Node(tmp_path, POOL)
+    node.address = f"unix:{tmp_path}/missing/pool.sock"
+    with pytest.raises(OSError, match="cannot bind"):
+        await node.start()
+
+
 async def test_a_node_answers_prometheus_where_it_is_asked_to(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
