@@ -62,6 +62,13 @@ def weigh_gpu(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
+def gpu_kind(device: torch.device) -> str:
+    """What GPUs with the same instructions have in common, as `sm90`; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    return "sm{}{}".format(*torch.cuda.get_device_capability(device))
+
+
 def arena_buffer(memory: ArenaBytes) -> memoryview | torch.Tensor:
     """The bytes that were given for an arena, without copying: host memory as it is, a GPU's as a tensor `[size_bytes]` uint8."""
     if memory.view is not None:

@@ -6,10 +6,7 @@ Pure: events in, actions out. Where a leg may stand is drawn in `legs.py`; the h
 
 from collections.abc import Mapping
 
-from baton.errors import (
-    EngineError,
-    InvariantError,
-)
+from baton.errors import EngineError, InvariantError
 from baton.ids import WorkerIdentity
 from baton.layout import KvLayout
 from engine.messages import (

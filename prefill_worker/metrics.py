@@ -31,7 +31,6 @@ class PrefillMetrics:
             buckets=REQUEST_LATENCY_BUCKETS_S,
             registry=registry,
         )
-
         self._refused = Gauge(
             "baton_kv_refused_replies",
             "Messages of decode workers that fitted no hand-off",

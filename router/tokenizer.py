@@ -9,7 +9,6 @@ for a bounded time.
 import asyncio
 import importlib
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -220,20 +219,3 @@ def _quiet_import() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-def keep_torch_out() -> None:
-    """Makes this process import `transformers` without torch, which its tokenizers do not need.
-
-    Saves seconds of start and hundreds of megabytes. For the process that is a router and nothing else: afterwards
-    `transformers` has no models here. Does nothing once either has been imported.
-    """
-    if "transformers" in sys.modules or "torch" in sys.modules:
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # the import system's own "not there"
-    try:
-        with _quiet_import():
-            transformers = importlib.import_module("transformers")
-            transformers.utils.is_torch_available()  # remembered by transformers from here on
-    finally:
-        del sys.modules["torch"]

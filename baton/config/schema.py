@@ -52,7 +52,8 @@ class EngineConfig:
             it only costs.
         bind_cores: Give each worker's computing threads cores of their own, where there are enough.
         deterministic: A request gets the same bits whatever else is computed with it, whether its prefix was cached, and whichever
-            workers serve it, as long as all of them are set so. On CPUs; prompts take longer.
+            workers serve it, as long as all of them are set so and compute on processors of one kind. On a CPU prompts take longer; on a
+            GPU it takes Triton and 16 bits, and contexts are not cut into pieces.
         tbt_target_s: Time between tokens that a worker keeps for those who decode on it while it computes prompts beside them, by
             computing less of these per step; a class of service that promises a time of its own (`router.slo_classes`) has
             that instead. None bounds nobody else.

@@ -9,7 +9,7 @@
 namespace baton {
 namespace {
 
-constexpr int64_t DEPTH = 256;  // inputs of a widened panel: 32 KiB, so that it stays near
+constexpr int64_t DEPTH = 192;  // inputs of a widened panel: with a tile of rows 33 KiB, about the nearest cache
 
 inline Vec low(IntVec pair) { return reinterpret_cast<Vec>(pair << 16); }
 inline Vec high(IntVec pair) {
@@ -18,14 +18,24 @@ inline Vec high(IntVec pair) {
 }
 inline IntVec load_pairs(const uint32_t* from) { return *reinterpret_cast<const IntVec*>(from); }
 
-// Packs rows [first, first + height) as [inputs][height] float32.
+// Packs rows [first, first + height) as [depth][height] float32.
 template <typename T>
 void pack(const T* x, int64_t rows, int64_t inputs, int64_t depth, int64_t first, int64_t height, float* to) {
+    int64_t have = std::min(height, rows - first), turned = 0;
+    x += first * inputs;
+    if (height == TILE) {
+        // A vector's last lanes spill over the next input, which is written later, and never over the end of the tile.
+        for (; turned + LANES < std::min(inputs, depth - 1); turned += LANES) {
+            Vec lines[LANES] = {};
+            for (int64_t i = 0; i < have; i++) lines[i] = load(x + i * inputs + turned);
+            transpose(lines);
+            for (int64_t k = 0; k < LANES; k++) store(to + (turned + k) * TILE, lines[k]);
+        }
+    }
     for (int64_t i = 0; i < height; i++) {
-        const T* from = x + (first + i) * inputs;
-        int64_t have = first + i < rows ? inputs : 0;
-        for (int64_t k = 0; k < have; k++) to[k * height + i] = widen(from[k]);
-        for (int64_t k = have; k < depth; k++) to[k * height + i] = 0.0f;
+        int64_t known = i < have ? inputs : 0;
+        for (int64_t k = turned; k < known; k++) to[k * height + i] = widen(x[i * inputs + k]);
+        for (int64_t k = std::max(known, turned); k < depth; k++) to[k * height + i] = 0.0f;
     }
 }
 
@@ -49,10 +59,9 @@ __attribute__((noinline)) void stream(const float* a, const uint32_t* weight, in
 template <int R>
 __attribute__((noinline)) void multiply(const float* a, const float* wide, int64_t depth, float* sums, bool add,
                                         const uint32_t* next) {
-    Vec acc[R][2] = {};
-    if (add)
-        for (int i = 0; i < R; i++)
-            for (int v = 0; v < 2; v++) acc[i][v] = load(sums + (i * 2 + v) * LANES);
+    Vec acc[R][2];
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < 2; v++) acc[i][v] = add ? load(sums + (i * 2 + v) * LANES) : Vec{};
     for (int64_t k = 0; k < depth; k++, a += R) {
         __builtin_prefetch(next + k * LANES, 0, 2);
         Vec left = load(wide + k * PANEL), right = load(wide + k * PANEL + LANES);
@@ -136,13 +145,16 @@ class Product {
             int64_t depth = std::min(DEPTH, 2 * pairs - k);
             const uint32_t* from = weight + (panel * pairs + k / 2) * PANEL;
             widen_panel(from, depth / 2, wide);
-            for (int64_t first = begin; first < end; first += TILE)
+            bool last = k + depth == 2 * pairs;
+            for (int64_t first = begin; first < end; first += TILE) {
+                float* here = sums + (first - begin) * PANEL;
                 with_height(height(first), [&](auto h) {
-                    multiply<h>(tile(first) + k * h, wide, depth, sums + (first - begin) * PANEL, k > 0,
-                                from + depth * LANES);
+                    multiply<h>(tile(first) + k * h, wide, depth, here, k > 0, from + depth * LANES);
                 });
+                // At once: what is written leaves for memory while the next tile is computed.
+                if (last) outputs.put(here, PANEL, first, TILE, panel * PANEL);
+            }
         }
-        outputs.put(sums, PANEL, begin, end - begin, panel * PANEL);
     }
 };
 

@@ -43,6 +43,12 @@ inline Vec load(const bfloat16* from) {
     return reinterpret_cast<Vec>(wide);
 }
 inline void store(float* to, Vec value) { *reinterpret_cast<Vec*>(to) = value; }
+inline void store(bfloat16* to, Vec value) {
+    typedef uint32_t Wide __attribute__((vector_size(64), may_alias));
+    typedef uint16_t Bits __attribute__((vector_size(32), aligned(2), may_alias));
+    Wide bits = reinterpret_cast<Wide>(value);
+    *reinterpret_cast<Bits*>(to) = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Bits);
+}
 inline Vec splat(float value) { return value - Vec{}; }
 
 typedef float Half __attribute__((vector_size(32), aligned(4), may_alias));
@@ -73,6 +79,23 @@ inline Quarter sums(const Vec value[4]) {
     Quarter ab = __builtin_shuffle(a, b, Mask{0, 4, 1, 5}) + __builtin_shuffle(a, b, Mask{2, 6, 3, 7});
     Quarter cd = __builtin_shuffle(c, d, Mask{0, 4, 1, 5}) + __builtin_shuffle(c, d, Mask{2, 6, 3, 7});
     return __builtin_shuffle(ab, cd, Mask{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Mask{2, 3, 6, 7});
+}
+
+// rows[i][k] becomes rows[k][i].
+inline void transpose(Vec rows[LANES]) {
+    for (int step = 1; step < LANES; step *= 2) {
+        IntVec upper, lower;
+        for (int lane = 0; lane < LANES; lane++) {
+            upper[lane] = lane & step ? LANES + lane - step : lane;
+            lower[lane] = lane & step ? LANES + lane : lane + step;
+        }
+        for (int i = 0; i < LANES; i++) {
+            if (i & step) continue;
+            Vec a = rows[i], b = rows[i + step];
+            rows[i] = __builtin_shuffle(a, b, upper);
+            rows[i + step] = __builtin_shuffle(a, b, lower);
+        }
+    }
 }
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }

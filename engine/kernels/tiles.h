@@ -17,7 +17,7 @@ namespace baton {
 
 constexpr int64_t PANEL = 2 * LANES;      // columns
 constexpr int64_t TILE = 12;              // rows; 12 by 2 vectors of sums leave 8 registers for operands
-constexpr int64_t BLOCK = 20 * TILE;      // rows that share one widened panel
+constexpr int64_t BLOCK = 22 * TILE;      // rows that share one widened panel
 
 // Floats that either product needs to hold its packed rows.
 inline int64_t packed_floats(int64_t rows, int64_t inputs) { return round_up(rows, TILE) * round_up(inputs, 64); }
@@ -61,8 +61,13 @@ struct Outputs {
         for (int64_t i = 0; i < std::min(count, rows - row); i++) {
             const float* from = sums + i * width;
             T* to = out + (row + i) * columns + column;
-#pragma omp simd
-            for (int64_t j = 0; j < wide; j++) {
+            int64_t j = 0;
+            for (; j + LANES <= wide; j += LANES) {
+                Vec value = load(from + j);
+                if (scales) value *= load(scales + column + j);
+                store(to + j, bias ? value + load(bias + column + j) : value);
+            }
+            for (; j < wide; j++) {
                 float value = scales ? from[j] * scales[column + j] : from[j];
                 narrow(bias ? value + bias[column + j] : value, to[j]);
             }

@@ -9,6 +9,7 @@ memory only.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 from baton.ids import BlockKey
 from kvpool.eviction.policy import MayGo
@@ -21,7 +22,8 @@ _READS_TO_STAY = 2
 class S3Fifo:
     """Keeps what is read again and again; needs no capacity: the queues' shares are taken of what is here.
 
-    Differs from the paper in one thing: a block that may not go is sent round, as if it had been read.
+    Differs from the paper in two things: a block that may not go is sent round, as if it had been read; and where nothing else may go
+    the small queue gives up what it has, however small it is.
 
     Promises: of blocks that were told together, and read equally often, the last one of the text goes first. A block that was
     read is not safe from leaving after those behind it: the queues know when a block came, not what it belongs to.
@@ -75,7 +77,11 @@ class S3Fifo:
             key = self._look_small(may_go) if is_small else self._look_main(may_go)
             if key is not None:
                 chosen.append(key)
-        return chosen
+        # Where these are too few, the main queue has nothing left that may go, and the small one is below its share.
+        rest = list(islice(filter(may_go, small), count - len(chosen)))
+        for key in rest:
+            del small[key]
+        return chosen + rest
 
     def _look_small(self, may_go: MayGo) -> BlockKey | None:
         key, reads = self._small.popitem(last=False)

@@ -126,11 +126,6 @@ def unsupported(
     return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message, "param": param})
 
 
-def names_of(model: type[BaseModel]) -> frozenset[str]:
-    """The fields that `model` declares."""
-    return frozenset(model.model_fields)
-
-
 def only(param: str, value: Any, *served: object) -> None:
     """Refuses what is neither null nor one of `served`.
 

@@ -102,6 +102,7 @@ def test_four_processes_that_were_started_alone_serve_together(
     common = os.environ | {
         "BATON_CLUSTER_SECRET": SECRET,
         "BATON_ENGINE_KV_CACHE_MEMORY_BYTES": str(16 << 20),
+        "BATON_ENGINE_NUM_THREADS": "1",  # two workers share the machine, and do not know it
         "BATON_POOL_ENABLED": "true",
         "BATON_POOL_ADDRESS": pool,
         "BATON_POOL_MEMORY_BYTES": str(16 << 20),

@@ -36,7 +36,7 @@ async def test_only_the_worker_has_torch_and_a_stop_leaves_nothing(home):
 async def test_what_a_worker_cannot_load_is_the_launchs_own_error(home, tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelLoadError):
-        await cluster_of(home, model__model=str(tmp_path)).__aenter__()
+        await cluster_of(home, model__model=str(tmp_path), cluster__hybrid_workers=1).__aenter__()
     assert not (home / "run").exists()
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,7 +124,10 @@ def test_operators_find_what_they_look_for(cluster: Served, path: str) -> None:
 
 
 def test_status_lists_both_workers(cluster: Served) -> None:
-    roles = {worker["role"] for worker in cluster.workers()}
+    command = [sys.executable, "-m", "cluster.cli", "status", "--json"]
+    command += ["--runtime-dir", str(cluster.runtime_dir)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    roles = {worker["role"] for worker in json.loads(shown.stdout)["workers"]}
     assert roles == {"prefill", "decode"}
 
 

@@ -27,6 +27,24 @@ def cluster(checkpoint: Path) -> Iterator[Served]:
         yield served
 
 
+@pytest.fixture(scope="module")
+def struck(checkpoint: Path) -> Iterator[Served]:
+    with serve(str(checkpoint), *FLAGS) as served:
+        yield served
+
+
+@pytest.fixture
+def healed(struck: Served) -> Served:
+    """A cluster that several tests strike one after the other, whole again."""
+
+    def is_whole() -> bool:
+        workers = struck.told("status").get("workers", [])
+        return {worker["role"] for worker in workers} == {"prefill", "decode"}
+
+    eventually(is_whole, "both workers are back", timeout_s=40)
+    return struck
+
+
 def _body(cluster: Served, max_tokens: int, **more: object) -> dict[str, Any]:
     with cluster.client() as http:
         model = http.get("/v1/models").json()["data"][0]["id"]
@@ -85,18 +103,18 @@ class _Stream(threading.Thread):
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_worker_is_restarted_and_new_requests_are_served(
-    cluster: Served, role: str
+    healed: Served, role: str
 ) -> None:
-    before = _incarnation(cluster, role)
-    victim = cluster.child(role)
+    before = _incarnation(healed, role)
+    victim = healed.child(role)
     victim.kill()
     assert_gone([victim])
-    with cluster.client() as http:
-        response = http.post("/v1/completions", json=_body(cluster, 8))
+    with healed.client() as http:
+        response = http.post("/v1/completions", json=_body(healed, 8))
     assert response.status_code == 200, response.text
-    eventually(lambda: _incarnation(cluster, role) not in (None, before), "a new incarnation")
-    with cluster.client() as http:
-        assert http.post("/v1/completions", json=_body(cluster, 8)).status_code == 200
+    eventually(lambda: _incarnation(healed, role) not in (None, before), "a new incarnation")
+    with healed.client() as http:
+        assert http.post("/v1/completions", json=_body(healed, 8)).status_code == 200
 
 
 def test_a_stream_whose_decode_worker_is_killed_goes_on_without_a_wrong_token(
@@ -126,27 +144,27 @@ def test_a_client_that_leaves_frees_both_legs(cluster: Served) -> None:
     assert _metric(cluster, "baton_client_disconnects_total") == 1
 
 
-def test_a_router_that_is_asked_to_leave_finishes_its_streams(cluster: Served) -> None:
-    stream = _Stream(cluster, max_tokens=1500)
+def test_a_router_that_is_asked_to_leave_finishes_its_streams(healed: Served) -> None:
+    stream = _Stream(healed, max_tokens=1500)
     stream.start()
     assert stream.begun.wait(30)
-    router = cluster.child("router")
+    router = healed.child("router")
     router.terminate()
     assert stream.is_alive(), "it was asked in mid-stream"
     stream.join(60)
     assert stream.lines[-1] == "data: [DONE]"
     assert len(stream.tokens()) == 1500
     assert_gone([router])
-    eventually(lambda: _answers(cluster), "another router answers", timeout_s=40)
+    eventually(lambda: _answers(healed), "another router answers", timeout_s=40)
 
 
-def test_a_killed_router_is_restarted_on_the_same_port(cluster: Served) -> None:
-    victim = cluster.child("router")
+def test_a_killed_router_is_restarted_on_the_same_port(healed: Served) -> None:
+    victim = healed.child("router")
     victim.kill()
     assert_gone([victim])
-    eventually(lambda: _answers(cluster), "the router answers again", timeout_s=40)
-    with cluster.client() as http:
-        assert http.post("/v1/completions", json=_body(cluster, 8)).status_code == 200
+    eventually(lambda: _answers(healed), "the router answers again", timeout_s=40)
+    with healed.client() as http:
+        assert http.post("/v1/completions", json=_body(healed, 8)).status_code == 200
 
 
 def test_a_killed_launcher_leaves_no_process_port_socket_or_memory(cluster: Served) -> None:

@@ -1,8 +1,6 @@
 """A cluster with its pool node, seen from outside."""
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,27 +62,20 @@ def _ask(cluster: Served, prompt: list[int]) -> list[int]:
 
 def _usage(cluster: Served) -> dict[str, Any]:
     """What `baton pool top --json` says; nothing while there is no node."""
-    command = [sys.executable, "-m", "cluster.cli", "pool", "top", "--json"]
-    command += ["--runtime-dir", str(cluster.runtime_dir)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    return json.loads(shown.stdout) if shown.returncode == 0 else {}
+    return cluster.told("pool", "top")
 
 
 def _explained(cluster: Served, prompt: list[int]) -> dict[str, Any]:
     """What `baton explain --json` says of one more request."""
     with cluster.client() as http:
         request_id = http.post("/v1/completions", json=_body(cluster, prompt, 8)).json()["id"]
-    command = [sys.executable, "-m", "cluster.cli", "explain", request_id, "--json"]
-    command += ["--runtime-dir", str(cluster.runtime_dir)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True)
-    told: dict[str, Any] = json.loads(shown.stdout)
-    return told
+    return cluster.told("explain", request_id)
 
 
 def _attached(cluster: Served, role: str) -> bool:
     """Whether every worker of that role reports that it maps the pool's node."""
     loads = [worker["load"] for worker in cluster.workers() if worker["role"] == role]
-    return all(load.get("pool_node") for load in loads)  # type: ignore[attr-defined]
+    return all(load.get("pool_node") for load in loads)
 
 
 def _metric(cluster: Served, name: str) -> float:

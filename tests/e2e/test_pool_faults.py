@@ -1,12 +1,10 @@
 """A cluster whose pool loses its disk, or its directory, while it serves: fewer hits, never a wrong token."""
 
-import json
 import os
 import resource
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,10 +46,7 @@ def pooled(checkpoint: Path, **settings: str) -> Iterator[Served]:
 
 def usage(cluster: Served) -> dict[str, Any]:
     """What `baton pool top --json` says; nothing while there is no node."""
-    command = [sys.executable, "-m", "cluster.cli", "pool", "top", "--json"]
-    command += ["--runtime-dir", str(cluster.runtime_dir)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    return json.loads(shown.stdout) if shown.returncode == 0 else {}
+    return cluster.told("pool", "top")
 
 
 def pooled_tokens(cluster: Served) -> float:

@@ -188,6 +188,18 @@ def test_steps_launched_ahead_overwrite_nothing_that_is_still_needed(decoder, pa
     assert drawn[True] == drawn[False]
 
 
+def test_kernels_that_cut_no_contexts_are_repeated_too(tmp_path):
+    path = make_model(tmp_path, "llama")
+    model = load_decoder(path, load_spec(path), torch.float32, CPU, kernels=ReferenceKernels())
+    plain, num_blocks = texts_of(3)
+    run_all(make_runner(model, block_tokens=16, num_blocks=num_blocks)[0], plain)
+    repeated, _ = texts_of(3)
+    runner, _, _, backend = graphed(model, num_blocks)
+    run_all(runner, repeated)
+    assert backend.repeated
+    assert [t.seq.tokens for t in repeated] == [t.seq.tokens for t in plain]
+
+
 def test_rows_that_fill_up_a_bucket_touch_no_page(decoder):
     (text,), _ = texts_of(1)
     _, arena, graphs, _ = graphed(decoder, num_blocks=9, most_rows=4)

@@ -87,7 +87,9 @@ class PlainS3Fifo:
                 chosen += self.evict_small(may_go)
             else:
                 chosen += self.evict_main(may_go)
-        return chosen
+        rest = [key for key in self.small if may_go(key)][: count - len(chosen)]
+        self.small = [key for key in self.small if key not in rest]
+        return chosen + rest
 
     def evict_small(self, may_go):
         tail = self.small.pop(0)
@@ -247,6 +249,16 @@ def test_s3fifo_keeps_what_is_read_again_while_a_scan_passes():
         if number > 10:
             policy.victims(1, lambda _: True)
     assert all(key in policy for key in hot)
+
+
+def test_s3fifo_gives_up_what_is_new_where_all_that_stays_is_leased():
+    policy = S3Fifo()
+    leased = [BlockKey(number.to_bytes(16)) for number in range(20)]
+    policy.admitted(leased, 0)
+    policy.victims(1, lambda _: False)  # all of it moves on to the main queue
+    new = chain("n")
+    policy.admitted(new, 0)
+    assert policy.victims(1, lambda key: key in new) == new
 
 
 def test_cost_lets_go_in_time_of_what_nobody_reads_however_dear():
