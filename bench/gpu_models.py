@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.ports import KernelSet
+from engine.kernels.ports import BatchInvariant, KernelSet
 from engine.layers.attention import PagedSelfAttention
 from engine.layers.embedding import Embedding, LanguageHead
-from engine.layers.linear import Linear
+from engine.layers.fixed_rows import KernelRows
+from engine.layers.linear import Linear, Projection
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryEmbedding
@@ -118,7 +119,7 @@ def random_decoder(
 
     Args:
         shape: Its dimensions.
-        kernels: What it computes with.
+        kernels: What it computes with; its products too where they are `BatchInvariant`.
         device: Where it lies.
         dtype: Of weights and activations.
         positions: Longest context.
@@ -131,9 +132,15 @@ def random_decoder(
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device).normal_(std=_STD)
 
-    def linear(rows: int, columns: int, *, bias: bool = False) -> Linear:
+    def product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Projection:
+        plain = Linear(weight=weight, bias=bias)
+        if isinstance(kernels, BatchInvariant):
+            return KernelRows(linear=plain, kernels=kernels)
+        return plain
+
+    def linear(rows: int, columns: int, *, bias: bool = False) -> Projection:
         zeros = torch.zeros(rows, dtype=dtype, device=device) if bias else None
-        return Linear(weight=matrix(rows, columns), bias=zeros)
+        return product(matrix(rows, columns), zeros)
 
     def norm() -> RmsNorm:
         ones = torch.ones(shape.hidden, dtype=dtype, device=device)
@@ -160,7 +167,7 @@ def random_decoder(
         )
 
     embedding = matrix(shape.vocab, shape.hidden)
-    head = Linear(weight=embedding) if shape.tied else linear(shape.vocab, shape.hidden)
+    head = product(embedding) if shape.tied else linear(shape.vocab, shape.hidden)
     spec = shape.spec(positions)
     return Decoder(
         spec=spec,

@@ -3,8 +3,8 @@
 import torch
 
 from bench.gpu_models import GpuShape
-from engine.kernels.ports import KernelSet, PagedBatch, Rotation
-from engine.kernels.reference import ReferenceKernels, round_to_fp8
+from engine.kernels.ports import BatchInvariant, KernelSet, PagedBatch, Rotation
+from engine.kernels.reference import ReferenceKernels, linear_by_row, round_to_fp8
 from engine.kernels.splits import Splits
 
 _ROWS = ((1, 300), (1, 1), (1, 700), (1, 64), (130, 200), (65, 65))
@@ -20,7 +20,7 @@ def verify(
     """Largest error of each kernel in this shape, as a share of the twin's largest value.
 
     Raises:
-        SystemExit: One of them is above `TOLERANCE`, or is not a number; says which.
+        SystemExit: One of them is above `TOLERANCE`, or is not a number; says which. Or a row's bits depend on others where they must not.
     """
     twin = ReferenceKernels()
     tokens, hidden = sum(queries for queries, _ in _ROWS), shape.hidden
@@ -55,11 +55,24 @@ def verify(
     }
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
         pairs |= _from_8_bits(kernels, query, pages, batch, scale)
+    if isinstance(kernels, BatchInvariant):
+        pairs["linear"] = _products(kernels, x, made.of(shape.intermediate, hidden))
     errors = {name: _error(*pair) for name, pair in pairs.items()}
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
     if wrong:
         raise SystemExit(f"kernels that do not agree with their twins are not timed: {wrong}")
     return errors
+
+
+def _products(
+    kernels: BatchInvariant, x: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows' products, which must have the bits of one row's alone, and the twin's."""
+    together = kernels.linear(x, weight, None)
+    for row in (0, x.shape[0] // 2, x.shape[0] - 1):
+        if not torch.equal(kernels.linear(x[row : row + 1], weight, None)[0], together[row]):
+            raise SystemExit(f"linear: the bits of row {row} depend on the others")
+    return together, linear_by_row(x, weight, None)
 
 
 def _from_8_bits(

@@ -117,7 +117,7 @@ FLAGS: tuple[Flag, ...] = (
     _switch(
         "--deterministic",
         path="engine.deterministic",
-        help="the same bits for a request whatever else is computed with it; on CPUs, prompts take longer",
+        help="the same bits for a request whatever else is computed with it; slower",
     ),
     _flag(
         "--tbt-target",

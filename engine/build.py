@@ -12,10 +12,12 @@ from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
 from engine.cache.arena import KvArena
 from engine.cache.budget import Demand, affordable_on_cpu, affordable_on_gpu, num_blocks
-from engine.device import arena_buffer, choose_device, computing_on, weigh_gpu
+from engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
 from engine.graphs import CudaGraphs, DecodeGraphs
 from engine.host import ThreadEngineHost
 from engine.kernels.pages import PageKernels, page_kernels
+from engine.kernels.ports import BatchInvariant
+from engine.kernels.reference import ReferenceKernels
 from engine.kernels.select import check_deterministic, check_quantization, choose_kv_dtype
 from engine.models.checkpoint import read_checkpoint
 from engine.models.config import (
@@ -87,40 +89,76 @@ def build_engine(
         ConfigError: A limit contradicts the model, or the device is not there.
         OutOfMemoryError: The KV region does not fit this machine.
     """
-    device = choose_device(config.device, gpu)
     torch.set_num_threads(config.num_threads or torch.get_num_threads())
     progress("reading the model's files", None)
+    choice = _choose(model, config, gpu)
+    limits = _limits(model, config, choice, gpu_sharers)
+    pages = limits.num_blocks + SPARE_BLOCKS
+    given = memory.allocate(choice.layout.region_bytes(pages), choice.device.index)
+    arena = KvArena(choice.layout, pages, arena_buffer(given))
+    progress("preparing kernels", None)
+    decoder = load_decoder(
+        choice.path,
+        choice.spec,
+        choice.dtype,
+        choice.device,
+        progress,
+        quantization=model.quantization,
+        kv_dtype=choice.kv_dtype,
+        fixed_rows=config.deterministic,
+    )
+    apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
+    graphs = _graphs(decoder, arena, limits, config)
+    host = ThreadEngineHost(
+        _scheduler(limits, choice, config, secret),
+        ModelRunner(decoder, arena, sink, graphs, one_by_one=apart),
+        ahead=choice.device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
+    )
+    return BuiltEngine(
+        host=host, layout=choice.layout, limits=limits, page_kernels=page_kernels(arena)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What is to be served, and how it is held; decided before anything large is read."""
+
+    path: Path
+    device: torch.device
+    spec: ModelSpec
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    layout: KvLayout
+
+
+def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
+    device = choose_device(config.device, gpu)
     path = resolve_model(model.model, model.revision)
     spec = load_spec(path)
     dtype = choose_dtype(spec, model.dtype, device)
     check_quantization(model.quantization, device, dtype)
+    spec = quantised(spec, model.quantization)
     if config.deterministic:
-        check_deterministic(device)
-    spec = pinned(quantised(spec, model.quantization), deterministic=config.deterministic)
+        check_deterministic(device, dtype)
+        spec = pinned(spec, gpu_kind(device))
     widened = is_widened(spec, model.dtype, dtype)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device, widened=widened)
-    layout = kv_layout(spec, kv_dtype, config.block_size or _block_tokens(device))
-    affordable = _affordable(config, path, dtype, device, gpu_sharers)
-    limits = _limits(model, config, spec, layout, affordable)
-    pages = limits.num_blocks + SPARE_BLOCKS
-    given = memory.allocate(layout.region_bytes(pages), device.index)
-    arena = KvArena(layout, pages, arena_buffer(given))
-    progress("preparing kernels", None)
-    decoder = load_decoder(
-        path,
-        spec,
-        dtype,
-        device,
-        progress,
-        quantization=model.quantization,
+    return _Choice(
+        path=path,
+        device=device,
+        spec=spec,
+        dtype=dtype,
         kv_dtype=kv_dtype,
-        fixed_rows=config.deterministic,
+        layout=kv_layout(spec, kv_dtype, config.block_size or _block_tokens(device)),
     )
-    scheduler = Scheduler(
+
+
+def _scheduler(limits: Limits, choice: _Choice, config: EngineConfig, secret: bytes) -> Scheduler:
+    return Scheduler(
         limits,
-        layout=layout,
+        layout=choice.layout,
         secret=secret,
-        eos_ids=spec.eos_token_ids,
+        eos_ids=choice.spec.eos_token_ids,
         enable_prefix_caching=config.enable_prefix_caching,
         policy=SchedulingPolicy(
             tbt_s=config.tbt_target_s,
@@ -129,19 +167,14 @@ def build_engine(
             output_headroom=config.output_headroom,
         ),
     )
-    graphs = _graphs(decoder, arena, limits, config)
-    host = ThreadEngineHost(
-        scheduler, ModelRunner(decoder, arena, sink, graphs, one_by_one=config.deterministic)
-    )
-    return BuiltEngine(host=host, layout=layout, limits=limits, page_kernels=page_kernels(arena))
 
 
 def _graphs(
     decoder: Decoder, arena: KvArena, limits: Limits, config: EngineConfig
 ) -> DecodeGraphs | None:
     """None where kernels cannot be captured: on a CPU, and where torch serves for them."""
-    cuts = decoder.kernels.split_rule(decoder.spec.num_kv_heads) is not None
-    if decoder.device.type != "cuda" or not cuts or not config.cuda_graphs:
+    asks_host = isinstance(decoder.kernels, ReferenceKernels)
+    if decoder.device.type != "cuda" or asks_host or not config.cuda_graphs:
         return None
     with computing_on(decoder.device):
         return DecodeGraphs(
@@ -157,27 +190,20 @@ def _block_tokens(device: torch.device) -> int:
     return GPU_BLOCK_TOKENS if device.type == "cuda" else CPU_BLOCK_TOKENS
 
 
-def _affordable(
-    config: EngineConfig, path: Path, dtype: torch.dtype, device: torch.device, sharers: int
-) -> int:
+def _affordable(choice: _Choice, config: EngineConfig, sharers: int) -> int:
     """Bytes that pages may take unasked."""
-    if device.type == "cpu":
+    if choice.device.type == "cpu":
         return affordable_on_cpu(config, psutil.virtual_memory().available)
     return affordable_on_gpu(
         config,
-        total_bytes=weigh_gpu(device),
-        weights_bytes=read_checkpoint(path).num_elements * dtype.itemsize,
+        total_bytes=weigh_gpu(choice.device),
+        weights_bytes=read_checkpoint(choice.path).num_elements * choice.dtype.itemsize,
         sharers=sharers,
     )
 
 
-def _limits(
-    model: ModelConfig,
-    config: EngineConfig,
-    spec: ModelSpec,
-    layout: KvLayout,
-    affordable_bytes: int,
-) -> Limits:
+def _limits(model: ModelConfig, config: EngineConfig, choice: _Choice, sharers: int) -> Limits:
+    spec, layout = choice.spec, choice.layout
     longest = spec.max_position_embeddings
     if model.max_model_len is not None and model.max_model_len > longest:
         raise ConfigError(
@@ -185,7 +211,11 @@ def _limits(
             param="model.max_model_len",
         )
     max_model_len = model.max_model_len or longest
-    demand = Demand(layout=layout, max_model_len=max_model_len, affordable_bytes=affordable_bytes)
+    demand = Demand(
+        layout=layout,
+        max_model_len=max_model_len,
+        affordable_bytes=_affordable(choice, config, sharers),
+    )
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -1,11 +1,11 @@
-"""The GPU's kernels as a `KernelSet`: Triton for everything but matrix products.
+"""The GPU's kernels as a `KernelSet`: Triton for everything but matrix products, or for these too where bits must not depend on the batch.
 
 Imported by `engine.kernels.select` alone, where Triton is installed. Under `TRITON_INTERPRET=1` the same code runs on the CPU.
 """
 
 import torch
 
-from engine.kernels import rms_norm, rotary_store, silu_mul
+from engine.kernels import rms_norm, rotary_store, row_matmul, silu_mul
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.ports import HeadNorms, PagedBatch, Rotation
 from engine.kernels.prefill_attention import prefill_attention
@@ -27,7 +27,7 @@ class TritonKernels:
     def __init__(self, multiprocessors: int) -> None:
         self._programs = multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
 
-    def split_rule(self, num_kv_heads: int) -> SplitRule:
+    def split_rule(self, num_kv_heads: int) -> SplitRule | None:
         """See `KernelSet.split_rule`: as many pieces as fill the GPU."""
         return SplitRule(spread=max(1, self._programs // num_kv_heads))
 
@@ -76,3 +76,33 @@ class TritonKernels:
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """See `KernelSet.silu_mul`."""
         return silu_mul.silu_mul(x)
+
+
+class InvariantTritonKernels(TritonKernels):
+    """A `BatchInvariant` for one GPU: every token goes through the prompts' attention, which takes its keys in the same order whether
+    it was decoded or computed with others, and is one loop for all tiles.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(multiprocessors=1)
+
+    def split_rule(self, num_kv_heads: int) -> None:
+        """None: contexts are read whole, so that a token that is decoded is summed like one of a prompt."""
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `KernelSet.paged_attention`."""
+        return prefill_attention(query, pages, batch, scale, window, scales, uniform=True)
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `BatchInvariant.linear`."""
+        return row_matmul.row_matmul(x, weight, bias)

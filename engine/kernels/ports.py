@@ -1,11 +1,11 @@
 """The few operations a decoder needs that are not plain matrix products, and the batch they work on.
 
 A decoder asks for a `KernelSet`; `engine.kernels.select` chooses the fastest one the machine can run. Matrix products stay
-with torch.
+with torch, except where a request is to get the same bits in any batch (`BatchInvariant`).
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -122,6 +122,18 @@ class KernelSet(Protocol):
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """Of `x` `[num_tokens, 2 * width]`: silu of the first half times the second."""
+
+
+@runtime_checkable
+class BatchInvariant(KernelSet, Protocol):
+    """A `KernelSet` that gives a token the same bits whatever is computed with it, and in whatever chunks its prompt was cut: also
+    in the matrix products, which are its own.
+    """
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`x @ weight.T + bias` of `x` `[num_tokens, in]`, `weight` `[out, in]` and `bias` `[out]`."""
 
 
 def _expect(

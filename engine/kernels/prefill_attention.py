@@ -42,8 +42,11 @@ def prefill_attention_kernel(
     width: tl.constexpr,
     windowed: tl.constexpr,
     scaled: tl.constexpr,
+    uniform: tl.constexpr,
 ):
-    """`rows` queries against tiles of `tile` keys; `width` is `head_dim` rounded up to a power of two."""
+    """`rows` queries against tiles of `tile` keys; `width` is `head_dim` rounded up to a power of two. With `uniform` every tile of keys
+    goes through the same loop, whether it needs a mask or not.
+    """
     group: tl.constexpr = heads // kv_heads
     tokens: tl.constexpr = rows // group
     # The last tiles of a prompt have the most keys: they start first, so that no long one is left alone at the end.
@@ -82,26 +85,29 @@ def prefill_attention_kernel(
         plain = (tl.maximum(0, last_position - window + 1) + tile - 1) // tile * tile
         plain = tl.minimum(tl.maximum(plain, begin), (end + tile - 1) // tile * tile)
         full = tl.maximum(full, plain)
+    if uniform:
+        full = begin
     sums = tl.zeros([rows, width], tl.float32)
     total = tl.zeros([rows], tl.float32)
     highest = tl.full([rows], float("-inf"), tl.float32)
-    if windowed:
+    if windowed and not uniform:
         for first in tl.range(begin, plain, tile):
             sums, total, highest = attend_tile(
                 queries, pages, table, sums, total, highest, position, first, end, scale, window,
                 kv_head, kv_heads, block_tokens, head_dim, width, tile, True, windowed,
             )  # fmt: skip
-    for first in tl.range(plain, full, tile):
-        sums, total, highest = attend_tile(
-            queries, pages, table, sums, total, highest, position, first, end, scale, window,
-            kv_head, kv_heads, block_tokens, head_dim, width, tile, False, windowed,
-        )  # fmt: skip
+    if not uniform:
+        for first in tl.range(plain, full, tile):
+            sums, total, highest = attend_tile(
+                queries, pages, table, sums, total, highest, position, first, end, scale, window,
+                kv_head, kv_heads, block_tokens, head_dim, width, tile, False, windowed,
+            )  # fmt: skip
     for first in tl.range(full, end, tile):
         sums, total, highest = attend_tile(
             queries, pages, table, sums, total, highest, position, first, end, scale, window,
             kv_head, kv_heads, block_tokens, head_dim, width, tile, True, windowed,
         )  # fmt: skip
-    result = sums / total[:, None]
+    result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     if scaled:
         result = result * tl.load(scales + kv_head * 2 + 1)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=present)
@@ -131,8 +137,9 @@ def prefill_attention(
     *,
     first_row: int = 0,
     out: torch.Tensor | None = None,
+    uniform: bool = False,
 ) -> torch.Tensor:
-    """See `KernelSet.paged_attention`; rows may have any number of tokens.
+    """See `KernelSet.paged_attention`; rows may have any number of tokens. One whose context is empty attends to nothing and gets zeros.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`.
@@ -143,6 +150,7 @@ def prefill_attention(
         scales: `[num_kv_heads, 2]` float32, with pages of float8_e4m3fn: what keys and values were divided by.
         first_row: Rows before this one are left alone; each of them has one token.
         out: Where the result goes, a new tensor if None.
+        uniform: Mask every tile of keys, needed or not: one loop's instructions for all, which costs a little time.
 
     Raises:
         ValueError: A shape, dtype, device or number does not fit.
@@ -176,6 +184,7 @@ def prefill_attention(
             block_tokens=block_tokens,
             windowed=window is not None,
             scaled=scales is not None,
+            uniform=uniform,
             **tile,
         )
     return out

@@ -19,7 +19,11 @@ _FIRST_WITH_FP8 = (8, 9)
 
 
 def select_kernels(
-    device: torch.device, dtype: torch.dtype, cache_dir: Path | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    cache_dir: Path | None = None,
+    *,
+    deterministic: bool = False,
 ) -> KernelSet:
     """The fastest kernels that run here; may block for some seconds while they are built.
 
@@ -27,6 +31,7 @@ def select_kernels(
         device: Where activations and pages are.
         dtype: Of both.
         cache_dir: Where built kernels are kept; None for one in the user's home.
+        deterministic: On a GPU, take those whose results do not depend on the batch (`check_deterministic`).
     """
     if device.type == "cpu" and dtype in SUPPORTED_DTYPES:
         library = load_library(cache_dir)
@@ -38,6 +43,8 @@ def select_kernels(
         from engine.kernels import gpu
 
         if dtype in gpu.SUPPORTED_DTYPES:
+            if deterministic:
+                return gpu.InvariantTritonKernels()
             properties = torch.cuda.get_device_properties(device)
             return gpu.TritonKernels(properties.multi_processor_count)
     return ReferenceKernels()
@@ -70,16 +77,25 @@ def choose_kv_dtype(
     return torch.float8_e4m3fn
 
 
-def check_deterministic(device: torch.device) -> None:
+def check_deterministic(device: torch.device, dtype: torch.dtype) -> None:
     """Says whether a request can be given the same bits in any batch here.
 
+    Args:
+        device: Where steps are computed.
+        dtype: Of the activations.
+
     Raises:
-        ConfigError: It cannot: GPU kernels choose their tiles and splits by what is in the batch.
+        ConfigError: They cannot: on a GPU only Triton's kernels of 16 bits keep rows apart; the message says what is missing.
     """
-    if device.type != "cpu":
-        raise ConfigError(
-            f"deterministic runs on CPUs, not on {device.type}", param="engine.deterministic"
-        )
+    if device.type == "cpu":
+        return
+    missing = ""
+    if find_spec("triton") is None:
+        missing = "needs Triton, which is not installed"
+    elif dtype not in (torch.float16, torch.bfloat16):
+        missing = f"computes in float16 or bfloat16, not in {_name(dtype)}"
+    if missing:
+        raise ConfigError(f"deterministic on {device.type} {missing}", param="engine.deterministic")
 
 
 def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -99,8 +115,12 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
     if device.type != "cpu":
         missing = f"runs on CPUs, not on {device.type}"
     elif dtype not in SUPPORTED_DTYPES:
-        missing = f"computes in float32 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
+        missing = f"computes in float32 or bfloat16, not in {_name(dtype)}"
     elif not multiplies_int8():
         missing = "needs a processor with AVX-512 VNNI, and a C++ compiler at the first start"
     if missing:
         raise ConfigError(f"quantization {quantization} {missing}", param="model.quantization")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

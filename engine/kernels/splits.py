@@ -44,25 +44,19 @@ class SplitRule:
 
     Attributes:
         spread: Pieces that the whole step is cut into, about; never more than this plus one per row.
-        fixed: Pieces that every context is cut into, whatever else is in the step, so that its sum is always taken in the same
-            order; None to balance the step.
     """
 
     spread: int
-    fixed: int | None = None
 
     def max_pieces(self, num_decodes: int) -> int:
         """The most pieces that so many rows can have."""
-        return self.fixed * num_decodes if self.fixed else self.spread + num_decodes
+        return self.spread + num_decodes
 
     def cut(self, contexts: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """`row_of_piece` and `first_piece` of rows with these contexts, in tokens; a context of 0 has no piece."""
         runs = -(-contexts.astype(np.int64) // PIECE_TOKENS)
-        if self.fixed:
-            counts = np.minimum(runs, self.fixed)
-        else:
-            per_piece = max(1, -(-int(runs.sum()) // self.spread))
-            counts = -(-runs // per_piece)
+        per_piece = max(1, -(-int(runs.sum()) // self.spread))
+        counts = -(-runs // per_piece)
         first_piece = np.zeros(len(contexts) + 1, np.int32)
         np.cumsum(counts, out=first_piece[1:])
         row_of_piece = np.full(self.max_pieces(len(contexts)), -1, np.int32)

@@ -6,11 +6,12 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.cpu_matmul import BFloat16Panels, Int8Panels
-from engine.layers.linear import Projection
+from engine.kernels.ports import BatchInvariant, KernelSet
+from engine.layers.linear import Linear, Projection, pack
 
 ROWS = 16
 """Rows of each product: oneDNN and MKL choose their order of summation by this number, and by none of what stands in the rows
-(thinking-machines' batch-invariant operators; there with tiles on a GPU). Fewer would read the weights more often for a prompt, more
+(thinking-machines' batch-invariant operators). Fewer would read the weights more often for a prompt, more
 compute more zeros for a decode.
 """
 
@@ -27,6 +28,31 @@ class FixedRows:
         filled = functional.pad(x, (0, 0, 0, -rows % ROWS))
         firsts = range(0, max(1, filled.shape[0]), ROWS)
         return torch.cat([self.product(filled[i : i + ROWS]) for i in firsts])[:rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRows:
+    """A product that a kernel set takes row by row, by itself."""
+
+    linear: Linear
+    kernels: BatchInvariant
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[num_tokens, in]` to `[num_tokens, out]`."""
+        return self.kernels.linear(x, self.linear.weight, self.linear.bias)
+
+
+def pack_fixed(linear: Linear, quantization: str, kernels: KernelSet) -> Projection:
+    """The fastest form of `linear` in which a row's result does not depend on the other rows; see `pack`.
+
+    Args:
+        linear: As `pack` takes it.
+        quantization: The same.
+        kernels: Multiply themselves where they are `BatchInvariant`.
+    """
+    if isinstance(kernels, BatchInvariant):
+        return KernelRows(linear=linear, kernels=kernels)
+    return fix_rows(pack(linear, quantization))
 
 
 def fix_rows(product: Projection) -> Projection:

@@ -167,11 +167,15 @@ def quantised(spec: ModelSpec, quantization: str) -> ModelSpec:
     return replace(spec, fingerprint=f"{spec.fingerprint}-{quantization}")
 
 
-def pinned(spec: ModelSpec, *, deterministic: bool) -> ModelSpec:
-    """`spec` under a fingerprint of its own where its KV has the same bits in any batch: other KV must not be taken for it."""
-    if not deterministic:
-        return spec
-    return replace(spec, fingerprint=f"{spec.fingerprint}-deterministic")
+def pinned(spec: ModelSpec, gpu: str = "") -> ModelSpec:
+    """`spec` under a fingerprint of its own, where its KV has the same bits in any batch: other KV must not be taken for it.
+
+    Args:
+        spec: The model.
+        gpu: The kind of GPU whose instructions say which bits these are; empty on a CPU.
+    """
+    kind = f"-{gpu}" if gpu else ""
+    return replace(spec, fingerprint=f"{spec.fingerprint}-deterministic{kind}")
 
 
 def choose_dtype(spec: ModelSpec, requested: str, device: torch.device) -> torch.dtype:

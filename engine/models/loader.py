@@ -16,7 +16,7 @@ from engine.kernels.ports import HeadNorms, KernelSet
 from engine.kernels.select import select_kernels
 from engine.layers.attention import PagedSelfAttention
 from engine.layers.embedding import Embedding, LanguageHead
-from engine.layers.fixed_rows import fix_rows
+from engine.layers.fixed_rows import pack_fixed
 from engine.layers.linear import Linear, Projection, pack
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
@@ -56,16 +56,20 @@ def load_decoder(
         kernels: What to compute with; None chooses the fastest that this machine can run.
         quantization: `none`, or `int8` for the matrices; `check_quantization` says whether that is served here.
         kv_dtype: What pages hold; None for `dtype`.
-        fixed_rows: Compute matrix products so that a row's result does not depend on the others (`fix_rows`).
+        fixed_rows: Compute matrix products so that a row's result does not depend on the others (`pack_fixed`).
 
     Raises:
         ModelLoadError: A tensor is missing or has the wrong shape, or a file is corrupt.
     """
-    chosen = kernels or select_kernels(device, dtype)
-    with ExitStack() as files:
-        weights = _Weights(
-            read_checkpoint(path), dtype, device, files, quantization, fixed_rows=fixed_rows
+    chosen = kernels or select_kernels(device, dtype, deterministic=fixed_rows)
+
+    def hold(linear: Linear) -> Projection:
+        return (
+            pack_fixed(linear, quantization, chosen) if fixed_rows else pack(linear, quantization)
         )
+
+    with ExitStack() as files:
+        weights = _Weights(read_checkpoint(path), dtype, device, files, hold)
         scaled = kv_dtype == torch.float8_e4m3fn
         return _Assembly(spec, weights, chosen, scaled=scaled).decoder(progress or _ignore)
 
@@ -83,16 +87,13 @@ class _Weights:
         dtype: torch.dtype,
         device: torch.device,
         files: ExitStack,
-        quantization: str,
-        *,
-        fixed_rows: bool,
+        hold: Callable[[Linear], Projection],
     ) -> None:
         self._checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
         self._files = files
-        self._quantization = quantization
-        self._fixed_rows = fixed_rows
+        self._hold = hold
         self._stay_narrow = device.type == "cpu" and dtype == torch.float32 and streams_bfloat16()
         self._open: dict[Path, OpenFile] = {}
 
@@ -114,15 +115,12 @@ class _Weights:
         dtype = self._held_in([name for name, _ in weights])
         weight = self._stack(weights, (inputs,), dtype)
         biases = [(f"{name}.bias", size) for name, size in parts]
-        return self._pack(weight, self._stack(biases, (), self.dtype) if bias else None)
+        biased = self._stack(biases, (), self.dtype) if bias else None
+        return self._hold(Linear(weight=weight, bias=biased))
 
     def tied_linear(self, name: str, weight: torch.Tensor) -> Projection:
         """The product with a matrix that has been read already, as `weight`."""
-        return self._pack(weight.to(self._held_in([name])), None)
-
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
-        product = pack(Linear(weight=weight, bias=bias), self._quantization)
-        return fix_rows(product) if self._fixed_rows else product
+        return self._hold(Linear(weight=weight.to(self._held_in([name]))))
 
     def _held_in(self, names: list[str]) -> torch.dtype:
         tensors = self._checkpoint.tensors

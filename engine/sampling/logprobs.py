@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from baton.generation import TokenLogprobs
+
+_ALIGNED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,7 @@ def logprob_table(
         tokens: `[num_draws]` int64, the drawn tokens.
         top: How many of the likeliest tokens to list.
     """
-    logprobs = (logits if rows is None else logits[rows]).log_softmax(-1)
+    logprobs = _log_softmax(logits if rows is None else logits[rows])
     chosen = logprobs.gather(1, tokens.unsqueeze(1))
     best = logprobs.topk(min(top, logits.shape[1]), dim=1)
     return LogprobTable(
@@ -50,6 +53,14 @@ def logprob_table(
         top_ids=best.indices,
         top_logprobs=best.values,
     )
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Each row's by itself. A GPU's order of summation depends on where a row begins: at multiples of 16 bytes all are alike."""
+    vocab = logits.shape[1]
+    if vocab % _ALIGNED:
+        logits = functional.pad(logits, (0, -vocab % _ALIGNED), value=float("-inf"))
+    return logits.log_softmax(-1)[:, :vocab]
 
 
 def read_logprobs(values: Sequence[float], width: int, top: int) -> TokenLogprobs:

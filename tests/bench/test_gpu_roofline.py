@@ -11,7 +11,7 @@ import torch
 from bench.gpu_models import GPU_SHAPES, GpuShape, random_decoder
 from bench.gpu_points import Ceilings, ModelBench
 from bench.gpu_verify import verify
-from engine.kernels.reference import ReferenceKernels
+from engine.kernels.reference import ReferenceKernels, linear_by_row
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -106,6 +106,21 @@ def test_a_kernel_that_does_not_agree_with_its_twin_is_not_timed():
     assert verify(ReferenceKernels(), TINY, CPU, torch.float32, 16)["attention"] == 0
     with pytest.raises(SystemExit, match="silu_mul"):
         verify(Wrong(), TINY, CPU, torch.float32, 16)
+
+
+def test_products_that_are_to_keep_rows_apart_and_do_not_are_not_timed():
+    class Apart(ReferenceKernels):
+        linear = staticmethod(linear_by_row)
+
+    class Mixed(Apart):
+        def linear(
+            self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ) -> torch.Tensor:
+            return linear_by_row(x + x.sum() * 1e-6, weight, bias)
+
+    assert verify(Apart(), TINY, CPU, torch.float32, 16)["linear"] == 0
+    with pytest.raises(SystemExit, match="depend on the others"):
+        verify(Mixed(), TINY, CPU, torch.float32, 16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -12,6 +12,7 @@ from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import SeqId
 from engine.build import build_engine
 from engine.host import ThreadEngineHost
+from engine.kernels import select
 from engine.kernels.cpu_matmul import multiplies_int8, streams_bfloat16
 from engine.kernels.select import check_deterministic
 from engine.layers.fixed_rows import ROWS, fix_rows
@@ -241,8 +242,8 @@ def test_products_over_panels_need_no_fixing():
 
 def test_kv_of_the_mode_is_not_taken_for_other_kv(tmp_path):
     spec = load_spec(make_model(tmp_path, "llama"))
-    assert pinned(spec, deterministic=False) == spec
-    assert pinned(spec, deterministic=True).fingerprint != spec.fingerprint
+    kinds = {spec, pinned(spec), pinned(spec, "sm80"), pinned(spec, "sm90")}
+    assert len({kind.fingerprint for kind in kinds}) == 4
 
 
 class HostBytes:
@@ -305,7 +306,13 @@ def _drawn(host: ThreadEngineHost, wanted: Prompt) -> list[TokenSample]:
     return tokens
 
 
-def test_a_gpu_is_refused_by_name():
-    with pytest.raises(ConfigError, match="runs on CPUs, not on cuda") as raised:
-        check_deterministic(torch.device("cuda"))
+def test_a_gpu_takes_it_with_tritons_kernels_of_16_bits_and_refuses_it_by_name_without(monkeypatch):
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(select, "find_spec", lambda name: name)
+    check_deterministic(cuda, torch.bfloat16)
+    with pytest.raises(ConfigError, match="float16 or bfloat16, not in float32") as raised:
+        check_deterministic(cuda, torch.float32)
     assert raised.value.param == "engine.deterministic"
+    monkeypatch.setattr(select, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs Triton"):
+        check_deterministic(cuda, torch.bfloat16)

@@ -34,11 +34,3 @@ def test_no_piece_is_longer_than_its_share_of_the_step(contexts, spread):
     share = max(1, -(-sum(map(runs_of, contexts)) // spread))
     for context, count in zip(contexts, np.diff(first_piece), strict=True):
         assert runs_of(context) <= count * share
-
-
-@given(context=st.integers(1, 200_000), others=CONTEXTS)
-def test_a_fixed_rule_cuts_a_context_alike_in_every_batch(context, others):
-    rule = SplitRule(spread=64, fixed=16)
-    _, alone = rule.cut(np.array([context], np.int32))
-    _, together = rule.cut(np.array([*others, context], np.int32))
-    assert alone[1] == together[-1] - together[-2] == min(16, runs_of(context))

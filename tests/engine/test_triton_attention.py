@@ -79,29 +79,12 @@ def test_every_window_agrees_with_the_twin(attend, rows, window):
     close(attend(query, pages, batch, window), paged_attention(query, pages, batch, 0.125, window))
 
 
-@pytest.mark.parametrize(
-    "rule", [SplitRule(spread=1), SplitRule(spread=40), SplitRule(spread=1, fixed=3)]
-)
+@pytest.mark.parametrize("rule", [SplitRule(spread=1), SplitRule(spread=40)])
 def test_decodes_do_not_depend_on_how_contexts_are_cut_but_for_rounding(rule):
     query, pages, batch = make(
         DECODES, block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=WIDE
     )
     close(decode(query, pages, batch, rule=rule), paged_attention(query, pages, batch, 0.125, None))
-
-
-def test_with_fixed_pieces_a_row_has_the_same_bits_in_any_batch():
-    query, pages, batch = make(
-        DECODES, block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=torch.float16
-    )
-    rule = SplitRule(spread=1, fixed=3)
-    together = decode(query, pages, batch, rule=rule)
-    last = PagedBatch(
-        slots=batch.slots[-1:],
-        query_starts=batch.query_starts[:2],
-        context_lens=batch.context_lens[-1:],
-        block_tables=batch.block_tables[-1:],
-    )
-    assert torch.equal(decode(query[-1:], pages, last, rule=rule), together[-1:])
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -119,6 +102,41 @@ def test_a_tokens_bits_do_not_depend_on_how_its_prompt_was_cut(window):
         )
         part = prefill(query[start : start + length].contiguous(), pages, chunk, window)
         assert torch.equal(part, whole[start : start + length])
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_decoded_tokens_bits_are_those_of_its_prompt_where_all_go_through_one_loop(window):
+    query, pages, batch = make(
+        [(100, 200), (7, 7)], block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=torch.float16
+    )
+    attend = kernels("prefill_attention").prefill_attention
+    whole = attend(query, pages, batch, 0.125, window, uniform=True)
+    close(whole, paged_attention(query, pages, batch, 0.125, window))
+    for token in (0, 63, 99):
+        alone = PagedBatch(
+            slots=batch.slots[token : token + 1],
+            query_starts=torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
+            context_lens=torch.tensor([101 + token], dtype=torch.int32, device=DEVICE),
+            block_tables=batch.block_tables[:1],
+        )
+        one = attend(query[token : token + 1], pages, alone, 0.125, window, uniform=True)
+        assert torch.equal(one, whole[token : token + 1])
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_row_without_a_context_gets_zeros_beside_prompts_too(uniform):
+    query, pages, batch = make(
+        [(1, 1), (9, 20)], block_tokens=16, heads=2, kv_heads=1, head_dim=64, dtype=WIDE
+    )
+    attend = kernels("prefill_attention").prefill_attention
+    expected = attend(query, pages, batch, 0.125, None, uniform=uniform)
+    nobody = replace(
+        batch,
+        context_lens=batch.context_lens * torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
+    )
+    actual = attend(query, pages, nobody, 0.125, None, uniform=uniform)
+    assert not actual[0].any()
+    assert torch.equal(actual[1:], expected[1:])
 
 
 @pytest.mark.parametrize(("attend", "rows"), [(prefill, [(30, 90)] * 2), (decode, [(1, 90)] * 2)])

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.kernels.checks import HEAD_DIMS
 from tests.engine.compile_ahead import Build, compile_ahead
@@ -27,8 +28,11 @@ def attention(
     """One of the attention kernels; Llama-3.1-8B's shape unless told otherwise."""
     bits, windowed = more.get("bits", 16), more.get("windowed", False)
     settings = {
-        "prefill": lambda: kernels("prefill_attention").tile_of(
-            head_dim, heads // kv_heads, hopper=capability >= 90, narrow=bits == 8
+        "prefill": lambda: (
+            kernels("prefill_attention").tile_of(
+                head_dim, heads // kv_heads, hopper=capability >= 90, narrow=bits == 8
+            )
+            | {"uniform": more.get("uniform", False)}
         ),
         "decode": lambda: kernels("decode_attention").decode_tile(head_dim, heads // kv_heads),
     }[kernel]()
@@ -118,6 +122,38 @@ def page_sum() -> Build:
     )
 
 
+def row_matmul(
+    outputs: int = 4096,
+    inputs: int = 4096,
+    *,
+    apart: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Build:
+    module = kernels("row_matmul")
+    settings = module.tile_of(dtype)
+    options = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
+    kind = "bf16" if dtype == torch.bfloat16 else "fp32"
+    pointers = dict.fromkeys(("x", "weight", "bias", "out"), kind)
+    return Build(
+        kernel="row_matmul:row_matmul_kernel",
+        pointers=pointers | {"parts": "fp32" if apart else kind},
+        numbers={"num_rows": "int"},
+        constants=settings
+        | {"outputs": outputs, "inputs": inputs, "pieces": module.pieces_of(outputs, inputs, dtype)}
+        | {"apart": apart, "biased": True},
+        options=options,
+    )
+
+
+def add_parts() -> Build:
+    return Build(
+        kernel="row_matmul:add_parts_kernel",
+        pointers={"parts": "fp32", "bias": "bf16", "out": "bf16"},
+        numbers={"num_rows": "int"},
+        constants={"outputs": 4096, "pieces": 8, "biased": True, "taken": 1024},
+    )
+
+
 def random_draw() -> Build:
     """Of a vocabulary of any size."""
     wide = {"places": "i64", "top_k": "i64", "out": "i64", "targets": "fp64", "top_p": "fp64"}
@@ -135,8 +171,12 @@ def served(capability: int) -> list[Build]:
     """One of each kernel."""
     return [
         attention("prefill", capability),
+        attention("prefill", capability, uniform=True),
         attention("decode", capability),
         add_pieces(),
+        row_matmul(),
+        row_matmul(apart=True),
+        add_parts(),
         rms_norm(),
         silu_mul(),
         rotate(normed=True),
@@ -150,6 +190,10 @@ def every_shape(capability: int) -> list[Build]:
     """All head dims, page sizes, windows, groups of heads, and pages of 8 bits where the hardware has them."""
     builds = [rms_norm(896), rms_norm(576, adds=False)]
     builds += [rotate(dim) for dim in HEAD_DIMS]
+    builds += [row_matmul(28_672), row_matmul(151_936, 896), row_matmul(1000, 1001)]
+    builds += [row_matmul(dtype=torch.float32), row_matmul(apart=True, dtype=torch.float32)]
+    builds += [attention("prefill", capability, uniform=True, head_dim=dim) for dim in HEAD_DIMS]
+    builds += [attention("prefill", capability, uniform=True, windowed=True)]
     for kernel in ("prefill", "decode"):
         builds += [attention(kernel, capability, head_dim=dim) for dim in HEAD_DIMS]
         builds += [attention(kernel, capability, block_tokens=n) for n in (1, 16, 32, 128, 256)]

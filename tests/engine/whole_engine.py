@@ -7,6 +7,7 @@ import torch
 from baton.generation import TokenLogprobs, TokenSample
 from baton.ids import SeqId
 from engine.cache.arena import KvArena
+from engine.kernels.ports import BatchInvariant, KernelSet
 from engine.messages import Command, PrefillStarted, Reserved, Sampled, SeqEvent, Start
 from engine.models.config import kv_layout, load_spec
 from engine.models.loader import load_decoder
@@ -28,6 +29,7 @@ class WholeEngine:
         num_blocks: Pages.
         dtype: To compute in.
         quantization: Of the weights.
+        kernels: What to compute with; None for the machine's own.
 
     Attributes:
         events: All that was told.
@@ -45,10 +47,17 @@ class WholeEngine:
         num_blocks: int = 64,
         dtype: torch.dtype = torch.float32,
         quantization: str = "none",
+        kernels: KernelSet | None = None,
     ) -> None:
         spec = load_spec(checkpoint)
         decoder = load_decoder(
-            checkpoint, spec, dtype, CPU, quantization=quantization, fixed_rows=deterministic
+            checkpoint,
+            spec,
+            dtype,
+            CPU,
+            kernels=kernels,
+            quantization=quantization,
+            fixed_rows=deterministic,
         )
         layout = kv_layout(spec, dtype, BLOCK_TOKENS)
         limits = Limits(
@@ -62,7 +71,8 @@ class WholeEngine:
         memory = memoryview(bytearray(layout.region_bytes(num_blocks)))
         self.arena = KvArena(layout, num_blocks, memory)
         self.scheduler = Scheduler(limits, layout=layout, secret=bytes(32))
-        self.runner = ModelRunner(decoder, self.arena, one_by_one=deterministic)
+        apart = deterministic and not isinstance(kernels, BatchInvariant)
+        self.runner = ModelRunner(decoder, self.arena, one_by_one=apart)
         self.events: list[SeqEvent] = []
 
     def tell(self, *commands: Command) -> None:
