@@ -5,7 +5,7 @@ been checked by whoever built the batch.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,11 +16,11 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 
 NO_WINDOW = 1 << 30
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES = {
+_SIGNATURES: dict[str, Sequence[type]] = {
     "rms_norm": [_POINTER] * 4 + [_INT] * 2 + [_FLOAT, _INT],
     "silu_mul": [_POINTER] * 2 + [_INT] * 3,
 }
-_SIGNATURES_WITH_PAGES = {
+_SIGNATURES_WITH_PAGES: dict[str, Sequence[type]] = {
     "paged_attention": [_POINTER] * 6 + [_INT] * 6 + [_FLOAT] + [_INT] * 2,
     "rotate_and_store": [_POINTER] * 8 + [_INT] * 5 + [_FLOAT, _INT],
 }
@@ -218,7 +218,7 @@ class CpuKernels:
             raise ValueError(f"{name} is on {tensor.device}, but these kernels run on the CPU")
 
 
-def _entry(library: ctypes.CDLL, name: str, arguments: list[type]) -> Callable[..., None]:
+def _entry(library: ctypes.CDLL, name: str, arguments: Sequence[type]) -> Callable[..., None]:
     function: ctypes._NamedFuncPointer = getattr(library, f"baton_{name}")
     function.argtypes, function.restype = arguments, None
     return function
