@@ -1,168 +1,114 @@
-"""Ours beside other servers on this machine's CPU, over HTTP: `python -m bench.cpu_vs_peers [--vllm-python PATH] [--json FILE]`.
+"""Ours beside other servers on this machine's CPU, over HTTP: `python -m bench.cpu_vs_peers [--json FILE]`.
 
-One hybrid worker, one prefill and one decode worker, vLLM's CPU backend and llama.cpp take turns on the same cores with the same
-random weights and prompts. A peer that is not named is absent, and the report says so. What the figures are called stands in
-`bench.peer_figures`. Of int8 only one client is measured; of prefill and decode apart, one client and, as of the hybrid worker, a few
-clients while long prompts keep arriving.
+Servers take turns on the same cores with the same random weights and prompts: a hybrid worker, one prefill and one decode worker,
+vLLM's CPU backend (`--vllm-python`), transformers, and llama.cpp (`--llamacpp-server`), for which the model is written as GGUF. Who
+they are stands in `bench.contenders`, what the figures are called in `bench.peer_figures`. Whoever does not come up, or fails, is
+absent: the report says why, and the others go on.
+
+What takes long runs in parts, which `--merge` puts into one report. Both sides of a ratio belong in one part:
+
+    python -m bench.cpu_vs_peers --only hybrid vllm --no-prompts --vllm-python PATH --json a.json
+    python -m bench.cpu_vs_peers --only hybrid hybrid_paced pd --concurrency --json b.json
+    python -m bench.cpu_vs_peers --merge a.json b.json --json all.json
 """
 
 import argparse
-import asyncio
+import signal
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.load import Load, Outcome, run_load, run_under
-from bench.peer_figures import Measured, over_all_shapes, peer_figures
-from bench.peer_servers import llamacpp, vllm
-from bench.report import Report
-from bench.server import serving
+from bench.contenders import NAMES, OURS, Terms, contenders
+from bench.contest import Contest, Sizes
+from bench.parts import merge_parts
+from bench.peer_figures import over_all_shapes, peer_figures
+from bench.report import Report, write_document
 from bench.shapes import SHAPES, write_model
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
-    """One server.
-
-    Attributes:
-        start: Starts it and yields its URL.
-        concurrency: Numbers of clients to measure it with.
-        under_prompts: Whether it is also measured while long prompts keep arriving.
-    """
-
-    start: Callable[[], AbstractContextManager[str]]
-    concurrency: list[int]
-    under_prompts: bool = False
-
-
 _SHAPES = ("llama116m", "qwen370m")
-_HYBRID = ("--hybrid-workers", "1")
-_PAIR = ("--prefill-workers", "1", "--decode-workers", "1")
+_NO_SETTINGS = {"json", "merge"}
 
 
 def main() -> None:
     """Entry point."""
     arguments = _arguments()
-    report = Report(
-        benchmark="cpu_vs_peers",
-        settings={name: value for name, value in vars(arguments).items() if name != "json"},
-    )
+    if arguments.merge:
+        document = merge_parts(arguments.merge, partial(over_all_shapes, shapes=SHAPES))
+        write_document(document, arguments.json)
+        return
+    # Whoever ends it, such as a time limit, ends the server whose turn it is.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    settings = {name: value for name, value in vars(arguments).items() if name not in _NO_SETTINGS}
+    report = Report(benchmark="cpu_vs_peers", settings=settings)
+    absent: dict[str, str] = {}
     for shape in arguments.shape:
-        with tempfile.TemporaryDirectory(prefix="baton-bench-") as directory:
-            write_model(SHAPES[shape], Path(directory))
-            outcomes = _take_turns(_contenders(shape, directory, arguments), shape, arguments)
-        report.figures |= peer_figures(shape, outcomes)
-    report.figures |= over_all_shapes(report.figures)
-    if arguments.json:
-        report.write(arguments.json)
+        _compare(shape, arguments, report, absent)
+    if failed := [who for who in absent if who.split()[-1] in OURS]:
+        sys.exit(f"ours failed: {', '.join(failed)}")
+
+
+def _compare(
+    shape: str, arguments: argparse.Namespace, report: Report, absent: dict[str, str]
+) -> None:
+    """Measures one shape; writes the report after each turn, so that a time limit leaves what there is."""
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as directory:
+        write_model(SHAPES[shape], Path(directory))
+        entries = contenders(Path(directory), _terms(arguments))
+        chosen = {name: entries[name] for name in NAMES if name in arguments.only}
+        contest = Contest(shape, chosen, _sizes(shape, arguments))
+        for _ in contest.run(arguments.rounds):
+            absent |= {f"{shape} {name}": reason for name, reason in contest.absent.items()}
+            report.settings["absent"] = [f"{who}: {reason}" for who, reason in absent.items()]
+            report.figures |= peer_figures(shape, contest.measured)
+            report.figures |= over_all_shapes(report.figures, SHAPES)
+            if arguments.json:
+                report.write(arguments.json)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--shape", choices=sorted(SHAPES), nargs="+", default=list(_SHAPES))
-    parser.add_argument("--dtype", default="auto", help="of ours")
-    parser.add_argument("--peer-dtype", default="bfloat16")
-    parser.add_argument("--vllm-python", default="", help="python of vLLM's environment")
-    parser.add_argument("--llamacpp-server", default="", help="llama-server")
-    parser.add_argument("--gguf", nargs="*", default=[], metavar="SHAPE=FILE", help="for llama.cpp")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=1, help="turns of each server")
-    parser.add_argument(
-        "--requests",
-        type=int,
-        default=1,
-        help="per client and turn; of one client three times as many",
-    )
-    parser.add_argument("--input-tokens", type=int, default=256)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=2048, help="of prompts that keep arriving"
-    )
-    parser.add_argument("--prompt-clients", type=int, default=4, help="that decode meanwhile")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--json", type=Path, help="write the report here")
+    add("--merge", type=Path, nargs="+", help="reports of parts to put into one; nothing is run")
+    add("--shape", choices=sorted(SHAPES), nargs="+", default=list(_SHAPES))
+    add("--only", choices=NAMES, nargs="+", default=list(NAMES), help="who takes part")
+    add("--dtype", default="auto", help="of ours: auto holds the checkpoint's bfloat16 weights")
+    add("--tbt-target", type=float, default=0.1, help="seconds, of hybrid_paced")
+    add("--vllm-python", default="", help="python of vLLM's environment")
+    add("--llamacpp-server", default="", help="path of llama-server")
+    add("--concurrency", type=int, nargs="*", default=[1, 8, 32])
+    add("--rounds", type=int, default=1, help="turns of each server")
+    add("--requests", type=int, default=1, help="per client and turn; of one client three times")
+    add("--input-tokens", type=int, default=256)
+    add("--output-tokens", type=int, default=64)
+    add("--prompt-tokens", type=int, default=2048, help="of prompts that keep arriving")
+    add("--prompt-clients", type=int, default=4, help="that decode meanwhile")
+    add("--no-prompts", action="store_true", help="leave out prompts that keep arriving")
+    arguments = parser.parse_args()
+    if arguments.merge and not arguments.json:
+        parser.error("--merge needs --json")
+    return arguments
 
 
-def _contenders(shape: str, model: str, arguments: argparse.Namespace) -> dict[str, Contender]:
-    levels = arguments.concurrency
-    ours = partial(serving, model, "--dtype", arguments.dtype)
-    contenders = {
-        "hybrid": Contender(start=partial(ours, *_HYBRID), concurrency=levels, under_prompts=True),
-        "pd": Contender(start=partial(ours, *_PAIR), concurrency=[1], under_prompts=True),
-        "int8": Contender(start=partial(ours, "--quantization", "int8", *_HYBRID), concurrency=[1]),
-    }
-    if arguments.vllm_python:
-        start = partial(vllm, arguments.vllm_python, model, arguments.peer_dtype)
-        contenders["vllm"] = Contender(start=start, concurrency=levels)
-    gguf = dict(entry.split("=", 1) for entry in arguments.gguf).get(shape)
-    if arguments.llamacpp_server and gguf:
-        start = partial(llamacpp, arguments.llamacpp_server, gguf, max(levels))
-        contenders["llamacpp"] = Contender(start=start, concurrency=levels)
-    for peer in ("vllm", "llamacpp"):
-        if peer not in contenders:
-            print(f"{shape}: {peer} is absent", flush=True)
-    return contenders
-
-
-def _take_turns(
-    contenders: Mapping[str, Contender], shape: str, arguments: argparse.Namespace
-) -> Measured:
-    measured: Measured = {}
-    for turn in range(arguments.rounds):
-        for name, contender in contenders.items():
-            with contender.start() as url:
-                _run(url, shape, 1, -1 - turn, arguments)  # warms up
-                for level in contender.concurrency:
-                    outcome = _run(url, shape, level, turn, arguments)
-                    measured.setdefault((name, f"c{level}"), []).append(outcome)
-                    _print(shape, name, f"c{level}", outcome)
-                if contender.under_prompts:
-                    outcome = _run_under_prompts(url, shape, turn, arguments)
-                    measured.setdefault((name, "prompts"), []).append(outcome)
-                    _print(shape, name, "prompts", outcome)
-    return measured
-
-
-def _print(shape: str, name: str, level: str, outcome: Outcome) -> None:
-    print(
-        f"{shape} {name:9} {level:8} {outcome.output_tok_s:8.1f} tok/s   "
-        f"TTFT {outcome.ttft_ms:8.1f} ms   TPOT {outcome.tpot_ms:7.2f} ms, p99 {outcome.tpot_p99_ms:7.2f}",
-        flush=True,
+def _terms(arguments: argparse.Namespace) -> Terms:
+    return Terms(
+        dtype=arguments.dtype,
+        tbt_target_s=arguments.tbt_target,
+        clients=arguments.concurrency,
+        vllm_python=arguments.vllm_python,
+        llamacpp_server=arguments.llamacpp_server,
     )
 
 
-def _run(
-    url: str, shape: str, concurrency: int, turn: int, arguments: argparse.Namespace
-) -> Outcome:
-    each = arguments.requests * (3 if concurrency == 1 else 1)
-    load = _load(shape, concurrency, concurrency * each, arguments)
-    # Every server gets the same prompts; a turn's are new, so that nobody's prefix cache helps.
-    return asyncio.run(run_load(url, "bench", load, seed=1000 * turn + concurrency))
-
-
-def _run_under_prompts(url: str, shape: str, turn: int, arguments: argparse.Namespace) -> Outcome:
-    clients = arguments.prompt_clients
-    load = _load(shape, clients, 2 * clients * arguments.requests, arguments)
-    prompts = Load(
-        concurrency=1,
-        requests=1,
-        input_tokens=arguments.prompt_tokens,
-        output_tokens=1,
+def _sizes(shape: str, arguments: argparse.Namespace) -> Sizes:
+    return Sizes(
         vocab=SHAPES[shape].vocab,
-    )
-    return asyncio.run(run_under(url, "bench", load, prompts, seed=1000 * turn + 500))
-
-
-def _load(shape: str, concurrency: int, requests: int, arguments: argparse.Namespace) -> Load:
-    return Load(
-        concurrency=concurrency,
-        requests=requests,
+        requests=arguments.requests,
         input_tokens=arguments.input_tokens,
         output_tokens=arguments.output_tokens,
-        vocab=SHAPES[shape].vocab,
+        prompt_tokens=0 if arguments.no_prompts else arguments.prompt_tokens,
+        prompt_clients=arguments.prompt_clients,
     )
 
 

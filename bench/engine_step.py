@@ -132,7 +132,7 @@ class Bench:
         step = _timed(parts, "inputs", lambda: self._builder.build(self._rows))
         hidden = _timed(parts, "layers", lambda: self._decoder.hidden(step, self._arena))
         logits = _timed(parts, "head", lambda: self._decoder.head(hidden))
-        _timed(parts, "draw", lambda: self._sampler.sample(logits, self._rows))
+        _timed(parts, "draw", lambda: self._sampler.sample(logits, self._rows).read())
         parts["step"] = 1e3 * (time.perf_counter() - began_s)
         _timed(parts, "attention", lambda: self._attend_everywhere(step.batch))
         return parts

@@ -87,22 +87,29 @@ async def run_load(url: str, model: str, load: Load, *, seed: int) -> Outcome:
     return _summary(timelines, elapsed_s)
 
 
-async def run_under(url: str, model: str, load: Load, pressure: Load, *, seed: int) -> Outcome:
+async def run_under(
+    url: str, model: str, load: Load, pressure: Load, *, seed: int
+) -> tuple[Outcome, list[Outcome]]:
     """The same, while `pressure` is sent again and again; it is broken off when the load has been served.
+
+    Returns:
+        What the load measured, and each of those times that the pressure was served to its end.
 
     Raises:
         RuntimeError: As `run_load`, of either load.
     """
+    pressed: list[Outcome] = []
 
     async def press() -> None:
         for again in itertools.count():
-            await run_load(url, model, pressure, seed=seed + 1 + again)
+            outcome = await run_load(url, model, pressure, seed=seed + 1 + again)
+            pressed.append(outcome)
 
     async with asyncio.TaskGroup() as group:
         pressing = group.create_task(press())
         outcome = await run_load(url, model, load, seed=seed)
         pressing.cancel()
-    return outcome
+    return outcome, pressed
 
 
 async def _request(

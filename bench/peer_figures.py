@@ -1,22 +1,30 @@
 """What `bench.cpu_vs_peers` says about servers that took turns: their own figures, and how ours stand to them.
 
-ratio_vllm_SHAPE_cN            output tokens per second, hybrid worker over vLLM, N clients
-ttft_over_vllm_SHAPE_c1        time to first token and time per output token, one client
-tpot_over_vllm_SHAPE_c1
-ratio_llamacpp_SHAPE_b1        speed of decoding alone, over llama.cpp's
-int8_over_bf16_SHAPE_b1        the same of int8 weights, over our own
-tpot_p99_pd_over_hybrid_SHAPE  while long prompts keep arriving, prefill and decode apart over the hybrid worker
-tpot_p99_pd_over_hybrid        of the shape where that is worst
+ratio_PEER_SHAPE_cN            output tokens per second, hybrid worker over PEER, N clients
+ttft_over_PEER_SHAPE_c1        time to first token and time per output token, one client
+tpot_over_PEER_SHAPE_c1
+ratio_llamacpp_SHAPE_b1        speed of decoding alone over llama.cpp's, both with bfloat16 weights
+ratio_llamacpp_int8_SHAPE_b1   the same, our int8 over its q8_0
+int8_over_bf16_SHAPE_b1        the same, our int8 over our own
+tpot_p99_pd_over_HYBRID_SHAPE  while long prompts keep arriving, prefill and decode apart over a hybrid worker
+tpot_p99_pd_over_HYBRID        of the shape where that is worst
+
+PEER is `vllm` or `transformers`, with bfloat16 weights, or with `_float32` behind it. HYBRID is `hybrid`, the worker as it comes, or
+`hybrid_paced`, which was given a target for the time between tokens. A server's own figures are `SERVER_SHAPE_FIGURE_LEVEL`; at the
+level `prompts` they are of those who decode while prompts arrive, at `arriving` of these prompts.
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from bench.load import Outcome
 
 Measured = dict[tuple[str, str], list[Outcome]]
-"""What each server's turns gave, by its name and the level of load: `c8` for 8 clients, `prompts` for arriving prompts."""
+"""What each server's turns gave, by its name and the level of load: `c8` for 8 clients, `prompts` and `arriving` for arriving prompts."""
+
+_HELD_AGAINST = {"hybrid": "pd", "hybrid_paced": "pd", "llamacpp_q8_0": "int8"}
+"""Which of ours a server is compared with, if not with the hybrid worker."""
 
 
 def peer_figures(shape: str, measured: Mapping[tuple[str, str], list[Outcome]]) -> dict[str, float]:
@@ -24,36 +32,42 @@ def peer_figures(shape: str, measured: Mapping[tuple[str, str], list[Outcome]]) 
     medians = {key: _median(outcomes) for key, outcomes in measured.items()}
     figures: dict[str, float] = {}
     for (name, level), outcome in medians.items():
-        for field in fields(outcome):
-            figures[f"{name}_{shape}_{field.name}_{level}"] = getattr(outcome, field.name)
-        hybrid = medians.get(("hybrid", level))
-        if hybrid is not None:
-            figures |= _ratios(shape, level, name, hybrid, outcome)
+        # A prompt that arrives asks for one token: there is no time between its tokens.
+        said = ["ttft_ms"] if level == "arriving" else [field.name for field in fields(outcome)]
+        figures |= {f"{name}_{shape}_{field}_{level}": getattr(outcome, field) for field in said}
+        ours = medians.get((_HELD_AGAINST.get(name, "hybrid"), level))
+        if ours is not None:
+            figures |= _ratios(shape, level, name, ours, outcome)
     return figures
 
 
-def over_all_shapes(figures: Mapping[str, float]) -> dict[str, float]:
+def over_all_shapes(figures: Mapping[str, float], shapes: Iterable[str]) -> dict[str, float]:
     """What is said once for all shapes, of their figures."""
-    prefix = "tpot_p99_pd_over_hybrid"
-    ratios = [value for name, value in figures.items() if name.startswith(f"{prefix}_")]
-    return {prefix: max(ratios)} if ratios else {}
+    worst: dict[str, float] = {}
+    for name in ("tpot_p99_pd_over_hybrid", "tpot_p99_pd_over_hybrid_paced"):
+        ratios = [figures[of] for shape in shapes if (of := f"{name}_{shape}") in figures]
+        if ratios:
+            worst[name] = max(ratios)
+    return worst
 
 
-def _ratios(shape: str, level: str, name: str, hybrid: Outcome, other: Outcome) -> dict[str, float]:
+def _ratios(shape: str, level: str, name: str, ours: Outcome, other: Outcome) -> dict[str, float]:
     alone = level == "c1"
     match name:
-        case "vllm":
-            ratios = {f"ratio_vllm_{shape}_{level}": hybrid.output_tok_s / other.output_tok_s}
+        case "vllm" | "vllm_float32" | "transformers" | "transformers_float32":
+            ratios = {f"ratio_{name}_{shape}_{level}": ours.output_tok_s / other.output_tok_s}
             if alone:
-                ratios[f"ttft_over_vllm_{shape}_c1"] = hybrid.ttft_ms / other.ttft_ms
-                ratios[f"tpot_over_vllm_{shape}_c1"] = hybrid.tpot_ms / other.tpot_ms
+                ratios[f"ttft_over_{name}_{shape}_c1"] = ours.ttft_ms / other.ttft_ms
+                ratios[f"tpot_over_{name}_{shape}_c1"] = ours.tpot_ms / other.tpot_ms
             return ratios
         case "llamacpp" if alone:
-            return {f"ratio_llamacpp_{shape}_b1": other.tpot_ms / hybrid.tpot_ms}
+            return {f"ratio_llamacpp_{shape}_b1": other.tpot_ms / ours.tpot_ms}
+        case "llamacpp_q8_0" if alone:
+            return {f"ratio_llamacpp_int8_{shape}_b1": other.tpot_ms / ours.tpot_ms}
         case "int8" if alone:
-            return {f"int8_over_bf16_{shape}_b1": hybrid.tpot_ms / other.tpot_ms}
-        case "pd" if level == "prompts":
-            return {f"tpot_p99_pd_over_hybrid_{shape}": other.tpot_p99_ms / hybrid.tpot_p99_ms}
+            return {f"int8_over_bf16_{shape}_b1": ours.tpot_ms / other.tpot_ms}
+        case "hybrid" | "hybrid_paced" if level == "prompts":
+            return {f"tpot_p99_pd_over_{name}_{shape}": ours.tpot_p99_ms / other.tpot_p99_ms}
     return {}
 
 

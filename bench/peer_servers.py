@@ -1,22 +1,26 @@
 """Starts other people's servers on this machine with a model of ours, and stops them: what `bench.cpu_vs_peers` compares with.
 
-Peers live in environments of their own, since they bring their own torch; whoever runs the benchmark says where.
+Peers live in environments of their own, since they bring their own torch; whoever runs the benchmark says where. transformers, which
+the tests need anyway, is that of this environment.
 """
 
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
-import psutil
 
 _START_S = 600.0
+_END_S = 3.0
+_NOT_INHERITED = {"PYTHONPATH", "OMP_NUM_THREADS"}
+"""A peer has its own packages, and takes all cores."""
 
 
 @contextmanager
@@ -37,7 +41,22 @@ def vllm(python: str, model: str, dtype: str) -> Iterator[str]:
 
 
 @contextmanager
-def llamacpp(server: str, gguf: str, slots: int) -> Iterator[str]:
+def transformers(model: str, dtype: str) -> Iterator[str]:
+    """transformers' `generate` in static batches (`bench.transformers_server`) on all cores; yields its URL.
+
+    Raises:
+        RuntimeError: It did not start; the end of what it printed is in the message.
+    """
+    port = _free_port()
+    # By its file, and without its folder among the packages: whose names must not hide the standard library's.
+    program = str(Path(__file__).with_name("transformers_server.py"))
+    command = [sys.executable, "-P", program, model, "--dtype", dtype, "--port", str(port)]
+    with _running(command, port, {}) as url:
+        yield url
+
+
+@contextmanager
+def llamacpp(server: str, gguf: str, slots: int, *flags: str) -> Iterator[str]:
     """llama.cpp's server on all cores with `slots` sequences at once; yields its URL.
 
     Raises:
@@ -46,14 +65,14 @@ def llamacpp(server: str, gguf: str, slots: int) -> Iterator[str]:
     port = _free_port()
     threads = str(len(os.sched_getaffinity(0)))
     command = [server, "-m", gguf, "--port", str(port), "-t", threads, "-np", str(slots)]
-    with _running([*command, "-c", str(512 * slots), "--alias", "bench"], port, {}) as url:
+    command += ["-c", str(512 * slots), "--alias", "bench", *flags]
+    with _running(command, port, {}) as url:
         yield url
 
 
 @contextmanager
 def _running(command: Sequence[str], port: int, settings: dict[str, str]) -> Iterator[str]:
-    # None of our own path: the peer has its own packages.
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         log = Path(folder) / "log"
         with log.open("w") as output:
@@ -63,6 +82,7 @@ def _running(command: Sequence[str], port: int, settings: dict[str, str]) -> Ite
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         try:
             url = f"http://127.0.0.1:{port}"
@@ -85,20 +105,13 @@ def _wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the server and whatever it started, by process id."""
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
+    """Ends the server, and whatever it started and left behind: its process group, which is its own."""
     process.send_signal(signal.SIGINT)
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for child in family:
-        if child.is_running():
-            child.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _free_port() -> int:

@@ -4,6 +4,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -40,8 +41,13 @@ class Report:
             "versions": {"python": sys.version.split()[0]}
             | {name: metadata.version(name) for name in _VERSIONS},
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=2) + "\n")
+        write_document(document, path)
+
+
+def write_document(document: Mapping[str, object], path: Path) -> None:
+    """Writes a report's JSON file, making its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _revision() -> str:

@@ -111,6 +111,7 @@ def build_engine(
     host = ThreadEngineHost(
         _scheduler(limits, choice, config, secret),
         ModelRunner(decoder, arena, sink, graphs, one_by_one=apart),
+        ahead=choice.device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
     )
     return BuiltEngine(
         host=host, layout=choice.layout, limits=limits, page_kernels=page_kernels(arena)

@@ -3,12 +3,12 @@
 torch copies a list or an array to a GPU with the host waiting, once for each. Here they are laid side by side in pinned memory
 and sent behind the work that the GPU was given, without waiting; the device's tensors look into what arrived.
 
-    host    [ temperatures | targets | biases ... ]        pinned, overwritten by the next step
+    host    [ temperatures | targets | biases ... ]        pinned; two of them take turns
                         │ one copy
     device  [ temperatures | targets | biases ... ]        a tensor each
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,8 @@ class Parcel:
 class Crossing:
     """Between the host and one device; on a CPU there is nothing to cross and nothing is copied.
 
+    Two steps may be under way: what was sent and brought for one is not overwritten by what is for the other.
+
     Args:
         device: Where tensors go and come from.
     """
@@ -67,7 +69,7 @@ class Crossing:
         self._back = HostMemory(pinned=device.type == "cuda")
 
     def send(self, parcel: Parcel) -> None:
-        """Puts every item of `parcel` on the device. Does not wait for it; nothing else may be sent until the step is over."""
+        """Puts every item of `parcel` on the device. Does not wait for it; once per step."""
         for item, tensor in zip(parcel.items, self.send_all(parcel.arrays), strict=True):
             item.arrive(tensor)
 
@@ -78,21 +80,33 @@ class Crossing:
         packed = pack(arrays, self._there)
         return unpack(packed.to(self._device, non_blocking=True), arrays)
 
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, of one dimension, on the host. Blocks until the device has computed it and everything before it.
+    def bring(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Has `tensor`, of one dimension, come to the host once the device has computed it and everything before it.
 
-        Overwritten by the next fetch.
+        Returns:
+            What blocks until it has come, and gives it; overwritten when the second one after it is brought.
         """
         if self._device.type != "cuda":
-            return tensor.to("cpu")
+            return lambda: tensor.to("cpu")
         host = self._back.room(tensor.nbytes).view(tensor.dtype)
         host.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
-        return host
+        # Not the stream: the next step may have been given to it by the time that somebody waits.
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(self._device))
+
+        def wait() -> torch.Tensor:
+            arrived.synchronize()
+            return host
+
+        return wait
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same, waiting for it at once."""
+        return self.bring(tensor)()
 
 
 class HostMemory:
-    """Grows as needed.
+    """Two pieces that take turns, since a copy from or to the last one may still be under way; each grows as needed.
 
     Args:
         pinned: So that a GPU copies from and to it by itself.
@@ -100,14 +114,16 @@ class HostMemory:
 
     def __init__(self, *, pinned: bool) -> None:
         self._is_pinned = pinned
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._idle, self._last = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
 
     def room(self, size_bytes: int) -> torch.Tensor:
-        """Its first bytes, `[size_bytes]` uint8."""
-        if len(self._buffer) < size_bytes:
-            size = max(size_bytes, 2 * len(self._buffer))
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
-        return self._buffer[:size_bytes]
+        """The first bytes of the one that was not given last, `[size_bytes]` uint8."""
+        given, self._idle = self._idle, self._last
+        if len(given) < size_bytes:
+            size = max(size_bytes, 2 * len(given))
+            given = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
+        self._last = given
+        return given[:size_bytes]
 
 
 def pack(arrays: Sequence[NDArray[Any]], memory: HostMemory) -> torch.Tensor:

@@ -34,8 +34,8 @@ def choose_device(asked: str, gpu: int = 0) -> torch.device:
 
 
 def computing_on(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which kernels go to `device`. Left once they are done, also where a step drew nothing or broke off: what it
-    wrote to may be freed then, and others write there without asking the GPU.
+    """A context in which kernels go to `device`. Left while they may still run; where it breaks off, once they are done: what
+    they write to may be freed then, and others write there without asking the GPU.
     """
     return _on_gpu(device) if device.type == "cuda" else nullcontext()
 
@@ -45,9 +45,16 @@ def _on_gpu(device: torch.device) -> Iterator[None]:
     with torch.cuda.device(device):  # which GPU is meant each thread has to say for itself
         try:
             yield
-        finally:
-            # Not the whole GPU: others' copies have streams of their own.
-            torch.cuda.current_stream(device).synchronize()
+        except BaseException:
+            wait_for(device)
+            raise
+
+
+def wait_for(device: torch.device) -> None:
+    """Blocks until `device` is through with all that this thread's stream was given."""
+    if device.type == "cuda":
+        # Not the whole GPU: others' copies have streams of their own.
+        torch.cuda.current_stream(device).synchronize()
 
 
 def weigh_gpu(device: torch.device) -> int:

@@ -2,6 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 from baton.clock import Clock, ManualClock
 from baton.errors import EngineError
@@ -13,8 +15,9 @@ from engine.loop import EngineLoop
 from engine.messages import Command, StepEvents
 from engine.ports import BlockOutlet, KvSource, LayerSink
 from engine.scheduling.limits import Limits
-from engine.scheduling.plan import Drawn, Row, StepPlan, StepResult
+from engine.scheduling.plan import Drawn, Launched, Row, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
 
 _MODULUS = 2**61 - 1
 _BLANK = -1
@@ -48,10 +51,25 @@ class FakeRunner:
         self.pages = [[_BLANK] * limits.block_tokens for _ in range(limits.num_blocks)]
         self.plans: deque[StepPlan] = deque(maxlen=1000)
         self.failing: set[SeqId] = set()
+        self._last_drawn: tuple[tuple[Drawn, ...], ...] = ()
 
     def fetch_from(self, source: KvSource) -> None:
         """See StepRunner."""
         self._source = source
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """See StepRunner. Computes as late as any GPU: when it is asked for the outcome, from what it was given here."""
+        seen = tuple(replace(row, seq=_as_it_is(row.seq)) for row in plan.rows)
+        return partial(self._compute_late, replace(plan, rows=seen))
+
+    def _compute_late(self, plan: StepPlan) -> StepResult:
+        for row, place in zip(plan.rows, plan.follows, strict=False):
+            drawn = self._last_drawn[place]
+            row.seq.tokens.append(drawn[0].token if drawn else 0)
+        self._last_drawn = ()
+        result = self.execute(plan)
+        self._last_drawn = result.drawn
+        return result
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See StepRunner."""
@@ -111,6 +129,11 @@ class FakeRunner:
             token = _mix(kv, ~sample) % self._vocab_size
             yield token
             kv = _mix(kv, token)
+
+
+def _as_it_is(seq: Sequence) -> Sequence:
+    """A copy, which does not change with what is decided later."""
+    return replace(seq, tokens=list(seq.tokens), blocks=list(seq.blocks))
 
 
 def _mix(kv: int, token: int) -> int:

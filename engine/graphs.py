@@ -19,7 +19,7 @@ from engine.cache.arena import KvArena
 from engine.kernels.ports import PagedBatch
 from engine.kernels.splits import Splits
 from engine.models.decoder import Decoder, DecoderInput
-from engine.models.inputs import InputBuilder
+from engine.models.inputs import InputBuilder, Unseen
 from engine.sampling.greedy import greedy_tokens
 from engine.scheduling.plan import Row, StepPlan
 
@@ -103,15 +103,16 @@ class DecodeGraphs:
         )
 
     @torch.inference_mode()
-    def scores(self, rows: Sequence[Row]) -> Scored:
-        """Of the rows' next tokens; overwritten by the next step.
+    def scores(self, rows: Sequence[Row], unseen: Unseen | None = None) -> Scored:
+        """Of the rows' next tokens; overwritten by the next step. That one may be asked for while this one is computed: the
+        device does one after the other, and does not touch a graph's tensors before it is through with them.
 
         Raises:
             EngineError: A row cannot be computed; nothing was.
         """
         size = self._sizes[bisect_left(self._sizes, len(rows))]
         bucket = self._buckets[size]
-        _overwrite(bucket.inputs, self._builder.build(rows, pad_to=size))
+        _overwrite(bucket.inputs, self._builder.build(rows, size, unseen))
         scored = bucket.repeat()
         return Scored(logits=scored.logits[: len(rows)], greedy=scored.greedy[: len(rows)])
 

@@ -64,15 +64,25 @@ class ThreadEngineHost:
         scheduler: Owned by the engine thread from `start` on.
         runner: Likewise.
         clock: For `progress_s`.
+        ahead: See `EngineLoop`.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: StepRunner, clock: Clock | None = None
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        clock: Clock | None = None,
+        *,
+        ahead: bool = False,
     ) -> None:
         self._fan = EventFan()
         self._scheduler = scheduler
         self._loop = EngineLoop(
-            scheduler, runner, emit=self._fan.deliver, clock=clock or MonotonicClock()
+            scheduler,
+            runner,
+            emit=self._fan.deliver,
+            clock=clock or MonotonicClock(),
+            ahead=ahead,
         )
         self._cores: Sequence[int] = ()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

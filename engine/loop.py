@@ -1,22 +1,39 @@
-"""The engine's loop: commands in, one step after the other, events out. Synchronous; one thread runs it (`engine.host`)."""
+"""The engine's loop: commands in, one step after the other, events out. Synchronous; one thread runs it (`engine.host`).
+
+With `ahead`, the next step is planned and launched before the outcome of the last one is waited for, where that can be:
+
+    runner  |      step n      |     step n+1     |     step n+2     |
+    loop     plan n+1, wait ... tell n, plan n+2 ... tell n+1, plan n+3
+"""
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
+from typing import NoReturn
 
 from baton.clock import Clock
-from baton.errors import BatonError, EngineError
-from baton.generation import WorkerLoad
 from engine.messages import Command, SeqEvent, StepEvents
 from engine.ports import BlockOutlet, KvSource
-from engine.scheduling.plan import Row, StepPlan, StepResult, StepRunner
+from engine.row_by_row import execute_row_by_row
+from engine.scheduling.plan import Launched, StepPlan, StepResult, StepRunner
 from engine.scheduling.scheduler import Scheduler
+from engine.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
 INTEGRITY_CHECK_AFTER_S = 1.0
 """Idle for this long, the loop checks the scheduler's books once; a check is too dear to delay the next request by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """A step that was handed to the runner, when, and what waits for its outcome."""
+
+    plan: StepPlan
+    begun_s: float
+    collect: Launched
 
 
 class EngineLoop:
@@ -31,6 +48,8 @@ class EngineLoop:
         emit: Receives the events, on the thread that runs the loop. What is known before a step is told before it runs,
             so that a hand-off can be prepared while the step computes.
         clock: For `progress_s`.
+        ahead: Launch a step that can be planned ahead behind the one that is computed. A command that comes meanwhile waits
+            for both.
     """
 
     def __init__(
@@ -39,19 +58,21 @@ class EngineLoop:
         runner: StepRunner,
         emit: Callable[[StepEvents], None],
         clock: Clock,
+        *,
+        ahead: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._emit = emit
         self._clock = clock
         self._inbox: SimpleQueue[Command | None] = SimpleQueue()
+        self._runs_ahead = ahead
+        self._next: _Begun | None = None
+        self._times = StepTimes()
         self._busy_since_s: float | None = None
         self._failure: BaseException | None = None
         self._is_closing = False
         self._outlet: BlockOutlet | None = None
-        self._decode_s = 0.0
-        self._decode_sequences = 0
-        self._decode_context_tokens = 0
 
     def connect_pool(self, source: KvSource, outlet: BlockOutlet) -> None:
         """Blocks are fetched from `source` and offered to `outlet` from now on. Before `run`."""
@@ -96,7 +117,7 @@ class EngineLoop:
             self._scheduler.check_integrity()
             command = self._inbox.get()
         self._busy_since_s = self._clock.now_s()
-        self._tell(self._take(command))
+        self._tell(self._scheduler.step, self._take(command))
 
     def turn(self) -> bool:
         """One turn: takes the commands that are there, computes at most one step.
@@ -104,20 +125,70 @@ class EngineLoop:
         Returns:
             Whether a step was computed; if not, nothing will change before another command comes.
         """
+        begun, self._next = self._next or self._begin(), None
+        if begun is None:
+            return False
+        self._next = self._begin_ahead()
+        self._finish(begun)
+        return True
+
+    def _begin(self) -> _Begun | None:
+        """The next step, with all that is known; None where nothing can run."""
         events = self._drain()
         if self._is_closing:
-            return False
+            return None
         plan, started = self._scheduler.schedule()
-        self._tell(events + started)
-        if plan is None:
-            return False
+        self._tell(self._scheduler.step, events + started)
+        return None if plan is None else self._hand_over(plan)
+
+    def _begin_ahead(self) -> _Begun | None:
+        """The step after the one in flight; None where it has to wait for that one, or somebody asks for something."""
+        if not self._runs_ahead or not self._inbox.empty():
+            return None
+        plan = self._scheduler.plan_ahead()
+        return None if plan is None else self._hand_over(plan)
+
+    def _hand_over(self, plan: StepPlan) -> _Begun:
         self._busy_since_s = begun_s = self._clock.now_s()
-        result = self._execute(plan)
-        self._busy_since_s = self._clock.now_s()
-        self._took(plan, result, self._busy_since_s - begun_s)
-        self._tell(self._fail_rows(plan, result) + self._scheduler.apply(plan, result))
+        return _Begun(plan=plan, begun_s=begun_s, collect=self._launch(plan))
+
+    def _launch(self, plan: StepPlan) -> Launched:
+        """Faults are told where the outcome is asked for."""
+        if not self._runs_ahead:
+            return partial(self._runner.execute, plan)
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:  # noqa: BLE001 - told as said
+            return partial(_raise, error)
+
+    def _finish(self, begun: _Begun) -> None:
+        plan = begun.plan
+        try:
+            result = begun.collect()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other rows
+            logger.warning("step %d failed, its rows are computed anew: %s", plan.step, error)
+            self._withdraw_next()
+            if plan.follows:
+                self._scheduler.withdraw(plan)  # what ended meanwhile is not to be computed again
+                return
+            result = execute_row_by_row(self._runner, plan)
+        self._busy_since_s = now_s = self._clock.now_s()
+        seconds = self._times.ended(plan, begun_s=begun.begun_s, now_s=now_s)
+        self._scheduler.measured(plan, result, seconds)
+        events = self._fail_rows(plan, result) + self._scheduler.apply(plan, result)
+        self._tell(plan.step, events, always=bool(plan.follows))
         self._publish()
-        return True
+
+    def _withdraw_next(self) -> None:
+        """The step that was launched behind one that failed means nothing."""
+        following, self._next = self._next, None
+        if following is None:
+            return
+        try:
+            following.collect()  # until then it may be writing
+        except Exception as error:  # noqa: BLE001 - its rows are computed anew
+            logger.warning("step %d failed too: %s", following.plan.step, error)
+        self._scheduler.withdraw(following.plan)
 
     def _drain(self) -> list[SeqEvent]:
         events: list[SeqEvent] = []
@@ -135,87 +206,27 @@ class EngineLoop:
             return []
         return self._scheduler.handle(command, self._clock.now_s())
 
-    def _tell(self, events: list[SeqEvent]) -> None:
-        scheduler = self._scheduler
-        blocks = scheduler.take_block_changes()
-        if events or blocks is not None:
-            load = self._load()
-            self._emit(
-                StepEvents(step=scheduler.step, events=tuple(events), load=load, blocks=blocks)
-            )
+    def _tell(self, step: int, events: list[SeqEvent], *, always: bool = False) -> None:
+        """With `always`, also where there is nothing to tell but the load: a step of which nobody is left lets go of pages."""
+        blocks = self._scheduler.take_block_changes()
+        if events or blocks is not None or always:
+            load = self._times.put_into(self._scheduler.load())
+            self._emit(StepEvents(step=step, events=tuple(events), load=load, blocks=blocks))
 
     def _publish(self) -> None:
         if self._outlet is not None and (pages := self._scheduler.take_published()):
             self._outlet.offer(pages)
-
-    def _took(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Remembers how long a step took that did nothing but decode: routers predict from it."""
-        self._scheduler.measured(plan, result, seconds)
-        if all(row.num_tokens == 1 for row in plan.rows):
-            self._decode_s = seconds
-            self._decode_sequences = len(plan.rows)
-            self._decode_context_tokens = sum(row.start + 1 for row in plan.rows)
-
-    def _load(self) -> WorkerLoad:
-        return replace(
-            self._scheduler.load(),
-            step_s=self._decode_s,
-            step_sequences=self._decode_sequences,
-            step_context_tokens=self._decode_context_tokens,
-        )
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        try:
-            return self._runner.execute(plan)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other rows
-            logger.warning("step %d failed, computing it row by row: %s", plan.step, error)
-            return self._execute_by_rows(plan)
-
-    def _execute_by_rows(self, plan: StepPlan) -> StepResult:
-        results = [self._execute_alone(_only(plan, row)) for row in plan.rows]
-        failed = [
-            (place, error) for place, alone in enumerate(results) for _, error in alone.failed
-        ]
-        drawn = tuple(alone.drawn[0] for alone in results)
-        scores = tuple(alone.scores[0] if alone.scores else () for alone in results)
-        return StepResult(drawn=drawn, scores=scores, failed=tuple(failed))
-
-    def _execute_alone(self, plan: StepPlan) -> StepResult:
-        try:
-            return self._runner.execute(plan)
-        except Exception as error:
-            logger.exception("a row of step %d failed", plan.step)
-            return StepResult(drawn=((),), failed=((0, _as_engine_error(error)),))
 
     def _fail_rows(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
         """Only once all rows are computed: failing one sample takes the pages of its siblings."""
         events: list[SeqEvent] = []
         for place, error in result.failed:
             seq = plan.rows[place].seq
-            logger.error("sequence %s failed in step %d: %s", seq.seq_id, plan.step, error)
-            events += self._scheduler.fail(seq, error)
+            if failed := self._scheduler.fail(seq, error):
+                logger.error("sequence %s failed in step %d: %s", seq.seq_id, plan.step, error)
+            events += failed
         return events
 
 
-def _only(plan: StepPlan, row: Row) -> StepPlan:
-    """The part of `plan` that concerns one row.
-
-    Repeating a copy does no harm: the one slot of its source that this step may have written is the slot that the copy's
-    owner writes itself.
-    """
-    seq = row.seq
-    return replace(
-        plan,
-        rows=(row,),
-        copies=tuple(copy for copy in plan.copies if copy[1] in seq.blocks),
-        exports=tuple(export for export in plan.exports if export.seq_id == seq.seq_id),
-        fetches=tuple(fetch for fetch in plan.fetches if fetch.blocks[0] in seq.blocks),
-    )
-
-
-def _as_engine_error(error: Exception) -> BatonError:
-    if isinstance(error, BatonError):
-        return error
-    failed = EngineError(f"the step failed: {type(error).__name__}: {error}")
-    failed.__cause__ = error
-    return failed
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -1,21 +1,24 @@
 """Computes the steps that the scheduler plans: copies, layers, sampling. One per rank, on the engine loop's thread."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from baton.errors import BatonError, EngineError
 from baton.generation import TokenLogprobs
 from baton.pages import FetchOutcome
 from engine.cache.arena import KvArena
-from engine.device import computing_on, layer_marker
+from engine.device import computing_on, layer_marker, wait_for
 from engine.graphs import DecodeGraphs
 from engine.layer_walk import LayerWalk
 from engine.models.decoder import Decoder
-from engine.models.inputs import InputBuilder
+from engine.models.inputs import InputBuilder, Unseen
 from engine.ports import KvSource, LayerSink
 from engine.sampling.draws import choose_draw
 from engine.sampling.prompt_scores import PromptScorer
-from engine.sampling.sampler import Sampler
-from engine.scheduling.plan import Drawn, Row, StepPlan, StepResult
+from engine.sampling.sampler import Draws, Sampler
+from engine.scheduling.plan import Drawn, Launched, Row, StepPlan, StepResult
 
 _NOT_FINITE = "the model's scores are not finite, no token can be drawn from them"
 
@@ -55,49 +58,84 @@ class ModelRunner:
         )
         self._sampler = Sampler(model.spec.eos_token_ids, model.device, choose_draw(model.device))
         self._scorer = PromptScorer(model.head, model.spec.vocab_size, model.device)
+        self._last_drawn: torch.Tensor | None = None
 
     def fetch_from(self, source: KvSource) -> None:
         """Plans may have fetches from now on, and `source` brings them."""
         self._source = source
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step; blocks until its tokens are on the host.
+        """See StepRunner."""
+        return self.launch(plan)()
 
-        Raises:
-            EngineError: The step cannot be computed, be it for one row. Nothing but the pages of the plan's rows was written.
-        """
-        try:
-            with computing_on(self._model.device):
-                return self._execute(plan)
-        except (RuntimeError, IndexError, ValueError) as error:
-            raise EngineError(f"step {plan.step} failed: {error}") from error
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """See StepRunner. On a CPU all is computed before this returns."""
+        with _named(plan), computing_on(self._model.device):
+            return self._launch(plan)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _launch(self, plan: StepPlan) -> Launched:
         self._arena.copy_pages(plan.copies)
         if not plan.rows:
-            return StepResult(drawn=())
+            return self._launched(plan, None)
+        unseen = self._unseen(plan)
         if self._graphs is not None and self._graphs.takes(plan):
-            scored = self._graphs.scores(plan.rows)
-            repeated = self._sampler.sample(scored.logits, plan.rows, scored.greedy)
-            return _result(plan, tuple(repeated), (), None)
-        hidden, fetched = self._compute(plan)
+            scored = self._graphs.scores(plan.rows, unseen)
+            return self._launched(
+                plan, self._sampler.sample(scored.logits, plan.rows, scored.greedy)
+            )
+        hidden, fetched = self._compute(plan, unseen)
         sampling = [row for row in plan.rows if row.samples]
-        drawn = iter(self._draw(hidden[: len(sampling)], sampling) if sampling else ())
+        draws = self._draw(hidden[: len(sampling)], sampling) if sampling else None
         scores = self._scorer.score(hidden[len(sampling) :], plan.rows)
-        by_row = tuple(next(drawn) if row.samples else () for row in plan.rows)
-        return _result(plan, by_row, scores, fetched)
+        return self._launched(plan, draws, scores, fetched)
 
-    def _compute(self, plan: StepPlan) -> tuple[torch.Tensor, FetchOutcome | None]:
-        step = self._inputs.build(plan.rows)
+    def _unseen(self, plan: StepPlan) -> Unseen | None:
+        if not plan.follows or self._last_drawn is None:
+            return None
+        return Unseen(tokens=self._last_drawn, places=plan.follows)
+
+    def _launched(
+        self,
+        plan: StepPlan,
+        draws: Draws | None,
+        scores: tuple[tuple[TokenLogprobs, ...], ...] = (),
+        fetched: FetchOutcome | None = None,
+    ) -> Launched:
+        """What waits for the step's tokens; for all of it, where it draws none."""
+        self._last_drawn = None if draws is None else draws.tokens
+
+        def collect() -> StepResult:
+            with _named(plan):
+                if draws is None:
+                    wait_for(self._model.device)
+                drawn = iter(() if draws is None else draws.read())
+                by_row = tuple(next(drawn) if row.samples else () for row in plan.rows)
+                return _result(plan, by_row, scores, fetched)
+
+        return collect
+
+    def _compute(
+        self, plan: StepPlan, unseen: Unseen | None
+    ) -> tuple[torch.Tensor, FetchOutcome | None]:
+        step = self._inputs.build(plan.rows, unseen=unseen)
         walk = LayerWalk(plan, self._source, self._sink, self._mark)
         with walk:
             hidden = self._model.hidden(step, self._arena, walk.hooks)
         return hidden, walk.outcome
 
-    def _draw(self, hidden: torch.Tensor, rows: list[Row]) -> list[tuple[Drawn, ...]]:
+    def _draw(self, hidden: torch.Tensor, rows: list[Row]) -> Draws:
         """Apart from what is scored, so that nobody's tokens depend on whether somebody scores."""
         return self._sampler.sample(self._model.head(hidden), rows)
+
+
+@contextmanager
+def _named(plan: StepPlan) -> Iterator[None]:
+    """Faults of torch and of what it was given, as those of the step."""
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise EngineError(f"step {plan.step} failed: {error}") from error
 
 
 def _result(

@@ -47,6 +47,9 @@ class EngineConfig:
         enable_prefix_caching: Keep finished blocks for later prompts.
         num_threads: Threads for computing on the CPU; None divides the machine's cores among its workers.
         cuda_graphs: On a GPU, launch the kernels of a decode step all at once; captured at start, which takes some seconds.
+        plan_ahead: Plan a step of nothing but decodes, and launch it, while the one before it is computed, so that no GPU waits
+            for the host between them; a request that comes meanwhile begins up to a step later. None does so on a GPU; on a CPU
+            it only costs.
         bind_cores: Give each worker's computing threads cores of their own, where there are enough.
         deterministic: A request gets the same bits whatever else is computed with it, whether its prefix was cached, and whichever
             workers serve it, as long as all of them are set so and compute on processors of one kind. On a CPU prompts take longer; on a
@@ -72,6 +75,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     cuda_graphs: bool = True
+    plan_ahead: bool | None = None
     bind_cores: bool = True
     deterministic: bool = False
     tbt_target_s: float | None = None

@@ -5,6 +5,7 @@ buffers, and slots follow for all tokens at once from positions and block tables
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -19,6 +20,19 @@ from engine.models.decoder import DecoderInput
 from engine.scheduling.plan import Row
 
 _Integer = TypeVar("_Integer", np.int32, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unseen:
+    """Tokens that the device draws and the host has not seen yet.
+
+    Attributes:
+        tokens: `[num_draws]` int64 on the device: those of the step before; negative where none could be drawn.
+        places: Of each row, which of them it computes.
+    """
+
+    tokens: torch.Tensor
+    places: tuple[int, ...]
 
 
 class InputBuilder:
@@ -51,18 +65,21 @@ class InputBuilder:
         self._positions = np.zeros(0, np.int64)
         self._tables = np.zeros(0, np.int32)
 
-    def build(self, rows: Sequence[Row], pad_to: int = 0) -> DecoderInput:
+    def build(
+        self, rows: Sequence[Row], pad_to: int = 0, unseen: Unseen | None = None
+    ) -> DecoderInput:
         """The step's tensors.
 
         Args:
             rows: Who computes what.
             pad_to: Add rows of one token up to so many, if there are fewer: they have no context and no page.
+            unseen: Where the tokens are that rows of one token compute; None where their sequences have them.
 
         Raises:
             EngineError: A row is empty, or its pages do not cover its tokens.
         """
         for row in rows:
-            self._check(row)
+            self._check(row, num_unseen=0 if unseen is None else 1)
         padding = max(0, pad_to - len(rows))
         lengths = np.array([row.num_tokens for row in rows] + [1] * padding, np.int64)
         starts = np.zeros(len(lengths) + 1, np.int32)
@@ -83,9 +100,13 @@ class InputBuilder:
             lengths = np.ones(len(tokens), np.int64)
             starts = np.arange(len(tokens) + 1, dtype=np.int32)
         pieces = self._pieces(lengths, contexts)
+        places = () if unseen is None else (np.array(unseen.places, np.int64),)
         sent = self._crossing.send_all(
-            [tokens, positions, slots, starts, contexts, tables, wanted, *pieces]
+            [tokens, positions, slots, starts, contexts, tables, wanted, *pieces, *places]
         )
+        if unseen is not None:
+            # A row without a token has failed, which the host will see; until then it computes some token.
+            sent[0][: len(rows)] = unseen.tokens[sent[-1]].clamp_(min=0)
         return DecoderInput(
             tokens=sent[0],
             positions=sent[1],
@@ -108,9 +129,9 @@ class InputBuilder:
             return ()
         return self._split_rule.cut(contexts[:decodes])
 
-    def _check(self, row: Row) -> None:
+    def _check(self, row: Row, *, num_unseen: int) -> None:
         end = row.start + row.num_tokens
-        if row.num_tokens < 1 or row.start < 0 or end > len(row.seq.tokens):
+        if row.num_tokens < 1 or row.start < 0 or end > len(row.seq.tokens) + num_unseen:
             raise EngineError(
                 f"row of {row.seq.seq_id} asks for tokens {row.start} to {end} of {len(row.seq.tokens)}"
             )
@@ -126,7 +147,8 @@ class InputBuilder:
         begin = 0
         for row in rows:
             end, stop = begin + row.num_tokens, row.start + row.num_tokens
-            self._tokens[begin:end] = row.seq.tokens[row.start : stop]
+            known = row.seq.tokens[row.start : stop]  # all but one that is unseen
+            self._tokens[begin : begin + len(known)] = known
             self._positions[begin:end] = np.arange(row.start, stop)
             begin = end
         self._tokens[begin:total] = 0

@@ -3,7 +3,7 @@
 What rows ask for goes to the device in one copy, and what was drawn comes back in one, for which alone the host waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,20 @@ from engine.scheduling.plan import Drawn, Row
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below this are 0 (as in vLLM): dividing by them would leave the range of float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws:
+    """What a step draws, on its way to the host.
+
+    Attributes:
+        tokens: `[num_draws]` int64 on the device, row after row; `NO_TOKEN` of a row whose scores are not finite.
+        read: The draws of each row, none for such a row. Blocks until the tokens are on the host: a step's one
+            synchronisation.
+    """
+
+    tokens: torch.Tensor
+    read: Callable[[], list[tuple[Drawn, ...]]]
 
 
 class Sampler:
@@ -44,32 +58,39 @@ class Sampler:
 
     def sample(
         self, logits: torch.Tensor, rows: Sequence[Row], greedy: torch.Tensor | None = None
-    ) -> list[tuple[Drawn, ...]]:
-        """Draws every sample of every row. Blocks until the tokens are on the host: a step's one synchronisation.
+    ) -> Draws:
+        """Draws every sample of every row; waits for nothing. Rows that are not finite do not touch the others.
 
         Args:
             logits: `[num_rows, vocab]` float32, not changed.
             rows: One per row of `logits`, each with at least one sample.
             greedy: `greedy_tokens(logits)`, where they are known already.
-
-        Returns:
-            The draws of each row; no draw for a row whose scores are not finite, which does not touch the others.
         """
         if all(map(_wants_the_likeliest, rows)):
-            likeliest = greedy_tokens(logits) if greedy is None else greedy
-            return _group(rows, [Drawn(token=t) for t in self._crossing.fetch(likeliest).tolist()])
+            return self._bring(rows, greedy_tokens(logits) if greedy is None else greedy)
         parcel = Parcel()
         asked = _collect(rows, logits.shape[1], self._eos_token_ids, parcel)
         self._crossing.send(parcel)
         tokens, is_drawn = self._tokens(adjust(logits, asked.changes), asked)
+        marked = tokens.where(is_drawn, NO_TOKEN)
         if asked.logprobs is None:
-            drawn = self._crossing.fetch(tokens.where(is_drawn, NO_TOKEN)).tolist()
-            return _group(rows, [Drawn(token=token) for token in drawn])
+            return self._bring(rows, marked)
         wanted = asked.logprobs
         table = logprob_table(logits, wanted.rows.tensor, tokens[wanted.draws.tensor], wanted.top)
-        marked = tokens.where(is_drawn, NO_TOKEN).double()
-        values = self._crossing.fetch(torch.cat((marked, table.flat()))).tolist()
-        return _group(rows, _with_logprobs(rows, wanted, values, table.top_ids.shape[1]))
+        values = self._crossing.bring(torch.cat((marked.double(), table.flat())))
+        width = table.top_ids.shape[1]
+        return Draws(
+            tokens=marked,
+            read=lambda: _group(rows, _with_logprobs(rows, wanted, values().tolist(), width)),
+        )
+
+    def _bring(self, rows: Sequence[Row], tokens: torch.Tensor) -> Draws:
+        """Tokens of which there is no more to say."""
+        there = self._crossing.bring(tokens)
+        return Draws(
+            tokens=tokens,
+            read=lambda: _group(rows, [Drawn(token=token) for token in there().tolist()]),
+        )
 
     def _tokens(self, scores: torch.Tensor, asked: "_Asked") -> tuple[torch.Tensor, torch.Tensor]:
         """Of each draw, `[num_draws]`: its token, int64, and whether it means anything, bool."""

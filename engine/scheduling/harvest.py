@@ -1,5 +1,7 @@
 """What a computed step brings in: tokens for those who drew, full pages for later prompts, ends."""
 
+from collections.abc import Sequence
+
 from baton.generation import FinishReason, TokenLogprobs, TokenSample
 from baton.ids import SeqId
 from engine.messages import Sampled
@@ -28,7 +30,9 @@ class Harvest:
         self._pager = pager
         self._block_tokens = block_tokens
 
-    def bring_in(self, plan: StepPlan, branches: list[Branch], result: StepResult) -> list[Sampled]:
+    def bring_in(
+        self, plan: StepPlan, branches: Sequence[Branch], result: StepResult
+    ) -> list[Sampled]:
         """The outcome of `plan`, whose rows are those of `branches`. Branches that have ended are passed over."""
         sampled: dict[SeqId, list[TokenSample]] = {}
         scored: dict[SeqId, tuple[TokenLogprobs, ...]] = {}

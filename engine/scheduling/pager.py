@@ -2,6 +2,8 @@
 reference counts, which know only pages and keys.
 """
 
+from collections.abc import Iterable
+
 from baton.generation import TokenSample
 from baton.hashing import chain_keys, root_key
 from baton.ids import BlockId, BlockKey
@@ -125,6 +127,20 @@ class Pager:
                 copies.append((blocks[-1], target))
                 blocks[-1] = target
         branch.shares_tail = False
+        return True
+
+    def extend_unseen(self, branches: Iterable[Branch]) -> bool:
+        """Gives each of those that decode a place for the token after its last one, which is being drawn; all or nothing."""
+        needy = [
+            branch.seq.blocks
+            for branch in branches
+            if len(branch.seq.blocks) * self.block_tokens <= len(branch.seq.tokens)
+        ]
+        fresh = self.blocks.take((), len(needy))
+        if fresh is None:
+            return False
+        for blocks, block in zip(needy, fresh, strict=True):
+            blocks.append(block)
         return True
 
     def fork(self, branch: Branch, first: TokenSample) -> Branch:

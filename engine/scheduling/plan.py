@@ -1,5 +1,6 @@
 """One step of the engine: what the scheduler asks of the runner, and what comes back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +41,8 @@ class StepPlan:
         copies: Pages (source, target) to copy in every layer before anything is computed (copy on write).
         exports: Prefilled pages that leave this engine, told to the layer sink after each layer.
         fetches: Pages whose KV is brought while the step runs: a layer's before that layer reads them.
+        follows: Of each row the row of the step before whose one draw it computes: that token is not in its sequence yet.
+            Empty where all tokens are.
     """
 
     step: int
@@ -47,6 +50,7 @@ class StepPlan:
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
     exports: tuple[PageExport, ...] = ()
     fetches: tuple[PageFetch, ...] = ()
+    follows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,10 @@ class StepResult:
     fetched: FetchOutcome | None = None
 
 
+Launched = Callable[[], StepResult]
+"""A step under way. Blocks until its tokens are on the host; raises EngineError as `StepRunner.execute` does."""
+
+
 class StepRunner(Protocol):
     """Computes steps. Executing the same plan twice writes the same KV and draws the same tokens."""
 
@@ -82,6 +90,15 @@ class StepRunner(Protocol):
 
         Raises:
             EngineError: The step cannot be computed, be it for one row. Nothing but the pages of the plan's rows was written.
+        """
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Starts one step, and waits for it as little as it can. Steps are computed one after the other, as they were launched;
+        the results of two may be outstanding, and are to be asked for in that order. Only here may a plan follow another: the
+        one that was launched last.
+
+        Raises:
+            EngineError: As `execute`.
         """
 
     def fetch_from(self, source: KvSource) -> None:

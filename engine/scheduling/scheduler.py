@@ -29,13 +29,15 @@ from engine.messages import (
     Start,
 )
 from engine.ports import KvSource
+from engine.scheduling.ahead import Lookahead
+from engine.scheduling.flights import Flight, Flights
 from engine.scheduling.harvest import Harvest
 from engine.scheduling.limits import Limits
 from engine.scheduling.pager import Pager
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.planner import StepPlanner
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.request import Branch, Mode, Request, State
+from engine.scheduling.request import Mode, Request, State
 from engine.scheduling.requests import RequestBook
 from engine.scheduling.roster import Roster
 from engine.scheduling.sequence import Sequence
@@ -46,7 +48,8 @@ class Scheduler:
     """Continuous batching over one arena of pages.
 
     Pure: no torch, no clock, no thread. Its owner calls `handle` for each command, then `schedule`; a plan that comes back
-    must be executed and given to `apply` (rows that could not be computed to `fail` before) ahead of anything else.
+    must be executed and given to `apply` (rows that could not be computed to `fail` before) ahead of anything else but
+    `plan_ahead`.
 
     Rows that are being exported are never preempted, nor are pages pinned for a hand-over: a transfer may be reading or
     writing them.
@@ -88,7 +91,8 @@ class Scheduler:
             cost=self._cost,
         )
         self._harvest = Harvest(self._requests, self._roster, self._pager, limits.block_tokens)
-        self._in_flight: list[Branch] | None = None
+        self._lookahead = Lookahead(self._roster, self._pager)
+        self._flights = Flights(self._blocks)
         self._steps = 0
 
     @property
@@ -133,7 +137,7 @@ class Scheduler:
         Raises:
             InvariantError: A step is in flight.
         """
-        if self._in_flight is not None:
+        if self._flights:
             raise InvariantError("a command came while a step was in flight")
         match command:
             case Generate():
@@ -194,30 +198,43 @@ class Scheduler:
             The step (None when nothing can run before another command comes), and what is to be told before it runs:
             reservations that were granted, prompts that start.
         """
-        if self._in_flight is not None:
+        if self._flights:
             raise InvariantError("a step was scheduled while another was in flight")
         draft, events = self._planner.draft()
         if not draft.branches:
             return None, events
         self._steps += 1
-        self._in_flight = draft.branches
-        return draft.plan(self._steps), events
+        plan = draft.plan(self._steps)
+        return self._flights.begin(Flight(plan=plan, branches=draft.branches)), events
+
+    def plan_ahead(self) -> StepPlan | None:
+        """The step after the one in flight, to be launched before that one is applied; None where its outcome is needed first."""
+        ahead = self._lookahead.after(self._flights.only, self._steps + 1)
+        if ahead is None:
+            return None
+        self._steps += 1
+        return self._flights.begin(ahead)
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
-        """Takes the outcome of the step in flight. Rows whose sequence was given to `fail` are passed over."""
-        branches, self._in_flight = self._in_flight, None
-        if branches is None or plan.step != self._steps:
-            raise InvariantError(f"step {plan.step} is not in flight")
-        return list(self._harvest.bring_in(plan, branches, result))
+        """Takes the outcome of the first step in flight. Rows whose sequence was given to `fail`, or ended in the step before,
+        are passed over.
+        """
+        flight = self._flights.end(plan)
+        return list(self._harvest.bring_in(plan, flight.branches, result))
+
+    def withdraw(self, plan: StepPlan) -> None:
+        """The last step in flight, planned ahead, has no outcome; nothing computes it any more. It is planned anew."""
+        self._flights.end(plan, last=True)
 
     def fail(self, seq: Sequence, error: BatonError) -> list[SeqEvent]:
-        """Ends the request that `seq` belongs to, because its row could not be computed; nobody else is touched.
+        """Ends the request that `seq` belongs to, because its row could not be computed; nobody else is touched. Nothing happens
+        if `seq` has ended.
 
         What it read or wrote may be why: its pages are not kept, lest every later prompt that begins like it fails too. Not so
         where pages could not be brought from elsewhere: those were never published.
         """
         request = self._requests.get(seq.seq_id)
-        if request is None:
+        if request is None or all(branch.seq is not seq for branch in request.branches):
             return []
         texts = [branch.seq.blocks for branch in request.branches]
         events = self._end_with(request, error)
@@ -247,7 +264,7 @@ class Scheduler:
             pool_hit_tokens=admission.pooled_tokens,
             prefill_tokens_pending=roster.prefill_tokens_pending,
             # While anybody is here, what is lost cannot be told from what is held without looking at every page.
-            blocks_leaked=0 if self._requests else blocks.num_used,
+            blocks_leaked=0 if self._requests or self._flights else blocks.num_used,
         )
 
     def take_block_changes(self) -> BlockChanges | None:
@@ -257,4 +274,4 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises InvariantError unless every page is accounted for and every branch is in its place. O(pages)."""
         self._cost.check_integrity()
-        self._blocks.check_integrity(self._requests.check_integrity())
+        self._blocks.check_integrity(self._requests.check_integrity() + self._flights.pinned)

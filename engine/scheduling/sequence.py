@@ -36,3 +36,10 @@ class Sequence:
     def num_generated(self) -> int:
         """Tokens generated so far, here and (before a resumption) elsewhere."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the next token's scores depend on which tokens came before, apart from the model."""
+        params = self.params
+        penalises = bool(params.presence_penalty or params.frequency_penalty)
+        return penalises or params.repetition_penalty != 1.0

@@ -34,11 +34,19 @@ def test_every_array_begins_where_a_kernel_may_read_16_bytes_at_once():
     assert [t.storage_offset() * t.itemsize % 16 for t in unpack(packed, ARRAYS)] == [0] * 4
 
 
-def test_memory_is_used_again_and_grows():
+def test_what_the_last_step_sends_is_not_overwritten_by_the_next():
     memory = HostMemory(pinned=False)
-    small = pack(ARRAYS[:1], memory)
-    assert pack(ARRAYS[:1], memory).data_ptr() == small.data_ptr()
-    assert len(pack(ARRAYS, memory)) > len(small)
+    first = pack(ARRAYS, memory)
+    pack([np.full_like(array, 7) for array in ARRAYS], memory)
+    for array, tensor in zip(ARRAYS, unpack(first, ARRAYS), strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), array)
+
+
+def test_memory_is_used_again_by_the_second_step_after_it_and_grows():
+    memory = HostMemory(pinned=False)
+    first, second, third = (pack(ARRAYS[:1], memory) for _ in range(3))
+    assert third.data_ptr() == first.data_ptr() != second.data_ptr()
+    assert len(pack(ARRAYS, memory)) > len(first)
 
 
 def test_a_parcel_crosses_in_one_copy_for_which_nobody_waits():
@@ -58,6 +66,8 @@ def test_on_a_cpu_nothing_is_copied():
 def test_what_comes_back_is_waited_for_once():
     crossing, there = Crossing(ABSENT), torch.zeros(4, device=ABSENT)
     assert watched(lambda: crossing.fetch(there)) == 1
+    assert watched(lambda: crossing.bring(there)) == 0
+    assert watched(crossing.bring(there)) == 1
     here = torch.arange(3)
     assert torch.equal(Crossing(torch.device("cpu")).fetch(here), here)
 

@@ -12,11 +12,11 @@ from baton.errors import ConfigError
 from baton.generation import SamplingParams
 from baton.ids import BlockId
 from engine.cache.arena import KvArena
-from engine.device import arena_buffer, choose_device, computing_on, layer_marker
+from engine.device import arena_buffer, choose_device, computing_on, layer_marker, wait_for
 from engine.models.config import kv_layout, load_spec
 from engine.models.loader import load_decoder
 from engine.runner import ModelRunner
-from engine.scheduling.plan import StepPlan
+from engine.scheduling.plan import Launched, StepPlan
 from kv_transfer.memory import ArenaSpan
 from tests.engine.absent_device import ABSENT, AbsentKernels, watched
 from tests.engine.stepping import Text, make_texts
@@ -78,6 +78,31 @@ def test_a_step_mixes_no_memory_of_the_host_in_and_waits_once(
     for plan in plans:
         drawing = any(row.samples for row in plan.rows)
         assert watched(partial(runner.execute, plan)) == (1 if drawing else 0)
+
+
+def following(plan: StepPlan) -> StepPlan:
+    """The step after it, whose tokens are not known yet."""
+    rows = tuple(replace(row, start=row.start + row.num_tokens, num_tokens=1) for row in plan.rows)
+    return StepPlan(step=plan.step + 1, rows=rows, follows=tuple(range(len(rows))))
+
+
+def _launch(runner: ModelRunner, plan: StepPlan, launched: list[Launched]) -> None:
+    launched.append(runner.launch(plan))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, DRAWN, replace(DRAWN, top_k=5, logprobs=3, min_tokens=3)],
+    ids=["greedy", "drawn", "much"],
+)
+def test_steps_launched_one_after_the_other_wait_only_for_their_tokens(
+    checkpoint: Path, params: SamplingParams
+):
+    runner, plans = steps_of(checkpoint, params, torch.bfloat16)
+    launched: list[Launched] = []
+    for plan in (plans[2], following(plans[2])):
+        assert watched(partial(_launch, runner, plan, launched)) == 0
+    assert [watched(collect) for collect in launched] == [1, 1]
 
 
 def test_a_step_that_scores_its_prompt_waits_once_more(checkpoint: Path):
@@ -150,16 +175,31 @@ class Stream:
         self.waits += 1
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_step_is_over_once_its_gpu_is_through(monkeypatch: pytest.MonkeyPatch, broken: bool):
-    """Its pages may be freed then, and granted to a peer that writes at once."""
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """That of a GPU which is not here."""
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    return stream
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_only_a_step_that_breaks_off_is_waited_for_where_it_is_launched(
+    stream: Stream, broken: bool
+):
+    """Its pages may be freed then, and granted to a peer that writes at once."""
     with suppress(ValueError), computing_on(torch.device("cuda", 0)):
         assert stream.waits == 0
         if broken:
             raise ValueError
+    assert stream.waits == (1 if broken else 0)
+
+
+def test_a_gpu_is_waited_for_and_a_cpu_need_not_be(stream: Stream):
+    wait_for(torch.device("cpu"))
+    assert stream.waits == 0
+    wait_for(torch.device("cuda", 0))
     assert stream.waits == 1
 
 

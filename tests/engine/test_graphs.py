@@ -1,5 +1,6 @@
 """Decode steps over buckets of rows, with a backend that repeats work by doing it again."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -11,20 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import EngineError
-from baton.generation import SamplingParams
-from baton.ids import BlockId
+from baton.generation import Prompt, SamplingParams
+from baton.ids import BlockId, SeqId
 from baton.layout import KvLayout
 from engine.cache.arena import KvArena
-from engine.graphs import DecodeGraphs, bucket_sizes
+from engine.crossing import Crossing, HostMemory
+from engine.graphs import DecodeGraphs, Scored, bucket_sizes
 from engine.kernels.ports import PagedBatch
 from engine.kernels.reference import ReferenceKernels
 from engine.kernels.splits import SplitRule
+from engine.messages import Generate
 from engine.models.config import kv_layout, load_spec
 from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
 from engine.ports import PageExport
 from engine.runner import ModelRunner
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, StepPlan
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.looped import draw_all
 from tests.engine.stepping import Text, make_runner, make_texts, run_all
 from tests.engine.tiny_models import make_model, random_prompts
 
@@ -47,6 +53,23 @@ class EagerGraphs:
         def repeat() -> T:
             self.repeated += 1
             return work()
+
+        return repeat
+
+
+class StaticGraphs(EagerGraphs):
+    """Puts what it computes where the last repetition put it, as graphs do."""
+
+    def capture(self, work: Callable[[], Scored]) -> Callable[[], Scored]:  # type: ignore[override]
+        self.captured += 1
+        output = work()
+
+        def repeat() -> Scored:
+            self.repeated += 1
+            anew = work()
+            output.logits.copy_(anew.logits)
+            output.greedy.copy_(anew.greedy)
+            return output
 
         return repeat
 
@@ -83,11 +106,11 @@ def decoder(tmp_path_factory) -> Decoder:
 
 
 def graphed(
-    decoder: Decoder, num_blocks: int, most_rows: int = 5
+    decoder: Decoder, num_blocks: int, most_rows: int = 5, backend: EagerGraphs | None = None
 ) -> tuple[ModelRunner, KvArena, DecodeGraphs, EagerGraphs]:
     layout: KvLayout = kv_layout(decoder.spec, decoder.dtype, 16)
     memory = memoryview(bytearray(layout.region_bytes(num_blocks)))
-    arena, backend = KvArena(layout, num_blocks, memory), EagerGraphs()
+    arena, backend = KvArena(layout, num_blocks, memory), backend or EagerGraphs()
     graphs = DecodeGraphs(decoder, arena, most_rows=most_rows, table_width=20, backend=backend)
     return ModelRunner(decoder, arena, graphs=graphs), arena, graphs, backend
 
@@ -119,6 +142,50 @@ def test_steps_from_graphs_draw_what_steps_without_them_draw(decoder, params):
     run_all(runner, repeated)
     assert backend.repeated
     assert [t.seq.tokens for t in repeated] == [t.seq.tokens for t in plain]
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens come back as from a GPU: into memory of the host, behind the step that drew them."""
+    memories: defaultdict[Crossing, HostMemory] = defaultdict(lambda: HostMemory(pinned=False))
+
+    def bring(crossing: Crossing, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        host = memories[crossing].room(tensor.nbytes).view(tensor.dtype).copy_(tensor)
+        return lambda: host
+
+    monkeypatch.setattr(Crossing, "bring", bring)
+
+
+@pytest.mark.usefixtures("copied")
+@pytest.mark.parametrize(
+    "params", [PARAMS, replace(PARAMS, temperature=0.8, seed=3, logprobs=1)], ids=["greedy", "all"]
+)
+def test_steps_launched_ahead_overwrite_nothing_that_is_still_needed(decoder, params):
+    """The next step's inputs, logits and tokens go where those of a step lie that nobody has read yet."""
+    asked = replace(params, max_tokens=30, stop_token_ids=tuple(range(0, 320, 11)))
+    commands = [
+        Generate(
+            seq_id=SeqId(str(place)),
+            prompt=Prompt(prompt_tokens=tuple(tokens), samples=(0,), sampling=asked),
+        )
+        for place, tokens in enumerate(random_prompts(5, 60, seed=4))
+    ]
+    drawn = {}
+    for ahead in (False, True):
+        runner, arena, _, backend = graphed(decoder, 60, backend=StaticGraphs())
+        limits = Limits(
+            max_num_seqs=5,
+            max_num_batched_tokens=64,
+            max_model_len=320,
+            block_tokens=16,
+            num_blocks=60,
+            vocab_size=decoder.spec.vocab_size,
+        )
+        scheduler = Scheduler(limits, layout=arena.layout, secret=bytes(32))
+        drawn[ahead], num_ahead = draw_all(scheduler, runner, commands, ahead=ahead)
+        assert backend.repeated
+        assert (num_ahead > 5) == ahead
+    assert drawn[True] == drawn[False]
 
 
 def test_kernels_that_cut_no_contexts_are_repeated_too(tmp_path):

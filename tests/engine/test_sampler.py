@@ -28,7 +28,7 @@ def row(params: SamplingParams, *, prompt=(5,), output=(), samples=(0,)) -> Row:
 
 
 def draw(logits: torch.Tensor, *rows: Row) -> list[list[int]]:
-    sampled = Sampler((EOS,), torch.device("cpu")).sample(logits, rows)
+    sampled = Sampler((EOS,), torch.device("cpu")).sample(logits, rows).read()
     return [[one.token for one in drawn] for drawn in sampled]
 
 
@@ -236,7 +236,7 @@ def logprobs_of(drawn: Drawn) -> TokenLogprobs:
 def test_logprobs_are_of_the_model_itself():
     logits = random_logits(2)
     params = greedy(logit_bias={17: 100.0}, logprobs=3)
-    drawn = Sampler((EOS,), torch.device("cpu")).sample(logits, [row(greedy()), row(params)])
+    drawn = Sampler((EOS,), torch.device("cpu")).sample(logits, [row(greedy()), row(params)]).read()
     expected = logits[1].log_softmax(-1)
     assert drawn[0][0].logprobs is None
     assert drawn[1][0].token == 17
@@ -248,7 +248,7 @@ def test_logprobs_are_of_the_model_itself():
 
 def test_each_row_gets_as_many_logprobs_as_it_asked_for():
     rows = [row(greedy(logprobs=k), samples=(0, 1)) for k in (0, 4, 2)]
-    drawn = Sampler((EOS,), torch.device("cpu")).sample(random_logits(3), rows)
+    drawn = Sampler((EOS,), torch.device("cpu")).sample(random_logits(3), rows).read()
     assert [[len(logprobs_of(one).top) for one in per_row] for per_row in drawn] == [
         [0, 0],
         [4, 4],
