@@ -12,6 +12,7 @@ from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
 from engine.cache.arena import KvArena
 from engine.cache.budget import Demand, affordable_on_cpu, affordable_on_gpu, num_blocks
+from engine.compiling import check_compile, compile_glue
 from engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
 from engine.graphs import CudaGraphs, DecodeGraphs
 from engine.host import ThreadEngineHost
@@ -107,6 +108,8 @@ def build_engine(
         kv_dtype=choice.kv_dtype,
         fixed_rows=config.deterministic,
     )
+    if config.compile:
+        decoder = compile_glue(decoder)
     apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
     graphs = _graphs(decoder, arena, limits, config)
     host = ThreadEngineHost(
@@ -133,6 +136,7 @@ class _Choice:
 
 def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
     device = choose_device(config.device, gpu)
+    check_compile(config, device)
     path = resolve_model(model.model, model.revision)
     spec = load_spec(path)
     dtype = choose_dtype(spec, model.dtype, device)

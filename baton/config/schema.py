@@ -52,6 +52,7 @@ class EngineConfig:
             for the host between them; a request that comes meanwhile begins up to a step later. None does so on a GPU; on a CPU
             it only costs.
         bind_cores: Give each worker's computing threads cores of their own, where there are enough.
+        compile: On a GPU, have `torch.compile` fuse the little that a step computes between its kernels; takes up to a minute at start.
         deterministic: A request gets the same bits whatever else is computed with it, whether its prefix was cached, and whichever
             workers serve it, as long as all of them are set so and compute on processors of one kind. On a CPU prompts take longer; on a
             GPU it takes Triton and 16 bits, and contexts are not cut into pieces.
@@ -77,6 +78,7 @@ class EngineConfig:
     num_threads: int | None = None
     cuda_graphs: bool = True
     plan_ahead: bool | None = None
+    compile: bool = False
     bind_cores: bool = True
     deterministic: bool = False
     tbt_target_s: float | None = None
