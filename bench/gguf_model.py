@@ -14,14 +14,15 @@ import numpy as np
 if TYPE_CHECKING:
     from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
-PRECISIONS = ("f32", "f16", "bf16", "q8_0")
-"""What matrices may be held in."""
-
 
 def write_gguf(directory: Path, file: Path, precision: str) -> None:
-    """Writes the Llama or Qwen2 model in `directory` as `file`, its matrices in one of `PRECISIONS`.
+    """Writes the Llama or Qwen2 model in `directory` as `file`.
 
-    Vectors (norms and biases) are float32 in each, as llama.cpp wants them.
+    Args:
+        directory: Config, safetensors and tokenizer.
+        file: Is overwritten.
+        precision: Of the matrices: `f32`, `f16`, `bf16` or `q8_0`. Vectors (norms and biases) are float32 in each, as llama.cpp
+            wants them.
 
     Raises:
         ModuleNotFoundError: The library `gguf` is not installed.
@@ -51,7 +52,8 @@ def write_gguf(directory: Path, file: Path, precision: str) -> None:
 def interleave_rotary(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of a query or key projection, `[heads * head_dim, hidden]`, with the halves of each head interleaved.
 
-    Checkpoints rotate a head's element i with element i + head_dim / 2; for Llama, llama.cpp rotates neighbours.
+    Checkpoints rotate a head's element i with element i + head_dim / 2; for Llama, llama.cpp rotates neighbours, as Meta's
+    own checkpoints do.
     """
     halves = weight.reshape(heads, 2, -1, weight.shape[-1])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))

@@ -72,7 +72,8 @@ async def run_load(url: str, model: str, load: Load, *, seed: int) -> Outcome:
         for _ in range(load.requests)
     ]
     timelines: list[Timeline] = []
-    limits = httpx.Limits(max_connections=load.concurrency)
+    # A connection per request: some servers close theirs after a stream although they promised to keep it.
+    limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits) as client:
 
         async def worker() -> None:
