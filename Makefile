@@ -40,7 +40,7 @@ test: install ## The default suite: no GPU, no network, a few minutes
 	$(BIN)/python -m pytest -m 'not gpu and not slow and not chaos and not redis and not ray'
 
 test-slow: install ## The suites left out of `make test`, but for the GPU's
-	$(BIN)/python -m pytest -m '(slow or redis or ray) and not gpu'
+	$(BIN)/python -m pytest --hypothesis-profile=explore -m '(slow or redis or ray) and not gpu'
 
 test-redis: install ## What needs a redis-server; each test starts its own on loopback
 	$(BIN)/python -m pytest -m 'redis and not slow and not gpu'

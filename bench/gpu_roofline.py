@@ -9,13 +9,14 @@ move at the measured rate of a copy, or of the operations at the measured rate o
     overhead           share of a step in which none of them runs
 
 With `--kv-cache-dtype fp8_e4m3` the same from pages of 8 bits, with `--deterministic` with the kernels that give a request the same
-bits in any batch. What does not fit into memory is left out, as is what would begin after `--limit-s`; both are said. The goals: decode 0.80 at
+bits in any batch, with `--compile` with what lies between the kernels compiled. What does not fit into memory is left out, as is what would begin after `--limit-s`; both are said. The goals: decode 0.80 at
 batch 1 and 64 with 8k of context, its attention 0.85, prefill 0.65, its attention 0.60, overhead 0.08.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from bench.gpu_points import Ceilings, ModelBench
 from bench.gpu_timing import CudaTimer, copy_rate, matmul_rate
 from bench.gpu_verify import verify
 from bench.report import Report
+from engine.compiling import compile_glue
 from engine.graphs import CudaGraphs
 from engine.kernels.ports import KernelSet
 from engine.kernels.select import choose_kv_dtype, select_kernels
@@ -52,12 +54,15 @@ def main() -> None:
     deadline_s = time.monotonic() + arguments.limit_s
     device, timer = torch.device("cuda", torch.cuda.current_device()), CudaTimer()
     ceilings = Ceilings(copy=copy_rate(timer, device), matmul=matmul_rate(timer, device))
-    kv_dtype = choose_kv_dtype(arguments.kv_cache_dtype, _DTYPE, device)
+    setup = Setup(
+        kernels=select_kernels(device, _DTYPE, deterministic=arguments.deterministic),
+        kv_dtype=choose_kv_dtype(arguments.kv_cache_dtype, _DTYPE, device),
+        compiles=arguments.compile,
+    )
     report.figures["copy_gb_s"] = ceilings.copy / 1e9
     report.figures["matmul_tflop_s"] = ceilings.matmul / 1e12
-    kernels = select_kernels(device, _DTYPE, deterministic=arguments.deterministic)
     for name in arguments.shapes:
-        measure_shape(name, kernels, kv_dtype, ceilings, report, deadline_s)
+        measure_shape(name, setup, ceilings, report, deadline_s)
         torch.cuda.empty_cache()
     for figure, value in sorted(report.figures.items()):
         print(f"{figure:56} {value:12.4f}")
@@ -71,17 +76,22 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=GPU_SHAPES, default=list(GPU_SHAPES))
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto")
     parser.add_argument("--deterministic", action="store_true", help="as `engine.deterministic`")
+    parser.add_argument("--compile", action="store_true", help="as `engine.compile`")
     parser.add_argument("--limit-s", type=float, default=540.0, help="begin nothing after this")
     return parser.parse_args()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How models are computed: with which kernels, from which pages, and whether with compiled glue."""
+
+    kernels: KernelSet
+    kv_dtype: torch.dtype
+    compiles: bool
+
+
 def measure_shape(
-    name: str,
-    kernels: KernelSet,
-    kv_dtype: torch.dtype,
-    ceilings: Ceilings,
-    report: Report,
-    deadline_s: float,
+    name: str, setup: Setup, ceilings: Ceilings, report: Report, deadline_s: float
 ) -> None:
     """Verifies and measures one shape on a GPU; adds to the report's figures.
 
@@ -89,11 +99,13 @@ def measure_shape(
         SystemExit: A kernel does not agree with its twin.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    shape = GPU_SHAPES[name]
-    for kernel, error in verify(kernels, shape, device, _DTYPE, BLOCK_TOKENS).items():
+    shape, kv_dtype = GPU_SHAPES[name], setup.kv_dtype
+    for kernel, error in verify(setup.kernels, shape, device, _DTYPE, BLOCK_TOKENS).items():
         report.figures[f"error_{kernel}_{name}"] = error
     longest, most_rows = max(*CONTEXTS, *PROMPTS), max(BATCHES)
-    model = random_decoder(shape, kernels, device, _DTYPE, longest, kv_dtype)
+    model = random_decoder(shape, setup.kernels, device, _DTYPE, longest, kv_dtype)
+    if setup.compiles:
+        model = compile_glue(model)
     bench = ModelBench(
         shape,
         model,

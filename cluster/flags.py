@@ -115,6 +115,11 @@ FLAGS: tuple[Flag, ...] = (
         metavar="NAME",
     ),
     _switch(
+        "--compile",
+        path="engine.compile",
+        help="fuse what a step computes between its kernels by torch.compile; on GPUs",
+    ),
+    _switch(
         "--deterministic",
         path="engine.deterministic",
         help="the same bits for a request whatever else is computed with it; slower",

@@ -12,6 +12,7 @@ from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
 from engine.cache.arena import KvArena
 from engine.cache.budget import Demand, affordable_on_cpu, affordable_on_gpu, num_blocks
+from engine.compiling import check_compile, compile_glue
 from engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
 from engine.graphs import CudaGraphs, DecodeGraphs
 from engine.host import ThreadEngineHost
@@ -23,6 +24,7 @@ from engine.models.checkpoint import read_checkpoint
 from engine.models.config import (
     ModelSpec,
     choose_dtype,
+    is_widened,
     kv_layout,
     load_spec,
     pinned,
@@ -106,6 +108,8 @@ def build_engine(
         kv_dtype=choice.kv_dtype,
         fixed_rows=config.deterministic,
     )
+    if config.compile:
+        decoder = compile_glue(decoder)
     apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
     graphs = _graphs(decoder, arena, limits, config)
     host = ThreadEngineHost(
@@ -132,6 +136,7 @@ class _Choice:
 
 def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
     device = choose_device(config.device, gpu)
+    check_compile(config, device)
     path = resolve_model(model.model, model.revision)
     spec = load_spec(path)
     dtype = choose_dtype(spec, model.dtype, device)
@@ -140,7 +145,8 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
     if config.deterministic:
         check_deterministic(device, dtype)
         spec = pinned(spec, gpu_kind(device))
-    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
+    widened = is_widened(spec, model.dtype, dtype)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device, widened=widened)
     return _Choice(
         path=path,
         device=device,

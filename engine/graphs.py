@@ -20,7 +20,6 @@ from engine.kernels.ports import PagedBatch
 from engine.kernels.splits import Splits
 from engine.models.decoder import Decoder, DecoderInput
 from engine.models.inputs import InputBuilder, Unseen
-from engine.sampling.greedy import greedy_tokens
 from engine.scheduling.plan import Row, StepPlan
 
 T = TypeVar("T")
@@ -122,7 +121,7 @@ class DecodeGraphs:
 
         def work() -> Scored:
             logits = self._model.forward(inputs, self._arena)
-            return Scored(logits=logits, greedy=greedy_tokens(logits))
+            return Scored(logits=logits, greedy=self._model.greedy(logits))
 
         return _Bucket(inputs=inputs, repeat=backend.capture(work))
 

@@ -39,8 +39,9 @@ class EngineConfig:
         device: `auto`, `cpu` or `cuda`.
         block_size: Tokens per KV page, one number in the whole cluster; None for 64 on GPU and 16 on CPU.
         kv_cache_memory_bytes: Bytes of KV pages per worker; None derives it from the machine.
-        kv_cache_dtype: What KV pages hold: `auto` for what the model computes in, or `fp8_e4m3`, 8 bits: twice the tokens of
-            bfloat16 in the same memory, a little less exact. One choice in the whole cluster.
+        kv_cache_dtype: What KV pages hold: `auto` for what the model computes in (bfloat16 where a model of bfloat16 is only
+            widened for a CPU), or `fp8_e4m3`, 8 bits: twice the tokens of bfloat16 in the same memory, a little less exact.
+            One choice in the whole cluster.
         gpu_memory_utilization: Share of the GPU's memory for weights and KV.
         max_num_seqs: Sequences that run at once.
         max_num_batched_tokens: Token budget of one step.
@@ -51,6 +52,7 @@ class EngineConfig:
             for the host between them; a request that comes meanwhile begins up to a step later. None does so on a GPU; on a CPU
             it only costs.
         bind_cores: Give each worker's computing threads cores of their own, where there are enough.
+        compile: On a GPU, have `torch.compile` fuse the little that a step computes between its kernels; takes up to a minute at start.
         deterministic: A request gets the same bits whatever else is computed with it, whether its prefix was cached, and whichever
             workers serve it, as long as all of them are set so and compute on processors of one kind. On a CPU prompts take longer; on a
             GPU it takes Triton and 16 bits, and contexts are not cut into pieces.
@@ -76,6 +78,7 @@ class EngineConfig:
     num_threads: int | None = None
     cuda_graphs: bool = True
     plan_ahead: bool | None = None
+    compile: bool = False
     bind_cores: bool = True
     deterministic: bool = False
     tbt_target_s: float | None = None

@@ -36,9 +36,10 @@ def row_matmul_kernel(
     parts,
     out,
     num_rows,
-    outputs: tl.constexpr,
-    inputs: tl.constexpr,
-    pieces: tl.constexpr,
+    outputs,
+    inputs,
+    run,
+    ragged: tl.constexpr,
     apart: tl.constexpr,
     biased: tl.constexpr,
     rows: tl.constexpr,
@@ -46,7 +47,6 @@ def row_matmul_kernel(
     depth: tl.constexpr,
 ):
     """A tile of `rows` times `columns` results: with `apart` one piece of each, to `parts`, else all of them, to `out`."""
-    run: tl.constexpr = (inputs + depth * pieces - 1) // (depth * pieces) * depth
     # Past the last row and column it is taken again, and dropped: cheaper than a mask, and never something that is not there.
     first_row = tl.program_id(0) * rows
     first_column = tl.program_id(1) * columns
@@ -61,14 +61,17 @@ def row_matmul_kernel(
     place += tl.arange(0, rows)[:, None] * outputs + tl.arange(0, columns)[None, :]
     if apart:
         piece = tl.program_id(2)
-        begin = piece * run
-        sums = sum_piece(x_rows, weight_rows, begin, inputs, run, rows, columns, depth)
+        sums = sum_piece(
+            x_rows, weight_rows, piece * run, inputs, run, ragged, rows, columns, depth
+        )
         own = parts + piece.to(tl.int64) * num_rows * outputs
         tl.store(own + place, sums, mask=present)
     else:
         total = tl.zeros([rows, columns], tl.float32)
         for begin in tl.range(0, inputs, run):
-            total += sum_piece(x_rows, weight_rows, begin, inputs, run, rows, columns, depth)
+            total += sum_piece(
+                x_rows, weight_rows, begin, inputs, run, ragged, rows, columns, depth
+            )
         if biased:
             total += tl.load(bias + first_column + column).to(tl.float32)[None, :]
         tl.store(out + place, total.to(out.dtype.element_ty), mask=present)
@@ -79,8 +82,9 @@ def sum_piece(
     x_rows,
     weight_rows,
     begin,
-    inputs: tl.constexpr,
-    run: tl.constexpr,
+    inputs,
+    run,
+    ragged: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
     depth: tl.constexpr,
@@ -88,14 +92,14 @@ def sum_piece(
     """Products of the inputs `[begin, begin + run)`, summed from zero in the order of the inputs, `[rows, columns]` float32."""
     at = tl.arange(0, depth)
     sums = tl.zeros([rows, columns], tl.float32)
-    for first in tl.range(begin, min(begin + run, inputs), depth):
-        if inputs % depth == 0:
-            taken = tl.load(x_rows + (first + at)[None, :])
-            weights = tl.load(weight_rows + (first + at)[:, None])
-        else:  # what is missing adds exactly nothing
+    for first in tl.range(begin, tl.minimum(begin + run, inputs), depth):
+        if ragged:  # what is missing adds exactly nothing
             known = first + at < inputs
             taken = tl.load(x_rows + (first + at)[None, :], mask=known[None, :], other=0.0)
             weights = tl.load(weight_rows + (first + at)[:, None], mask=known[:, None], other=0.0)
+        else:
+            taken = tl.load(x_rows + (first + at)[None, :])
+            weights = tl.load(weight_rows + (first + at)[:, None])
         sums = tl.dot(taken, weights, sums, input_precision="ieee")
     return sums
 
@@ -106,8 +110,8 @@ def add_parts_kernel(
     bias,
     out,
     num_rows,
-    outputs: tl.constexpr,
-    pieces: tl.constexpr,
+    outputs,
+    pieces,
     biased: tl.constexpr,
     taken: tl.constexpr,
 ):
@@ -128,7 +132,7 @@ def row_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     """`x @ weight.T + bias`, summed in float32; the bits of a row depend on that row of `x`, on `weight` and on `bias` alone.
 
     Args:
-        x: `[num_tokens, inputs]` float32, float16 or bfloat16.
+        x: `[num_tokens, inputs]` float32, float16 or bfloat16; slow where 16 does not divide `inputs`, as it does in every model served.
         weight: `[outputs, inputs]` of the same dtype.
         bias: `[outputs]` of the same dtype; None for none.
 
@@ -157,14 +161,28 @@ def row_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     parts = out
     if apart:
         parts = torch.empty((pieces, rows, outputs), dtype=torch.float32, device=x.device)
-    shape = {"outputs": outputs, "pieces": pieces, "biased": bias is not None}
-    added = out if bias is None else bias
+    run = triton.cdiv(inputs, pieces * tile["depth"]) * tile["depth"]
+    added, biased = out if bias is None else bias, bias is not None
     row_matmul_kernel[(*tiles, pieces if apart else 1)](
-        x, weight, added, parts, out, rows, inputs=inputs, apart=apart, **shape, **tile
+        x,
+        weight,
+        added,
+        parts,
+        out,
+        rows,
+        outputs,
+        inputs,
+        run,
+        ragged=inputs % tile["depth"] > 0,
+        apart=apart,
+        biased=biased,
+        **tile,
     )
     if apart:
         grid = (rows, triton.cdiv(outputs, _ADDED))
-        add_parts_kernel[grid](parts, added, out, rows, taken=_ADDED, **shape)
+        add_parts_kernel[grid](
+            parts, added, out, rows, outputs, pieces, biased=biased, taken=_ADDED
+        )
     return out
 
 

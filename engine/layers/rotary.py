@@ -1,6 +1,8 @@
 """Rotary embedding: a step's positions turned into the cosines and sines that every layer shares."""
 
 import math
+from collections.abc import Callable
+from copy import copy
 
 import torch
 
@@ -32,13 +34,32 @@ def _stretch_llama3(frequencies: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
     return torch.where(between, blended, stretched)
 
 
+Table = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Of positions `[num_tokens]` int64 and radians per position `[n]`: cosines and sines, `[num_tokens, n]` float32 each."""
+
+
+def rotation_table(
+    positions: torch.Tensor, frequencies: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A `Table` in plain torch."""
+    angles = positions.float().unsqueeze(1) * frequencies
+    return angles.cos(), angles.sin()
+
+
 class RotaryEmbedding:
     """Makes the `Rotation` of a step."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(spec, head_dim).to(device)
+        self._table: Table = rotation_table
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """Of `positions` `[num_tokens]` int64."""
-        angles = positions.float().unsqueeze(1) * self._frequencies
-        return Rotation(cos=angles.cos(), sin=angles.sin())
+        cos, sin = self._table(positions, self._frequencies)
+        return Rotation(cos=cos, sin=sin)
+
+    def through(self, compiler: Callable[[Table], Table]) -> "RotaryEmbedding":
+        """The same, computed by what `compiler` makes of it."""
+        other = copy(self)
+        other._table = compiler(self._table)
+        return other

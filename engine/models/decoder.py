@@ -4,6 +4,7 @@ The runner calls it once per step with the flat tokens of all rows; it writes th
 logits for the rows that sample.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.config import ModelSpec
+from engine.sampling.greedy import greedy_tokens
 
 
 class LayerHooks(Protocol):
@@ -64,6 +66,7 @@ class Decoder:
 
     Attributes:
         whole_layers: Computes the same layers in one call; None where that does not run.
+        greedy: From logits to each row's likeliest token (`greedy_tokens`), where that is part of a step that is repeated.
     """
 
     spec: ModelSpec
@@ -76,6 +79,7 @@ class Decoder:
     final_norm: RmsNorm
     head: LanguageHead
     whole_layers: CpuLayers | None = None
+    greedy: Callable[[torch.Tensor], torch.Tensor] = greedy_tokens
 
     @torch.inference_mode()
     def forward(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -124,9 +125,9 @@ def test_blocks_that_rot_on_the_disk_are_misses(checkpoint: Path, disk: Path) ->
 
 def _flip(path: Path) -> None:
     with path.open("r+b") as file:
-        whole = file.read()
+        whole = np.frombuffer(file.read(), np.uint8)
         file.seek(0)
-        file.write(bytes(byte ^ 0x55 for byte in whole))
+        file.write((whole ^ 0x55).tobytes())
 
 
 @pytest.mark.slow

@@ -200,6 +200,14 @@ def test_kernels_that_cut_no_contexts_are_repeated_too(tmp_path):
     assert [t.seq.tokens for t in repeated] == [t.seq.tokens for t in plain]
 
 
+def test_the_likeliest_tokens_are_by_the_models_own_function(decoder):
+    (text,), num_blocks = texts_of(1)
+    chosen = replace(decoder, greedy=lambda logits: torch.full((logits.shape[0],), 7))
+    _, _, graphs, _ = graphed(chosen, num_blocks)
+    row = Row(seq=text.seq, start=0, num_tokens=1, samples=(0,))
+    assert graphs.scores([row, row, row]).greedy.tolist() == [7, 7, 7]
+
+
 def test_rows_that_fill_up_a_bucket_touch_no_page(decoder):
     (text,), _ = texts_of(1)
     _, arena, graphs, _ = graphed(decoder, num_blocks=9, most_rows=4)

@@ -123,25 +123,19 @@ def page_sum() -> Build:
 
 
 def row_matmul(
-    outputs: int = 4096,
-    inputs: int = 4096,
-    *,
-    apart: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
+    *, ragged: bool = False, apart: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> Build:
-    module = kernels("row_matmul")
-    settings = module.tile_of(dtype)
+    settings = kernels("row_matmul").tile_of(dtype)
     options = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
     kind = "bf16" if dtype == torch.bfloat16 else "fp32"
     pointers = dict.fromkeys(("x", "weight", "bias", "out"), kind)
     return Build(
         kernel="row_matmul:row_matmul_kernel",
         pointers=pointers | {"parts": "fp32" if apart else kind},
-        numbers={"num_rows": "int"},
-        constants=settings
-        | {"outputs": outputs, "inputs": inputs, "pieces": module.pieces_of(outputs, inputs, dtype)}
-        | {"apart": apart, "biased": True},
+        numbers=dict.fromkeys(("num_rows", "outputs", "inputs", "run"), "int"),
+        constants=settings | {"ragged": ragged, "apart": apart, "biased": True},
         options=options,
+        aligned=("outputs", "inputs", "run"),
     )
 
 
@@ -149,8 +143,9 @@ def add_parts() -> Build:
     return Build(
         kernel="row_matmul:add_parts_kernel",
         pointers={"parts": "fp32", "bias": "bf16", "out": "bf16"},
-        numbers={"num_rows": "int"},
-        constants={"outputs": 4096, "pieces": 8, "biased": True, "taken": 1024},
+        numbers=dict.fromkeys(("num_rows", "outputs", "pieces"), "int"),
+        constants={"biased": True, "taken": 1024},
+        aligned=("outputs",),
     )
 
 
@@ -171,11 +166,9 @@ def served(capability: int) -> list[Build]:
     """One of each kernel."""
     return [
         attention("prefill", capability),
-        attention("prefill", capability, uniform=True),
         attention("decode", capability),
         add_pieces(),
         row_matmul(),
-        row_matmul(apart=True),
         add_parts(),
         rms_norm(),
         silu_mul(),
@@ -190,8 +183,8 @@ def every_shape(capability: int) -> list[Build]:
     """All head dims, page sizes, windows, groups of heads, and pages of 8 bits where the hardware has them."""
     builds = [rms_norm(896), rms_norm(576, adds=False)]
     builds += [rotate(dim) for dim in HEAD_DIMS]
-    builds += [row_matmul(28_672), row_matmul(151_936, 896), row_matmul(1000, 1001)]
-    builds += [row_matmul(dtype=torch.float32), row_matmul(apart=True, dtype=torch.float32)]
+    for dtype in (torch.bfloat16, torch.float32):
+        builds += [row_matmul(apart=True, dtype=dtype), row_matmul(ragged=True, dtype=dtype)]
     builds += [attention("prefill", capability, uniform=True, head_dim=dim) for dim in HEAD_DIMS]
     builds += [attention("prefill", capability, uniform=True, windowed=True)]
     for kernel in ("prefill", "decode"):
