@@ -3,7 +3,7 @@
 import asyncio
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 
@@ -11,7 +11,15 @@ from bench.contenders import Contender
 from bench.load import Load, Outcome, run_load, run_under
 from bench.peer_figures import Measured
 
-_FAULTS = (RuntimeError, ImportError, OSError, httpx.HTTPError, subprocess.TimeoutExpired)
+_FAULTS = (
+    RuntimeError,
+    ImportError,
+    OSError,
+    ValueError,
+    IndexError,
+    httpx.HTTPError,
+    subprocess.TimeoutExpired,
+)
 """By which a server is noticed that does not start, ends, or does not serve what it was asked."""
 
 _WARM_UP = 1_000_000
@@ -47,6 +55,10 @@ class Sizes:
             output_tokens=self.output_tokens,
             vocab=self.vocab,
         )
+
+    def begun(self, clients: int) -> Load:
+        """One request of each of `clients`, which goes on just until all decode."""
+        return replace(self.load(clients, 1), output_tokens=min(4, self.output_tokens))
 
     def prompt(self) -> Load:
         """One of the prompts that keep arriving."""
@@ -98,6 +110,8 @@ class Contest:
         contender, sizes = self._contenders[name], self._sizes
         _run(url, sizes.load(1, 1), seed=_WARM_UP + turn)
         for clients in contender.clients:
+            if clients > 1:  # some prepare their products for each size of a batch
+                _run(url, sizes.begun(clients), seed=_WARM_UP + 1000 * turn + clients)
             load = sizes.load(clients, sizes.requests * (3 if clients == 1 else 1))
             # Every server gets the same prompts; a turn's are new, so that nobody's prefix cache helps.
             self._note(name, f"c{clients}", [_run(url, load, seed=1000 * turn + clients)])

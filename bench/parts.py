@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _ALIKE = ("benchmark", "revision", "hardware", "versions")
+_LOAD = ("dtype", "input_tokens", "output_tokens", "requests", "prompt_tokens", "prompt_clients")
+"""Settings that say what a figure means."""
 
 
 def merge_parts(
@@ -17,7 +19,7 @@ def merge_parts(
     run; what is said of all figures together is said anew by `summary`. `settings` lists those of the parts.
 
     Raises:
-        ValueError: A part is of another benchmark, revision, machine or of other versions than the first.
+        ValueError: A part is of another benchmark, revision, machine or load, or of other versions, than the first.
     """
     parts = [json.loads(file.read_text()) for file in files]
     first = parts[0]
@@ -27,6 +29,10 @@ def merge_parts(
                 raise ValueError(
                     f"{field}: {first[field]} in {files[0]}, but {part[field]} in {file}"
                 )
+        for field in _LOAD:
+            one, other = first["settings"].get(field), part["settings"].get(field)
+            if one != other:
+                raise ValueError(f"{field}: {one} in {files[0]}, but {other} in {file}")
     names = sorted({name for part in parts for name in part["figures"]})
     figures = {
         name: statistics.median(part["figures"][name] for part in parts if name in part["figures"])

@@ -35,7 +35,12 @@ def serving(model: str, *flags: str, settings: Mapping[str, str] | None = None) 
     finally:
         signal.signal(signal.SIGTERM, before)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        try:
+            process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its workers notice, and leave
+            process.communicate()
+            raise
 
 
 def _wait_ready(process: subprocess.Popen[str]) -> str:

@@ -28,6 +28,15 @@ def test_figures_of_all_parts_stand_in_one_report(tmp_path: Path) -> None:
     assert merged["benchmark"] == "b"
 
 
+def test_parts_that_measured_other_loads_are_not_put_together(tmp_path: Path) -> None:
+    files = [part(tmp_path / "a"), part(tmp_path / "b")]
+    document = json.loads(files[1].read_text())
+    document["settings"]["output_tokens"] = 8
+    files[1].write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"output_tokens: None in .*, but 8 in"):
+        merge_parts(files, total)
+
+
 def test_parts_of_different_revisions_are_not_put_together(tmp_path: Path) -> None:
     files = [part(tmp_path / "a"), part(tmp_path / "b", revision="other")]
     with pytest.raises(ValueError, match=r"revision: r in .*, but other in"):
