@@ -22,8 +22,8 @@ from bench.report import Report
 from bench.shapes import SHAPES, write_model
 from engine.cache.arena import KvArena
 from engine.kernels.ports import PagedBatch
-from engine.kernels.select import check_quantization, select_kernels
-from engine.models.config import choose_dtype, kv_layout, load_spec
+from engine.kernels.select import check_quantization, choose_kv_dtype, select_kernels
+from engine.models.config import choose_dtype, is_widened, kv_layout, load_spec
 from engine.models.decoder import Decoder
 from engine.models.inputs import InputBuilder
 from engine.models.loader import load_decoder
@@ -64,6 +64,8 @@ def main() -> None:
             write_model(SHAPES[shape], Path(directory))
             spec = load_spec(Path(directory))
             dtype = choose_dtype(spec, arguments.dtype, _CPU)
+            widened = is_widened(spec, arguments.dtype, dtype)
+            kv_dtype = choose_kv_dtype("auto", dtype, _CPU, widened=widened)
             check_quantization(arguments.quantization, _CPU, dtype)
             decoder = load_decoder(
                 Path(directory),
@@ -74,7 +76,7 @@ def main() -> None:
                 fixed_rows=arguments.deterministic,
             )
         for case in _cases(arguments):
-            bench = Bench(decoder, case, one_by_one=arguments.deterministic)
+            bench = Bench(decoder, kv_dtype, case, one_by_one=arguments.deterministic)
             _measure(bench, shape, case, arguments.rounds, report)
     if arguments.json:
         report.write(arguments.json)
@@ -109,10 +111,12 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
 class Bench:
     """A decoder, an arena that is large enough, and the rows of one case."""
 
-    def __init__(self, decoder: Decoder, case: Case, *, one_by_one: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, kv_dtype: torch.dtype, case: Case, *, one_by_one: bool
+    ) -> None:
         spec, length = decoder.spec, case.context + case.tokens
         blocks = -(-length // _BLOCK_TOKENS)
-        layout = kv_layout(spec, decoder.dtype, _BLOCK_TOKENS)
+        layout = kv_layout(spec, kv_dtype, _BLOCK_TOKENS)
         memory = memoryview(bytearray(layout.region_bytes(case.rows * blocks)))
         self._decoder = decoder
         self._arena = KvArena(layout, case.rows * blocks, memory)

@@ -24,6 +24,7 @@ from engine.models.checkpoint import read_checkpoint
 from engine.models.config import (
     ModelSpec,
     choose_dtype,
+    is_widened,
     kv_layout,
     load_spec,
     pinned,
@@ -144,7 +145,8 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
     if config.deterministic:
         check_deterministic(device, dtype)
         spec = pinned(spec, gpu_kind(device))
-    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
+    widened = is_widened(spec, model.dtype, dtype)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device, widened=widened)
     return _Choice(
         path=path,
         device=device,

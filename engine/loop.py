@@ -158,7 +158,7 @@ class EngineLoop:
             return partial(self._runner.execute, plan)
         try:
             return self._runner.launch(plan)
-        except Exception as error:  # noqa: BLE001 - told as said
+        except Exception as error:  # noqa: BLE001 - raised again there
             return partial(_raise, error)
 
     def _finish(self, begun: _Begun) -> None:

@@ -91,9 +91,10 @@ class ModelRunner:
         return self._launched(plan, draws, scores, fetched)
 
     def _unseen(self, plan: StepPlan) -> Unseen | None:
-        if not plan.follows or self._last_drawn is None:
+        drawn, self._last_drawn = self._last_drawn, None  # a step that breaks off leaves none
+        if not plan.follows or drawn is None:
             return None
-        return Unseen(tokens=self._last_drawn, places=plan.follows)
+        return Unseen(tokens=drawn, places=plan.follows)
 
     def _launched(
         self,

@@ -39,8 +39,9 @@ class EngineConfig:
         device: `auto`, `cpu` or `cuda`.
         block_size: Tokens per KV page, one number in the whole cluster; None for 64 on GPU and 16 on CPU.
         kv_cache_memory_bytes: Bytes of KV pages per worker; None derives it from the machine.
-        kv_cache_dtype: What KV pages hold: `auto` for what the model computes in, or `fp8_e4m3`, 8 bits: twice the tokens of
-            bfloat16 in the same memory, a little less exact. One choice in the whole cluster.
+        kv_cache_dtype: What KV pages hold: `auto` for what the model computes in (bfloat16 where a model of bfloat16 is only
+            widened for a CPU), or `fp8_e4m3`, 8 bits: twice the tokens of bfloat16 in the same memory, a little less exact.
+            One choice in the whole cluster.
         gpu_memory_utilization: Share of the GPU's memory for weights and KV.
         max_num_seqs: Sequences that run at once.
         max_num_batched_tokens: Token budget of one step.

@@ -5,6 +5,7 @@ been checked by whoever built the batch.
 """
 
 import ctypes
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,12 +16,24 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 
 NO_WINDOW = 1 << 30
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES = {
-    "paged_attention": [_POINTER] * 6 + [_INT] * 6 + [_FLOAT] + [_INT] * 2,
+_SIGNATURES: dict[str, Sequence[type]] = {
     "rms_norm": [_POINTER] * 4 + [_INT] * 2 + [_FLOAT, _INT],
     "silu_mul": [_POINTER] * 2 + [_INT] * 3,
+}
+_SIGNATURES_WITH_PAGES: dict[str, Sequence[type]] = {
+    "paged_attention": [_POINTER] * 6 + [_INT] * 6 + [_FLOAT] + [_INT] * 2,
     "rotate_and_store": [_POINTER] * 8 + [_INT] * 5 + [_FLOAT, _INT],
 }
+
+
+def page_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What pages may hold under activations of `dtype`: the same, or half of it."""
+    return (dtype,) if dtype == torch.bfloat16 else (dtype, torch.bfloat16)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As the C functions have it in their names."""
+    return str(dtype).removeprefix("torch.")
 
 
 class CpuKernels:
@@ -28,7 +41,7 @@ class CpuKernels:
 
     Args:
         library: What `load_library` gave.
-        dtype: Of activations, weights and pages: float32 or bfloat16.
+        dtype: Of activations and weights: float32 or bfloat16. Pages hold one of `page_dtypes(dtype)`.
 
     Attributes:
         library: The same.
@@ -39,12 +52,16 @@ class CpuKernels:
             raise ValueError(f"CPU kernels compute in {SUPPORTED_DTYPES}, not {dtype}")
         self.library = library
         self._dtype = dtype
-        name = str(dtype).removeprefix("torch.")
-        self._functions = {}
-        for function, arguments in _SIGNATURES.items():
-            entry = getattr(library, f"baton_{function}_{name}")
-            entry.argtypes, entry.restype = arguments, None
-            self._functions[function] = entry
+        name = name_of(dtype)
+        self._functions = {
+            function: _entry(library, f"{function}_{name}", arguments)
+            for function, arguments in _SIGNATURES.items()
+        }
+        self._with_pages = {
+            (function, pages): _entry(library, f"{function}_{name}_{name_of(pages)}", arguments)
+            for function, arguments in _SIGNATURES_WITH_PAGES.items()
+            for pages in page_dtypes(dtype)
+        }
 
     def split_rule(self, num_kv_heads: int) -> None:
         """None: contexts are read whole."""
@@ -83,7 +100,7 @@ class CpuKernels:
             self._check("query norm", norms.query, (head_dim,))
             self._check("key norm", norms.key, (head_dim,))
         query = torch.empty((tokens, heads, head_dim), dtype=self._dtype)
-        self._functions["rotate_and_store"](
+        self._with_pages["rotate_and_store", pages.dtype](
             qkv.data_ptr(),
             rotation.cos.data_ptr(),
             rotation.sin.data_ptr(),
@@ -125,7 +142,7 @@ class CpuKernels:
         if window is not None and window < 1:
             raise ValueError(f"a sliding window holds at least 1 token, not {window}")
         output = torch.empty_like(query)
-        self._functions["paged_attention"](
+        self._with_pages["paged_attention", pages.dtype](
             query.data_ptr(),
             pages.data_ptr(),
             batch.query_starts.data_ptr(),
@@ -179,7 +196,8 @@ class CpuKernels:
                 "pages must be [num_blocks, num_kv_heads, 2, block_tokens, head_dim], "
                 f"not {list(pages.shape)}"
             )
-        self._check("pages", pages, pages.shape)
+        held = pages.dtype if pages.dtype in page_dtypes(self._dtype) else self._dtype
+        self._check("pages", pages, pages.shape, held)
         num_blocks, kv_heads, _, block_tokens, head_dim = pages.shape
         return num_blocks, kv_heads, 2, block_tokens, head_dim
 
@@ -198,3 +216,9 @@ class CpuKernels:
             )
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}, but these kernels run on the CPU")
+
+
+def _entry(library: ctypes.CDLL, name: str, arguments: Sequence[type]) -> Callable[..., None]:
+    function: ctypes._NamedFuncPointer = getattr(library, f"baton_{name}")
+    function.argtypes, function.restype = arguments, None
+    return function

@@ -5,12 +5,12 @@ Only for matrices that are held in panels (`engine.kernels.cpu_matmul`), all of 
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.cpu import NO_WINDOW, SUPPORTED_DTYPES
+from engine.kernels.cpu import NO_WINDOW, SUPPORTED_DTYPES, name_of, page_dtypes
 from engine.kernels.cpu_layer_structs import Layer, Matrix, Shape, Step
 from engine.kernels.cpu_matmul import BFloat16Panels, Int8Panels
 from engine.kernels.ports import HeadNorms, PagedBatch, Rotation
@@ -73,7 +73,7 @@ class CpuLayers:
         library: What `load_library` gave.
         shape: Of every layer.
         layers: Their weights; kept alive from here.
-        dtype: Of activations, norms and pages: float32 or bfloat16.
+        dtype: Of activations and norms: float32 or bfloat16. Pages hold one of `page_dtypes(dtype)`.
     """
 
     def __init__(
@@ -90,17 +90,17 @@ class CpuLayers:
         self._dtype = dtype
         self._layers = (Layer * len(layers))(*(_layer(weights) for weights in layers))
         self._pages: tuple[torch.Tensor, ...] = ()
-        self._run = getattr(library, f"baton_layers_{str(dtype).removeprefix('torch.')}")
-        pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        self._run.argtypes = [pointer, pointer, integer, integer, integer, pointer, integer]
-        self._run.restype = None
+        self._functions = {pages: _function(library, dtype, pages) for pages in page_dtypes(dtype)}
 
     def use_pages(self, pages: Sequence[torch.Tensor]) -> None:
-        """Where keys and values go from now on: each layer's arena, `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]`."""
+        """Where keys and values go from now on: each layer's arena, `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]`, all of
+        the same dtype.
+        """
         if len(pages) == len(self._pages) and all(map(_is_same, pages, self._pages)):
             return
+        held = pages[0].dtype if pages[0].dtype in self._functions else self._dtype
         for index, layer in enumerate(pages):
-            self._check(f"pages of layer {index}", layer, self._page_shape(layer))
+            self._check(f"pages of layer {index}", layer, self._page_shape(layer), held)
             self._layers[index].pages = layer.data_ptr()
         self._pages = tuple(pages)
 
@@ -136,7 +136,7 @@ class CpuLayers:
         if last in layers:
             kept = (len(logit_tokens), self._shape.hidden)
             result = Flow(x=flow.x.new_empty(kept), residual=flow.x.new_empty(kept))
-        self._run(
+        self._functions[self._pages[0].dtype](
             ctypes.byref(self._shape_of_pages()),
             self._layers,
             layers.start,
@@ -181,6 +181,15 @@ class CpuLayers:
                 f"{name} must be contiguous {wanted} of shape {list(shape)}, "
                 f"not {tensor.dtype} of shape {list(tensor.shape)}"
             )
+
+
+def _function(library: ctypes.CDLL, dtype: torch.dtype, pages: torch.dtype) -> Callable[..., None]:
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    name = f"baton_layers_{name_of(dtype)}_{name_of(pages)}"
+    function: ctypes._NamedFuncPointer = getattr(library, name)
+    function.argtypes = [pointer, pointer, integer, integer, integer, pointer, integer]
+    function.restype = None
+    return function
 
 
 def _layer(weights: LayerWeights) -> Layer:

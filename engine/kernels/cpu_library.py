@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("attention", "fused", "matmul_bfloat16", "matmul_int8", "layers")
+_HEADERS = ("numeric", "team", "tiles", "attention_lines", "attention_products", "attention_tile")
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -61,7 +62,7 @@ def _library() -> Library:
         name="kernels",
         compiler="c++",
         sources=tuple(_FOLDER / f"{name}.cpp" for name in _SOURCES),
-        headers=(_FOLDER / "numeric.h", _FOLDER / "team.h", _FOLDER / "tiles.h"),
+        headers=tuple(_FOLDER / f"{name}.h" for name in _HEADERS),
         flags=(*_FLAGS, _WIDE_VECTORS) if "avx512f" in cpu_flags() else _FLAGS,
         # Without -fopenmp here: that would add the system's own runtime beside torch's.
         link=tuple(runtimes),

@@ -25,7 +25,7 @@ void gate_line(const T* gate, const T* up, T* out) {
     // exp(-x) of very negative x would overflow; silu has long been 0 there.
     Vec value = load(gate), negated = -value;
     Vec gated = value / (1.0f + exponential(negated > 87.0f ? splat(87.0f) : negated)) * load(up);
-    for (int64_t i = 0; i < LANES; i++) narrow(gated[i], out[i]);
+    store(out, gated);
 }
 
 template <typename T>
@@ -35,7 +35,8 @@ struct Rotated {
     float eps;
 
     // out = rotate(norm(head)); element i pairs with element i + head_dim / 2.
-    void operator()(const T* head, const T* norm, float* wide, T* out) const {
+    template <typename Out>
+    void operator()(const T* head, const T* norm, float* wide, Out* out) const {
         float scale = norm ? inverse_rms(head, head_dim, eps) : 1.0f;
         for (int64_t i = 0; i < head_dim; i++)
             wide[i] = norm ? widen(head[i]) * scale * widen(norm[i]) : widen(head[i]);
@@ -86,8 +87,8 @@ void silu_mul(const T* x, T* out, int64_t tokens, int64_t width) {
     }
 }
 
-template <typename T>
-void rotate_and_store(const Rotation<T>& with, const T* qkv, T* query, int64_t tokens) {
+template <typename T, typename K>
+void rotate_and_store(const Rotation<T, K>& with, const T* qkv, T* query, int64_t tokens) {
     const int64_t heads = with.heads, kv_heads = with.kv_heads, head_dim = with.head_dim;
     const int64_t line = (heads + 2 * kv_heads) * head_dim, half_page = with.block_tokens * head_dim;
     static thread_local std::vector<float> wide;
@@ -103,9 +104,10 @@ void rotate_and_store(const Rotation<T>& with, const T* qkv, T* query, int64_t t
         const T *keys = from + heads * head_dim, *values = keys + kv_heads * head_dim;
         const int64_t block = with.slots[token] / with.block_tokens, offset = with.slots[token] % with.block_tokens;
         for (int64_t h = 0; h < kv_heads; h++) {
-            T* cell = with.pages + (block * kv_heads + h) * 2 * half_page + offset * head_dim;
+            K* cell = with.pages + (block * kv_heads + h) * 2 * half_page + offset * head_dim;
             rotated(keys + h * head_dim, with.key_norm, wide.data(), cell);
-            std::memcpy(cell + half_page, values + h * head_dim, head_dim * sizeof(T));
+#pragma omp simd
+            for (int64_t i = 0; i < head_dim; i++) narrow(widen(values[h * head_dim + i]), cell[half_page + i]);
         }
     }
 }
@@ -115,7 +117,6 @@ void rotate_and_store(const Rotation<T>& with, const T* qkv, T* query, int64_t t
 #define BATON_FUSED(SUFFIX, T)                                                                      \
     template void baton::rms_norm<T>(const T*, T*, const T*, T*, int64_t, int64_t, float);          \
     template void baton::silu_mul<T>(const T*, T*, int64_t, int64_t);                               \
-    template void baton::rotate_and_store<T>(const Rotation<T>&, const T*, T*, int64_t);            \
     extern "C" void baton_rms_norm_##SUFFIX(const T* x, T* residual, const T* weight, T* out,       \
                                             int64_t tokens, int64_t hidden, float eps,              \
                                             int64_t num_threads) {                                  \
@@ -126,16 +127,22 @@ void rotate_and_store(const Rotation<T>& with, const T* qkv, T* query, int64_t t
                                             int64_t num_threads) {                                  \
         _Pragma("omp parallel num_threads(static_cast<int>(num_threads)) if (tokens * width > baton::WORTH_A_TEAM)") \
         baton::silu_mul<T>(x, out, tokens, width);                                                  \
-    }                                                                                               \
-    extern "C" void baton_rotate_and_store_##SUFFIX(                                                \
+    }
+
+#define BATON_ROTATE_AND_STORE(NAME, T, K)                                                          \
+    template void baton::rotate_and_store<T, K>(const Rotation<T, K>&, const T*, T*, int64_t);      \
+    extern "C" void NAME(                                                                           \
         const T* qkv, const float* cos, const float* sin, const T* query_norm, const T* key_norm,   \
-        T* pages, const int64_t* slots, T* query, int64_t tokens, int64_t heads, int64_t kv_heads,  \
+        K* pages, const int64_t* slots, T* query, int64_t tokens, int64_t heads, int64_t kv_heads,  \
         int64_t head_dim, int64_t block_tokens, float eps, int64_t num_threads) {                   \
-        baton::Rotation<T> rotation{cos,   sin,      query_norm, key_norm,     pages, slots,        \
-                                    heads, kv_heads, head_dim,   block_tokens, eps};                \
+        baton::Rotation<T, K> rotation{cos,   sin,      query_norm, key_norm,     pages, slots,     \
+                                       heads, kv_heads, head_dim,   block_tokens, eps};             \
         _Pragma("omp parallel num_threads(static_cast<int>(num_threads)) if (tokens * heads * head_dim > baton::WORTH_A_TEAM)") \
-        baton::rotate_and_store<T>(rotation, qkv, query, tokens);                                   \
+        baton::rotate_and_store<T, K>(rotation, qkv, query, tokens);                                \
     }
 
 BATON_FUSED(float32, float)
 BATON_FUSED(bfloat16, baton::bfloat16)
+BATON_ROTATE_AND_STORE(baton_rotate_and_store_float32_float32, float, float)
+BATON_ROTATE_AND_STORE(baton_rotate_and_store_float32_bfloat16, float, baton::bfloat16)
+BATON_ROTATE_AND_STORE(baton_rotate_and_store_bfloat16_bfloat16, baton::bfloat16, baton::bfloat16)

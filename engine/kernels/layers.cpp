@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t MOST = 2 * BLOCK;  // tokens of a block
 
-// The structures below are laid out as in cpu_layers.py. Pointers to T are of the dtype that is computed in.
+// The structures below are laid out as in cpu_layers.py. T is what is computed in, K what pages hold.
 
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, block_tokens, width;
@@ -65,7 +65,7 @@ struct Workspace {
     }
 };
 
-template <typename T>
+template <typename T, typename K>
 class Layers {
    public:
     Layers(const Shape& shape, const Step& step)
@@ -75,8 +75,8 @@ class Layers {
     void run(const Layer& layer, bool last) {
         T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual);
         blocks(step.tokens, [&](int64_t from, int64_t count) { project(layer, x, residual, from, count); });
-        Attention<T> here = call;
-        here.pages = static_cast<T*>(layer.pages);
+        Attention<T, K> here = call;
+        here.pages = static_cast<K*>(layer.pages);
         here.window = layer.window;
         attend(here, tiles);
         blocks(step.tokens, [&](int64_t from, int64_t count) {
@@ -99,10 +99,10 @@ class Layers {
     const Shape& shape;
     const Step& step;
     Workspace<T> at;
-    Attention<T> call;
+    Attention<T, K> call;
     std::vector<int64_t> tiles;
 
-    Attention<T> attention() const {
+    Attention<T, K> attention() const {
         return {at.query,       nullptr,        step.query_starts, step.context_lens,  step.block_tables,
                 at.query,       step.rows,      shape.heads,       shape.kv_heads,     shape.head_dim,
                 shape.block_tokens, step.table_width, shape.scale, 0};
@@ -129,8 +129,8 @@ class Layers {
         rms_norm(x + hidden, residual + hidden, static_cast<const T*>(layer.input_norm), at.normed, count,
                  shape.hidden, shape.norm_eps);
         multiply(layer.qkv, at.normed, at.wide, count);
-        Rotation<T> rotation{step.cos + turn, step.sin + turn, static_cast<const T*>(layer.query_norm),
-                             static_cast<const T*>(layer.key_norm), static_cast<T*>(layer.pages),
+        Rotation<T, K> rotation{step.cos + turn, step.sin + turn, static_cast<const T*>(layer.query_norm),
+                             static_cast<const T*>(layer.key_norm), static_cast<K*>(layer.pages),
                              step.slots + from, shape.heads, shape.kv_heads, shape.head_dim,
                              shape.block_tokens, shape.head_norm_eps};
         rotate_and_store(rotation, at.wide, at.query + from * shape.queries(), count);
@@ -151,10 +151,10 @@ class Layers {
     }
 };
 
-template <typename T>
+template <typename T, typename K>
 void run(const Shape* shape, const Layer* layers, int64_t first, int64_t end, int64_t last, const Step* step,
          int num_threads) {
-    Layers<T> team(*shape, *step);
+    Layers<T, K> team(*shape, *step);
 #pragma omp parallel num_threads(num_threads)
     for (int64_t index = first; index < end; index++) team.run(layers[index], index == last);
 }
@@ -162,11 +162,12 @@ void run(const Shape* shape, const Layer* layers, int64_t first, int64_t end, in
 }  // namespace
 }  // namespace baton
 
-#define BATON_LAYERS(NAME, T)                                                                        \
+#define BATON_LAYERS(NAME, T, K)                                                                        \
     extern "C" void NAME(const baton::Shape* shape, const baton::Layer* layers, int64_t first,       \
                          int64_t end, int64_t last, const baton::Step* step, int64_t num_threads) {  \
-        baton::run<T>(shape, layers, first, end, last, step, static_cast<int>(num_threads));         \
+        baton::run<T, K>(shape, layers, first, end, last, step, static_cast<int>(num_threads));         \
     }
 
-BATON_LAYERS(baton_layers_float32, float)
-BATON_LAYERS(baton_layers_bfloat16, baton::bfloat16)
+BATON_LAYERS(baton_layers_float32_float32, float, float)
+BATON_LAYERS(baton_layers_float32_bfloat16, float, baton::bfloat16)
+BATON_LAYERS(baton_layers_bfloat16_bfloat16, baton::bfloat16, baton::bfloat16)

@@ -4,6 +4,10 @@
 // bfloat16 is widened on load and rounded to nearest even on store.
 #pragma once
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
 
@@ -37,17 +41,28 @@ inline void narrow(float value, bfloat16& out) {
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 inline Vec load(const float* from) { return *reinterpret_cast<const Vec*>(from); }
+// GCC 12 widens and narrows vectors in halves and puts them together again, where there is one instruction.
 inline Vec load(const bfloat16* from) {
+#ifdef __AVX512F__
+    __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(from));
+    return reinterpret_cast<Vec>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+#else
     typedef uint16_t Bits __attribute__((vector_size(32), aligned(2), may_alias));
     IntVec wide = __builtin_convertvector(*reinterpret_cast<const Bits*>(from), IntVec) << 16;
     return reinterpret_cast<Vec>(wide);
+#endif
 }
 inline void store(float* to, Vec value) { *reinterpret_cast<Vec*>(to) = value; }
 inline void store(bfloat16* to, Vec value) {
     typedef uint32_t Wide __attribute__((vector_size(64), may_alias));
-    typedef uint16_t Bits __attribute__((vector_size(32), aligned(2), may_alias));
     Wide bits = reinterpret_cast<Wide>(value);
-    *reinterpret_cast<Bits*>(to) = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Bits);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+#ifdef __AVX512F__
+    _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(bits)));
+#else
+    typedef uint16_t Bits __attribute__((vector_size(32), aligned(2), may_alias));
+    *reinterpret_cast<Bits*>(to) = __builtin_convertvector(bits, Bits);
+#endif
 }
 inline Vec splat(float value) { return value - Vec{}; }
 

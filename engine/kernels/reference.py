@@ -41,7 +41,9 @@ def write_pages(
     block_tokens = pages.shape[3]
     blocks, offsets = slots // block_tokens, slots % block_tokens
     for part, given in enumerate((key, value)):
-        narrow = given if scales is None else round_to_fp8(given, scales[:, part, None])
+        narrow = (
+            given.to(pages.dtype) if scales is None else round_to_fp8(given, scales[:, part, None])
+        )
         pages[blocks, :, part, offsets] = narrow
 
 

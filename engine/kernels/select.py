@@ -50,19 +50,24 @@ def select_kernels(
     return ReferenceKernels()
 
 
-def choose_kv_dtype(asked: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def choose_kv_dtype(
+    asked: str, dtype: torch.dtype, device: torch.device, *, widened: bool = False
+) -> torch.dtype:
     """What KV pages hold.
 
     Args:
         asked: `auto` or `fp8_e4m3`.
         dtype: Of the activations.
         device: Where pages are.
+        widened: The model is one of bfloat16, and `dtype` is float32 only because the processor multiplies nothing narrower
+            (`choose_dtype`). Its pages then stay bfloat16, as they would be elsewhere: half the memory to read per token and
+            to hand over.
 
     Raises:
         ConfigError: The GPU has no numbers of 8 bits.
     """
     if asked == "auto":
-        return dtype
+        return torch.bfloat16 if widened else dtype
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FP8:
         raise ConfigError(
             f"kv_cache_dtype {asked} needs a GPU of compute capability 8.9 or later, "

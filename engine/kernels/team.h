@@ -29,26 +29,26 @@ void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, 
 template <typename T>
 void silu_mul(const T* x, T* out, int64_t tokens, int64_t width);
 
-// What the heads of a step's tokens are, where they go, and what is done to them on the way.
-template <typename T>
+// What the heads of a step's tokens are, where they go, and what is done to them on the way. K is what pages hold.
+template <typename T, typename K>
 struct Rotation {
     const float *cos, *sin;             // [tokens][head_dim / 2]
     const T *query_norm, *key_norm;     // [head_dim], null for none
-    T* pages;                           // [num_blocks][num_kv_heads][2][block_tokens][head_dim]
+    K* pages;                           // [num_blocks][num_kv_heads][2][block_tokens][head_dim]
     const int64_t* slots;               // [tokens]
     int64_t heads, kv_heads, head_dim, block_tokens;
     float eps;
 };
 
 // Splits each token's queries, keys and values; rotates the first two; writes keys and values into their pages.
-template <typename T>
-void rotate_and_store(const Rotation<T>& rotation, const T* qkv, T* query, int64_t tokens);
+template <typename T, typename K>
+void rotate_and_store(const Rotation<T, K>& rotation, const T* qkv, T* query, int64_t tokens);
 
 // Ragged rows of a step over their pages; `out` may be `query`.
-template <typename T>
+template <typename T, typename K>
 struct Attention {
     const T* query;
-    const T* pages;
+    const K* pages;
     const int32_t *query_starts, *context_lens, *block_tables;
     T* out;
     int64_t num_rows, num_heads, num_kv_heads, head_dim, block_tokens, table_width;
@@ -62,7 +62,7 @@ struct Attention {
     std::vector<int64_t> first_tiles() const;
 };
 
-template <typename T>
-void attend(const Attention<T>& call, const std::vector<int64_t>& first_tiles);
+template <typename T, typename K>
+void attend(const Attention<T, K>& call, const std::vector<int64_t>& first_tiles);
 
 }  // namespace baton

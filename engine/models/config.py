@@ -202,6 +202,11 @@ def choose_dtype(spec: ModelSpec, requested: str, device: torch.device) -> torch
     return _TORCH_DTYPES.get(spec.dtype, torch.bfloat16)
 
 
+def is_widened(spec: ModelSpec, requested: str, dtype: torch.dtype) -> bool:
+    """Whether `choose_dtype` gave float32 to a model of bfloat16 unasked, for lack of a processor that multiplies that."""
+    return requested == "auto" and spec.dtype == "bfloat16" and dtype == torch.float32
+
+
 def kv_layout(spec: ModelSpec, dtype: torch.dtype, block_tokens: int) -> KvLayout:
     """The shape of this model's KV pages when held in `dtype`, `block_tokens` tokens to a page."""
     name = str(dtype).removeprefix("torch.")

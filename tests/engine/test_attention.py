@@ -10,10 +10,12 @@ from tests.engine.kernel_cases import close, cpu_kernels, paged_batch
 MIXED = [(1, 1), (1, 37), (5, 5), (70, 70), (33, 150), (1, 200), (3, 131)]
 
 
-def attend_both_ways(rows, *, block_tokens, heads, kv_heads, head_dim, dtype, window):
+def attend_both_ways(
+    rows, *, block_tokens, heads, kv_heads, head_dim, dtype, window, pages_dtype=None
+):
     torch.manual_seed(0)
     batch, num_blocks = paged_batch(rows, block_tokens)
-    pages = torch.randn(num_blocks, kv_heads, 2, block_tokens, head_dim).to(dtype)
+    pages = torch.randn(num_blocks, kv_heads, 2, block_tokens, head_dim).to(pages_dtype or dtype)
     query = (2 * torch.randn(batch.slots.shape[0], heads, head_dim)).to(dtype)
     arguments = (query, pages, batch, head_dim**-0.5, window)
     return cpu_kernels(dtype).paged_attention(*arguments), paged_attention(*arguments)
@@ -31,6 +33,23 @@ def test_the_cpu_kernel_agrees_with_its_twin(head_dim, block_tokens, dtype):
         head_dim=head_dim,
         dtype=dtype,
         window=None,
+    )
+    close(actual, expected)
+
+
+@pytest.mark.parametrize("block_tokens", [1, 16])
+@pytest.mark.parametrize("head_dim", [24, 64])
+@pytest.mark.parametrize("window", [None, 70])
+def test_bfloat16_pages_under_float32_lose_nothing_more(head_dim, block_tokens, window):
+    actual, expected = attend_both_ways(
+        MIXED,
+        block_tokens=block_tokens,
+        heads=6,
+        kv_heads=2,
+        head_dim=head_dim,
+        dtype=torch.float32,
+        window=window,
+        pages_dtype=torch.bfloat16,
     )
     close(actual, expected)
 

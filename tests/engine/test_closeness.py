@@ -7,6 +7,7 @@ from engine.kernels.cpu_matmul import multiplies_int8
 from engine.models.config import load_spec
 from engine.models.loader import load_decoder
 from tests.engine.closeness import assert_near, closeness, logits_after_each
+from tests.engine.stepping import make_runner
 from tests.engine.tiny_models import make_model
 
 CPU = torch.device("cpu")
@@ -28,9 +29,10 @@ def some_tokens(count=80):
     return torch.randint(3, 300, (count,), generator=generator).tolist()
 
 
-def logits(directory, dtype=torch.float32, quantization="none", chunk=None):
+def logits(directory, dtype=torch.float32, quantization="none", chunk=None, kv_dtype=None):
     decoder = load_decoder(directory, load_spec(directory), dtype, CPU, quantization=quantization)
-    return logits_after_each(decoder, some_tokens(), chunk=chunk)
+    _, arena = make_runner(decoder, block_tokens=16, num_blocks=6, kv_dtype=kv_dtype)
+    return logits_after_each(decoder, some_tokens(), chunk=chunk, arena=arena)
 
 
 @pytest.mark.parametrize("chunk", [None, 1], ids=["prefill", "decode"])
@@ -39,6 +41,14 @@ def test_bfloat16_keeps_near_float32(directories, family, chunk):
     exact = logits(directories[family])
     rounded = logits(directories[family], torch.bfloat16, chunk=chunk)
     assert_near(exact, rounded, overlap=0.94, delta=0.08, largest_delta=0.6)
+
+
+@pytest.mark.parametrize("chunk", [None, 1], ids=["prefill", "decode"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_pages_alone_keep_nearer_than_bfloat16_throughout(directories, family, chunk):
+    exact = logits(directories[family])
+    rounded = logits(directories[family], chunk=chunk, kv_dtype=torch.bfloat16)
+    assert_near(exact, rounded, overlap=0.97, delta=0.04, largest_delta=0.3)
 
 
 @pytest.mark.skipif(

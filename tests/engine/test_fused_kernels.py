@@ -62,6 +62,16 @@ def test_rotating_and_storing_agrees_with_its_twin(head_dim, normed, dtype):
         close(pages, expected_pages)
 
 
+def test_keys_and_values_are_rounded_once_on_their_way_into_narrower_pages():
+    qkv, angles = torch.randn(37, 6 * 16), torch.randn(37, 8)
+    rotation = Rotation(cos=angles.cos(), sin=angles.sin())
+    wide, narrow = torch.zeros(20, 2, 2, 4, 16), torch.zeros(20, 2, 2, 4, 16).bfloat16()
+    slots, kernels = torch.randperm(80)[:37], cpu_kernels(torch.float32)
+    for pages in (wide, narrow):
+        kernels.rotate_and_store(qkv, rotation, None, pages, slots)
+    assert torch.equal(narrow, wide.bfloat16())
+
+
 def test_copied_pages_equal_their_sources_and_others_stay():
     pages = torch.randn(6, 2, 2, 4, 8)
     before = pages.clone()

@@ -50,6 +50,11 @@ def test_auto_holds_what_is_computed():
     assert select.choose_kv_dtype("fp8_e4m3", torch.float16, CPU) == FP8
 
 
+def test_a_model_of_bfloat16_that_is_widened_to_be_computed_keeps_its_pages_narrow():
+    assert select.choose_kv_dtype("auto", torch.float32, CPU, widened=True) == torch.bfloat16
+    assert select.choose_kv_dtype("fp8_e4m3", torch.float32, CPU, widened=True) == FP8
+
+
 def test_a_gpu_without_numbers_of_8_bits_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")

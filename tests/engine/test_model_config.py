@@ -8,7 +8,13 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from baton import cpu_features
 from baton.errors import ModelLoadError
 from engine.models import config as model_config
-from engine.models.config import choose_dtype, kv_layout, load_spec, resolve_model
+from engine.models.config import (
+    choose_dtype,
+    is_widened,
+    kv_layout,
+    load_spec,
+    resolve_model,
+)
 from engine.models.rope import RopeScaling
 from tests.engine.tiny_models import FAMILIES, make_model
 
@@ -172,6 +178,8 @@ def test_auto_is_bfloat16_only_where_the_cpu_multiplies_it(tmp_path, monkeypatch
     for flags, expected in (({"avx512f"}, torch.float32), ({"amx_bf16"}, torch.bfloat16)):
         monkeypatch.setattr(model_config, "cpu_flags", lambda flags=flags: frozenset(flags))
         assert choose_dtype(spec, "auto", CPU) == expected
+        assert is_widened(spec, "auto", expected) == (expected == torch.float32)
+        assert not is_widened(spec, "float32", torch.float32)
     assert choose_dtype(spec, "auto", torch.device("cuda")) == torch.bfloat16
     assert choose_dtype(spec, "float16", CPU) == torch.float16
 

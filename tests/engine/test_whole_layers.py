@@ -54,14 +54,14 @@ def _decoder(path, family, quantization, dtype=torch.float32):
     return decoder
 
 
-def _run(decoder, rows, hooks=None):
+def _run(decoder, rows, hooks=None, kv_dtype=None):
     """Logits of each row's last token, and what the pages hold afterwards."""
     torch.manual_seed(0)
     prompts = [torch.randint(3, 300, (length,)).tolist() for length, _ in rows]
     texts, blocks = make_texts(
         prompts, PARAMS, block_tokens=BLOCK_TOKENS, chunks=tuple(new for _, new in rows)
     )
-    _, arena = make_runner(decoder, block_tokens=BLOCK_TOKENS, num_blocks=blocks)
+    _, arena = make_runner(decoder, block_tokens=BLOCK_TOKENS, num_blocks=blocks, kv_dtype=kv_dtype)
     planned = [
         Row(seq=text.seq, start=length - new, num_tokens=new, samples=(0,))
         for text, (length, new) in zip(texts, rows, strict=True)
@@ -82,6 +82,15 @@ def test_whole_layers_give_the_bits_of_their_parts(tmp_path, family, quantizatio
     for rows in (ROWS, ROWS[:1]):
         for together, apart in zip(_run(whole, rows), _run(parts, rows), strict=True):
             assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+def test_bfloat16_pages_under_float32_give_the_bits_of_the_parts_too(tmp_path, quantization):
+    whole = _decoder(tmp_path, "llama", quantization)
+    parts = replace(whole, whole_layers=None)
+    both = [_run(decoder, ROWS, kv_dtype=torch.bfloat16) for decoder in (whole, parts)]
+    for together, apart in zip(*both, strict=True):
+        assert torch.equal(together, apart)
 
 
 @pytest.mark.parametrize("quantization", KINDS)
@@ -109,7 +118,7 @@ def test_pages_of_another_dtype_are_refused(tmp_path, quantization):
     decoder = _decoder(tmp_path, "llama", quantization)
     pages = torch.zeros(1, decoder.spec.num_kv_heads, 2, 16, decoder.spec.head_dim)
     with pytest.raises(ValueError, match="pages of layer 0 must be contiguous"):
-        decoder.whole_layers.use_pages([pages.bfloat16()])
+        decoder.whole_layers.use_pages([pages.half()])
 
 
 @pytest.mark.parametrize("length", [1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 64])

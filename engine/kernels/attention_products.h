@@ -1,0 +1,85 @@
+// The small products of attention: rows of keys or values that lie anywhere, each as it is stored, times what a tile has made.
+// What is stored as bfloat16 is widened in registers on the way.
+#pragma once
+
+#include "numeric.h"
+
+namespace baton {
+
+// Brings `count` elements nearer, for when the keys or values after these are wanted.
+template <typename E>
+inline void bring_near(const E* from, int64_t count) {
+    for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(E)); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, 0, 3);
+}
+
+// c[i][col..] (+)= sum over t of a[i][t * step] * b[t][col..], R rows by V vectors held in registers. `ahead`, where there is one,
+// has the rows that follow those of b.
+template <int R, int V, typename E>
+void multiply_block(const float* const* a, int64_t step, const E* const* b, int64_t depth, int64_t col,
+                    float* c, int64_t stride, bool add, const E* const* ahead) {
+    Vec acc[R][V];
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < V; v++)
+            acc[i][v] = add ? load(c + i * stride + col + v * LANES) : Vec{};
+    for (int64_t t = 0; t < depth; t++) {
+        if (ahead) bring_near(ahead[t] + col, V * LANES);
+        Vec row[V];
+        for (int v = 0; v < V; v++) row[v] = load(b[t] + col + v * LANES);
+        for (int i = 0; i < R; i++)
+            for (int v = 0; v < V; v++) acc[i][v] += a[i][t * step] * row[v];
+    }
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < V; v++) store(c + i * stride + col + v * LANES, acc[i][v]);
+}
+
+template <int R, typename E>
+void multiply_rows(const float* const* a, int64_t step, const E* const* b, int64_t depth, int64_t cols,
+                   float* c, int64_t stride, bool add, const E* const* ahead) {
+    int64_t col = 0;
+    for (; col + 4 * LANES <= cols; col += 4 * LANES)
+        multiply_block<R, 4>(a, step, b, depth, col, c, stride, add, ahead);
+    switch ((cols - col) / LANES) {
+        case 3: multiply_block<R, 3>(a, step, b, depth, col, c, stride, add, ahead); break;
+        case 2: multiply_block<R, 2>(a, step, b, depth, col, c, stride, add, ahead); break;
+        case 1: multiply_block<R, 1>(a, step, b, depth, col, c, stride, add, ahead); break;
+    }
+}
+
+// c[rows][cols] (+)= a * b; `cols` is a multiple of LANES.
+template <typename E>
+void multiply(const float* const* a, int64_t step, const E* const* b, int64_t rows, int64_t depth,
+              int64_t cols, float* c, int64_t stride, bool add, const E* const* ahead = nullptr) {
+    int64_t i = 0;
+    for (; i + 4 <= rows; i += 4, ahead = nullptr)
+        multiply_rows<4>(a + i, step, b, depth, cols, c + i * stride, stride, add, ahead);
+    switch (rows - i) {
+        case 3: multiply_rows<3>(a + i, step, b, depth, cols, c + i * stride, stride, add, ahead); break;
+        case 2: multiply_rows<2>(a + i, step, b, depth, cols, c + i * stride, stride, add, ahead); break;
+        case 1: multiply_rows<1>(a + i, step, b, depth, cols, c + i * stride, stride, add, ahead); break;
+    }
+}
+
+// scores[i][key] = query i * key, R queries [R][width], four keys at a time: the last four may run over `keys`, to where the
+// rows must go on.
+template <int R, typename E>
+void dots(const float* queries, const E* const* keys, int64_t count, int64_t width, float* scores,
+          int64_t stride, const E* const* ahead) {
+    for (int64_t j = 0; j < count; j += 4) {
+        if (ahead)
+            for (int k = 0; k < 4; k++) bring_near(ahead[j + k], width);
+        Vec acc[R][4] = {};
+        for (int64_t d = 0; d < width; d += LANES) {
+            Vec key[4];
+            for (int k = 0; k < 4; k++) key[k] = load(keys[j + k] + d);
+            for (int i = 0; i < R; i++) {
+                Vec query = load(queries + i * width + d);
+                for (int k = 0; k < 4; k++) acc[i][k] += query * key[k];
+            }
+        }
+        for (int i = 0; i < R; i++)
+            *reinterpret_cast<Quarter*>(scores + i * stride + j) = sums(acc[i]);
+    }
+}
+
+}  // namespace baton
