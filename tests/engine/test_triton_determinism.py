@@ -12,6 +12,7 @@ from tests.engine.whole_engine import WholeEngine
 
 pytestmark = [
     needs_triton,
+    pytest.mark.slow,
     pytest.mark.skipif(DEVICE != "cpu", reason="the models of these tests lie on the CPU"),
 ]
 ASKED = SeqId("asked")
