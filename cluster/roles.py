@@ -25,6 +25,7 @@ from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer
 from baton.telemetry.worker import WorkerMetrics
 from baton.version import version
+from cluster.brief_thread import in_brief_thread
 from cluster.child import Child, RoleMain, run
 from cluster.plan import POOL, ROUTER
 from cluster.pooling import WorkerPool, join_pool
@@ -86,7 +87,7 @@ async def run_worker(child: Child) -> None:
 
     config, worker = child.assignment.config, _worker_of(child)
     memory, sink = WorkerMemory(), TransferSink()
-    built = await asyncio.to_thread(
+    built = await in_brief_thread(
         build_engine,
         config.model,
         config.engine,
@@ -97,8 +98,7 @@ async def run_worker(child: Child) -> None:
         gpu=worker.gpu,
         gpu_sharers=worker.gpu_sharers,
     )
-    metrics = _metrics(built)
-    hello = _hello(child, built)
+    metrics, hello = _metrics(built), _hello(child, built)
     pool = join_pool(child.assignment, built.host, hello, memory, metrics)
     parts = _Parts(
         config=config,
