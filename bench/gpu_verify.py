@@ -57,6 +57,8 @@ def verify(
         pairs |= _from_8_bits(kernels, query, pages, batch, scale)
     if isinstance(kernels, BatchInvariant):
         pairs["linear"] = _products(kernels, x, made.of(shape.intermediate, hidden))
+        wide = made.of(x.shape[0], shape.intermediate)
+        pairs["linear_down"] = _products(kernels, wide, made.of(hidden, shape.intermediate))
     errors = {name: _error(*pair) for name, pair in pairs.items()}
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
     if wrong:

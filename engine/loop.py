@@ -29,11 +29,12 @@ INTEGRITY_CHECK_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Begun:
-    """A step that was handed to the runner, when, and what waits for its outcome."""
+    """A step that was handed to the runner, when, what waits for its outcome, and whether the runner took it."""
 
     plan: StepPlan
     begun_s: float
     collect: Launched
+    is_under_way: bool = True
 
 
 class EngineLoop:
@@ -128,7 +129,7 @@ class EngineLoop:
         begun, self._next = self._next or self._begin(), None
         if begun is None:
             return False
-        self._next = self._begin_ahead()
+        self._next = self._begin_ahead() if begun.is_under_way else None
         self._finish(begun)
         return True
 
@@ -150,16 +151,13 @@ class EngineLoop:
 
     def _hand_over(self, plan: StepPlan) -> _Begun:
         self._busy_since_s = begun_s = self._clock.now_s()
-        return _Begun(plan=plan, begun_s=begun_s, collect=self._launch(plan))
-
-    def _launch(self, plan: StepPlan) -> Launched:
-        """Faults are told where the outcome is asked for."""
         if not self._runs_ahead:
-            return partial(self._runner.execute, plan)
+            return _Begun(plan=plan, begun_s=begun_s, collect=partial(self._runner.execute, plan))
         try:
-            return self._runner.launch(plan)
-        except Exception as error:  # noqa: BLE001 - raised again there
-            return partial(_raise, error)
+            return _Begun(plan=plan, begun_s=begun_s, collect=self._runner.launch(plan))
+        except Exception as error:  # noqa: BLE001 - raised again where the outcome is asked for
+            told = partial(_raise, error)
+            return _Begun(plan=plan, begun_s=begun_s, collect=told, is_under_way=False)
 
     def _finish(self, begun: _Begun) -> None:
         plan = begun.plan
@@ -170,6 +168,7 @@ class EngineLoop:
             self._withdraw_next()
             if plan.follows:
                 self._scheduler.withdraw(plan)  # what ended meanwhile is not to be computed again
+                self._tell(plan.step, [], always=True)
                 return
             result = execute_row_by_row(self._runner, plan)
         self._busy_since_s = now_s = self._clock.now_s()

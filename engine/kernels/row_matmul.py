@@ -28,7 +28,8 @@ _ADDED = 1024
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@triton.jit
+# Not to be compiled anew where the number of rows is 1, or divides by 16: one program for all batches, and nothing to compile in between.
+@triton.jit(do_not_specialize=["num_rows"])
 def row_matmul_kernel(
     x,
     weight,
@@ -104,7 +105,7 @@ def sum_piece(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def add_parts_kernel(
     parts,
     bias,
@@ -121,7 +122,7 @@ def add_parts_kernel(
     inside = column < outputs
     total = tl.zeros([taken], tl.float32)
     for piece in tl.range(0, pieces):
-        own = parts + (piece * num_rows.to(tl.int64) + row) * outputs
+        own = parts + (tl.cast(piece, tl.int64) * num_rows + row) * outputs
         total += tl.load(own + column, mask=inside, other=0.0)
     if biased:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)

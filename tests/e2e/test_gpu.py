@@ -1,13 +1,17 @@
 """A cluster whose workers share one GPU: what it draws is what transformers draws, and pages go from arena to arena."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import torch
 
 from kv_transfer.cuda import devices
 from tests.e2e.reference import Reference
 from tests.e2e.served import serve
-from tests.engine.tiny_models import make_model
+from tests.engine.tiny_models import make_model, random_prompts
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 17, 64, 65, 300)]
 FLAGS = (
@@ -42,3 +46,36 @@ def test_prompts_that_are_handed_over_on_a_gpu_go_on_as_transformers_would(
             drawn = reply.json()["choices"][0]["token_ids"]
             assert len(drawn) == 24
             reference.assert_greedy(prompt, drawn)
+
+
+def _drawn(url: str, prompt: list[int]) -> dict[str, Any]:
+    """Tokens and log-probabilities of a draw with a seed."""
+    asked = {
+        "model": "m",
+        "prompt": prompt,
+        "max_tokens": 24,
+        "seed": 7,
+        "temperature": 0.9,
+        "logprobs": 3,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    reply = httpx.post(f"{url}/v1/completions", json=asked, timeout=300.0)
+    assert reply.status_code == 200, reply.text
+    choice: dict[str, Any] = reply.json()["choices"][0]
+    return {"token_ids": choice["token_ids"], "logprobs": choice["logprobs"]}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not devices(), reason="no GPU")
+def test_a_deterministic_engine_on_a_gpu_gives_a_request_the_same_bits_beside_others(
+    tmp_path: Path,
+) -> None:
+    checkpoint = make_model(tmp_path / "model", "qwen3", head_dim=64, dtype=torch.bfloat16)
+    flags = ("--device", "cuda", "--deterministic", "--hybrid-workers", "1")
+    prompts = random_prompts(12, 300)
+    with serve(str(checkpoint), "--served-model-name", "m", *flags) as served:
+        alone = [_drawn(served.url, prompt) for prompt in prompts]
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            together = list(clients.map(lambda prompt: _drawn(served.url, prompt), prompts))
+    assert together == alone

@@ -30,6 +30,7 @@ class Build:
         constants: The `constexpr` arguments.
         options: `num_warps`, `num_stages`.
         aligned: Numbers that are multiples of 16.
+        ones: Numbers that are 1: Triton makes constants of them, except where the kernel forbids it.
     """
 
     kernel: str
@@ -38,6 +39,7 @@ class Build:
     constants: dict[str, Any] = field(default_factory=dict)
     options: dict[str, int] = field(default_factory=dict)
     aligned: tuple[str, ...] = ()
+    ones: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         named = "-".join(f"{name}={value}" for name, value in self.constants.items())
@@ -94,11 +96,13 @@ def _build(build: Build, capability: int, folder: Path) -> Built:
     places = {argument: place for place, argument in enumerate(kernel.arg_names)}
     kinds = {argument: f"*{kind}" for argument, kind in build.pointers.items()}
     kinds |= {argument: _NUMBERS.get(kind, kind) for argument, kind in build.numbers.items()}
-    kinds |= dict.fromkeys(build.constants, "constexpr")
+    ones = [name for name in build.ones if not kernel.params[places[name]].do_not_specialize]
+    constants = build.constants | dict.fromkeys(ones, 1)
+    kinds |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         fn=kernel,
         signature={argument: kinds[argument] for argument in kernel.arg_names},
-        constexprs=build.constants,
+        constexprs=constants,
         attrs={(places[argument],): _ALIGNED for argument in (*build.pointers, *build.aligned)},
     )
     compiled = triton.compile(

@@ -235,6 +235,14 @@ def test_that_the_page_is_free_again_is_told_though_nothing_else_is():
     assert world.messages[-1].load.blocks_used == 0
 
 
+def test_that_the_page_is_free_again_is_told_also_where_the_launched_step_breaks():
+    world = ended_in_the_middle()
+    world.watched.broken.add(5)
+    world.run()
+    assert world.messages[-1].load.blocks_used == 0
+    world.assert_empty()
+
+
 def test_what_was_drawn_for_a_text_that_had_ended_is_dropped():
     world = ended_in_the_middle()
     drawn = world.tokens(A)
@@ -279,7 +287,7 @@ class LaunchesBadly(Watched):
         return super().launch(plan)
 
 
-def test_a_step_that_cannot_be_launched_is_computed_again():
+def test_a_step_that_cannot_be_launched_is_computed_again_and_none_is_launched_behind_it():
     world = Looped(limits())
     clock = ManualClock()
     runner = LaunchesBadly(world.limits, clock=clock)
@@ -287,6 +295,7 @@ def test_a_step_that_cannot_be_launched_is_computed_again():
     world.tell(generate(A, 6, max_tokens=7))
     world.run()
     assert world.tokens(A) == world.undisturbed(prompt(6, max_tokens=7))
+    assert runner.noted[2:6] == ["launch 2", "collect 2", "launch 4", "launch 5"]
 
 
 def test_commands_and_other_steps_wait_until_nothing_is_in_flight():

@@ -105,6 +105,21 @@ def test_steps_launched_one_after_the_other_wait_only_for_their_tokens(
     assert [watched(collect) for collect in launched] == [1, 1]
 
 
+def test_a_step_that_draws_nothing_is_waited_for_where_its_outcome_is_asked_for(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A page that it writes may be granted to others once it is over."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr("engine.runner.wait_for", waited.append)
+    runner, plans = steps_of(checkpoint, GREEDY, torch.float32)
+    silent = tuple(row for row in plans[0].rows if not row.samples)
+    assert silent
+    collect = runner.launch(replace(plans[0], rows=silent))
+    assert waited == []
+    collect()
+    assert waited == [ABSENT]
+
+
 def test_a_step_that_scores_its_prompt_waits_once_more(checkpoint: Path):
     runner, plans = steps_of(checkpoint, replace(GREEDY, prompt_logprobs=2), torch.float32)
     assert watched(lambda: runner.execute(plans[0])) == 2

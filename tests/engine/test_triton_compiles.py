@@ -1,5 +1,6 @@
 """Every kernel for a GPU compiles for GPUs that are not here, in the shapes of models that are served."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,15 @@ def assert_built(builds: list[Build], capability: int, folder: Path) -> None:
 @CAPABILITIES
 def test_every_kernel_compiles_for_a_gpu_that_is_not_here_and_spills_nothing(capability, tmp_path):
     assert_built(served(capability), capability, tmp_path)
+
+
+def test_every_kernel_compiles_for_batches_of_one(tmp_path):
+    may_be_one = {"num_rows", "table_width", "window", "num_samples", "num_filtering", "pieces"}
+    builds = [
+        replace(build, ones=tuple(sorted(may_be_one & build.numbers.keys())))
+        for build in (*served(90), attention("prefill", 90, uniform=True), row_matmul(apart=True))
+    ]
+    assert_built([build for build in builds if build.ones], 90, tmp_path)
 
 
 @pytest.mark.slow
