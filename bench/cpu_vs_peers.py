@@ -27,7 +27,8 @@ from bench.report import Report, write_document
 from bench.shapes import SHAPES, write_model
 
 _SHAPES = ("llama116m", "qwen370m")
-_NO_SETTINGS = {"json", "merge"}
+_NO_SETTINGS = {"json", "merge", "vllm_python", "llamacpp_server"}
+"""Where something lies on one machine; who was absent is said."""
 
 
 def main() -> None:
