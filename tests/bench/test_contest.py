@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
+import httpx
 import pytest
 
 from bench.contenders import NAMES, OURS, Contender, Terms, contenders
@@ -49,17 +51,30 @@ def test_a_server_that_does_not_come_up_is_absent_with_its_reason_and_the_others
     assert not sound.running
 
 
-def test_a_server_that_answers_wrongly_keeps_what_it_gave_before(served: list[list[int]]) -> None:
+def test_a_server_that_answers_wrongly_is_absent_from_its_first_answer_on(
+    served: list[list[int]],
+) -> None:
     server = Server()
     entries = {"pd": Contender(start=server.start, clients=[1, 2])}
-    sizes = Sizes(
-        vocab=100, requests=1, input_tokens=3, output_tokens=3, prompt_tokens=0, prompt_clients=1
-    )
-    contest = Contest("tiny", entries, sizes)
+    contest = Contest("tiny", entries, replace(SIZES, output_tokens=3))
     assert list(contest.run(rounds=1)) == ["pd"]
     assert contest.absent == {"pd": "RuntimeError: 2 tokens generated, 3 asked"}
     assert contest.measured == {}
     assert not server.running
+
+
+def test_a_server_that_hangs_up_keeps_what_it_gave_before(
+    served: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang_up(*_: object, **__: object) -> None:
+        raise httpx.ReadError("hung up")
+
+    monkeypatch.setattr("bench.contest.run_under", hang_up)
+    entries = {"pd": Contender(start=Server().start, clients=[1], under_prompts=True)}
+    contest = Contest("tiny", entries, SIZES)
+    assert list(contest.run(rounds=1)) == ["pd"]
+    assert contest.absent == {"pd": "ReadError: hung up"}
+    assert contest.measured.keys() == {("pd", "c1")}
 
 
 def test_everybody_gets_the_same_prompts_and_every_turn_new_ones(served: list[list[int]]) -> None:
