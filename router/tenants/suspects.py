@@ -1,7 +1,8 @@
 """Tenants whose requests keep breaking workers are slowed: everybody else pays for each worker that starts again.
 
-Only what a worker died or failed of counts, not what a client did wrong; and only while others fare clearly better, for
-when everybody's requests fail it is the cluster's fault.
+Only what a worker died or failed of counts, not what a client did wrong; and only while enough requests of others fare clearly
+better. When everybody's fail it is the cluster's fault, and who is alone on a cluster that loses workers is told of each, but is
+not shut out: nobody would gain by it.
 """
 
 from baton.errors import BatonError, EngineError, WorkerLostError
@@ -10,6 +11,8 @@ from router.tenants.tenant import TenantId
 
 TENANT_POLICY = BreakerPolicy(min_failures=5, failure_share=0.5, half_life_s=60.0)
 _TIMES_WORSE = 2.0
+_MAX_TENANTS = 4096
+"""Beyond this those without a recent failure are forgotten."""
 
 
 def breaks_workers(error: BatonError) -> bool:
@@ -50,11 +53,7 @@ class Suspects:
         """It ended: well, or with an error that may say something of it."""
         failed = error is not None and breaks_workers(error)
         self._everybody.add(now_s, failed=failed)
-        if tenant_id not in self._tenants and not failed:
-            return
-        breaker, outcomes = self._tenants.setdefault(
-            tenant_id, (Breaker(self._policy), Outcomes(self._policy.half_life_s))
-        )
+        breaker, outcomes = self._tenants.get(tenant_id) or self._meet(tenant_id, now_s)
         outcomes.add(now_s, failed=failed)
         if error is None:
             breaker.succeeded(now_s)
@@ -68,10 +67,22 @@ class Suspects:
         for breaker, _ in self._tenants.values():
             breaker.check_integrity()
 
+    def _meet(self, tenant_id: TenantId, now_s: float) -> tuple[Breaker, Outcomes]:
+        """A tenant's record, from its first request on: what went well before the first failure would else count for the others."""
+        if len(self._tenants) >= _MAX_TENANTS:
+            self._tenants = {
+                other: known
+                for other, known in self._tenants.items()
+                if not known[0].is_spotless(now_s)
+            }
+        met = (Breaker(self._policy), Outcomes(self._policy.half_life_s))
+        self._tenants[tenant_id] = met
+        return met
+
     def _stands_out(self, outcomes: Outcomes) -> bool:
-        """Whether the others' requests fail clearly less often; also when there are no others."""
+        """Whether the others' requests fail clearly less often, of as many as it takes failures to be slowed."""
         others = self._everybody.total - outcomes.total
-        if others < 1:
-            return True
+        if others < self._policy.min_failures - 0.5:  # they have faded a little
+            return False
         others_failed = max(0.0, self._everybody.failures - outcomes.failures)
         return outcomes.share > _TIMES_WORSE * others_failed / others

@@ -14,6 +14,7 @@ from router.tenants.directory import TenantDirectory
 from router.tenants.document import parse
 from router.tenants.keys import hash_key
 from router.tenants.suspects import Suspects
+from router.tenants.tenant import TenantId
 from router.tokenizer import Tokenizer
 from tests.router.served import MODEL, Served, serve
 
@@ -152,6 +153,8 @@ async def _broken(served: Served, times: int) -> list[int]:
 
 async def test_a_tenant_whose_requests_keep_breaking_workers_is_slowed():
     made = parts("weight: 1")
+    for _ in range(5):  # others fare well
+        made["suspects"].finished(TenantId("another"), None, made["clock"].now_s())
     async with serve(parts=made) as served:
         served.generator.fault = WorkerLostError("lost")
         assert await _broken(served, 5) == [503] * 5

@@ -38,9 +38,28 @@ def test_when_everybody_fails_nobody_is_to_blame():
     for _ in range(50):
         _send(suspects, GOOD, WorkerLostError("x"))
         _send(suspects, BAD, WorkerLostError("x"))
-    # The first few failures had nobody to be compared with.
-    assert suspects.wait_s(GOOD, 60.0) == 0
+    assert suspects.wait_s(GOOD, 0.0) == 0
     assert suspects.wait_s(BAD, 0.0) == 0
+
+
+def test_who_is_alone_on_a_cluster_that_loses_workers_is_not_shut_out():
+    suspects = Suspects()
+    _send(suspects, BAD, None, 200)
+    _send(suspects, BAD, WorkerLostError("x"), 50)
+    assert suspects.wait_s(BAD, 0.0) == 0
+    _send(suspects, GOOD, None, 20)
+    _send(suspects, BAD, WorkerLostError("x"), 300)
+    assert suspects.wait_s(BAD, 0.0) > 0
+
+
+def test_thousands_of_tenants_are_told_from_those_who_break_workers():
+    suspects = Suspects()
+    _send(suspects, GOOD, None, 20)
+    _send(suspects, BAD, WorkerLostError("x"), 3)
+    for number in range(10_000):
+        _send(suspects, TenantId(f"t{number}"), None)
+    _send(suspects, BAD, WorkerLostError("x"), 2)
+    assert suspects.wait_s(BAD, 0.0) > 0
 
 
 def test_after_the_pause_one_request_is_tried_and_its_success_forgives():
