@@ -15,8 +15,9 @@ _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     # A restarted peer binds the same address: look for it again soon, not after gRPC's default two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Despite its name how long a peer may take to greet whoever connects; one that has no processor for a moment is not gone.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # Two servers on one port would share its connections silently.
     ("grpc.so_reuseport", 0),
     # An http_proxy of the environment is not meant for workers.
