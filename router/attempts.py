@@ -155,7 +155,7 @@ class Attempts:
         prompt = flight.prompt()
         pinned = flight.pinned and self._placement.alone(flight.pinned, now_s)
         chosen = pinned or self._placement.choose(job, prompt, flight.avoid, now_s)
-        paused = now_s - flight.since_s >= self._patience.retry_pause_s
+        paused = now_s - flight.since_s >= self._patience.pause_s(flight.attempt)
         if isinstance(chosen, Unavailable) and flight.avoid and paused:
             chosen = self._placement.choose(job, prompt, frozenset(), now_s)
         if isinstance(chosen, Unavailable):

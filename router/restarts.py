@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
+_LONGER = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
@@ -12,16 +14,26 @@ class Patience:
     Attributes:
         max_attempts: How often a sample's legs may be started.
         worker_wait_s: How long a job waits for a worker to appear: about what a restart takes.
-        retry_pause_s: How long workers that failed a job are avoided when there are no others.
+        retry_pause_s: How long workers that failed a job are avoided when there are no others; four times longer with each attempt.
+        retry_pause_max_s: Longest such pause. Who has not been heard for so long is no longer asked at all.
         recompute_tokens: Up to so many tokens of a prompt are computed by D itself once no P took it over.
         settle_s: How long a job whose tokens are all out waits for P's account of the hand-off.
     """
 
     max_attempts: int = 3
     worker_wait_s: float = 15.0
-    retry_pause_s: float = 0.2
+    retry_pause_s: float = 0.5
+    retry_pause_max_s: float = 5.0
     recompute_tokens: int = 2048
     settle_s: float = 1.0
+
+    def pause_s(self, attempt: int) -> float:
+        """How long the attempt of this number waits, 2 being the first after a failure, when those who failed are all there is.
+
+        A worker that stands still fails every attempt at once, since the way to it is known to be broken: attempts that followed
+        each other closely would be used up before anybody can know whether it is lost.
+        """
+        return min(self.retry_pause_s * _LONGER ** max(attempt - 2, 0), self.retry_pause_max_s)
 
 
 class Rung(Enum):

@@ -671,7 +671,25 @@ def test_the_only_worker_is_tried_again_after_a_pause(core):
     core.join("h0")
     local = sent(core.submit(), SendGenerate)
     assert core(failed(local, EngineError("a step failed"))) == []
-    assert sent(core.pass_time(0.3), SendGenerate)
+    assert core.pass_time(0.4) == []
+    again = sent(core.pass_time(0.2), SendGenerate)
+    assert core(failed(again, EngineError("a step failed"))) == []
+    assert core.pass_time(1.8) == []
+    assert sent(core.pass_time(0.4), SendGenerate)
+
+
+def test_a_worker_that_stands_still_does_not_use_up_the_attempts(core):
+    """The way to it fails at once, again and again, before its silence is long enough to tell; then nobody asks it any more."""
+    core.join("p0", "d0")
+    broken = TransferError("the session with d0 broke")
+    p, _ = start_pair(core)
+    assert core.pass_time_hearing(4.0, "p0") == []
+    core(failed(p, broken))
+    second = sent(core.pass_time_hearing(0.5, "p0"), SendPrefill)
+    core(failed(second, broken))
+    assert core.pass_time_hearing(10.0, "p0") == []
+    (decode,) = (w.identity for w in core.view.workers if w.hello.role is Role.DECODE)
+    assert sent(core(LoadReported(worker=decode, load=WorkerLoad())), SendPrefill)
 
 
 def test_a_worker_that_drains_is_not_asked_again(core):
