@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from baton.block_ids import Numbers
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton.telemetry.logs import get_logger
@@ -72,14 +73,14 @@ class NixlPages:
         if len(push.source) != len(push.target):
             raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
         target_layer = self._plan.target_layer(push.layer_index)
-        check_pages(push.source, self._here.num_blocks)
-        check_pages(push.target, self._there.num_blocks)
+        source = check_pages(push.source, self._here.num_blocks)
+        target = check_pages(push.target, self._there.num_blocks)
         request = self._agent.make_prepped_xfer(
             "WRITE",
             self._source,
-            self._rows(push.layer_index, push.source, self._here.num_blocks),
+            self._rows(push.layer_index, source, self._here.num_blocks),
             self._target,
-            self._rows(target_layer, push.target, self._there.num_blocks),
+            self._rows(target_layer, target, self._there.num_blocks),
         )
         return request, self._is_done(self._agent.transfer(request))
 
@@ -107,11 +108,11 @@ class NixlPages:
         except Exception as error:  # noqa: BLE001  # as above; a peer that died has been removed already
             _log.debug("NIXL had forgotten a peer", reason=repr(error))
 
-    def _rows(self, layer: int, pages: tuple[int, ...], num_blocks: int) -> npt.NDArray[np.int32]:
+    def _rows(self, layer: int, pages: Numbers, num_blocks: int) -> npt.NDArray[np.int32]:
         """Indices into a prepared list, slice by slice."""
         parts = len(self._plan.slices)
         first = (layer * parts + np.arange(parts, dtype=np.int32)) * num_blocks
-        rows: npt.NDArray[np.int32] = np.add.outer(first, np.array(pages, dtype=np.int32)).ravel()
+        rows: npt.NDArray[np.int32] = np.add.outer(first, pages.astype(np.int32)).ravel()
         return rows
 
     @staticmethod

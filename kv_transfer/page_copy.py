@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from baton.block_ids import Numbers
 from baton.native import CannotBuildError, Library, build
 from baton.telemetry.logs import get_logger
-from kv_transfer.plan import Numbers, runs
+from kv_transfer.plan import runs
 
 Pages = npt.NDArray[np.uint8]
 """One layer's arena, or a part of each of its pages, as rows: `[num_blocks, page_layer_bytes]`."""

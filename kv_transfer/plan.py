@@ -11,15 +11,10 @@ Pure. Which part of each page is written, where the two workers spread the heads
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from baton.block_ids import Numbers, cut, numbers_of
 from baton.errors import TransferError
 from baton.ids import BlockId
 from kv_transfer.ports import Ready
-
-Numbers = npt.NDArray[np.int64]
-"""Page numbers as code outside Python wants them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +90,7 @@ def check_pages(pages: tuple[BlockId, ...], region_blocks: int) -> Numbers:
     Raises:
         TransferError: Names the id.
     """
-    numbers = np.fromiter(pages, dtype=np.int64, count=len(pages))
+    numbers = numbers_of(pages)
     if len(numbers):
         lowest, highest = int(numbers.min()), int(numbers.max())
         if lowest < 0 or highest >= region_blocks:
@@ -107,13 +102,13 @@ def check_pages(pages: tuple[BlockId, ...], region_blocks: int) -> Numbers:
 def plan_pages(export: Export, grant: Grant) -> PagePlan | None:
     """The pages of `export` that have to be sent, or None when the peer holds all of them."""
     skipped = max(grant.held_blocks - export.first_block, 0)
-    source = export.source[skipped:]
+    source = cut(export.source, skipped, len(export.source))
     if not source:
         return None
     first = export.first_block + skipped
     begin = first - grant.held_blocks
     return PagePlan(
-        first_block=first, source=source, target=grant.blocks[begin : begin + len(source)]
+        first_block=first, source=source, target=cut(grant.blocks, begin, begin + len(source))
     )
 
 

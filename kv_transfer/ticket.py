@@ -15,6 +15,7 @@ from typing import TypeVar
 from blake3 import blake3
 from google.protobuf.message import DecodeError
 
+from baton.block_ids import BlockIds
 from baton.errors import TicketError
 from baton.ids import BlockId, WorkerIdentity, XferId
 from baton.rpc.hello import identity_from_proto, identity_to_proto
@@ -237,7 +238,7 @@ def _unpack(packed: bytes) -> tuple[BlockId, ...]:
         raise _refuse(TicketFault.MALFORMED) from error
     if sys.byteorder == "big":
         blocks.byteswap()
-    return tuple(blocks)  # type: ignore[arg-type]  # all at once: a NewType called per page would cost more
+    return BlockIds(blocks)  # type: ignore[arg-type]  # all at once: a NewType called per page would cost more
 
 
 def _derive(secret: bytes, kind: str) -> bytes:

@@ -8,7 +8,6 @@ with its own arena, and with the length of the body, before a byte of the body i
 """
 
 import struct
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import TransferError
-from baton.ids import BlockId
 from baton.layout import KvLayout
 from kv_transfer.heads import LinkPlan
 from kv_transfer.page_copy import Pages
+from kv_transfer.plan import check_pages
 from kv_transfer.ports import Push
 from kv_transfer.ucp import Places
 
@@ -78,8 +77,8 @@ def frames_of(
     pages = _Pages(
         layer_index=plan.target_layer(push.layer_index),
         source_layer=push.layer_index,
-        source=_page_ids(push.source, len(source[push.layer_index])),
-        target=_page_ids(push.target, target_blocks),
+        source=check_pages(push.source, len(source[push.layer_index])).astype(np.uint32),
+        target=check_pages(push.target, target_blocks).astype(np.uint32),
     )
     return _cut(pages, plan, payload_bytes)
 
@@ -92,18 +91,6 @@ class _Pages:
     source_layer: int
     source: PageIds
     target: PageIds
-
-
-def _page_ids(pages: tuple[BlockId, ...], region_blocks: int) -> PageIds:
-    """As heads carry them, in one pass: nothing is sent before the last page of a push has been looked at."""
-    try:
-        found = np.frombuffer(array("I", pages), np.uint32)
-    except OverflowError as error:
-        wrong = next(page for page in pages if not 0 <= page < region_blocks)
-        raise TransferError(f"page {wrong} of a region of {region_blocks}") from error
-    if len(found) and int(found.max()) >= region_blocks:
-        raise TransferError(f"page {int(found.max())} of a region of {region_blocks}")
-    return found
 
 
 def _cut(pages: _Pages, plan: LinkPlan, payload_bytes: int) -> Iterator[Frame]:

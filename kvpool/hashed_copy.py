@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from baton.block_ids import Numbers
 from baton.native import CannotBuildError, Library, build
 from baton.telemetry.logs import get_logger
 from kv_transfer.page_copy import Pages, copy_rows
-from kv_transfer.plan import Numbers
 
 Hashes = npt.NDArray[np.uint64]
 """The xxh3 (64 bits) of rows."""

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from baton.block_ids import Numbers
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from kv_transfer.page_copy import Pages
-from kv_transfer.plan import Numbers
 from kv_transfer.shm import layer_pages
 from kvpool.hashed_copy import Hashes, copy_hashed
 from kvpool.ports import ArenaPages

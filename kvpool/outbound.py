@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.block_ids import BlockIds
 from baton.clock import Clock
 from baton.errors import BatonError, OverloadedError, TransferError
 from baton.ids import BlockId, WorkerIdentity, XferId
@@ -122,7 +123,7 @@ class Outbound:
             raise OverloadedError("the node sends too much to others already", retry_after_s=1.0)
         until_s = self._clock.now_s() + self._timeout_s
         self._going[permit.xfer_id] = _Going(permit, hold, until_s)
-        export = Export(layer_index=0, first_block=0, source=tuple(map(BlockId, slots)))
+        export = Export(layer_index=0, first_block=0, source=BlockIds(map(BlockId, slots)))
         self._handle(Opened(permit=permit))
         self._handle(Started(xfer_id=permit.xfer_id))
         self._handle(Exported(xfer_id=permit.xfer_id, export=export))

@@ -5,9 +5,9 @@ pages of its arena and somebody who talks to the node.
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from baton.block_ids import Numbers
 from baton.ids import BlockKey, SeqId, WorkerIdentity
 from kv_transfer.page_copy import Pages
-from kv_transfer.plan import Numbers
 from kvpool.accounts import Allowance
 from kvpool.actions import DiskBlock
 from kvpool.hashed_copy import Hashes

@@ -12,9 +12,9 @@ from operator import eq
 
 import numpy as np
 
+from baton.block_ids import Numbers
 from baton.clock import Clock
 from baton.ids import BlockKey, SeqId
-from kv_transfer.plan import Numbers
 from kvpool.messages import BlockLease
 
 MARGIN_S = 0.05

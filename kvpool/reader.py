@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from baton.block_ids import Numbers
 from baton.clock import Clock
 from baton.errors import BatonError, CorruptKvError, LeaseExpiredError, TransferError
 from baton.ids import BlockKey, SeqId
 from baton.pages import FetchOutcome, PageFetch
 from kv_transfer.page_copy import Pages
-from kv_transfer.plan import Numbers
 from kvpool.hashed_copy import Hashes, load_library
 from kvpool.host_pages import check_layers, turns
 from kvpool.ports import ArenaPages, NodeDesk

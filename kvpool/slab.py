@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from baton.block_ids import Numbers
 from baton.errors import ConfigError
 from kv_transfer.page_copy import Pages
-from kv_transfer.plan import Numbers
 from kv_transfer.region_server import serve_region
 from kv_transfer.regions import SharedRegion
 from kvpool.hashed_copy import Hashes, copy_hashed

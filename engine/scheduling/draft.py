@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from baton.block_ids import BlockIds
 from baton.pages import PageFetch
 from engine.ports import PageExport
 from engine.scheduling.pacing import Allowance
@@ -80,7 +81,7 @@ class StepDraft:
         end = len(seq.blocks) if is_last else computed // self._block_tokens
         if end == first:
             return
-        pages = tuple(seq.blocks[first:end])
+        pages = BlockIds(seq.blocks[first:end])
         export = PageExport(seq_id=seq.seq_id, first_block=first, blocks=pages, last=is_last)
         self._exports.append(export)
         branch.num_exported = end
