@@ -1,13 +1,12 @@
 """How fast KV moves from one process to another within one GPU: `python -m bench.handoff_gpu [--json FILE]`.
 
 For each page size every way that works here pushes all pages of one arena, in random order, into an arena that another
-process owns, alternating with one plain device copy of as many bytes in this process. Figures are medians over the rounds:
+process owns, in one push, alternating with one plain device copy of as many bytes in this process. Figures are medians over the rounds:
 `cuda_ipc_16k_gb_s` and `cuda_ipc_over_device_copy_16k` (the driver's copies), `kernel_...` (the same way with the Triton
 kernel, where there is one), `nixl_...` where NIXL is installed. The goal is 0.8 of the device copy.
 """
 
 import argparse
-import os
 import random
 import statistics
 import tempfile
@@ -18,6 +17,9 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
+
+from baton.block_ids import BlockIds
 from baton.errors import TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
@@ -51,7 +53,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--device", type=int, default=0)
-    parser.add_argument("--region-mib", type=int, default=1024)
+    parser.add_argument("--region-mib", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -74,7 +76,7 @@ def _measure(label: str, page_bytes: int, arguments: argparse.Namespace, report:
     num_pages = (arguments.region_mib << 20) // page_bytes
     size = layout.region_bytes(num_pages)
     local = ArenaSpan(address=cuda.allocate(size), size_bytes=size, device=arguments.device)
-    cuda.write(local.address, os.urandom(size))
+    cuda.write(local.address, np.random.default_rng(arguments.seed).bytes(size))
     beside = cuda.allocate(size)
     here, there = get_context("spawn").Pipe()
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
@@ -84,9 +86,9 @@ def _measure(label: str, page_bytes: int, arguments: argparse.Namespace, report:
         child.start()
         try:
             ways = _open(here, local, layout, num_pages)
-            pushes = _pushes(num_pages, arguments.seed)
-            figures = _rounds(cuda, local, beside, ways, pushes, arguments.rounds)
-            _check(cuda, local, here, layout, pushes)
+            push = _push(num_pages, arguments.seed)
+            figures = _rounds(cuda, local, beside, ways, push, arguments.rounds)
+            _check(cuda, local, here, layout, push)
             for writer in ways.values():
                 writer.close()
         finally:
@@ -126,28 +128,26 @@ def _kernel(local: ArenaSpan) -> PageMover | None:
     try:
         import torch
 
-        from engine.kernels.page_pack import PageKernel
+        from engine.kernels.page_move import PageKernel
     except ImportError as error:
         print(f"kernel: {error}")
+        return None
+    if not torch.cuda.is_available():
+        print(f"kernel: torch {torch.__version__} does not reach the GPU")
         return None
     return PageKernel(torch.device("cuda", local.device or 0))
 
 
-def _pushes(num_pages: int, seed: int) -> list[Push]:
-    """All pages in random order on both sides, in pushes of a prompt's size."""
-    order = random.Random(seed)
-    source, target = list(map(BlockId, range(num_pages))), list(map(BlockId, range(num_pages)))
-    order.shuffle(source)
-    order.shuffle(target)
-    return [
-        Push(
-            xfer_id=XferId("bench"),
-            layer_index=0,
-            source=tuple(source[at : at + 512]),
-            target=tuple(target[at : at + 512]),
-        )
-        for at in range(0, num_pages, 512)
-    ]
+def _push(num_pages: int, seed: int) -> Push:
+    """All pages in random order on both sides, as `bench.copying` pushes them."""
+    rng = random.Random(seed)
+    source, target = (rng.sample(range(num_pages), num_pages) for _ in range(2))
+    return Push(
+        xfer_id=XferId("bench"),
+        layer_index=0,
+        source=BlockIds(map(BlockId, source)),
+        target=BlockIds(map(BlockId, target)),
+    )
 
 
 def _rounds(
@@ -155,7 +155,7 @@ def _rounds(
     local: ArenaSpan,
     beside: int,
     ways: dict[str, KvWriter],
-    pushes: list[Push],
+    push: Push,
     rounds: int,
 ) -> dict[str, float]:
     """Median seconds of each way, and of the plain copy."""
@@ -177,7 +177,7 @@ def _rounds(
     for turn in range(rounds + 1):
         for name, act in {
             "device_copy": plain,
-            **{n: _pushing(w, pushes) for n, w in ways.items()},
+            **{n: _pushing(w, push) for n, w in ways.items()},
         }.items():
             seconds = _timed(act)
             if turn:  # the first one opens what is opened at first use
@@ -185,21 +185,18 @@ def _rounds(
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
-def _pushing(writer: KvWriter, pushes: list[Push]) -> Callable[[], None]:
+def _pushing(writer: KvWriter, push: Push) -> Callable[[], None]:
     def act() -> None:
-        left, errors = threading.Semaphore(0), list[TransferError]()
+        came, errors = threading.Event(), list[TransferError | None]()
 
         def done(error: TransferError | None) -> None:
-            if error is not None:
-                errors.append(error)
-            left.release()
+            errors.append(error)
+            came.set()
 
-        for push in pushes:
-            writer.push(push, done)
-        for _ in pushes:
-            if not left.acquire(timeout=_TIMEOUT_S):
-                raise TimeoutError("a push was never answered")
-        if errors:
+        writer.push(push, done)
+        if not came.wait(_TIMEOUT_S):
+            raise TimeoutError("the push was never answered")
+        if errors[0] is not None:
             raise errors[0]
 
     return act
@@ -211,16 +208,14 @@ def _timed(act: Callable[[], None]) -> float:
     return time.perf_counter() - begin_s
 
 
-def _check(
-    cuda: Cuda, local: ArenaSpan, here: Connection, layout: KvLayout, pushes: list[Push]
-) -> None:
+def _check(cuda: Cuda, local: ArenaSpan, here: Connection, layout: KvLayout, push: Push) -> None:
     """What was measured was really moved: some random pages are there."""
     size = layout.page_layer_bytes
-    for push in pushes[:4]:
-        here.send((push.target[0], size))
+    for source, target in list(zip(push.source, push.target, strict=True))[:8]:
+        here.send((target, size))
         there = here.recv()
-        if there != cuda.read(local.address + push.source[0] * size, size):
-            raise SystemExit(f"page {push.target[0]} is not what was pushed")
+        if there != cuda.read(local.address + source * size, size):
+            raise SystemExit(f"page {target} is not what was pushed")
 
 
 def _receive(asked: Connection, layout: KvLayout, num_pages: int, device: int, folder: str) -> None:

@@ -22,8 +22,8 @@ _PORTABLE = 1
 Stream = NewType("Stream", int)
 
 
-class CudaDriver(Protocol):
-    """One GPU, as this process uses it. Called from any thread. Faults raise TransferError with CUDA's own words."""
+class PeerMemory(Protocol):
+    """Memory of one GPU that crosses processes. Called from any thread. Faults raise TransferError with CUDA's own words."""
 
     def export(self, address: int) -> tuple[bytes, int]:
         """The IPC handle of the allocation that holds `address`, and how far into it that lies."""
@@ -33,6 +33,10 @@ class CudaDriver(Protocol):
 
     def close(self, address: int) -> None:
         """Lets go of what `open` gave."""
+
+
+class Streams(Protocol):
+    """Copies within the reach of one GPU, queued on streams. As `PeerMemory`."""
 
     def stream(self) -> Stream:
         """A stream that waits for no other."""
@@ -45,6 +49,13 @@ class CudaDriver(Protocol):
 
     def wait(self, stream: Stream) -> None:
         """Blocks until everything queued is done."""
+
+    def end(self, stream: Stream) -> None:
+        """Gives back what `stream` gave, once everything queued is done; does not block."""
+
+
+class CudaDriver(PeerMemory, Streams, Protocol):
+    """One GPU, as this process uses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +181,10 @@ class Cuda:
         """See `CudaDriver`."""
         self._here("cuStreamSynchronize", ctypes.c_void_p(stream))
 
+    def end(self, stream: Stream) -> None:
+        """See `CudaDriver`."""
+        self._here("cuStreamDestroy_v2", ctypes.c_void_p(stream))
+
     def clear(self, address: int, size_bytes: int) -> None:
         """Fills device memory with zeros. Blocks."""
         self._here(
@@ -209,6 +224,7 @@ class Cuda:
     def write(self, address: int, content: bytes) -> None:
         """Host bytes to device memory. Blocks."""
         self._here("cuMemcpyHtoD_v2", _address(address), content, ctypes.c_size_t(len(content)))
+        self._here("cuCtxSynchronize")  # the call itself ends once the bytes have left `content`
 
     def read(self, address: int, size_bytes: int) -> bytes:
         """Device memory to host bytes. Blocks."""

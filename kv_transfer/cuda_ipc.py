@@ -8,22 +8,22 @@ Pages are copied on a stream of the writer's own, which waits for the event of t
 the stream has passed them.
 """
 
+import itertools
 import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from kv_transfer.cuda import IPC_HANDLE_BYTES, CudaDriver
 from kv_transfer.gate import Gate
-from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.heads import plan_link
 from kv_transfer.invitation import Invitation, enter, has_ended, read_sealed, seal
 from kv_transfer.memory import ArenaSpan
-from kv_transfer.page_mover import DriverMover, PageMover, PageRows
-from kv_transfer.plan import check_pages
+from kv_transfer.page_mover import ArenaPair, DriverMover, MappedArena, PageMover, PageRows
 from kv_transfer.ports import Push, RegionHandle
 
 BACKEND = "cuda_ipc"
@@ -112,23 +112,13 @@ class CudaIpcSender:
         except TransferError:
             connection.close()
             raise
-        here = _Side(self._arena.address, layout, self._num_blocks)
-        far = _Side(mapped + offset, there, handle.num_blocks)
+        arenas = ArenaPair(
+            here=MappedArena(self._arena.address, layout, self._num_blocks),
+            there=MappedArena(mapped + offset, there, handle.num_blocks),
+            plan=plan,
+        )
         way = _Way(driver=self._driver, mover=self._mover, mapped=mapped, connection=connection)
-        return CudaIpcWriter(here, far, plan, way)
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """Where an arena begins here, and how its pages lie."""
-
-    address: int
-    layout: KvLayout
-    num_blocks: int
-
-    def layer(self, index: int) -> int:
-        """Address of the first page of a layer."""
-        return self.address + self.layout.layer_offset(index, self.num_blocks)
+        return CudaIpcWriter(arenas, way)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,10 +140,8 @@ class _Job:
 class CudaIpcWriter:
     """An open way into one peer's arena, with the thread that queues copies and waits for them."""
 
-    def __init__(self, here: _Side, there: _Side, plan: LinkPlan, way: _Way) -> None:
-        self._here = here
-        self._there = there
-        self._plan = plan
+    def __init__(self, arenas: ArenaPair, way: _Way) -> None:
+        self._arenas = arenas
         self._way = way
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -185,6 +173,7 @@ class CudaIpcWriter:
             job = self._jobs.get()
             if job is not None:
                 job.done(_gone())
+        self._way.driver.end(self._stream)
         # Unmapped first: the owner may reuse the memory as soon as the connection ends.
         self._way.driver.close(self._way.mapped)
         self._way.connection.close()
@@ -211,25 +200,38 @@ class CudaIpcWriter:
         return None not in jobs
 
     def _copy(self, jobs: list[_Job]) -> None:
+        """Queues the copies of a layer's pushes together, and behind its event: no layer waits for one that is computed later."""
         begun: list[_Job] = []
+        for _, of_layer in itertools.groupby(jobs, key=lambda job: job.push.ready):
+            found = self._with_rows(of_layer)
+            together = [job for job, _ in found]
+            try:
+                self._begin(together, [part for _, rows in found for part in rows])
+            except Exception as error:  # noqa: BLE001  # torch and Triton have faults of their own; others wait for this thread
+                self._settle([*begun, *together], _fault(error))
+                begun = []
+            else:
+                begun += together
+        self._settle(begun, None)
+
+    def _with_rows(self, jobs: Iterable[_Job]) -> list[tuple[_Job, list[PageRows]]]:
+        """What to copy for each; those that must not be, or cannot, are told so."""
+        found: list[tuple[_Job, list[PageRows]]] = []
         for job in jobs:
             try:
                 job.push.check_lease()
-                parts = self._parts(job.push)
+                found.append((job, self._arenas.rows(job.push)))
             except TransferError as error:
                 job.done(error)
-                continue
-            try:
-                if job.push.ready is not None:
-                    self._way.driver.follow(self._stream, job.push.ready.event)
-                for part in parts:
-                    self._way.mover.move(part, self._stream)
-            except TransferError as error:
-                self._settle([*begun, job], error)
-                begun = []
-            else:
-                begun.append(job)
-        self._settle(begun, None)
+        return found
+
+    def _begin(self, jobs: list[_Job], rows: list[PageRows]) -> None:
+        if not jobs:
+            return
+        ready = jobs[0].push.ready
+        if ready is not None:
+            self._way.driver.follow(self._stream, ready.event)
+        self._way.mover.move(rows, self._stream)
 
     def _settle(self, jobs: list[_Job], error: TransferError | None) -> None:
         """Nobody hears of a push before the GPU is through with it, also of one that failed in between."""
@@ -241,31 +243,6 @@ class CudaIpcWriter:
             error = fault
         for job in jobs:
             job.done(error)
-
-    def _parts(self, push: Push) -> list[PageRows]:
-        """What a push copies: of each page every slice that this pair shares.
-
-        Raises:
-            TransferError: It names a layer or page that one of the two has not got; nothing is written then.
-        """
-        if len(push.source) != len(push.target):
-            raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
-        target_layer = self._plan.target_layer(push.layer_index)
-        check_pages(push.source, self._here.num_blocks)
-        check_pages(push.target, self._there.num_blocks)
-        here, there = self._here.layout.page_layer_bytes, self._there.layout.page_layer_bytes
-        return [
-            PageRows(
-                source=self._here.layer(push.layer_index) + part.source_offset,
-                source_pitch=here,
-                source_pages=push.source,
-                target=self._there.layer(target_layer) + part.target_offset,
-                target_pitch=there,
-                target_pages=push.target,
-                length=part.length,
-            )
-            for part in self._plan.slices
-        ]
 
 
 def _parse(welcome: bytes, size_bytes: int) -> tuple[bytes, int]:
@@ -280,6 +257,12 @@ def _parse(welcome: bytes, size_bytes: int) -> tuple[bytes, int]:
     if found != size_bytes:
         raise TransferError(f"the peer's region has {found} bytes, expected {size_bytes}")
     return named, offset
+
+
+def _fault(error: Exception) -> TransferError:
+    if isinstance(error, TransferError):
+        return error
+    return TransferError(f"copying pages failed: {error!r}")
 
 
 def _gone() -> TransferError:

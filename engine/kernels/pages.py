@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from engine.cache.arena import KvArena
 
 if TYPE_CHECKING:
-    from engine.kernels.page_pack import PageKernel
+    from engine.kernels.page_move import PageKernel
     from engine.kernels.page_sum import PageSums
 
 
@@ -28,7 +28,7 @@ def page_kernels(arena: KvArena) -> PageKernels | None:
     """Those of an arena on a GPU; None for one in host memory, and without Triton, where the driver's own copies have to do."""
     if arena.device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
-    from engine.kernels.page_pack import PageKernel
+    from engine.kernels.page_move import PageKernel
     from engine.kernels.page_sum import PageSums
 
     layers = [arena.page_bytes(index) for index in range(len(arena.layout.layers))]

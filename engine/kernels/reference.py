@@ -63,7 +63,7 @@ def move_pages(
     target: torch.Tensor,
     target_pages: torch.Tensor,
 ) -> None:
-    """Copies rows of bytes `[num_pages, row_bytes]` between two arenas (`page_pack.move_pages`); no target row twice."""
+    """Copies rows of bytes `[num_pages, row_bytes]` between two arenas (`page_move.move_rows`); no target row twice."""
     target[target_pages.long()] = source[source_pages.long()]
 
 

@@ -105,12 +105,13 @@ def rotate(head_dim: int = 128, *, normed: bool = False, bits: int = 16) -> Buil
     )
 
 
-def page_move() -> Build:
+def page_move(alignment: int = 16) -> Build:
     return Build(
-        kernel="page_pack:_move_kernel",
-        pointers=dict.fromkeys(("source", "target", "source_pages", "target_pages"), "i64"),
-        numbers={"source_stride": "i64", "target_stride": "i64", "words": "int"},
-        constants={"tile": 4096},
+        kernel="page_move:_move_kernel",
+        pointers={"addresses": "i64"},
+        numbers={"words": "int"},
+        constants={"tile": 4096, "alignment": alignment},
+        aligned=("words",) if alignment == 16 else (),
     )
 
 
@@ -175,6 +176,7 @@ def served(capability: int) -> list[Build]:
         silu_mul(),
         rotate(normed=True),
         page_move(),
+        page_move(alignment=8),
         page_sum(),
         random_draw(),
     ]

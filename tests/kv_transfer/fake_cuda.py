@@ -89,6 +89,9 @@ class FakeCuda:
             else:
                 assert queued_one.wait(TIMEOUT_S)
 
+    def end(self, stream: Stream) -> None:
+        del self._queued[stream]
+
     def _copy(self, rows: Rows) -> None:
         for row in range(rows.count):
             source = rows.source + row * rows.source_pitch

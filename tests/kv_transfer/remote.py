@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kv_transfer.backends import open_senders
+from kv_transfer.page_mover import PageMover
 from kv_transfer.ports import RegionHandle
 from kv_transfer.regions import SharedRegion
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, Link
@@ -96,9 +97,16 @@ class Remote:
         backend: Name of the backend.
         address: Of the child's gate; a path gets a number of its own for each child.
         device: The GPU in which both arenas lie; None for host memory.
+        mover: Copies pages on the GPU; None for the backend's own way.
     """
 
-    def __init__(self, backend: str, address: str, device: int | None = None) -> None:
+    def __init__(
+        self,
+        backend: str,
+        address: str,
+        device: int | None = None,
+        mover: PageMover | None = None,
+    ) -> None:
         self._backend = backend
         self._address = address
         self._device = device
@@ -107,7 +115,8 @@ class Remote:
         self._gpu = DeviceMemory(device, size) if device is not None else None
         arena = self._region or (self._gpu.span if self._gpu is not None else None)
         assert arena is not None
-        self._sender = open_senders([backend], arena, num_blocks=SENDER_BLOCKS)[backend]
+        senders = open_senders([backend], arena, num_blocks=SENDER_BLOCKS, mover=mover)
+        self._sender = senders[backend]
         self._children: list[Child] = []
 
     def link(self) -> Link:
@@ -131,9 +140,11 @@ class Remote:
 
 
 @contextmanager
-def remote(backend: str, address: str, device: int | None = None) -> Iterator[Remote]:
+def remote(
+    backend: str, address: str, device: int | None = None, mover: PageMover | None = None
+) -> Iterator[Remote]:
     """Both processes of a backend."""
-    both = Remote(backend, address, device)
+    both = Remote(backend, address, device, mover)
     try:
         yield both
     finally:

@@ -2,18 +2,21 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from baton.errors import TransferError
-from kv_transfer.cuda import devices
+from kv_transfer.cuda import Stream, devices
 from kv_transfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from kv_transfer.memory import ArenaSpan
+from kv_transfer.page_mover import DriverMover, PageMover, PageRows
 from kv_transfer.ports import KvWriter
+from tests.engine.triton_cases import DEVICE, kernels, needs_triton
 from tests.kv_transfer.conformance import (
     LAYOUT,
     RECEIVER_BLOCKS,
@@ -44,11 +47,46 @@ class Written:
         raise AssertionError("a copy waits on its stream, not on the host")
 
 
+class Broken:
+    """Fails the first time."""
+
+    def __init__(self, mover: PageMover) -> None:
+        self._mover = mover
+        self._failed = False
+
+    def move(self, pages: Sequence[PageRows], stream: Stream) -> None:
+        if not self._failed:
+            self._failed = True
+            raise RuntimeError("CUDA out of memory")
+        self._mover.move(pages, stream)
+
+
+class Watched:
+    """Counts what it is told to move together; stands still until `go` is set."""
+
+    def __init__(self, mover: PageMover) -> None:
+        self._mover = mover
+        self.began = threading.Event()
+        self.go = threading.Event()
+        self.together: list[int] = []
+
+    def move(self, pages: Sequence[PageRows], stream: Stream) -> None:
+        self.began.set()
+        assert self.go.wait(30)
+        self.together.append(len(pages))
+        self._mover.move(pages, stream)
+
+
 class FakeLink(Link):
     """Both ends in this process."""
 
     gpu: FakeGpu
     driver: FakeCuda
+    arena: ArenaSpan
+
+    def connect(self, mover: PageMover) -> KvWriter:
+        sender = CudaIpcSender(self.arena, self.driver, num_blocks=SENDER_BLOCKS, mover=mover)
+        return sender.connect(self.receiver.handle(), LAYOUT)
 
 
 def allocated(gpu: FakeGpu, num_blocks: int) -> tuple[ArenaSpan, memoryview]:
@@ -77,7 +115,7 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance):
             source=source,
             target=target,
         )
-        link.gpu, link.driver = gpu, driver
+        link.gpu, link.driver, link.arena = gpu, driver, source_span
         yield link
         receiver.close()
 
@@ -117,6 +155,42 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance):
         with pytest.raises(TransferError, match="cuIpcOpenMemHandle"):
             link.sender.connect(link.receiver.handle(), LAYOUT)
 
+    def test_a_mover_that_fails_is_told_and_the_next_push_is_served(self, link: FakeLink):
+        """Torch and Triton have faults of their own; a writer's thread that ended would leave all later pushes unanswered."""
+        writer = link.connect(Broken(DriverMover(link.driver)))
+        fill(link.source)
+        outcome = Outcome()
+        writer.push(push(0, [2], [1]), outcome.done)
+        (error,) = outcome.wait()
+        assert isinstance(error, TransferError)
+        assert "out of memory" in error.message
+        writer.push(push(0, [2], [1]), outcome.done)
+        assert outcome.wait() == [error, None]
+        assert page(link.target, RECEIVER_BLOCKS, 0, 1) == page(link.source, SENDER_BLOCKS, 0, 2)
+        writer.close()
+
+    def test_pushes_of_one_layer_go_together_and_no_layer_waits_for_a_later_one(
+        self, link: FakeLink
+    ):
+        mover, outcome = Watched(DriverMover(link.driver)), Outcome()
+        writer = link.connect(mover)
+        fill(link.source)
+        writer.push(push(0, [0], [0]), outcome.done)
+        assert mover.began.wait(30)
+        for event in (1, 2):
+            link.gpu.events[event] = threading.Event()
+            link.gpu.events[event].set()
+            for block in (1, 2, 3):
+                computed = replace(push(event, [block], [block]), ready=Written(event=event))
+                writer.push(computed, outcome.done)
+        mover.go.set()
+        assert outcome.wait(7) == [None] * 7
+        assert mover.together == [1, 3, 3]
+        for block in (1, 2, 3):
+            written = page(link.target, RECEIVER_BLOCKS, 2, block)
+            assert written == page(link.source, SENDER_BLOCKS, 2, block)
+        writer.close()
+
     def test_pages_are_copied_once_the_gpu_has_written_them(self, link: FakeLink, writer: KvWriter):
         written = link.gpu.events[7] = threading.Event()
         outcome = Outcome()
@@ -148,6 +222,23 @@ class TestCudaIpcOnAGpu(RevocableConformance, ShardedConformance):
     def both(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
         address = f"unix:{tmp_path_factory.mktemp('gate')}/gate"
         with remote("cuda_ipc", address, device=0) as both:
+            yield both
+
+    @pytest.fixture
+    def link(self, both: Remote) -> Link:
+        return both.link()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not devices(), reason="no GPU")
+@needs_triton
+class TestThePageKernelOnAGpu(BackendConformance, ShardedConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def both(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+        address = f"unix:{tmp_path_factory.mktemp('gate')}/gate"
+        mover = kernels("page_move").PageKernel(torch.device(DEVICE))
+        with remote("cuda_ipc", address, device=0, mover=mover) as both:
             yield both
 
     @pytest.fixture

@@ -1,0 +1,55 @@
+"""What runs on a GPU without torch runs here on a driver of host memory, `host_cuda.c`: every call over ctypes as the real one gets it.
+
+The driver is compiled against NVIDIA's own header, so that a call's name, its arguments and their layout are those of the real
+one; processes hand memory to each other as they would on a GPU. What only a GPU can show, its rates and that its kernels and copies
+come in order, this does not show.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBER_OF_TESTS = 40
+"""At least; none of them may be skipped."""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler, triton = shutil.which("cc"), importlib.util.find_spec("triton")
+    if compiler is None or triton is None or triton.origin is None:
+        pytest.skip(
+            'no C compiler, or no Triton, which brings cuda.h: pip install "baton-serve[triton]"'
+        )
+    headers = Path(triton.origin).parent / "backends" / "nvidia" / "include"
+    target = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread"]
+    source = Path(__file__).parent / "host_cuda.c"
+    subprocess.run(
+        [compiler, *flags, "-isystem", str(headers), str(source), "-o", str(target)], check=True
+    )
+    return target
+
+
+def test_what_runs_on_a_gpu_runs_on_a_driver_of_host_memory(library: Path, tmp_path: Path):
+    report = tmp_path / "report.xml"
+    asked = ["-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}", "tests/kv_transfer"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *asked],
+        cwd=ROOT,
+        env={**os.environ, "LD_LIBRARY_PATH": str(library.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    assert int(suite.attrib["tests"]) >= NUMBER_OF_TESTS, done.stdout
+    assert int(suite.attrib["skipped"]) == 0, done.stdout
