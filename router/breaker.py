@@ -9,6 +9,9 @@ from enum import Enum
 
 from baton.errors import InvariantError
 
+_FADED = 0.05
+"""Of an outcome: less is nothing."""
+
 
 class Circuit(Enum):
     """Where a breaker stands."""
@@ -66,6 +69,10 @@ class Outcomes:
     def failures_at(self, now_s: float) -> float:
         """What counts of the failures at `now_s`."""
         return self.failures * self._fading(now_s)
+
+    def is_recent(self, now_s: float) -> bool:
+        """Whether anything worth counting is left at `now_s`."""
+        return self.total * self._fading(now_s) >= _FADED
 
     def add(self, now_s: float, *, failed: bool) -> None:
         """One outcome."""
@@ -162,7 +169,7 @@ class Breaker:
     def is_spotless(self, now_s: float) -> bool:
         """Whether it might as well be a new one."""
         recent = self._recent.failures_at(now_s)
-        return not self._opened and recent < 0.05 and self._forgiven(now_s)
+        return not self._opened and recent < _FADED and self._forgiven(now_s)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when the counts or times make no sense."""

@@ -33,7 +33,8 @@ class Patience:
         A worker that stands still fails every attempt at once, since the way to it is known to be broken: attempts that followed
         each other closely would be used up before anybody can know whether it is lost.
         """
-        return min(self.retry_pause_s * _LONGER ** max(attempt - 2, 0), self.retry_pause_max_s)
+        longer: int = _LONGER ** max(attempt - 2, 0)
+        return min(self.retry_pause_s * longer, self.retry_pause_max_s)
 
 
 class Rung(Enum):

@@ -11,8 +11,8 @@ from router.tenants.tenant import TenantId
 
 TENANT_POLICY = BreakerPolicy(min_failures=5, failure_share=0.5, half_life_s=60.0)
 _TIMES_WORSE = 2.0
-_MAX_TENANTS = 4096
-"""Beyond this those without a recent failure are forgotten."""
+_SWEEP_AT = 4096
+"""With so many tenants those of whom nothing is recent are forgotten, and again at twice as many as are left."""
 
 
 def breaks_workers(error: BatonError) -> bool:
@@ -33,6 +33,7 @@ class Suspects:
         self._policy = policy
         self._everybody = Outcomes(policy.half_life_s)
         self._tenants: dict[TenantId, tuple[Breaker, Outcomes]] = {}
+        self._sweep_at = _SWEEP_AT
 
     def wait_s(self, tenant_id: TenantId, now_s: float) -> float:
         """How long this tenant has to wait before it may try again; 0 for all but a few."""
@@ -69,15 +70,19 @@ class Suspects:
 
     def _meet(self, tenant_id: TenantId, now_s: float) -> tuple[Breaker, Outcomes]:
         """A tenant's record, from its first request on: what went well before the first failure would else count for the others."""
-        if len(self._tenants) >= _MAX_TENANTS:
-            self._tenants = {
-                other: known
-                for other, known in self._tenants.items()
-                if not known[0].is_spotless(now_s)
-            }
+        if len(self._tenants) >= self._sweep_at:
+            self._forget_old(now_s)
         met = (Breaker(self._policy), Outcomes(self._policy.half_life_s))
         self._tenants[tenant_id] = met
         return met
+
+    def _forget_old(self, now_s: float) -> None:
+        self._tenants = {
+            tenant_id: (breaker, outcomes)
+            for tenant_id, (breaker, outcomes) in self._tenants.items()
+            if outcomes.is_recent(now_s) or not breaker.is_spotless(now_s)
+        }
+        self._sweep_at = max(_SWEEP_AT, 2 * len(self._tenants))
 
     def _stands_out(self, outcomes: Outcomes) -> bool:
         """Whether the others' requests fail clearly less often, of as many as it takes failures to be slowed."""

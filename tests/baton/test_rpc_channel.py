@@ -26,7 +26,7 @@ async def serving(address: str) -> AsyncIterator[None]:
 
 async def answered(channel: grpc.aio.Channel, timeout_s: float = 20.0) -> grpc.StatusCode:
     """What a server without that method says; UNAVAILABLE where there was no connection in time."""
-    call = channel.unary_unary("/baton.Nothing/Ask")
+    call = channel.unary_unary("/baton.Nothing/Ask", bytes, bytes)
     try:
         await call(b"", timeout=timeout_s)
     except grpc.aio.AioRpcError as error:

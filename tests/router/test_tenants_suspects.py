@@ -62,6 +62,15 @@ def test_thousands_of_tenants_are_told_from_those_who_break_workers():
     assert suspects.wait_s(BAD, 0.0) > 0
 
 
+def test_what_went_well_still_counts_when_thousands_of_tenants_came_since():
+    suspects = Suspects()
+    _send(suspects, GOOD, None, 200)
+    for number in range(10_000):
+        _send(suspects, TenantId(f"t{number}"), WorkerLostError("x"))
+    _send(suspects, GOOD, WorkerLostError("x"), 5)
+    assert suspects.wait_s(GOOD, 0.0) == 0
+
+
 def test_after_the_pause_one_request_is_tried_and_its_success_forgives():
     suspects = Suspects()
     _send(suspects, GOOD, None, 20)
