@@ -1,8 +1,8 @@
 """The backend `cuda_ipc`: two workers with GPUs on one host. The sender maps the receiver's arena and copies device to device.
 
-Like `shm`, and with the same promise: what a peer has mapped cannot be taken from it, so a peer is fenced once it has left the
-gate, which it does after its last copy, or died. A process opens the driver before it comes to the gate, and the kernel
-closes a dying process's files in the order in which they were opened: its GPU work is over before its connection ends.
+What a peer has mapped cannot be taken from it, so a peer is fenced once it has left the gate, which it does with a farewell after its
+last copy, or died. A GPU may go on for a moment with what a killed process gave it: its connection may have ended by then, but not the
+process, which holds the driver's files to the end. That the driver ends a process's work with the last of them is NVIDIA's promise.
 
 Pages are copied on a stream of the writer's own, which waits for the event of their layer (`Push.ready`); `done` is called once
 the stream has passed them.
@@ -18,13 +18,23 @@ from dataclasses import dataclass
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from kv_transfer.cuda import IPC_HANDLE_BYTES, CudaDriver
+from baton.telemetry.logs import get_logger
+from kv_transfer.cuda import IPC_HANDLE_BYTES, CudaDriver, Stream
 from kv_transfer.gate import Gate
 from kv_transfer.heads import plan_link
-from kv_transfer.invitation import Invitation, enter, has_ended, read_sealed, seal
+from kv_transfer.invitation import (
+    Invitation,
+    enter,
+    has_ended,
+    read_sealed,
+    say_farewell,
+    seal,
+)
 from kv_transfer.memory import ArenaSpan
 from kv_transfer.page_mover import ArenaPair, DriverMover, MappedArena, PageMover, PageRows
 from kv_transfer.ports import Push, RegionHandle
+
+_log = get_logger(__name__)
 
 BACKEND = "cuda_ipc"
 _MAGIC = b"BCUI\x01"
@@ -51,7 +61,7 @@ class CudaIpcReceiver:
         handle, offset = driver.export(arena.address)
         self._welcome_bytes = _WELCOME.pack(handle, offset, arena.size_bytes)
         self._num_blocks = num_blocks
-        self._gate = Gate(f"unix:{path}", self._welcome)
+        self._gate = Gate(f"unix:{path}", self._welcome, farewells=True)
 
     def handle(self) -> RegionHandle:
         """A handle that lets one peer in once."""
@@ -108,8 +118,9 @@ class CudaIpcSender:
         try:
             welcome = read_sealed(connection, invitation.token)
             named, offset = _parse(welcome, there.region_bytes(handle.num_blocks))
-            mapped = self._driver.open(named)
+            mapped, stream = self._map(named)
         except TransferError:
+            say_farewell(connection)  # nothing was ever written
             connection.close()
             raise
         arenas = ArenaPair(
@@ -117,8 +128,23 @@ class CudaIpcSender:
             there=MappedArena(mapped + offset, there, handle.num_blocks),
             plan=plan,
         )
-        way = _Way(driver=self._driver, mover=self._mover, mapped=mapped, connection=connection)
+        way = _Way(
+            driver=self._driver,
+            mover=self._mover,
+            mapped=mapped,
+            stream=stream,
+            connection=connection,
+        )
         return CudaIpcWriter(arenas, way)
+
+    def _map(self, named: bytes) -> tuple[int, Stream]:
+        """Where the peer's allocation begins here, and what to write to it by."""
+        stream = self._driver.stream()
+        try:
+            return self._driver.open(named), stream
+        except TransferError:
+            self._driver.end(stream)
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +154,7 @@ class _Way:
     driver: CudaDriver
     mover: PageMover
     mapped: int
+    stream: Stream
     connection: socket.socket
 
 
@@ -147,7 +174,6 @@ class CudaIpcWriter:
         self._lock = threading.Lock()
         self._over = False
         way.connection.setblocking(False)
-        self._stream = way.driver.stream()
         self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
         self._thread.start()
 
@@ -173,9 +199,19 @@ class CudaIpcWriter:
             job = self._jobs.get()
             if job is not None:
                 job.done(_gone())
-        self._way.driver.end(self._stream)
-        # Unmapped first: the owner may reuse the memory as soon as the connection ends.
-        self._way.driver.close(self._way.mapped)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Unmaps first: the owner may reuse the memory as soon as it hears the farewell. One that hears none waits for this process to
+        end, as it has to where the GPU refuses everything.
+        """
+        try:
+            self._way.driver.end(self._way.stream)
+            self._way.driver.close(self._way.mapped)
+        except TransferError as error:
+            _log.error("a peer's memory cannot be let go of", reason=error.message)
+        else:
+            say_farewell(self._way.connection)
         self._way.connection.close()
 
     def _next_jobs(self) -> list[_Job | None]:
@@ -221,8 +257,8 @@ class CudaIpcWriter:
             try:
                 job.push.check_lease()
                 found.append((job, self._arenas.rows(job.push)))
-            except TransferError as error:
-                job.done(error)
+            except Exception as error:  # noqa: BLE001  # whatever it is, the others' pushes have to go on
+                job.done(_fault(error))
         return found
 
     def _begin(self, jobs: list[_Job], rows: list[PageRows]) -> None:
@@ -230,15 +266,15 @@ class CudaIpcWriter:
             return
         ready = jobs[0].push.ready
         if ready is not None:
-            self._way.driver.follow(self._stream, ready.event)
-        self._way.mover.move(rows, self._stream)
+            self._way.driver.follow(self._way.stream, ready.event)
+        self._way.mover.move(rows, self._way.stream)
 
     def _settle(self, jobs: list[_Job], error: TransferError | None) -> None:
         """Nobody hears of a push before the GPU is through with it, also of one that failed in between."""
         if not jobs:
             return
         try:
-            self._way.driver.wait(self._stream)
+            self._way.driver.wait(self._way.stream)
         except TransferError as fault:
             error = fault
         for job in jobs:

@@ -4,6 +4,9 @@ A peer connects, shows the token that its handle carried, gets what its backend 
 long as it may write. The kernel closes it when the process dies, however it dies. So the end of the connection proves
 that nothing more is written by that peer: this is what fencing means where access cannot be taken back.
 
+Where a killed process's writes may go on for a moment, as those of a GPU may, it proves nothing: there a peer says farewell once
+its last write is done, and the end of one that did not counts once its process has ended with all that it held.
+
 On one host the door is a Unix socket of the same user; between hosts it is TCP, where keep-alive notices a host that died.
 """
 
@@ -12,7 +15,6 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +22,10 @@ from pathlib import Path
 
 from baton.errors import TransferError
 from baton.telemetry.logs import get_logger
-from kv_transfer.invitation import TOKEN_BYTES, UNIX, keep_alive
+from kv_transfer.invitation import FAREWELL, TOKEN_BYTES, UNIX, keep_alive
+from kv_transfer.peer_process import is_same_user, watch_process
 
 _log = get_logger(__name__)
-
-_UCRED = struct.Struct("3i")  # pid, uid, gid
-
 
 Welcome = Callable[[socket.socket, bytes], None]
 """Gives a peer, over its connection, what it needs; called with its token on the gate's thread. The peer is turned away
@@ -34,28 +34,32 @@ when it raises OSError or TransferError."""
 
 @dataclass(slots=True, eq=False)
 class _Grant:
-    """One token and who uses it."""
+    """One token and who uses it; `process` is what watches the peer's until it has said farewell."""
 
     token: bytes
     peer: socket.socket | None = None
+    process: int | None = None
     gone: Callable[[], None] | None = None
 
 
 class Gate:
     """Admits peers on one socket, from one small thread."""
 
-    def __init__(self, address: str, welcome: Welcome) -> None:
+    def __init__(self, address: str, welcome: Welcome, *, farewells: bool = False) -> None:
         """Binds and starts serving.
 
         Args:
             address: `unix:/path`, or `host:port` where port 0 takes a free one.
             welcome: What an admitted peer is given.
+            farewells: Whether peers say `FAREWELL` once they write no more, so that without it their process has to end. On Unix
+                sockets only.
 
         Raises:
             OSError: The address is served by another process, a path is too long for a Unix socket (about 100 bytes), or
                 its folder is missing.
         """
         self._welcome = welcome
+        self._farewells = farewells
         self._path = address.removeprefix(UNIX) if address.startswith(UNIX) else None
         self._listener = _bind_unix(self._path) if self._path is not None else _bind_tcp(address)
         self.address = address if self._path is not None else _tcp_address(self._listener)
@@ -129,11 +133,14 @@ class Gate:
             for key, _ in self._selector.select():
                 key.data()
         with self._lock:
+            grants = list(self._grants.values())
             self._grants.clear()
         for registered in list(self._selector.get_map().values()):
-            sock = registered.fileobj
-            assert isinstance(sock, socket.socket)
-            sock.close()
+            file = registered.fileobj
+            if isinstance(file, socket.socket):
+                file.close()
+        for grant in grants:
+            _forget_process(grant)
         self._selector.close()
 
     def _stop(self) -> None:
@@ -147,7 +154,7 @@ class Gate:
         peer.setblocking(False)
         if self._path is None:
             keep_alive(peer)
-        elif not _same_user(peer):
+        elif not is_same_user(peer):
             peer.close()
             return
         self._selector.register(peer, selectors.EVENT_READ, lambda: self._introduce(peer))
@@ -159,9 +166,12 @@ class Gate:
             self._drop(peer)
             return
         try:
+            if self._farewells:
+                grant.process = watch_process(peer)
             self._welcome(peer, grant.token)
         except (OSError, TransferError) as error:
             _log.warning("a peer could not be let in", reason=str(error))
+            _forget_process(grant)
             self._left(grant, peer)
             return
         self._selector.modify(peer, selectors.EVENT_READ, lambda: self._heard(grant, peer))
@@ -175,15 +185,33 @@ class Gate:
         return None
 
     def _heard(self, grant: _Grant, peer: socket.socket) -> None:
-        """A peer has nothing to say after it entered; its silence ends when it leaves."""
-        if not _receive(peer):
+        """A peer has nothing to say after it entered but farewell; its silence ends when it leaves."""
+        said = _receive(peer)
+        if said == FAREWELL:
+            _forget_process(grant)
+        elif not said:
             self._left(grant, peer)
 
     def _left(self, grant: _Grant, peer: socket.socket) -> None:
+        self._drop(peer)
+        if grant.process is None:
+            self._gone(grant)
+            return
+        _log.warning(
+            "a peer left without a farewell: its process has to end before its pages are free"
+        )
+        self._selector.register(grant.process, selectors.EVENT_READ, lambda: self._died(grant))
+
+    def _died(self, grant: _Grant) -> None:
+        assert grant.process is not None
+        self._selector.unregister(grant.process)
+        _forget_process(grant)
+        self._gone(grant)
+
+    def _gone(self, grant: _Grant) -> None:
         with self._lock:
             self._grants.pop(grant.token, None)
             gone = grant.gone
-        self._drop(peer)
         if gone is not None:
             gone()
 
@@ -235,10 +263,10 @@ def _hang_up(peer: socket.socket) -> None:
         return  # It is gone already, which the gate's thread is about to see.
 
 
-def _same_user(peer: socket.socket) -> bool:
-    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    _, uid, _ = _UCRED.unpack(raw)
-    return bool(uid == os.getuid())
+def _forget_process(grant: _Grant) -> None:
+    if grant.process is not None:
+        os.close(grant.process)
+        grant.process = None
 
 
 def _receive(peer: socket.socket) -> bytes:

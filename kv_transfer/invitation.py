@@ -10,6 +10,8 @@ from typing import Self
 from baton.errors import TransferError
 
 TOKEN_BYTES = 32
+FAREWELL = b"farewell"
+"""What a peer says before it leaves where its connection's end alone proves nothing (`gate.py`)."""
 UNIX = "unix:"
 _CONNECT_TIMEOUT_S = 10.0
 _LENGTH = struct.Struct(">I")
@@ -98,6 +100,14 @@ def has_ended(connection: socket.socket) -> bool:
         return False
     except OSError:
         return True
+
+
+def say_farewell(connection: socket.socket) -> None:
+    """Nothing is written to the peer's memory any more, from here on."""
+    try:
+        connection.send(FAREWELL)
+    except OSError:
+        return  # The peer is gone, and its memory with it.
 
 
 def keep_alive(connection: socket.socket) -> None:

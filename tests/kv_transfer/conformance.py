@@ -199,6 +199,23 @@ class BackendConformance:
 HALF = replace(LAYOUT, num_kv_heads=1, tp_size=2)
 
 
+class SeveralPeersConformance:
+    """For backends that admit a peer for each handle. As above."""
+
+    def test_two_peers_write_at_once(self, link: Link):
+        fill(link.source)
+        writers = [link.sender.connect(link.receiver.handle(), LAYOUT) for _ in range(2)]
+        outcome = Outcome()
+        for block in range(SENDER_BLOCKS):
+            writers[block % 2].push(push(1, [block], [block]), outcome.done)
+        assert outcome.wait(SENDER_BLOCKS) == [None] * SENDER_BLOCKS
+        for block in range(SENDER_BLOCKS):
+            written = page(link.target, RECEIVER_BLOCKS, 1, block)
+            assert written == page(link.source, SENDER_BLOCKS, 1, block)
+        for writer in writers:
+            writer.close()
+
+
 class ShardedConformance:
     """For senders that hold other heads, or list other layers, than the receiver. Inherit and give a `link` fixture."""
 
