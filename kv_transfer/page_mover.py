@@ -95,7 +95,9 @@ class PageMover(Protocol):
     """Copies scattered pages within the reach of one GPU."""
 
     def move(self, pages: Sequence[PageRows], stream: Stream) -> None:
-        """Queues the copies; all addresses are device memory that this process maps. No page is named twice as a target."""
+        """Queues the copies; all addresses are device memory that this process maps. A page that is named twice as a target
+        has to get the same bytes both times.
+        """
 
 
 class RowCopies(Protocol):

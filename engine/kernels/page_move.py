@@ -10,6 +10,7 @@ A copy engine takes microseconds to begin each copy, which for a page of 16 KiB 
 told addresses, so that pages of several prompts go together. The pure-torch twin is `reference.move_pages`.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -59,7 +60,7 @@ def move_rows(addresses: torch.Tensor, length: int, alignment: int = _WORD_BYTES
 
     Args:
         addresses: `[n, 2]` int64 on the device: where each run is and where it goes, multiples of `alignment`. No run may be
-            written that another one of the call reads or writes.
+            written that another one of the call reads, and one that is written twice has to get the same bytes both times.
         length: Bytes of each run, a multiple of 8.
         alignment: 8 or 16 bytes.
 
@@ -92,6 +93,8 @@ class PageKernel:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # Writers have a thread each, and what a first launch loads is shared.
+        self._lock = threading.Lock()
 
     def move(self, pages: Sequence[PageMove], stream: int) -> None:
         """Queues the copies on a stream of CUDA's driver, a launch for all parts of a length; does not wait.
@@ -102,7 +105,7 @@ class PageKernel:
         by_length: dict[int, list[Addresses]] = defaultdict(list)
         for part in pages:
             by_length[part.length].append(part.addresses())
-        with self._on(stream):
+        with self._lock, self._on(stream):
             for length, found in by_length.items():
                 addresses = np.concatenate(found)
                 move_rows(self._brought(addresses), length, _alignment(addresses))

@@ -55,12 +55,14 @@ class Built:
         spilled_bytes: Stack and local memory per thread.
         shared_bytes: Per program.
         matrix_instructions: Hopper's (`HGMMA`) in the machine code.
+        wide_loads: Those of 16 bytes (`LDG.E.128`).
     """
 
     registers: int
     spilled_bytes: int
     shared_bytes: int
     matrix_instructions: int
+    wide_loads: int
 
 
 def compile_ahead(builds: Sequence[Build], capability: int, folder: Path) -> list[Built]:
@@ -111,12 +113,13 @@ def _build(build: Build, capability: int, folder: Path) -> Built:
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     usage = _dump("-res-usage", cubin).rpartition(f"Function {name}")[2].replace(":", " ").split()
-    figures = dict(pairwise(usage))
+    figures, code = dict(pairwise(usage)), _dump("-sass", cubin)
     return Built(
         registers=int(figures["REG"]),
         spilled_bytes=int(figures["STACK"]) + int(figures["LOCAL"]),
         shared_bytes=compiled.metadata.shared,
-        matrix_instructions=_dump("-sass", cubin).count("HGMMA"),
+        matrix_instructions=code.count("HGMMA"),
+        wide_loads=code.count("LDG.E.128"),
     )
 
 

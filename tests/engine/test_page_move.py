@@ -96,6 +96,15 @@ def test_parts_of_several_arenas_and_lengths_go_together(page_move, shift):
     assert torch.equal(target, wanted)
 
 
+def test_a_page_may_be_written_twice_with_the_same(page_move):
+    """As the handshake tries a way out, on the one page that is spare."""
+    source, target = rows(3, 1024), rows(3, 1024)
+    wanted = target.clone()
+    wanted[2] = source[1]
+    move(page_move, Part(source, (1,) * 64, target, (2,) * 64))
+    assert torch.equal(target, wanted)
+
+
 @pytest.mark.parametrize("row_bytes", [0, 64])
 def test_nothing_to_move_is_moved(page_move, row_bytes):
     source, target = rows(2, 64), rows(2, 64)

@@ -228,6 +228,12 @@ def test_every_kernel_compiles_for_batches_of_one(tmp_path):
     assert_built([build for build in builds if build.ones], 90, tmp_path)
 
 
+def test_pages_move_sixteen_bytes_at_a_time_where_they_are_aligned(tmp_path):
+    wide, narrow = compile_ahead([page_move(), page_move(alignment=8)], 90, tmp_path)
+    assert wide.wide_loads
+    assert not narrow.wide_loads
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @CAPABILITIES

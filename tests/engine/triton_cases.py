@@ -4,6 +4,7 @@ wrongly.
 
 import importlib
 import importlib.util
+import os
 from types import ModuleType
 
 import pytest
@@ -13,6 +14,7 @@ from engine.kernels.ports import PagedBatch
 from engine.kernels.splits import SplitRule, Splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 """What tests compute in that ask for no dtype: matrix instructions take no float32, and the interpreter no bfloat16."""
 DTYPES = pytest.mark.parametrize("dtype", [WIDE, torch.float16], ids=["wide", "float16"])

@@ -41,9 +41,9 @@ typedef struct {
     size_t size;
 } Named; /* what a handle's 64 bytes hold */
 
-typedef struct Work {
+typedef struct Work { /* one of the three */
     struct Work *next;
-    CUevent event; /* waited for, where it is not null */
+    CUevent recorded, awaited;
     CUDA_MEMCPY2D copy;
 } Work;
 
@@ -54,7 +54,8 @@ struct CUstream_st {
     Work *first, **last;
 };
 struct CUevent_st {
-    CUstream recorded_on;
+    CUstream stream; /* on which it was recorded */
+    int happened;
 };
 
 static struct CUctx_st primary;
@@ -254,17 +255,27 @@ static CUresult run(const CUDA_MEMCPY2D *copy) {
     return CUDA_SUCCESS;
 }
 
+static CUresult step(CUstream stream) { /* what was queued first */
+    Work *work = stream->first;
+    CUresult status = CUDA_SUCCESS;
+    stream->first = work->next;
+    if (!stream->first) stream->last = &stream->first;
+    if (work->recorded) work->recorded->happened = 1;
+    else if (!work->awaited) status = run(&work->copy);
+    else
+        while (!work->awaited->happened && status == CUDA_SUCCESS) status = step(work->awaited->stream);
+    free(work);
+    return status;
+}
+
 CUresult cuStreamSynchronize(CUstream stream) {
     ENTERED;
-    CUresult status = CUDA_SUCCESS;
-    for (Work *work = stream->first, *next; work; work = next) {
-        if (status == CUDA_SUCCESS) status = work->event ? cuStreamSynchronize(work->event->recorded_on) : run(&work->copy);
-        next = work->next;
-        free(work);
+    CUresult first = CUDA_SUCCESS;
+    while (stream->first) {
+        CUresult status = step(stream);
+        if (first == CUDA_SUCCESS) first = status;
     }
-    stream->first = NULL;
-    stream->last = &stream->first;
-    return status;
+    return first;
 }
 
 CUresult cuStreamDestroy(CUstream stream) {
@@ -293,13 +304,13 @@ CUresult cuEventCreate(CUevent *event, unsigned flags) {
 CUresult cuEventRecord(CUevent event, CUstream stream) {
     ENTERED;
     CHECK(event && stream, CUDA_ERROR_INVALID_HANDLE);
-    event->recorded_on = stream;
-    return CUDA_SUCCESS;
+    *event = (struct CUevent_st){.stream = stream};
+    return queue(stream, (Work){.recorded = event});
 }
 
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
-    CHECK(event && event->recorded_on && flags == CU_EVENT_WAIT_DEFAULT, CUDA_ERROR_INVALID_HANDLE);
-    return queue(stream, (Work){.event = event});
+    CHECK(event && event->stream && flags == CU_EVENT_WAIT_DEFAULT, CUDA_ERROR_INVALID_HANDLE);
+    return queue(stream, (Work){.awaited = event});
 }
 
 CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *copy, CUstream stream) {

