@@ -90,13 +90,21 @@ def check_pages(pages: tuple[BlockId, ...], region_blocks: int) -> Numbers:
     Raises:
         TransferError: Names the id.
     """
-    numbers = numbers_of(pages)
+    try:
+        numbers = numbers_of(pages)
+    except OverflowError as error:
+        raise _no_page(
+            next(page for page in pages if not 0 <= page < region_blocks), region_blocks
+        ) from error
     if len(numbers):
         lowest, highest = int(numbers.min()), int(numbers.max())
         if lowest < 0 or highest >= region_blocks:
-            wrong = lowest if lowest < 0 else highest
-            raise TransferError(f"page {wrong} of a region of {region_blocks}")
+            raise _no_page(lowest if lowest < 0 else highest, region_blocks)
     return numbers
+
+
+def _no_page(page: int, region_blocks: int) -> TransferError:
+    return TransferError(f"page {page} of a region of {region_blocks}")
 
 
 def plan_pages(export: Export, grant: Grant) -> PagePlan | None:
