@@ -7,6 +7,11 @@ TORCH_INDEX ?=
 TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PACKAGES := baton bench cluster decode_worker engine kv_transfer kvpool prefill_worker router tests
 
+DEFAULT := 'not gpu and not slow and not chaos and not redis and not ray'
+# What starts processes, or waits for peers, has the machine to itself; the other tests share it.
+TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile
+ALONE := chaos cluster conformance decode_worker e2e kv_transfer prefill_worker security
+
 .PHONY: help install transports triton demo serve test test-redis test-slow check format chaos bench proto clean
 
 help: ## Show the targets
@@ -36,14 +41,15 @@ demo: install ## A cluster on this machine answers a prompt and shows where the 
 serve: install ## Serve the demo model on http://127.0.0.1:8000 until Ctrl-C
 	$(BIN)/baton serve
 
-test: install ## The default suite: no GPU, no network, a few minutes
-	$(BIN)/python -m pytest -m 'not gpu and not slow and not chaos and not redis and not ray'
+test: install ## The default suite: no GPU, no network, a quarter of an hour on two cores
+	$(BIN)/python -m pytest -m $(DEFAULT) $(TOGETHER) $(ALONE:%=--ignore=tests/%)
+	$(BIN)/python -m pytest -m $(DEFAULT) $(ALONE:%=tests/%)
 
 test-slow: install ## The suites left out of `make test`, but for the GPU's
 	$(BIN)/python -m pytest --hypothesis-profile=explore -m '(slow or redis or ray) and not gpu'
 
 test-redis: install ## What needs a redis-server; each test starts its own on loopback
-	$(BIN)/python -m pytest -m 'redis and not slow and not gpu'
+	$(BIN)/python -m pytest -m 'redis and not slow and not gpu' $(TOGETHER)
 
 check: install ## Format, lint, types, import rows, fresh stubs, true README
 	$(BIN)/ruff format --check .

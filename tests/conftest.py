@@ -11,6 +11,10 @@ settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("repeat")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Teams of threads that wait for each other on the same cores slow each other many times over. Torch reads this when it is imported.
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 if not Path("/dev/nvidiactl").exists():
     # Without a GPU Triton's kernels are interpreted. Triton reads this when it is imported, which transformers does too.
     os.environ["TRITON_INTERPRET"] = "1"
