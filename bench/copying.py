@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from baton.block_ids import BlockIds
 from baton.errors import TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
@@ -54,14 +55,14 @@ def measure(copying: Copying, backends: Sequence[str]) -> dict[str, float]:
     """Median GB/s of each way, by its name."""
     layout = _layout(copying.page_bytes)
     num_pages = copying.region_bytes // copying.page_bytes
-    push = _push(num_pages, copying.seed)
+    push = push_of_all(num_pages, copying.seed)
     local = SharedRegion.create(layout.region_bytes(num_pages))
     np.frombuffer(local.memoryview, dtype=np.uint8)[:] = 1
     plain = _PlainCopies(local.memoryview, copying.page_bytes)
     ways: dict[str, Way] = {"memcpy": plain.whole, "memcpy_pages": lambda: plain.pages(push)}
     with ExitStack() as stack:
         writers = stack.enter_context(_writers(backends, local, layout, num_pages))
-        ways |= {name: _pushing(writer, push) for name, writer in writers.items()}
+        ways |= {name: pushing(writer, push) for name, writer in writers.items()}
         region = Region(memory=local.memoryview, page_bytes=copying.page_bytes)
         for name in backends:
             for kind, tool in TOOLS.get(name, {}).items():
@@ -72,14 +73,15 @@ def measure(copying: Copying, backends: Sequence[str]) -> dict[str, float]:
     return rates
 
 
-def _push(num_pages: int, seed: int) -> Push:
+def push_of_all(num_pages: int, seed: int) -> Push:
+    """All pages in random order on both sides."""
     rng = random.Random(seed)
     source, target = (rng.sample(range(num_pages), num_pages) for _ in range(2))
     return Push(
         xfer_id=XferId("bench"),
         layer_index=0,
-        source=tuple(map(BlockId, source)),
-        target=tuple(map(BlockId, target)),
+        source=BlockIds(map(BlockId, source)),
+        target=BlockIds(map(BlockId, target)),
     )
 
 
@@ -139,7 +141,7 @@ class _PlainCopies:
         return time.perf_counter() - began_s
 
 
-def _pushing(writer: KvWriter, push: Push) -> Way:
+def pushing(writer: KvWriter, push: Push) -> Way:
     """Pushes and waits until the bytes are there."""
 
     def copy() -> float:

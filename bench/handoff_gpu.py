@@ -7,22 +7,19 @@ kernel, where there is one), `nixl_...` where NIXL is installed. The goal is 0.8
 """
 
 import argparse
-import random
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 
-from baton.block_ids import BlockIds
 from baton.errors import TransferError
-from baton.ids import BlockId, LayerName, XferId
+from baton.ids import LayerName
 from baton.layout import KvLayout
+from bench.copying import Way, push_of_all, pushing
 from bench.report import Report
 from kv_transfer.backends import BACKENDS, open_receivers, open_senders
 from kv_transfer.cuda import Cuda, Rows, devices
@@ -31,7 +28,6 @@ from kv_transfer.page_mover import PageMover
 from kv_transfer.ports import KvWriter, Push, RegionHandle
 
 PAGE_BYTES = {"16k": 16 << 10, "64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20, "8m": 8 << 20}
-_TIMEOUT_S = 120.0
 
 
 def main() -> None:
@@ -86,7 +82,7 @@ def _measure(label: str, page_bytes: int, arguments: argparse.Namespace, report:
         child.start()
         try:
             ways = _open(here, local, layout, num_pages)
-            push = _push(num_pages, arguments.seed)
+            push = push_of_all(num_pages, arguments.seed)
             figures = _rounds(cuda, local, beside, ways, push, arguments.rounds)
             _check(cuda, local, here, layout, push)
             for writer in ways.values():
@@ -138,18 +134,6 @@ def _kernel(local: ArenaSpan) -> PageMover | None:
     return PageKernel(torch.device("cuda", local.device or 0))
 
 
-def _push(num_pages: int, seed: int) -> Push:
-    """All pages in random order on both sides, as `bench.copying` pushes them."""
-    rng = random.Random(seed)
-    source, target = (rng.sample(range(num_pages), num_pages) for _ in range(2))
-    return Push(
-        xfer_id=XferId("bench"),
-        layer_index=0,
-        source=BlockIds(map(BlockId, source)),
-        target=BlockIds(map(BlockId, target)),
-    )
-
-
 def _rounds(
     cuda: Cuda,
     local: ArenaSpan,
@@ -169,43 +153,21 @@ def _rounds(
         count=1,
     )
 
-    def plain() -> None:
+    def plain() -> float:
+        begin_s = time.perf_counter()
         cuda.copy_rows(rows, stream)
         cuda.wait(stream)
+        return time.perf_counter() - begin_s
 
+    acts: dict[str, Way] = {"device_copy": plain}
+    acts |= {name: pushing(writer, push) for name, writer in ways.items()}
     found: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
-        for name, act in {
-            "device_copy": plain,
-            **{n: _pushing(w, push) for n, w in ways.items()},
-        }.items():
-            seconds = _timed(act)
+        for name, act in acts.items():
+            seconds = act()
             if turn:  # the first one opens what is opened at first use
                 found.setdefault(name, []).append(seconds)
     return {name: statistics.median(seconds) for name, seconds in found.items()}
-
-
-def _pushing(writer: KvWriter, push: Push) -> Callable[[], None]:
-    def act() -> None:
-        came, errors = threading.Event(), list[TransferError | None]()
-
-        def done(error: TransferError | None) -> None:
-            errors.append(error)
-            came.set()
-
-        writer.push(push, done)
-        if not came.wait(_TIMEOUT_S):
-            raise TimeoutError("the push was never answered")
-        if errors[0] is not None:
-            raise errors[0]
-
-    return act
-
-
-def _timed(act: Callable[[], None]) -> float:
-    begin_s = time.perf_counter()
-    act()
-    return time.perf_counter() - begin_s
 
 
 def _check(cuda: Cuda, local: ArenaSpan, here: Connection, layout: KvLayout, push: Push) -> None:

@@ -17,7 +17,7 @@ COMMON = ("--dtype", "float32", "--kv-cache-memory", "64MiB", "--max-num-batched
 OUTPUT_TOKENS = 24
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["llama3", "mistral", "qwen2", "qwen3"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tied = request.param in ("llama3", "qwen3")
     return make_model(tmp_path_factory.mktemp(request.param), request.param, tie=tied)
@@ -28,18 +28,7 @@ def reference(checkpoint: Path) -> Reference:
     return Reference(checkpoint)
 
 
-# Each model where prefill and decode are apart; where they are not, the engine is the same.
-@pytest.mark.parametrize(
-    ("checkpoint", "topology"),
-    [
-        pytest.param("llama3", DISAGGREGATED, id="llama3-1P+1D"),
-        pytest.param("llama3", HYBRID, id="llama3-hybrid"),
-        pytest.param("mistral", DISAGGREGATED, id="mistral-1P+1D"),
-        pytest.param("qwen2", DISAGGREGATED, id="qwen2-1P+1D"),
-        pytest.param("qwen3", DISAGGREGATED, id="qwen3-1P+1D"),
-    ],
-    indirect=["checkpoint"],
-)
+@pytest.mark.parametrize("topology", [DISAGGREGATED, HYBRID], ids=["1P+1D", "hybrid"])
 def test_greedy_tokens_are_those_of_transformers(
     checkpoint: Path, reference: Reference, topology: tuple[str, ...]
 ) -> None:

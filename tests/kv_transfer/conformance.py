@@ -202,6 +202,13 @@ HALF = replace(LAYOUT, num_kv_heads=1, tp_size=2)
 class SeveralPeersConformance:
     """For backends that admit a peer for each handle. As above."""
 
+    def test_a_handle_admits_one_peer_only(self, link: Link):
+        handle = link.receiver.handle()
+        writer = link.sender.connect(handle, LAYOUT)
+        with pytest.raises(TransferError, match="refused"):
+            link.sender.connect(handle, LAYOUT)
+        writer.close()
+
     def test_two_peers_write_at_once(self, link: Link):
         fill(link.source)
         writers = [link.sender.connect(link.receiver.handle(), LAYOUT) for _ in range(2)]
@@ -302,7 +309,7 @@ class RemoteConformance(BackendConformance):
         assert len(outcome.errors) == 100
 
 
-class RevocableConformance(RemoteConformance):
+class RevocableConformance(RemoteConformance, SeveralPeersConformance):
     """For backends that hang up on a peer, and on which a dead peer shows."""
 
     def test_pushes_fail_once_the_receiver_is_dead(self, link: Link, writer: KvWriter):
@@ -340,23 +347,3 @@ class RevocableConformance(RemoteConformance):
             writer.close()
             assert len(outcome.wait(200)) == 200
             assert bytes(link.target) == before
-
-    def test_a_handle_admits_one_peer_only(self, link: Link):
-        handle = link.receiver.handle()
-        writer = link.sender.connect(handle, LAYOUT)
-        with pytest.raises(TransferError, match="refused"):
-            link.sender.connect(handle, LAYOUT)
-        writer.close()
-
-    def test_two_peers_write_at_once(self, link: Link):
-        fill(link.source)
-        writers = [link.sender.connect(link.receiver.handle(), LAYOUT) for _ in range(2)]
-        outcome = Outcome()
-        for block in range(SENDER_BLOCKS):
-            writers[block % 2].push(push(1, [block], [block]), outcome.done)
-        assert outcome.wait(SENDER_BLOCKS) == [None] * SENDER_BLOCKS
-        for block in range(SENDER_BLOCKS):
-            written = page(link.target, RECEIVER_BLOCKS, 1, block)
-            assert written == page(link.source, SENDER_BLOCKS, 1, block)
-        for writer in writers:
-            writer.close()

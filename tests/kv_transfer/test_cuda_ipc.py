@@ -136,13 +136,6 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance, SeveralPeer
         assert open_when_gone == []
         writer.close()
 
-    def test_a_handle_admits_one_peer_only(self, link: FakeLink):
-        handle = link.receiver.handle()
-        writer = link.sender.connect(handle, LAYOUT)
-        with pytest.raises(TransferError, match="refused"):
-            link.sender.connect(handle, LAYOUT)
-        writer.close()
-
     def test_a_gpu_that_fails_is_told_as_a_failed_push(self, link: FakeLink, writer: KvWriter):
         link.driver.broken = True
         outcome = Outcome()
@@ -204,7 +197,7 @@ class TestCudaIpcWithoutAGpu(BackendConformance, ShardedConformance, SeveralPeer
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not devices(), reason="no GPU")
-class TestCudaIpcOnAGpu(RevocableConformance, ShardedConformance, SeveralPeersConformance):
+class TestCudaIpcOnAGpu(RevocableConformance, ShardedConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def both(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
