@@ -1,6 +1,6 @@
 """What an engine and the threads that copy to and from the pool tell each other about KV pages. Plain frozen data.
 
-A block is what its key says, wherever it lies; a page is a place in one engine's arena. `engine.ports` says how the two are
+A block is what its key says, wherever it lies; a page is a place in one engine's arena. `baton_engine.ports` says how the two are
 brought together.
 """
 

@@ -16,10 +16,10 @@ from statistics import fmean, quantiles
 
 from baton.generation import NO_PROMISE, Promise, Prompt, SamplingParams
 from baton.ids import SeqId
+from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.policy import SchedulingPolicy
 from bench.report import Report
 from bench.simulated_engine import Life, SimulatedEngine, StepSpeed
-from engine.scheduling.limits import Limits
-from engine.scheduling.policy import SchedulingPolicy
 
 _SEATS = 64
 _REQUESTS = 768

@@ -18,18 +18,18 @@ import torch
 
 from baton.generation import SamplingParams
 from baton.ids import BlockId, SeqId
+from baton_engine.cache.arena import KvArena
+from baton_engine.kernels.ports import PagedBatch
+from baton_engine.kernels.select import check_quantization, choose_kv_dtype, select_kernels
+from baton_engine.models.config import choose_dtype, is_widened, kv_layout, load_spec
+from baton_engine.models.decoder import Decoder
+from baton_engine.models.inputs import InputBuilder
+from baton_engine.models.loader import load_decoder
+from baton_engine.sampling.sampler import Sampler
+from baton_engine.scheduling.plan import Row
+from baton_engine.scheduling.sequence import Sequence
 from bench.report import Report
 from bench.shapes import SHAPES, write_model
-from engine.cache.arena import KvArena
-from engine.kernels.ports import PagedBatch
-from engine.kernels.select import check_quantization, choose_kv_dtype, select_kernels
-from engine.models.config import choose_dtype, is_widened, kv_layout, load_spec
-from engine.models.decoder import Decoder
-from engine.models.inputs import InputBuilder
-from engine.models.loader import load_decoder
-from engine.sampling.sampler import Sampler
-from engine.scheduling.plan import Row
-from engine.scheduling.sequence import Sequence
 
 _BLOCK_TOKENS = 16
 _CPU = torch.device("cpu")

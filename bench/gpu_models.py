@@ -4,17 +4,17 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.ports import BatchInvariant, KernelSet
-from engine.layers.attention import PagedSelfAttention
-from engine.layers.embedding import Embedding, LanguageHead
-from engine.layers.fixed_rows import KernelRows
-from engine.layers.linear import Linear, Projection
-from engine.layers.mlp import GatedMlp
-from engine.layers.norm import RmsNorm
-from engine.layers.rotary import RotaryEmbedding
-from engine.models.config import ModelSpec
-from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.rope import RopeSpec
+from baton_engine.kernels.ports import BatchInvariant, KernelSet
+from baton_engine.layers.attention import PagedSelfAttention
+from baton_engine.layers.embedding import Embedding, LanguageHead
+from baton_engine.layers.fixed_rows import KernelRows
+from baton_engine.layers.linear import Linear, Projection
+from baton_engine.layers.mlp import GatedMlp
+from baton_engine.layers.norm import RmsNorm
+from baton_engine.layers.rotary import RotaryEmbedding
+from baton_engine.models.config import ModelSpec
+from baton_engine.models.decoder import Decoder, DecoderLayer
+from baton_engine.models.rope import RopeSpec
 
 _EPS = 1e-5
 _STD = 0.02

@@ -7,16 +7,16 @@ import torch
 
 from baton.generation import SamplingParams
 from baton.ids import BlockId, SeqId
+from baton_engine.cache.arena import KvArena
+from baton_engine.graphs import DecodeGraphs, GraphBackend
+from baton_engine.models.config import kv_layout
+from baton_engine.models.decoder import Decoder, DecoderInput
+from baton_engine.models.inputs import InputBuilder
+from baton_engine.runner import ModelRunner
+from baton_engine.scheduling.plan import Row, StepPlan
+from baton_engine.scheduling.sequence import Sequence
 from bench.gpu_models import GpuShape
 from bench.gpu_timing import Timer
-from engine.cache.arena import KvArena
-from engine.graphs import DecodeGraphs, GraphBackend
-from engine.models.config import kv_layout
-from engine.models.decoder import Decoder, DecoderInput
-from engine.models.inputs import InputBuilder
-from engine.runner import ModelRunner
-from engine.scheduling.plan import Row, StepPlan
-from engine.scheduling.sequence import Sequence
 
 _NUMBERS_OF_8_BITS = 0x58
 """Bytes below are numbers from 0 to 15."""

@@ -2,10 +2,10 @@
 
 import torch
 
+from baton_engine.kernels.ports import BatchInvariant, KernelSet, PagedBatch, Rotation
+from baton_engine.kernels.reference import ReferenceKernels, linear_by_row, round_to_fp8
+from baton_engine.kernels.splits import Splits
 from bench.gpu_models import GpuShape
-from engine.kernels.ports import BatchInvariant, KernelSet, PagedBatch, Rotation
-from engine.kernels.reference import ReferenceKernels, linear_by_row, round_to_fp8
-from engine.kernels.splits import Splits
 
 _ROWS = ((1, 300), (1, 1), (1, 700), (1, 64), (130, 200), (65, 65))
 """Queries and context of each row: decodes first, then chunks with and without a cached prefix."""

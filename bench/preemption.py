@@ -23,9 +23,9 @@ from baton.config.schema import EngineConfig, ModelConfig, PoolConfig
 from baton.generation import Prompt, SamplingParams
 from baton.ids import SeqId
 from baton.layout import SPARE_BLOCKS
+from baton_engine.messages import Abort, FlushCache, Generate, PrefillStarted, Sampled, StepEvents
 from bench.report import Report
 from bench.shapes import SHAPES, write_model
-from engine.messages import Abort, FlushCache, Generate, PrefillStarted, Sampled, StepEvents
 from kv_transfer.arena_memory import WorkerMemory
 from kvpool.agent import PoolAgent
 from kvpool.fake import FakePool
@@ -36,8 +36,8 @@ from kvpool.worker_metrics import PoolMetrics
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from engine.build import BuiltEngine
-    from engine.ports import EnginePort
+    from baton_engine.build import BuiltEngine
+    from baton_engine.ports import EnginePort
 
 _BLOCK_TOKENS = 16
 _SPARE_PAGES = 4
@@ -164,8 +164,8 @@ async def _connected(
 def _build(directory: Path, context: int) -> "tuple[BuiltEngine, WorkerMemory]":
     import torch
 
-    from engine.build import build_engine
-    from engine.models.config import kv_layout, load_spec
+    from baton_engine.build import build_engine
+    from baton_engine.models.config import kv_layout, load_spec
 
     memory = WorkerMemory()
     layout = kv_layout(load_spec(directory), torch.float32, _BLOCK_TOKENS)

@@ -160,7 +160,7 @@ class RouterCore:
 
 def _tokenizer() -> Tokenizer:
     """Any will do: prompts come as token ids. Not by `load`, which is slow."""
-    file = resources.files("engine.demo") / "model" / "tokenizer.json"
+    file = resources.files("baton_engine.demo") / "model" / "tokenizer.json"
     return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), _NoChats())
 
 

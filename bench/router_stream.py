@@ -65,7 +65,7 @@ def _measure(prefix: str, step_ms: float, arguments: argparse.Namespace, report:
         config = directory / "cluster.yaml"
         decoders = arguments.decoders
         config.write_text(_config(directory, decoders))
-        model = str(resources.files("engine.demo") / "model")
+        model = str(resources.files("baton_engine.demo") / "model")
         workers = _workers(directory, model, step_ms, decoders)
         with workers, serving(model, "-f", str(config)) as url:
             router = _router()
@@ -149,7 +149,9 @@ def _drive(orders: Orders) -> Counts:
 
 def _router() -> psutil.Process:
     children = psutil.Process().children(recursive=True)
-    return next(child for child in children if "cluster.roles router" in " ".join(child.cmdline()))
+    return next(
+        child for child in children if "baton_cluster.roles router" in " ".join(child.cmdline())
+    )
 
 
 def _pin(process: psutil.Process) -> None:

@@ -6,13 +6,13 @@ from itertools import pairwise
 from baton.generation import Prompt
 from baton.ids import LayerName, SeqId
 from baton.layout import KvLayout
-from engine.messages import Generate, Sampled
-from engine.scheduling.fetch_rule import attended_pairs
-from engine.scheduling.limits import Limits
-from engine.scheduling.plan import Drawn, StepPlan, StepResult
-from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_cost import is_decode
+from baton_engine.messages import Generate, Sampled
+from baton_engine.scheduling.fetch_rule import attended_pairs
+from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.plan import Drawn, StepPlan, StepResult
+from baton_engine.scheduling.policy import SchedulingPolicy
+from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.step_cost import is_decode
 
 _TOKEN = 1
 

@@ -79,7 +79,7 @@ class Bench:
         self._arguments = arguments
         self._report = report
         self._capacity_per_s = 1e3 / arguments.prefill_ms
-        self._model = str(resources.files("engine.demo") / "model")
+        self._model = str(resources.files("baton_engine.demo") / "model")
 
     def measure(self, part: str, urls: Sequence[str]) -> None:
         """One part, with routers of its own."""

@@ -7,9 +7,9 @@ lifecycle that owns it.
 from baton.errors import InvariantError
 from baton.generation import TokenSample
 from baton.ids import XferId
+from baton_engine.messages import Abort, Reserve, Reserved, Start
 from decode_worker.legs import LegState, LegTable
 from decode_worker.messages import DecodeAction, TellFailed, TellWriterLost
-from engine.messages import Abort, Reserve, Reserved, Start
 from kv_transfer.ledger import TransferLedger
 from kv_transfer.ledger_messages import (
     EndSession,

@@ -17,6 +17,15 @@ from baton.generation import Prompt
 from baton.ids import SeqId
 from baton.layout import KvLayout
 from baton.rpc.frames import LegKey
+from baton_engine.messages import (
+    Abort,
+    Failed,
+    Generate,
+    PrefillStarted,
+    Released,
+    Reserved,
+    Sampled,
+)
 from decode_worker.hand_offs import HandOffs
 from decode_worker.legs import Leg, LegState, LegTable
 from decode_worker.messages import (
@@ -31,7 +40,6 @@ from decode_worker.messages import (
     TellPrefilled,
     TellTokens,
 )
-from engine.messages import Abort, Failed, Generate, PrefillStarted, Released, Reserved, Sampled
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.ledger import TransferLedger
 from kv_transfer.ledger_messages import (

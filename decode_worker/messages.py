@@ -6,7 +6,7 @@ from baton.errors import BatonError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import LegId, RequestId
 from baton.rpc.frames import StreamId
-from engine.messages import Command, SeqEvent
+from baton_engine.messages import Command, SeqEvent
 from kv_transfer.ledger_messages import (
     EndSession,
     FromPeer,

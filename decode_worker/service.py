@@ -20,6 +20,8 @@ from baton.telemetry.leg_spans import LegSpans
 from baton.telemetry.logs import get_logger
 from baton.telemetry.tracing import NotTraced, Tracer
 from baton.telemetry.worker import WorkerMetrics
+from baton_engine.messages import Start, StepEvents
+from baton_engine.ports import EnginePort
 from decode_worker.accounts import LegAccounts
 from decode_worker.legs import OWNER
 from decode_worker.lifecycle import DecodeLifecycle
@@ -35,8 +37,6 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.peers import PrefillPeers
 from decode_worker.routers import Routers
 from decode_worker.verifier import PageVerifier
-from engine.messages import Start, StepEvents
-from engine.ports import EnginePort
 from kv_transfer.arena_hashes import Hashing
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.handshake import Endpoint, SessionOffer

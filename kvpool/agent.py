@@ -50,7 +50,7 @@ class PoolAgent:
         clock: Monotonic.
 
     Attributes:
-        source: For the engine (`engine.ports.KvSource`).
+        source: For the engine (`baton_engine.ports.KvSource`).
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PoolAgent:
 
     @property
     def outlet(self) -> PublishQueue:
-        """For the engine (`engine.ports.BlockOutlet`)."""
+        """For the engine (`baton_engine.ports.BlockOutlet`)."""
         return self._publisher.queue
 
     async def start(self) -> None:

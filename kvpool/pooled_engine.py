@@ -13,8 +13,8 @@ from baton.generation import Prompt
 from baton.hashing import chain_keys, root_key
 from baton.ids import BlockKey, SeqId
 from baton.layout import KvLayout
-from engine.messages import Command, FlushCache, Generate, Prefill, StepEvents
-from engine.ports import EnginePort
+from baton_engine.messages import Command, FlushCache, Generate, Prefill, StepEvents
+from baton_engine.ports import EnginePort
 
 _HASHED_IN_PLACE_TOKENS = 4096
 """Longer prompts are hashed in a thread: the event loop has other things to do for that millisecond."""

@@ -8,7 +8,7 @@ from baton.pages import PublishedPage
 
 
 class PublishQueue:
-    """A `engine.ports.BlockOutlet` that forgets the oldest pages when there are too many: they are the ones most likely to have
+    """A `baton_engine.ports.BlockOutlet` that forgets the oldest pages when there are too many: they are the ones most likely to have
     been handed out again. Pages themselves are not held; see `PublishedPage.generation`.
 
     Offered to by one thread, taken from by another.

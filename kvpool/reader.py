@@ -1,6 +1,6 @@
 """Brings leased blocks from the slab into an engine's pages, layer after layer, while the engine computes.
 
-Implements `engine.ports.KvSource` for a worker: the engine's thread says what it needs and waits for a layer; one thread here
+Implements `baton_engine.ports.KvSource` for a worker: the engine's thread says what it needs and waits for a layer; one thread here
 copies, and compares what has arrived with the checksums of the lease before it says that the layer is there.
 
     engine    begin ─┬─ await 0 ─ compute 0 ─┬─ await 1 ─ compute 1 ─ … ─ finish

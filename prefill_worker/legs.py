@@ -13,7 +13,7 @@ from baton.errors import InvariantError
 from baton.generation import Prompt
 from baton.ids import BlockId, LegId, SeqId, XferId
 from baton.rpc.frames import LegKey, StreamId
-from engine.ports import PageExport
+from baton_engine.ports import PageExport
 from prefill_worker.messages import Submit
 
 OWNER = "prefill"

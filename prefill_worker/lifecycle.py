@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from baton.errors import EngineError, InvariantError
 from baton.ids import WorkerIdentity
 from baton.layout import KvLayout
-from engine.messages import (
+from baton_engine.messages import (
     Abort,
     Failed,
     Prefill,

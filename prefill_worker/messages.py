@@ -7,8 +7,8 @@ from baton.errors import BatonError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import BlockId, LegId, RequestId, SeqId, WorkerIdentity
 from baton.rpc.frames import StreamId
-from engine.messages import Command, SeqEvent
-from engine.ports import LayerDone, PageExport
+from baton_engine.messages import Command, SeqEvent
+from baton_engine.ports import LayerDone, PageExport
 from kv_transfer.outbox_messages import (
     FromDecode,
     HandOver,

@@ -22,8 +22,8 @@ from baton.telemetry.leg_spans import LegSpans
 from baton.telemetry.logs import get_logger
 from baton.telemetry.tracing import NotTraced, Tracer
 from baton.telemetry.worker import WorkerMetrics
-from engine.messages import StepEvents
-from engine.ports import EnginePort
+from baton_engine.messages import StepEvents
+from baton_engine.ports import EnginePort
 from kv_transfer.arena_hashes import Hashing
 from kv_transfer.handshake import Endpoint
 from kv_transfer.outbox_messages import PushDone, Send, StartPush

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from engine.ports import LayerDone, PageExport
+from baton_engine.ports import LayerDone, PageExport
 from prefill_worker.messages import LayerReady
 
 
 class TransferSink:
-    """Passes the engine's exports on to the prefill worker (implements `engine.ports.LayerSink`).
+    """Passes the engine's exports on to the prefill worker (implements `baton_engine.ports.LayerSink`).
 
     Made before the engine, which needs it, and bound when the worker starts; until then nothing is prefilled.
     """

@@ -26,9 +26,9 @@ def lines():
 
 def test_a_text_line_has_time_level_process_component_event_and_fields(lines):
     read = lines()
-    get_logger("engine.loop").info("weights loaded", size_bytes=12, share=0.25, path="a b")
+    get_logger("baton_engine.loop").info("weights loaded", size_bytes=12, share=0.25, path="a b")
     pattern = (
-        r"\d\d:\d\d:\d\d\.\d{3} INFO    decode-0\[\d+\] engine\.loop: weights loaded"
+        r"\d\d:\d\d:\d\d\.\d{3} INFO    decode-0\[\d+\] baton_engine\.loop: weights loaded"
         r' size_bytes=12 share=0\.25 path="a b"'
     )
     assert re.fullmatch(pattern, read()[0])

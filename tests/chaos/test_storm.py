@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.baton_engine.tiny_models import make_model
 from tests.chaos.process import ProcessFaults
 from tests.chaos.storm import Storm, Weather
 from tests.chaos.traffic import End, Reply, Traffic, make_requests
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, assert_at_rest, eventually, serve
-from tests.engine.tiny_models import make_model
 
 NUM_WORKERS = 4
 FLAGS = (

@@ -19,8 +19,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from bench.report import Report
+from tests.baton_engine.tiny_models import make_model
 from tests.e2e.served import serve
-from tests.engine.tiny_models import make_model
 
 FILES = {
     "chat": "tests/api_resources/chat/test_completions.py",

@@ -25,6 +25,17 @@ from baton.ids import (
 )
 from baton.layout import KvLayout
 from baton.rpc.frames import StreamId
+from baton_engine.messages import (
+    Abort,
+    Failed,
+    Generate,
+    PrefillStarted,
+    Released,
+    Reserve,
+    Reserved,
+    Sampled,
+    Start,
+)
 from decode_worker.lifecycle import DecodeLifecycle
 from decode_worker.messages import (
     Cancel,
@@ -35,17 +46,6 @@ from decode_worker.messages import (
     TellFailed,
     TellPrefilled,
     TellTokens,
-)
-from engine.messages import (
-    Abort,
-    Failed,
-    Generate,
-    PrefillStarted,
-    Released,
-    Reserve,
-    Reserved,
-    Sampled,
-    Start,
 )
 from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
-from cluster import cli
+from baton_cluster import cli
 
 READY = re.compile(r"ready on (http://\S+)")
 
@@ -70,7 +70,9 @@ class Served:
 
     def child(self, role: str) -> psutil.Process:
         """The one child that runs `role` (as its command line shows)."""
-        found = [p for p in self.children() if f"cluster.roles {role}" in " ".join(p.cmdline())]
+        found = [
+            p for p in self.children() if f"baton_cluster.roles {role}" in " ".join(p.cmdline())
+        ]
         assert len(found) == 1, [p.cmdline() for p in self.children()]
         return found[0]
 
@@ -91,7 +93,7 @@ def serve(model: str | None, *flags: str) -> Iterator[Served]:
     """
     directory = tempfile.mkdtemp(prefix="baton-e2e-")
     runtime_dir = Path(directory) / "run"
-    command = [sys.executable, "-m", "cluster.cli", "serve", *([model] if model else [])]
+    command = [sys.executable, "-m", "baton_cluster.cli", "serve", *([model] if model else [])]
     command += ["--port", "0", "--runtime-dir", str(runtime_dir), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     shared_before = set(os.listdir("/dev/shm"))

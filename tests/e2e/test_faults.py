@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.baton_engine.tiny_models import make_model
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, assert_at_rest, assert_gone, eventually, serve
-from tests.engine.tiny_models import make_model
 
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32MiB")
 PROMPT = list(range(10, 90))

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, serve
-from tests.engine.tiny_models import make_model, random_prompts
 
 DISAGGREGATED = ("--prefill-workers", "1", "--decode-workers", "1")
 HYBRID = ("--hybrid-workers", "1")

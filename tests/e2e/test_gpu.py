@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kv_transfer.cuda import devices
+from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 from tests.e2e.served import serve
-from tests.engine.tiny_models import make_model, random_prompts
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 17, 64, 65, 300)]
 FLAGS = (

@@ -13,8 +13,8 @@ from baton.errors import TransferError
 from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId, new_xfer_id
 from baton.layout import SPARE_BLOCKS
-from engine.build import BuiltEngine, build_engine
-from engine.messages import (
+from baton_engine.build import BuiltEngine, build_engine
+from baton_engine.messages import (
     Generate,
     Prefill,
     Reserve,
@@ -24,12 +24,12 @@ from engine.messages import (
     Start,
     StepEvents,
 )
-from engine.ports import LayerDone, LayerSink, PageExport
+from baton_engine.ports import LayerDone, LayerSink, PageExport
 from kv_transfer.arena_memory import WorkerMemory
 from kv_transfer.ports import KvWriter, Push
 from kv_transfer.shm import ShmReceiver, ShmSender
+from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
-from tests.engine.tiny_models import make_model, random_prompts
 
 SEQ = SeqId("test/1")
 

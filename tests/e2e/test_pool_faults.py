@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.baton_engine.tiny_models import make_model
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, eventually, serve
-from tests.engine.tiny_models import make_model
 
 PROMPT_TOKENS = 400
 NUM_PROMPTS = 8

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from router.tenants.keys import hash_key
+from tests.baton_engine.tiny_models import make_model
 from tests.e2e.served import Served, eventually, serve
-from tests.engine.tiny_models import make_model
 
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32MiB")
 PROMPT_TOKENS = 400

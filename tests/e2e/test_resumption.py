@@ -11,9 +11,9 @@ import httpx
 import psutil
 import pytest
 
+from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, assert_gone, eventually, serve
-from tests.engine.tiny_models import make_model, random_prompts
 
 FLAGS = ("--decode-workers", "2", "--dtype", "float32", "--kv-cache-memory", "64MiB")
 STREAMS = 50

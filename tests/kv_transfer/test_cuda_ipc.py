@@ -16,7 +16,7 @@ from kv_transfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from kv_transfer.memory import ArenaSpan
 from kv_transfer.page_mover import DriverMover, PageMover, PageRows
 from kv_transfer.ports import KvWriter
-from tests.engine.triton_cases import DEVICE, IS_INTERPRETED, kernels, needs_triton
+from tests.baton_engine.triton_cases import DEVICE, IS_INTERPRETED, kernels, needs_triton
 from tests.kv_transfer.conformance import (
     LAYOUT,
     RECEIVER_BLOCKS,

@@ -13,20 +13,28 @@ from baton.clock import MonotonicClock
 from baton.config.schema import PoolConfig
 from baton.generation import Prompt, SamplingParams
 from baton.ids import SeqId
-from engine.cache.arena import KvArena
-from engine.host import ThreadEngineHost
-from engine.messages import Abort, Failed, Generate, PrefillStarted, Sampled, SeqEvent, StepEvents
-from engine.models.config import kv_layout, load_spec
-from engine.models.loader import load_decoder
-from engine.runner import ModelRunner
-from engine.scheduling.limits import Limits
-from engine.scheduling.scheduler import Scheduler
+from baton_engine.cache.arena import KvArena
+from baton_engine.host import ThreadEngineHost
+from baton_engine.messages import (
+    Abort,
+    Failed,
+    Generate,
+    PrefillStarted,
+    Sampled,
+    SeqEvent,
+    StepEvents,
+)
+from baton_engine.models.config import kv_layout, load_spec
+from baton_engine.models.loader import load_decoder
+from baton_engine.runner import ModelRunner
+from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.scheduler import Scheduler
 from kvpool.agent import PoolAgent
 from kvpool.fake import FakePool
 from kvpool.host_pages import HostPages
 from kvpool.pooled_engine import PooledEngine, PromptKeys
 from kvpool.worker_metrics import PoolMetrics
-from tests.engine.tiny_models import make_model
+from tests.baton_engine.tiny_models import make_model
 from tests.kvpool.agent_world import SOON_S
 from tests.kvpool.arena_world import TIMEOUT_S
 

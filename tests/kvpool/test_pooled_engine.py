@@ -6,7 +6,7 @@ import pytest
 from baton.generation import Prompt, SamplingParams
 from baton.hashing import chain_keys, root_key
 from baton.ids import BlockKey, SeqId
-from engine.messages import Abort, Command, FlushCache, Generate, Prefill, Reserve
+from baton_engine.messages import Abort, Command, FlushCache, Generate, Prefill, Reserve
 from kvpool.pooled_engine import PooledEngine, PromptKeys
 from tests.kvpool.agent_world import until
 from tests.kvpool.arena_world import layout

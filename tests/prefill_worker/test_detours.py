@@ -16,8 +16,8 @@ from baton.ids import (
 )
 from baton.layout import KvLayout
 from baton.rpc.frames import StreamId
-from engine.messages import Prefill, PrefillStarted, Release, Released, Sampled
-from engine.ports import PageExport
+from baton_engine.messages import Prefill, PrefillStarted, Release, Released, Sampled
+from baton_engine.ports import PageExport
 from kv_transfer.messages import Granted, Quiesced
 from kv_transfer.outbox_messages import FromDecode, PeerUp, Send, StartPush
 from kv_transfer.plan import Grant

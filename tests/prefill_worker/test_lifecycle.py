@@ -25,8 +25,8 @@ from baton.ids import (
 )
 from baton.layout import KvLayout
 from baton.rpc.frames import StreamId
-from engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released, Sampled
-from engine.ports import PageExport
+from baton_engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released, Sampled
+from baton_engine.ports import PageExport
 from kv_transfer.messages import AbortRequest, Commit, Committed, Granted, Quiesced, Reserve
 from kv_transfer.outbox_messages import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
 from kv_transfer.plan import Grant

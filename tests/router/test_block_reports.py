@@ -12,7 +12,7 @@ from baton.config.schema import RouterConfig
 from baton.generation import Prompt, SamplingParams
 from baton.hashing import chain_keys, root_key
 from baton.ids import RequestId, Role
-from engine.messages import FlushCache
+from baton_engine.messages import FlushCache
 from router.generator import ClusterGenerator
 from router.index_metrics import IndexMetrics
 from router.ports import GenerationJob

@@ -137,7 +137,7 @@ def test_code_in_a_models_directory_is_not_run(directory: Path):
 def test_a_router_process_reads_a_tokenizer_without_torch(directory: Path):
     script = (
         "import sys; from pathlib import Path\n"
-        "sys.modules['torch'] = None  # as cluster.roles has it\n"
+        "sys.modules['torch'] = None  # as baton_cluster.roles has it\n"
         "from router.tokenizer import Tokenizer\n"
         "Tokenizer.load(Path(sys.argv[1])).close()\n"
         "print(sys.modules['torch'] is not None)\n"

@@ -1,0 +1,301 @@
+"""A child process of the cluster: `python -m baton_cluster.roles ROLE --name NAME --lifeline FD`, started by the launcher.
+
+Here roles become processes, and nowhere else: each role's packages are imported inside its own process only, so that the
+router never pays for torch. What all children share is in `baton_cluster.child`.
+"""
+
+import argparse
+import asyncio
+import socket
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry
+
+from baton.clock import MonotonicClock
+from baton.config.schema import BatonConfig, WorkerConfig
+from baton.ids import Role, WorkerId, WorkerIdentity
+from baton.layout import SPARE_BLOCKS
+from baton.rpc.hello import WorkerHello
+from baton.rpc.worker import WorkerServer, WorkerService
+from baton.telemetry.otel import open_tracer
+from baton.telemetry.tracing import Tracer
+from baton.telemetry.worker import WorkerMetrics
+from baton.version import version
+from baton_cluster.brief_thread import in_brief_thread
+from baton_cluster.child import Child, RoleMain, run
+from baton_cluster.plan import POOL, ROUTER
+from baton_cluster.pooling import WorkerPool, join_pool
+from baton_cluster.runtime_dir import kv_socket
+from kv_transfer.arena_hashes import Hashing, ways_to_hash
+from kv_transfer.arena_memory import WorkerMemory
+from kv_transfer.backends import needed, open_receivers, open_senders
+from kv_transfer.ticket import TicketOffice
+
+if TYPE_CHECKING:
+    from baton_engine.build import BuiltEngine
+    from baton_engine.kernels.pages import PageKernels
+    from baton_engine.ports import EnginePort
+    from prefill_worker.sink import TransferSink
+
+
+async def run_router(child: Child) -> None:
+    """HTTP in front, all workers behind."""
+    # transformers imports torch if it can, which costs every start of a router 2 s and 200 MB. The router only tokenizes
+    # and renders templates, and transformers does that without torch as long as it finds none.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    from router import service
+
+    part = child.assignment.part
+    await service.run(
+        child.assignment.config,
+        sockets=[socket.socket(fileno=fd) for fd in part.http_fds],
+        worker_addresses=part.worker_addresses,
+        pool_addresses=part.pool_addresses,
+        notify=child,
+        stop=child.stop,
+    )
+
+
+async def run_pool(child: Child) -> None:
+    """The pool's node: the blocks that this host's workers share."""
+    from baton_cluster.pool_tenants import open_allowances
+    from kvpool import service
+
+    config, part = child.assignment.config, child.assignment.part
+    async with open_allowances(config.tenants, config.pool.tenant_bytes) as allowances:
+        await service.run(
+            config,
+            identity=WorkerIdentity(worker_id=WorkerId(part.name), incarnation=part.incarnation),
+            address=part.pool_address,
+            peer_address=part.peer_address,
+            region_path=part.region_path,
+            peer_region_path=part.peer_region_path,
+            allowances=allowances,
+            ready=child.ready,
+            stop=child.stop,
+        )
+
+
+async def run_worker(child: Child) -> None:
+    """One engine, and over it the service of each leg that the role serves."""
+    from baton_engine.build import build_engine
+    from prefill_worker.sink import TransferSink
+
+    config, worker = child.assignment.config, _worker_of(child)
+    memory, sink = WorkerMemory(), TransferSink()
+    built = await in_brief_thread(
+        build_engine,
+        config.model,
+        config.engine,
+        secret=bytes.fromhex(config.cluster.secret),
+        memory=memory,
+        sink=sink if worker.role.prefills_for_others else None,
+        progress=child.progress,
+        gpu=worker.gpu,
+        gpu_sharers=worker.gpu_sharers,
+    )
+    metrics, hello = _metrics(built), _hello(child, built)
+    pool = join_pool(child.assignment, built.host, hello, memory, metrics)
+    parts = _Parts(
+        config=config,
+        worker=worker,
+        hello=hello,
+        engine=built.host if pool is None else pool.engine,
+        memory=memory,
+        kernels=built.page_kernels,
+        office=TicketOffice(bytes.fromhex(config.cluster.secret)),
+        sink=sink,
+        metrics=metrics,
+        tracer=open_tracer(config.trace, worker.worker_id, MonotonicClock()),
+        pool=pool,
+    )
+    server = WorkerServer(
+        config=worker,
+        hello=parts.hello,
+        engine=built.host,
+        services=_services(parts),
+        metrics=parts.metrics,
+        version=version(),
+        model=config.model.served_model_name[0],
+    )
+    if pool is not None:
+        await pool.agent.start()
+    await server.start()
+    built.host.start(worker.cores)  # Only now: an event that nobody listens for would end it.
+    await _serve(server, child, worker)
+    parts.engine.close()
+    if pool is not None:
+        await pool.agent.close()
+    await asyncio.to_thread(parts.tracer.close)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What the services of one worker process share."""
+
+    config: BatonConfig
+    worker: WorkerConfig
+    hello: WorkerHello
+    engine: "EnginePort"
+    memory: WorkerMemory
+    kernels: "PageKernels | None"
+    office: TicketOffice
+    sink: "TransferSink"
+    metrics: WorkerMetrics
+    tracer: Tracer
+    pool: WorkerPool | None
+
+    @property
+    def region_blocks(self) -> int:
+        """Pages of the region: those that the engine hands out, and the spare ones."""
+        return self.hello.num_blocks + SPARE_BLOCKS
+
+    def hashes(self) -> Hashing:
+        """How its pages are hashed."""
+        return ways_to_hash(
+            self.memory.span,
+            self.hello.layout,
+            num_blocks=self.region_blocks,
+            kernel=self.kernels.sums if self.kernels is not None else None,
+        )
+
+
+def _hello(child: Child, built: "BuiltEngine") -> WorkerHello:
+    worker, limits = _worker_of(child), built.limits
+    return WorkerHello(
+        identity=WorkerIdentity(
+            worker_id=WorkerId(worker.worker_id), incarnation=child.assignment.part.incarnation
+        ),
+        role=worker.role,
+        layout=built.layout,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        num_blocks=limits.num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        transfer_address=(worker.advertise_address or worker.address)
+        if worker.role.decodes
+        else "",
+    )
+
+
+def _metrics(built: "BuiltEngine") -> WorkerMetrics:
+    limits = built.limits
+    return WorkerMetrics(
+        CollectorRegistry(), block_tokens=limits.block_tokens, num_blocks=limits.num_blocks
+    )
+
+
+def _services(parts: _Parts) -> list[WorkerService]:
+    services: list[WorkerService] = []
+    if parts.worker.role.prefills_for_others:
+        services.append(_prefill(parts))
+    if parts.worker.role.decodes:
+        services.append(_decode(parts))
+    return services
+
+
+def _prefill(parts: _Parts) -> WorkerService:
+    from prefill_worker.service import PrefillWorker
+
+    allowed = parts.config.transfer.backends
+    senders = open_senders(
+        allowed,
+        parts.memory.place,
+        num_blocks=parts.region_blocks,
+        mover=parts.kernels.mover if parts.kernels is not None else None,
+    )
+    return PrefillWorker(
+        engine=parts.engine,
+        sink=parts.sink,
+        hello=parts.hello,
+        senders=senders,
+        hashes=parts.hashes(),
+        office=parts.office,
+        metrics=parts.metrics,
+        clock=MonotonicClock(),
+        tracer=parts.tracer,
+        complete_load=None if parts.pool is None else parts.pool.agent.report,
+        pool=None if parts.pool is None else parts.pool.prompts,
+        pool_after_s=parts.config.transfer.pool_after_s,
+    )
+
+
+def _decode(parts: _Parts) -> WorkerService:
+    from decode_worker.service import DecodeWorker
+
+    receivers = open_receivers(
+        needed(parts.config.transfer.backends, parts.worker.address, parts.memory.place),
+        parts.memory.place,
+        gate_address=partial(_gate_address, parts),
+        layout=parts.hello.layout,
+        num_blocks=parts.region_blocks,
+    )
+    return DecodeWorker(
+        engine=parts.engine,
+        hello=parts.hello,
+        receivers=receivers,
+        hashes=parts.hashes(),
+        office=parts.office,
+        transfer=parts.config.transfer,
+        metrics=parts.metrics,
+        clock=MonotonicClock(),
+        tracer=parts.tracer,
+        complete_load=None if parts.pool is None else parts.pool.agent.report,
+    )
+
+
+def _gate_address(parts: _Parts, backend: str) -> str:
+    """Where peers are let in to the arena: by a Unix socket, or beside the worker's own port."""
+    if parts.worker.address.startswith("unix:") or backend in ("shm", "cuda_ipc"):
+        path = kv_socket(Path(parts.config.cluster.runtime_dir), parts.worker.worker_id)
+        return f"unix:{path}"
+    host = parts.worker.address.rpartition(":")[0]
+    return f"{host}:0"
+
+
+async def _serve(server: WorkerServer, child: Child, worker: WorkerConfig) -> None:
+    """Until asked to stop, or until the engine dies.
+
+    Raises:
+        EngineError: The engine died; the process must end, so that another is started.
+    """
+    child.ready()
+    stopped = asyncio.ensure_future(child.stop.wait())
+    either: list[asyncio.Future[Any]] = [stopped, server.failed]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    if server.failed.done():
+        stopped.cancel()
+        server.failed.result()
+    await server.drain(worker.drain_timeout_s)
+    await server.close()
+
+
+def _worker_of(child: Child) -> WorkerConfig:
+    worker = child.assignment.part.worker
+    assert worker is not None, "every worker has one"
+    return worker
+
+
+ROLES: dict[str, RoleMain] = {
+    ROUTER: run_router,
+    POOL: run_pool,
+    **{role.value: run_worker for role in Role},
+}
+
+
+def main() -> None:
+    """Becomes the child that the arguments name."""
+    parser = argparse.ArgumentParser(prog="baton_cluster.roles")
+    parser.add_argument("role", choices=ROLES)
+    parser.add_argument("--name", required=True, help="for whoever looks at the list of processes")
+    parser.add_argument("--lifeline", type=int, required=True, metavar="FD")
+    arguments = parser.parse_args()
+    run(ROLES[arguments.role], arguments.lifeline)
+
+
+if __name__ == "__main__":
+    main()

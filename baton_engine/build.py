@@ -1,0 +1,230 @@
+"""Puts an engine together: model, arena, runner, scheduler, thread. What a worker process does first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from baton.config.schema import EngineConfig, ModelConfig
+from baton.errors import ConfigError
+from baton.layout import SPARE_BLOCKS, KvLayout
+from baton_engine.cache.arena import KvArena
+from baton_engine.cache.budget import Demand, affordable_on_cpu, affordable_on_gpu, num_blocks
+from baton_engine.compiling import check_compile, compile_glue
+from baton_engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
+from baton_engine.graphs import CudaGraphs, DecodeGraphs
+from baton_engine.host import ThreadEngineHost
+from baton_engine.kernels.pages import PageKernels, page_kernels
+from baton_engine.kernels.ports import BatchInvariant
+from baton_engine.kernels.reference import ReferenceKernels
+from baton_engine.kernels.select import check_deterministic, check_quantization, choose_kv_dtype
+from baton_engine.models.checkpoint import read_checkpoint
+from baton_engine.models.config import (
+    ModelSpec,
+    choose_dtype,
+    is_widened,
+    kv_layout,
+    load_spec,
+    pinned,
+    quantised,
+    resolve_model,
+)
+from baton_engine.models.decoder import Decoder
+from baton_engine.models.loader import load_decoder
+from baton_engine.ports import ArenaMemory, LayerSink
+from baton_engine.runner import ModelRunner
+from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.policy import SchedulingPolicy
+from baton_engine.scheduling.scheduler import Scheduler
+
+CPU_BLOCK_TOKENS = 16
+GPU_BLOCK_TOKENS = 64
+
+Progress = Callable[[str, float | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    """An engine that is ready to start.
+
+    Attributes:
+        host: The engine; attach its owners, then `start` it.
+        layout: Shape of its KV pages.
+        limits: What it takes.
+        page_kernels: Move and check its pages where they lie on a GPU; None otherwise.
+    """
+
+    host: ThreadEngineHost
+    layout: KvLayout
+    limits: Limits
+    page_kernels: PageKernels | None
+
+
+def build_engine(
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    secret: bytes,
+    memory: ArenaMemory,
+    sink: LayerSink | None,
+    progress: Progress,
+    gpu: int = 0,
+    gpu_sharers: int = 1,
+) -> BuiltEngine:
+    """Loads the model and takes the memory for its KV pages. Blocks, for minutes with a large model.
+
+    Args:
+        model: Which model and how to hold it.
+        config: The engine's limits.
+        secret: The cluster secret, 32 bytes.
+        memory: Gives the bytes of the KV region.
+        sink: Told when pages of a layer are complete; None where nothing is handed over.
+        progress: Called with what is being done and the fraction that is done, where one is known.
+        gpu: Index of the GPU to compute on, where it is to be one.
+        gpu_sharers: Workers on that GPU.
+
+    Raises:
+        ModelLoadError: The model cannot be served.
+        ConfigError: A limit contradicts the model, or the device is not there.
+        OutOfMemoryError: The KV region does not fit this machine.
+    """
+    torch.set_num_threads(config.num_threads or torch.get_num_threads())
+    progress("reading the model's files", None)
+    choice = _choose(model, config, gpu)
+    limits = _limits(model, config, choice, gpu_sharers)
+    pages = limits.num_blocks + SPARE_BLOCKS
+    given = memory.allocate(choice.layout.region_bytes(pages), choice.device.index)
+    arena = KvArena(choice.layout, pages, arena_buffer(given))
+    progress("preparing kernels", None)
+    decoder = load_decoder(
+        choice.path,
+        choice.spec,
+        choice.dtype,
+        choice.device,
+        progress,
+        quantization=model.quantization,
+        kv_dtype=choice.kv_dtype,
+        fixed_rows=config.deterministic,
+    )
+    if config.compile:
+        decoder = compile_glue(decoder)
+    apart = config.deterministic and not isinstance(decoder.kernels, BatchInvariant)
+    graphs = _graphs(decoder, arena, limits, config)
+    host = ThreadEngineHost(
+        _scheduler(limits, choice, config, secret),
+        ModelRunner(decoder, arena, sink, graphs, one_by_one=apart),
+        ahead=choice.device.type != "cpu" if config.plan_ahead is None else config.plan_ahead,
+    )
+    return BuiltEngine(
+        host=host, layout=choice.layout, limits=limits, page_kernels=page_kernels(arena)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What is to be served, and how it is held; decided before anything large is read."""
+
+    path: Path
+    device: torch.device
+    spec: ModelSpec
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    layout: KvLayout
+
+
+def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
+    device = choose_device(config.device, gpu)
+    check_compile(config, device)
+    path = resolve_model(model.model, model.revision)
+    spec = load_spec(path)
+    dtype = choose_dtype(spec, model.dtype, device)
+    check_quantization(model.quantization, device, dtype)
+    spec = quantised(spec, model.quantization)
+    if config.deterministic:
+        check_deterministic(device, dtype)
+        spec = pinned(spec, gpu_kind(device))
+    widened = is_widened(spec, model.dtype, dtype)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device, widened=widened)
+    return _Choice(
+        path=path,
+        device=device,
+        spec=spec,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        layout=kv_layout(spec, kv_dtype, config.block_size or _block_tokens(device)),
+    )
+
+
+def _scheduler(limits: Limits, choice: _Choice, config: EngineConfig, secret: bytes) -> Scheduler:
+    return Scheduler(
+        limits,
+        layout=choice.layout,
+        secret=secret,
+        eos_ids=choice.spec.eos_token_ids,
+        enable_prefix_caching=config.enable_prefix_caching,
+        policy=SchedulingPolicy(
+            tbt_s=config.tbt_target_s,
+            prefill_order=config.prefill_order,
+            preemption=config.preemption,
+            output_headroom=config.output_headroom,
+        ),
+    )
+
+
+def _graphs(
+    decoder: Decoder, arena: KvArena, limits: Limits, config: EngineConfig
+) -> DecodeGraphs | None:
+    """None where kernels cannot be captured: on a CPU, and where torch serves for them."""
+    asks_host = isinstance(decoder.kernels, ReferenceKernels)
+    if decoder.device.type != "cuda" or asks_host or not config.cuda_graphs:
+        return None
+    with computing_on(decoder.device):
+        return DecodeGraphs(
+            decoder,
+            arena,
+            most_rows=limits.seats,
+            table_width=limits.num_blocks_for(limits.max_model_len),
+            backend=CudaGraphs(),
+        )
+
+
+def _block_tokens(device: torch.device) -> int:
+    return GPU_BLOCK_TOKENS if device.type == "cuda" else CPU_BLOCK_TOKENS
+
+
+def _affordable(choice: _Choice, config: EngineConfig, sharers: int) -> int:
+    """Bytes that pages may take unasked."""
+    if choice.device.type == "cpu":
+        return affordable_on_cpu(config, psutil.virtual_memory().available)
+    return affordable_on_gpu(
+        config,
+        total_bytes=weigh_gpu(choice.device),
+        weights_bytes=read_checkpoint(choice.path).num_elements * choice.dtype.itemsize,
+        sharers=sharers,
+    )
+
+
+def _limits(model: ModelConfig, config: EngineConfig, choice: _Choice, sharers: int) -> Limits:
+    spec, layout = choice.spec, choice.layout
+    longest = spec.max_position_embeddings
+    if model.max_model_len is not None and model.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len is {model.max_model_len}, but the model was made for {longest} tokens",
+            param="model.max_model_len",
+        )
+    max_model_len = model.max_model_len or longest
+    demand = Demand(
+        layout=layout,
+        max_model_len=max_model_len,
+        affordable_bytes=_affordable(choice, config, sharers),
+    )
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_tokens=layout.block_tokens,
+        num_blocks=num_blocks(config, demand),
+        vocab_size=spec.vocab_size,
+    )

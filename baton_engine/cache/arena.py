@@ -1,0 +1,89 @@
+"""The memory that KV pages live in: one arena per layer, laid over bytes that somebody else owns.
+
+The bytes come from `ArenaMemory`, shared with other processes where pages are handed over; nothing is copied.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from baton.ids import BlockId
+from baton.layout import KvLayout
+from baton_engine.crossing import Crossing, Parcel
+from baton_engine.kernels.reference import copy_pages
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+
+
+class KvArena:
+    """Torch views over the KV region of one worker.
+
+    Args:
+        layout: Shape of the pages.
+        num_blocks: Pages per layer.
+        buffer: At least `layout.region_bytes(num_blocks)` writable bytes: host memory, or a tensor `[size_bytes]` uint8 on the
+            model's device. Must outlive the arena.
+
+    Raises:
+        ValueError: The buffer is too small or read-only.
+    """
+
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, buffer: memoryview | torch.Tensor
+    ) -> None:
+        size = layout.region_bytes(num_blocks)
+        readonly = isinstance(buffer, memoryview) and buffer.readonly
+        if readonly or buffer.nbytes < size:
+            raise ValueError(
+                f"an arena of {num_blocks} pages needs {size} writable bytes, "
+                f"not {buffer.nbytes} {'read-only' if readonly else 'writable'} ones"
+            )
+        self.layout = layout
+        self.num_blocks = num_blocks
+        flat = _as_tensor(buffer)[:size].view(_DTYPES[layout.dtype])
+        shape = (num_blocks, layout.num_kv_heads, 2, layout.block_tokens, layout.head_dim)
+        whole = flat.view(len(layout.layers), *shape)  # as `KvLayout.layer_offset` has it
+        self._layers = tuple(whole[index] for index in range(len(layout.layers)))
+        self._crossing = Crossing(self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the pages hold."""
+        return _DTYPES[self.layout.dtype]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages lie."""
+        return self._layers[0].device
+
+    def page_bytes(self, index: int) -> torch.Tensor:
+        """One layer's pages as bytes, `[num_blocks, page_layer_bytes]` uint8; a view, never a copy."""
+        return self._layers[index].view(self.num_blocks, -1).view(torch.uint8)
+
+    def layer(self, index: int) -> torch.Tensor:
+        """One layer's pages, `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]`; a view, never a copy."""
+        return self._layers[index]
+
+    def copy_pages(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Copies whole pages (source, target) in every layer; no page is both a source and a target."""
+        if not pairs:
+            return
+        parcel = Parcel()
+        sources, targets = (
+            parcel.add(np.array(blocks, np.int64)) for blocks in zip(*pairs, strict=True)
+        )
+        self._crossing.send(parcel)
+        for pages in self._layers:
+            copy_pages(pages, sources.tensor, targets.tensor)
+
+
+def _as_tensor(buffer: memoryview | torch.Tensor) -> torch.Tensor:
+    return (
+        buffer if isinstance(buffer, torch.Tensor) else torch.frombuffer(buffer, dtype=torch.uint8)
+    )

@@ -1,0 +1,126 @@
+"""Chooses the kernels for a device: the one place that knows which implementations exist."""
+
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from baton.errors import ConfigError
+from baton_engine.kernels.cpu import SUPPORTED_DTYPES, CpuKernels
+from baton_engine.kernels.cpu_library import load_library
+from baton_engine.kernels.cpu_matmul import multiplies_int8
+from baton_engine.kernels.ports import KernelSet
+from baton_engine.kernels.reference import ReferenceKernels
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WITH_FP8 = (8, 9)
+
+
+def select_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    cache_dir: Path | None = None,
+    *,
+    deterministic: bool = False,
+) -> KernelSet:
+    """The fastest kernels that run here; may block for some seconds while they are built.
+
+    Args:
+        device: Where activations and pages are.
+        dtype: Of both.
+        cache_dir: Where built kernels are kept; None for one in the user's home.
+        deterministic: On a GPU, take those whose results do not depend on the batch (`check_deterministic`).
+    """
+    if device.type == "cpu" and dtype in SUPPORTED_DTYPES:
+        library = load_library(cache_dir)
+        if library is not None:
+            return CpuKernels(library, dtype)
+    if device.type == "cuda" and find_spec("triton") is None:
+        logger.warning("Triton is not installed, torch serves instead: it is many times slower")
+    elif device.type == "cuda":
+        from baton_engine.kernels import gpu
+
+        if dtype in gpu.SUPPORTED_DTYPES:
+            if deterministic:
+                return gpu.InvariantTritonKernels()
+            properties = torch.cuda.get_device_properties(device)
+            return gpu.TritonKernels(properties.multi_processor_count)
+    return ReferenceKernels()
+
+
+def choose_kv_dtype(
+    asked: str, dtype: torch.dtype, device: torch.device, *, widened: bool = False
+) -> torch.dtype:
+    """What KV pages hold.
+
+    Args:
+        asked: `auto` or `fp8_e4m3`.
+        dtype: Of the activations.
+        device: Where pages are.
+        widened: The model is one of bfloat16, and `dtype` is float32 only because the processor multiplies nothing narrower
+            (`choose_dtype`). Its pages then stay bfloat16, as they would be elsewhere: half the memory to read per token and
+            to hand over.
+
+    Raises:
+        ConfigError: The GPU has no numbers of 8 bits.
+    """
+    if asked == "auto":
+        return torch.bfloat16 if widened else dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FP8:
+        raise ConfigError(
+            f"kv_cache_dtype {asked} needs a GPU of compute capability 8.9 or later, "
+            f"which {torch.cuda.get_device_name(device)} is not",
+            param="engine.kv_cache_dtype",
+        )
+    return torch.float8_e4m3fn
+
+
+def check_deterministic(device: torch.device, dtype: torch.dtype) -> None:
+    """Says whether a request can be given the same bits in any batch here.
+
+    Args:
+        device: Where steps are computed.
+        dtype: Of the activations.
+
+    Raises:
+        ConfigError: They cannot: on a GPU only Triton's kernels of 16 bits keep rows apart; the message says what is missing.
+    """
+    if device.type == "cpu":
+        return
+    missing = ""
+    if find_spec("triton") is None:
+        missing = "needs Triton, which is not installed"
+    elif dtype not in (torch.float16, torch.bfloat16):
+        missing = f"computes in float16 or bfloat16, not in {_name(dtype)}"
+    if missing:
+        raise ConfigError(f"deterministic on {device.type} {missing}", param="engine.deterministic")
+
+
+def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Says whether weights can be held so here; may block for some seconds while kernels are built.
+
+    Args:
+        quantization: `none` or `int8`.
+        device: Where products are computed.
+        dtype: Of the activations.
+
+    Raises:
+        ConfigError: They cannot; the message says what is missing.
+    """
+    if quantization == "none":
+        return
+    missing = ""
+    if device.type != "cpu":
+        missing = f"runs on CPUs, not on {device.type}"
+    elif dtype not in SUPPORTED_DTYPES:
+        missing = f"computes in float32 or bfloat16, not in {_name(dtype)}"
+    elif not multiplies_int8():
+        missing = "needs a processor with AVX-512 VNNI, and a C++ compiler at the first start"
+    if missing:
+        raise ConfigError(f"quantization {quantization} {missing}", param="model.quantization")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

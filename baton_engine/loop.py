@@ -1,0 +1,231 @@
+"""The engine's loop: commands in, one step after the other, events out. Synchronous; one thread runs it (`baton_engine.host`).
+
+With `ahead`, the next step is planned and launched before the outcome of the last one is waited for, where that can be:
+
+    runner  |      step n      |     step n+1     |     step n+2     |
+    loop     plan n+1, wait ... tell n, plan n+2 ... tell n+1, plan n+3
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import NoReturn
+
+from baton.clock import Clock
+from baton_engine.messages import Command, SeqEvent, StepEvents
+from baton_engine.ports import BlockOutlet, KvSource
+from baton_engine.row_by_row import execute_row_by_row
+from baton_engine.scheduling.plan import Launched, StepPlan, StepResult, StepRunner
+from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.step_times import StepTimes
+
+logger = logging.getLogger(__name__)
+
+INTEGRITY_CHECK_AFTER_S = 1.0
+"""Idle for this long, the loop checks the scheduler's books once; a check is too dear to delay the next request by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """A step that was handed to the runner, when, what waits for its outcome, and whether the runner took it."""
+
+    plan: StepPlan
+    begun_s: float
+    collect: Launched
+    is_under_way: bool = True
+
+
+class EngineLoop:
+    """Drains commands, schedules, executes, applies, tells; sleeps on its inbox when nothing can run.
+
+    A row that the runner reports as failed ends its own sequence. A step that raises is executed again row by row, so that
+    only the sequences that cannot be computed fail. Any other exception ends the loop and stays visible in `failure`.
+
+    Args:
+        scheduler: Owned by the loop from now on.
+        runner: Computes the steps.
+        emit: Receives the events, on the thread that runs the loop. What is known before a step is told before it runs,
+            so that a hand-off can be prepared while the step computes.
+        clock: For `progress_s`.
+        ahead: Launch a step that can be planned ahead behind the one that is computed. A command that comes meanwhile waits
+            for both.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        emit: Callable[[StepEvents], None],
+        clock: Clock,
+        *,
+        ahead: bool = False,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._emit = emit
+        self._clock = clock
+        self._inbox: SimpleQueue[Command | None] = SimpleQueue()
+        self._runs_ahead = ahead
+        self._next: _Begun | None = None
+        self._times = StepTimes()
+        self._busy_since_s: float | None = None
+        self._failure: BaseException | None = None
+        self._is_closing = False
+        self._outlet: BlockOutlet | None = None
+
+    def connect_pool(self, source: KvSource, outlet: BlockOutlet) -> None:
+        """Blocks are fetched from `source` and offered to `outlet` from now on. Before `run`."""
+        self._scheduler.fetch_from(source)
+        self._runner.fetch_from(source)
+        self._scheduler.note_published()
+        self._outlet = outlet
+
+    def submit(self, command: Command) -> None:
+        """Queues a command from any thread."""
+        self._inbox.put(command)
+
+    def close(self) -> None:
+        """Ends the loop, from any thread, after the step in flight."""
+        self._inbox.put(None)
+
+    def progress_s(self) -> float | None:
+        """Seconds since the last sign of progress while there is work; None when idle."""
+        since = self._busy_since_s
+        return None if since is None else max(0.0, self._clock.now_s() - since)
+
+    def failure(self) -> BaseException | None:
+        """What ended the loop; None while it lives or after it was closed."""
+        return self._failure
+
+    def run(self) -> None:
+        """Runs until closed or broken. Blocks; never raises."""
+        try:
+            while not self._is_closing:
+                if not self.turn() and not self._is_closing:
+                    self._await_command()
+        except BaseException as error:
+            logger.critical("the engine loop ended", exc_info=error)
+            self._failure = error
+
+    def _await_command(self) -> None:
+        """Blocks until there is something to do."""
+        self._busy_since_s = None
+        try:
+            command = self._inbox.get(timeout=INTEGRITY_CHECK_AFTER_S)
+        except Empty:
+            self._scheduler.check_integrity()
+            command = self._inbox.get()
+        self._busy_since_s = self._clock.now_s()
+        self._tell(self._scheduler.step, self._take(command))
+
+    def turn(self) -> bool:
+        """One turn: takes the commands that are there, computes at most one step.
+
+        Returns:
+            Whether a step was computed; if not, nothing will change before another command comes.
+        """
+        begun, self._next = self._next or self._begin(), None
+        if begun is None:
+            return False
+        self._next = self._begin_ahead() if begun.is_under_way else None
+        self._finish(begun)
+        return True
+
+    def _begin(self) -> _Begun | None:
+        """The next step, with all that is known; None where nothing can run."""
+        events = self._drain()
+        if self._is_closing:
+            return None
+        plan, started = self._scheduler.schedule()
+        self._tell(self._scheduler.step, events + started)
+        return None if plan is None else self._hand_over(plan)
+
+    def _begin_ahead(self) -> _Begun | None:
+        """The step after the one in flight; None where it has to wait for that one, or somebody asks for something."""
+        if not self._runs_ahead or not self._inbox.empty():
+            return None
+        plan = self._scheduler.plan_ahead()
+        return None if plan is None else self._hand_over(plan)
+
+    def _hand_over(self, plan: StepPlan) -> _Begun:
+        self._busy_since_s = begun_s = self._clock.now_s()
+        if not self._runs_ahead:
+            return _Begun(plan=plan, begun_s=begun_s, collect=partial(self._runner.execute, plan))
+        try:
+            return _Begun(plan=plan, begun_s=begun_s, collect=self._runner.launch(plan))
+        except Exception as error:  # noqa: BLE001 - raised again where the outcome is asked for
+            told = partial(_raise, error)
+            return _Begun(plan=plan, begun_s=begun_s, collect=told, is_under_way=False)
+
+    def _finish(self, begun: _Begun) -> None:
+        plan = begun.plan
+        try:
+            result = begun.collect()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other rows
+            logger.warning("step %d failed, its rows are computed anew: %s", plan.step, error)
+            self._withdraw_next()
+            if plan.follows:
+                self._scheduler.withdraw(plan)  # what ended meanwhile is not to be computed again
+                self._tell(plan.step, [], always=True)
+                return
+            result = execute_row_by_row(self._runner, plan)
+        self._busy_since_s = now_s = self._clock.now_s()
+        seconds = self._times.ended(plan, begun_s=begun.begun_s, now_s=now_s)
+        self._scheduler.measured(plan, result, seconds)
+        events = self._fail_rows(plan, result) + self._scheduler.apply(plan, result)
+        self._tell(plan.step, events, always=bool(plan.follows))
+        self._publish()
+
+    def _withdraw_next(self) -> None:
+        """The step that was launched behind one that failed means nothing."""
+        following, self._next = self._next, None
+        if following is None:
+            return
+        try:
+            following.collect()  # until then it may be writing
+        except Exception as error:  # noqa: BLE001 - its rows are computed anew
+            logger.warning("step %d failed too: %s", following.plan.step, error)
+        self._scheduler.withdraw(following.plan)
+
+    def _drain(self) -> list[SeqEvent]:
+        events: list[SeqEvent] = []
+        while not self._is_closing:
+            try:
+                command = self._inbox.get_nowait()
+            except Empty:
+                break
+            events += self._take(command)
+        return events
+
+    def _take(self, command: Command | None) -> list[SeqEvent]:
+        if command is None:
+            self._is_closing = True
+            return []
+        return self._scheduler.handle(command, self._clock.now_s())
+
+    def _tell(self, step: int, events: list[SeqEvent], *, always: bool = False) -> None:
+        """With `always`, also where there is nothing to tell but the load: a step of which nobody is left lets go of pages."""
+        blocks = self._scheduler.take_block_changes()
+        if events or blocks is not None or always:
+            load = self._times.put_into(self._scheduler.load())
+            self._emit(StepEvents(step=step, events=tuple(events), load=load, blocks=blocks))
+
+    def _publish(self) -> None:
+        if self._outlet is not None and (pages := self._scheduler.take_published()):
+            self._outlet.offer(pages)
+
+    def _fail_rows(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
+        """Only once all rows are computed: failing one sample takes the pages of its siblings."""
+        events: list[SeqEvent] = []
+        for place, error in result.failed:
+            seq = plan.rows[place].seq
+            if failed := self._scheduler.fail(seq, error):
+                logger.error("sequence %s failed in step %d: %s", seq.seq_id, plan.step, error)
+            events += failed
+        return events
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -1,0 +1,164 @@
+"""The safetensors files of a model directory: which tensor is where, and what it looks like. No weights are read here
+beyond a sample for the fingerprint."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from baton.errors import ModelLoadError
+from baton_engine.models.json_fields import read_json_fields
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_SAMPLE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Where one tensor lies and how it is stored; `dtype` in safetensors' names (`F32`, `BF16`, …)."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """All tensors of one model directory."""
+
+    path: Path
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, sorted by name."""
+        return tuple(sorted({tensor.file for tensor in self.tensors.values()}))
+
+    @property
+    def num_elements(self) -> int:
+        """Of all tensors together."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    def require(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """The tensor of that name.
+
+        Raises:
+            ModelLoadError: It is missing or has another shape.
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise ModelLoadError(f"{self.path}: tensor {name} is missing from the weights")
+        if tensor.shape != shape:
+            raise ModelLoadError(
+                f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, "
+                f"but config.json asks for {list(shape)}"
+            )
+        return tensor
+
+
+class TensorView(Protocol):
+    """A tensor that has not been read; safetensors ships without types."""
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+
+    def get_dtype(self) -> str:
+        """Its dtype in safetensors' names."""
+
+
+class OpenFile(Protocol):
+    """What is used of an open safetensors file."""
+
+    def keys(self) -> list[str]:
+        """Names of the tensors."""
+
+    def get_slice(self, name: str) -> TensorView:
+        """Looks at a tensor without reading it."""
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Reads a tensor."""
+
+
+@contextmanager
+def open_safetensors(file: Path) -> Iterator[OpenFile]:
+    """Maps one file, turning every way it can be broken into one clear line.
+
+    Raises:
+        ModelLoadError: The file is missing, truncated or not safetensors.
+    """
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except FileNotFoundError:
+        raise ModelLoadError(f"{file} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{file} is corrupt or truncated: {error}") from error
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads the headers of a model directory's safetensors, one file or sharded by an index.
+
+    Raises:
+        ModelLoadError: No weights, a shard is missing or corrupt, or a tensor is not where the index says.
+    """
+    index_file = path / INDEX_FILE
+    if index_file.exists():
+        return Checkpoint(path=path, tensors=_read_sharded(path, index_file))
+    if (path / SINGLE_FILE).exists():
+        return Checkpoint(path=path, tensors=_read_header(path / SINGLE_FILE))
+    raise ModelLoadError(f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def fingerprint(checkpoint: Checkpoint, config: dict[str, object]) -> str:
+    """A digest by which two workers know that they hold the same model.
+
+    Covers the config, every tensor's name, shape and dtype, the files' sizes, and the first and last bytes of each file,
+    because two fine-tunes of one model differ in nothing else.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        digest.update(repr((name, tensor.shape, tensor.dtype)).encode())
+    for file in checkpoint.files:
+        size_bytes = file.stat().st_size
+        digest.update(size_bytes.to_bytes(8, "little"))
+        with file.open("rb") as stream:
+            digest.update(stream.read(_SAMPLE_BYTES))
+            stream.seek(max(0, size_bytes - _SAMPLE_BYTES))
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _read_sharded(path: Path, index_file: Path) -> dict[str, StoredTensor]:
+    weight_map = read_json_fields(index_file).child("weight_map")
+    file_of = {name: weight_map.text(name) for name in weight_map.values}
+    found: dict[str, StoredTensor] = {}
+    for file_name in sorted(set(file_of.values())):
+        if Path(file_name).name != file_name:
+            raise ModelLoadError(f"{index_file} names a file outside its directory: {file_name!r}")
+        found.update(_read_header(path / file_name))
+    for name, file_name in file_of.items():
+        if name not in found or found[name].file.name != file_name:
+            raise ModelLoadError(
+                f"{path / file_name} does not hold tensor {name}, as the index says"
+            )
+    return found
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    with open_safetensors(file) as handle:
+        for name in handle.keys():  # noqa: SIM118 - an open file is not iterable
+            view = handle.get_slice(name)
+            tensors[name] = StoredTensor(
+                file=file, shape=tuple(view.get_shape()), dtype=view.get_dtype()
+            )
+    return tensors

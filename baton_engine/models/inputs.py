@@ -1,0 +1,181 @@
+"""Builds a step's flat tensors from the rows that the scheduler planned.
+
+Buffers are kept from step to step and only grow. Nothing here runs per token in Python: rows are spliced into the
+buffers, and slots follow for all tokens at once from positions and block tables.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from baton.errors import EngineError
+from baton_engine.crossing import Crossing
+from baton_engine.kernels.ports import PagedBatch
+from baton_engine.kernels.splits import SplitRule, Splits
+from baton_engine.models.decoder import DecoderInput
+from baton_engine.scheduling.plan import Row
+
+_Integer = TypeVar("_Integer", np.int32, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unseen:
+    """Tokens that the device draws and the host has not seen yet.
+
+    Attributes:
+        tokens: `[num_draws]` int64 on the device: those of the step before; negative where none could be drawn.
+        places: Of each row, which of them it computes.
+    """
+
+    tokens: torch.Tensor
+    places: tuple[int, ...]
+
+
+class InputBuilder:
+    """Makes one `DecoderInput` at a time; the next call overwrites what the last one's tensors look at.
+
+    Args:
+        block_tokens: Tokens per page.
+        num_blocks: Pages of the arena.
+        device: Where the tensors go.
+        split_rule: How the kernels want the contexts of decodes to be cut, if they do.
+        one_by_one: Give each token a row of its own, as if it were decoded: which tokens are computed together then changes
+            nothing for any of them.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        num_blocks: int,
+        device: torch.device,
+        split_rule: SplitRule | None = None,
+        *,
+        one_by_one: bool = False,
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._num_blocks = num_blocks
+        self._crossing = Crossing(device)
+        self._split_rule = split_rule
+        self._one_by_one = one_by_one
+        self._tokens = np.zeros(0, np.int64)
+        self._positions = np.zeros(0, np.int64)
+        self._tables = np.zeros(0, np.int32)
+
+    def build(
+        self, rows: Sequence[Row], pad_to: int = 0, unseen: Unseen | None = None
+    ) -> DecoderInput:
+        """The step's tensors.
+
+        Args:
+            rows: Who computes what.
+            pad_to: Add rows of one token up to so many, if there are fewer: they have no context and no page.
+            unseen: Where the tokens are that rows of one token compute; None where their sequences have them.
+
+        Raises:
+            EngineError: A row is empty, or its pages do not cover its tokens.
+        """
+        for row in rows:
+            self._check(row, num_unseen=0 if unseen is None else 1)
+        padding = max(0, pad_to - len(rows))
+        lengths = np.array([row.num_tokens for row in rows] + [1] * padding, np.int64)
+        starts = np.zeros(len(lengths) + 1, np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        tokens, positions = self._splice(rows, int(starts[-1]))
+        tables = self._fill_tables(rows, padding)
+        slots = self._slots(positions, np.repeat(np.arange(len(lengths)), lengths), tables)
+        slots[len(slots) - padding :] = -1
+        contexts = np.array([row.start + row.num_tokens for row in rows] + [0] * padding, np.int32)
+        last = [int(starts[i + 1]) - 1 for i, row in enumerate(rows) if row.samples]
+        scored = [
+            np.arange(row.num_scored) + starts[i] for i, row in enumerate(rows) if row.num_scored
+        ]
+        wanted = np.concatenate((np.array(last, np.int64), *scored))
+        if self._one_by_one:
+            contexts = np.where(slots < 0, 0, positions + 1).astype(np.int32)
+            tables = np.repeat(tables, lengths, axis=0)
+            lengths = np.ones(len(tokens), np.int64)
+            starts = np.arange(len(tokens) + 1, dtype=np.int32)
+        pieces = self._pieces(lengths, contexts)
+        places = () if unseen is None else (np.array(unseen.places, np.int64),)
+        sent = self._crossing.send_all(
+            [tokens, positions, slots, starts, contexts, tables, wanted, *pieces, *places]
+        )
+        if unseen is not None:
+            # A row without a token has failed, which the host will see; until then it computes some token.
+            sent[0][: len(rows)] = unseen.tokens[sent[-1]].clamp_(min=0)
+        return DecoderInput(
+            tokens=sent[0],
+            positions=sent[1],
+            batch=PagedBatch(
+                slots=sent[2],
+                query_starts=sent[3],
+                context_lens=sent[4],
+                block_tables=sent[5],
+                splits=Splits(row_of_piece=sent[7], first_piece=sent[8]) if pieces else None,
+            ),
+            logit_tokens=sent[6],
+        )
+
+    def _pieces(
+        self, lengths: NDArray[np.int64], contexts: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], ...]:
+        """`row_of_piece` and `first_piece` of the leading decodes; nothing where none are cut."""
+        decodes = int(np.cumprod(lengths == 1).sum())
+        if self._split_rule is None or not decodes:
+            return ()
+        return self._split_rule.cut(contexts[:decodes])
+
+    def _check(self, row: Row, *, num_unseen: int) -> None:
+        end = row.start + row.num_tokens
+        if row.num_tokens < 1 or row.start < 0 or end > len(row.seq.tokens) + num_unseen:
+            raise EngineError(
+                f"row of {row.seq.seq_id} asks for tokens {row.start} to {end} of {len(row.seq.tokens)}"
+            )
+        if len(row.seq.blocks) * self._block_tokens < end:
+            raise EngineError(
+                f"{len(row.seq.blocks)} pages of {row.seq.seq_id} do not cover {end} tokens"
+            )
+
+    def _splice(
+        self, rows: Sequence[Row], total: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        self._tokens, self._positions = _grown(self._tokens, total), _grown(self._positions, total)
+        begin = 0
+        for row in rows:
+            end, stop = begin + row.num_tokens, row.start + row.num_tokens
+            known = row.seq.tokens[row.start : stop]  # all but one that is unseen
+            self._tokens[begin : begin + len(known)] = known
+            self._positions[begin:end] = np.arange(row.start, stop)
+            begin = end
+        self._tokens[begin:total] = 0
+        self._positions[begin:total] = 0
+        return self._tokens[:total], self._positions[:total]
+
+    def _fill_tables(self, rows: Sequence[Row], padding: int) -> NDArray[np.int32]:
+        needed = [-(-(row.start + row.num_tokens) // self._block_tokens) for row in rows]
+        width = max(needed)
+        total = len(rows) + padding
+        self._tables = _grown(self._tables, total * width)
+        tables = self._tables[: total * width].reshape(total, width)
+        tables[len(rows) :] = 0
+        for table, row, count in zip(tables, rows, needed, strict=False):
+            table[:count] = row.seq.blocks[:count]
+            table[count:] = 0
+        if int(tables.max()) >= self._num_blocks or int(tables.min()) < 0:
+            raise EngineError(f"a block table names a page outside the arena's {self._num_blocks}")
+        return tables
+
+    def _slots(
+        self, positions: NDArray[np.int64], row_of: NDArray[np.int64], tables: NDArray[np.int32]
+    ) -> NDArray[np.int64]:
+        blocks = tables[row_of, positions // self._block_tokens].astype(np.int64)
+        return blocks * self._block_tokens + positions % self._block_tokens
+
+
+def _grown(buffer: NDArray[_Integer], size: int) -> NDArray[_Integer]:
+    """`buffer`, or a larger one whose contents do not matter."""
+    return buffer if len(buffer) >= size else np.zeros(max(size, 2 * len(buffer)), buffer.dtype)

@@ -1,0 +1,257 @@
+"""Reads a checkpoint's weights into a `Decoder`: at the start of every worker, once.
+
+Files are mapped, and each matrix is put together and repacked before the next one is read, so that loading takes the memory
+of the model plus one matrix. Queries, keys and values become one matrix, gate and up another.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from baton.errors import ModelLoadError
+from baton_engine.kernels.cpu_matmul import streams_bfloat16
+from baton_engine.kernels.ports import HeadNorms, KernelSet
+from baton_engine.kernels.select import select_kernels
+from baton_engine.layers.attention import PagedSelfAttention
+from baton_engine.layers.embedding import Embedding, LanguageHead
+from baton_engine.layers.fixed_rows import pack_fixed
+from baton_engine.layers.linear import Linear, Projection, pack
+from baton_engine.layers.mlp import GatedMlp
+from baton_engine.layers.norm import RmsNorm
+from baton_engine.layers.rotary import RotaryEmbedding
+from baton_engine.models.checkpoint import Checkpoint, OpenFile, open_safetensors, read_checkpoint
+from baton_engine.models.config import ModelSpec
+from baton_engine.models.decoder import Decoder, DecoderLayer
+from baton_engine.models.kv_scales import layer_scales
+from baton_engine.models.whole_layers import whole_layers
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+Progress = Callable[[str, float], None]
+"""Told what is being done and the fraction of it that is done, 0 to 1."""
+
+
+def load_decoder(
+    path: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    kernels: KernelSet | None = None,
+    quantization: str = "none",
+    kv_dtype: torch.dtype | None = None,
+    fixed_rows: bool = False,
+) -> Decoder:
+    """Loads the model in `path`. Blocks while reading.
+
+    Args:
+        path: Model directory.
+        spec: What `load_spec(path)` said.
+        dtype: To compute in, and to hold the weights in. Where the CPU reads bfloat16 weights faster than float32 ones, those
+            that are stored as bfloat16 stay so also under float32: widening them would tell nothing new.
+        device: To hold the weights on.
+        progress: Called after each layer.
+        kernels: What to compute with; None chooses the fastest that this machine can run.
+        quantization: `none`, or `int8` for the matrices; `check_quantization` says whether that is served here.
+        kv_dtype: What pages hold; None for `dtype`.
+        fixed_rows: Compute matrix products so that a row's result does not depend on the others (`pack_fixed`).
+
+    Raises:
+        ModelLoadError: A tensor is missing or has the wrong shape, or a file is corrupt.
+    """
+    chosen = kernels or select_kernels(device, dtype, deterministic=fixed_rows)
+
+    def hold(linear: Linear) -> Projection:
+        return (
+            pack_fixed(linear, quantization, chosen) if fixed_rows else pack(linear, quantization)
+        )
+
+    with ExitStack() as files:
+        weights = _Weights(read_checkpoint(path), dtype, device, files, hold)
+        scaled = kv_dtype == torch.float8_e4m3fn
+        return _Assembly(spec, weights, chosen, scaled=scaled).decoder(progress or _ignore)
+
+
+def _ignore(what: str, fraction: float) -> None:
+    """Progress that nobody asked for."""
+
+
+class _Weights:
+    """Tensors of a checkpoint, converted on the way; each file is mapped once, until `files` closes."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        files: ExitStack,
+        hold: Callable[[Linear], Projection],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
+        self._files = files
+        self._hold = hold
+        self._stay_narrow = device.type == "cpu" and dtype == torch.float32 and streams_bfloat16()
+        self._open: dict[Path, OpenFile] = {}
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """One tensor of one dimension."""
+        return self._stack([(name, size)], (), self.dtype)
+
+    def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """One tensor of two dimensions."""
+        return self._stack([(name, rows)], (columns,), self.dtype)
+
+    def as_stored(self, name: str, *shape: int) -> torch.Tensor:
+        """One tensor on the CPU, in the dtype of the file."""
+        return self._read(name, shape)
+
+    def linear(self, parts: list[tuple[str, int]], inputs: int, *, bias: bool) -> Projection:
+        """Several projections `(name, outputs)` of one input as a single matrix."""
+        weights = [(f"{name}.weight", size) for name, size in parts]
+        dtype = self._held_in([name for name, _ in weights])
+        weight = self._stack(weights, (inputs,), dtype)
+        biases = [(f"{name}.bias", size) for name, size in parts]
+        biased = self._stack(biases, (), self.dtype) if bias else None
+        return self._hold(Linear(weight=weight, bias=biased))
+
+    def tied_linear(self, name: str, weight: torch.Tensor) -> Projection:
+        """The product with a matrix that has been read already, as `weight`."""
+        return self._hold(Linear(weight=weight.to(self._held_in([name]))))
+
+    def _held_in(self, names: list[str]) -> torch.dtype:
+        tensors = self._checkpoint.tensors
+        narrow = all(name in tensors and tensors[name].dtype == "BF16" for name in names)
+        return torch.bfloat16 if self._stay_narrow and narrow else self.dtype
+
+    def _stack(
+        self, parts: list[tuple[str, int]], tail: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        total = sum(rows for _, rows in parts)
+        target = torch.empty((total, *tail), dtype=dtype, device=self.device)
+        begin = 0
+        for name, rows in parts:
+            target[begin : begin + rows].copy_(self._read(name, (rows, *tail)))
+            begin += rows
+        return target
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        stored = self._checkpoint.require(name, shape)
+        if stored.dtype not in ("F32", "F16", "BF16", "F64"):
+            raise ModelLoadError(
+                f"{stored.file}: tensor {name} is stored as {stored.dtype}; quantised weights are not supported"
+            )
+        if stored.file not in self._open:
+            self._open[stored.file] = self._files.enter_context(open_safetensors(stored.file))
+        return self._open[stored.file].get_tensor(name)
+
+
+class _Assembly:
+    """Puts a model's parts together, layer by layer."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: _Weights, kernels: KernelSet, *, scaled: bool
+    ) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._kernels = kernels
+        self._scaled = scaled
+
+    def decoder(self, progress: Progress) -> Decoder:
+        spec, weights = self._spec, self._weights
+        progress("loading weights", 0.0)
+        embedding = weights.matrix(_EMBEDDING, spec.vocab_size, spec.hidden_size)
+        layers = []
+        for index in range(spec.num_layers):
+            layers.append(self._layer(index))
+            progress("loading weights", (index + 1) / (spec.num_layers + 1))
+        head = self._head(embedding)
+        progress("loading weights", 1.0)
+        return Decoder(
+            spec=spec,
+            dtype=weights.dtype,
+            device=weights.device,
+            kernels=self._kernels,
+            embedding=Embedding(weight=embedding),
+            rotary=RotaryEmbedding(spec.rope, spec.head_dim, weights.device),
+            layers=tuple(layers),
+            final_norm=self._norm("model.norm"),
+            head=head,
+            whole_layers=whole_layers(spec, layers, self._kernels, weights.dtype),
+        )
+
+    def _layer(self, index: int) -> DecoderLayer:
+        name = self._spec.layer_names[index]
+        attention = self._attention(
+            f"{name}.self_attn",
+            self._spec.windows[index],
+            self._kv_scales(name),
+        )
+        return DecoderLayer(
+            input_norm=self._norm(f"{name}.input_layernorm"),
+            attention=attention,
+            post_attention_norm=self._norm(f"{name}.post_attention_layernorm"),
+            mlp=self._mlp(f"{name}.mlp"),
+        )
+
+    def _attention(
+        self, name: str, window: int | None, scales: torch.Tensor | None
+    ) -> PagedSelfAttention:
+        spec = self._spec
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        parts = [
+            (f"{name}.q_proj", queries),
+            (f"{name}.k_proj", keys),
+            (f"{name}.v_proj", keys),
+        ]
+        output = [(f"{name}.o_proj", spec.hidden_size)]
+        return PagedSelfAttention(
+            qkv=self._weights.linear(parts, spec.hidden_size, bias=spec.qkv_bias),
+            output=self._weights.linear(output, queries, bias=spec.output_bias),
+            norms=self._head_norms(name) if spec.qk_norm else None,
+            scale=spec.head_dim**-0.5,
+            window=window,
+            kernels=self._kernels,
+            scales=scales,
+        )
+
+    def _kv_scales(self, layer: str) -> torch.Tensor | None:
+        """Only for pages of 8 bits."""
+        if not self._scaled:
+            return None
+        return layer_scales(self._spec, layer, self._weights.as_stored).to(self._weights.device)
+
+    def _head_norms(self, name: str) -> HeadNorms:
+        return HeadNorms(
+            query=self._weights.vector(f"{name}.q_norm.weight", self._spec.head_dim),
+            key=self._weights.vector(f"{name}.k_norm.weight", self._spec.head_dim),
+            eps=self._spec.rms_norm_eps,
+        )
+
+    def _mlp(self, name: str) -> GatedMlp:
+        spec = self._spec
+        width, hidden, bias = spec.intermediate_size, spec.hidden_size, spec.mlp_bias
+        gate_up = [(f"{name}.gate_proj", width), (f"{name}.up_proj", width)]
+        return GatedMlp(
+            gate_up=self._weights.linear(gate_up, hidden, bias=bias),
+            down=self._weights.linear([(f"{name}.down_proj", hidden)], width, bias=bias),
+            kernels=self._kernels,
+        )
+
+    def _norm(self, name: str) -> RmsNorm:
+        return RmsNorm(
+            weight=self._weights.vector(f"{name}.weight", self._spec.hidden_size),
+            eps=self._spec.rms_norm_eps,
+            kernels=self._kernels,
+        )
+
+    def _head(self, embedding: torch.Tensor) -> LanguageHead:
+        if self._spec.tied_embeddings:
+            return LanguageHead(project=self._weights.tied_linear(_EMBEDDING, embedding))
+        part = ("lm_head", self._spec.vocab_size)
+        return LanguageHead(
+            project=self._weights.linear([part], self._spec.hidden_size, bias=False)
+        )

@@ -1,0 +1,142 @@
+"""What the engine needs from outside, and what it offers to a service."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.ids import BlockId, BlockKey, SeqId
+from baton.pages import FetchOutcome, PageFetch, PublishedPage
+from baton_engine.messages import Command, StepEvents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageExport:
+    """Pages of one prefilling sequence that this step completes (or, at the prompt's end, leaves partly filled).
+
+    Attributes:
+        seq_id: The sequence.
+        first_block: Index in the sequence of the first page below.
+        blocks: Pages in this engine's arena.
+        last: Whether these are the last pages of the prompt.
+    """
+
+    seq_id: SeqId
+    first_block: int
+    blocks: tuple[BlockId, ...]
+    last: bool
+
+
+class LayerDone(Protocol):
+    """Marks the place in a GPU's work behind which a layer's pages hold its KV. Called from any thread."""
+
+    @property
+    def event(self) -> int:
+        """The driver's handle of the CUDA event, for a stream that is to wait for it."""
+
+    def wait(self) -> None:
+        """Blocks until the GPU has come by."""
+
+
+class LayerSink(Protocol):
+    """Told when KV of a layer is complete, while the next layer computes. Must not block and must not raise."""
+
+    def layer_ready(
+        self, layer_index: int, exports: Sequence[PageExport], done: LayerDone | None
+    ) -> None:
+        """The pages of `exports` hold their KV in layer `layer_index` (an index into `KvLayout.layers`): now, or once `done`."""
+
+
+class KvSource(Protocol):
+    """Where KV blocks can be fetched from instead of being computed: a pool. Thread-safe.
+
+    Called on the engine's thread, so nothing here asks anybody over a network. Only `await_layer` and `finish` may block, and
+    both only for as long as bytes are being copied on this machine. Per step: `begin`, `await_layer` for every layer in order,
+    `finish`; a step that is executed again begins its fetches again.
+    """
+
+    def offer(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> int:
+        """How many leading blocks of the chain `keys` could be fetched now; 0 where nothing is known of the sequence."""
+
+    def want(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+        """The sequence gave up its pages and will need these blocks again; they are got ready, if that can be done."""
+
+    def begin(self, fetches: Sequence[PageFetch]) -> None:
+        """Starts to copy what was offered, one layer of all fetches after the other. Does not wait and does not raise."""
+
+    def await_layer(self, layer_index: int) -> frozenset[SeqId]:
+        """Waits until each fetch has that layer in its pages, verified, or has failed.
+
+        Returns:
+            Sequences whose fetch has failed, in this layer or before: what is computed for them means nothing.
+        """
+
+    def finish(self) -> FetchOutcome:
+        """Ends the fetches that were begun; those that are not complete have failed. Nothing is written to a page of
+        theirs once this has returned.
+        """
+
+    def forget(self, seq_id: SeqId) -> None:
+        """The sequence needs nothing more, or is gone. Right at any moment, also for one that nobody knows."""
+
+
+class BlockOutlet(Protocol):
+    """Takes pages that hold a full block from now on, to copy them elsewhere. Must not block and must not raise."""
+
+    def offer(self, pages: Sequence[PublishedPage]) -> None:
+        """These came to be published in the last step, each after the one before it in its text. Nothing keeps them:
+        read `PublishedPage.generation`.
+        """
+
+
+class ArenaBytes(Protocol):
+    """The bytes of one worker's KV arenas."""
+
+    @property
+    def address(self) -> int:
+        """Of the first byte."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How many."""
+
+    @property
+    def device(self) -> int | None:
+        """Index of the GPU that holds them; None for host memory."""
+
+    @property
+    def view(self) -> memoryview | None:
+        """The bytes themselves where they are host memory."""
+
+
+class ArenaMemory(Protocol):
+    """Gives the bytes in which the KV arenas live."""
+
+    def allocate(self, size_bytes: int, gpu: int | None = None) -> ArenaBytes:
+        """Writable, zeroed, page-aligned bytes of host memory, or of the GPU's; they stay valid until the process ends.
+
+        Raises:
+            OutOfMemoryError: This machine has not got them.
+        """
+
+
+class EnginePort(Protocol):
+    """A running engine as its service sees it. Thread-safe; hosted in a thread, or one day in another process."""
+
+    def submit(self, command: Command) -> None:
+        """Queues a command; never blocks. The outcome comes as events."""
+
+    def attach(self, owner: str, listener: Callable[[StepEvents], None]) -> None:
+        """Sends the events of every sequence whose id starts with `owner` and a slash to `listener`, grouped by step.
+
+        Called on the engine's thread: the listener only hands them over. One engine may have several owners (a hybrid
+        worker's two services); load and changes of the held blocks are told to each of them.
+        """
+
+    def progress_s(self) -> float | None:
+        """Seconds since the engine last made progress while it has work; None when it is idle."""
+
+    def failure(self) -> BaseException | None:
+        """What ended the engine loop, or None while it lives."""
+
+    def close(self) -> None:
+        """Ends the loop and waits for it; sequences that are left are dropped."""

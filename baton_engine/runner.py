@@ -1,0 +1,164 @@
+"""Computes the steps that the scheduler plans: copies, layers, sampling. One per rank, on the engine loop's thread."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from baton.errors import BatonError, EngineError
+from baton.generation import TokenLogprobs
+from baton.pages import FetchOutcome
+from baton_engine.cache.arena import KvArena
+from baton_engine.device import computing_on, layer_marker, wait_for
+from baton_engine.graphs import DecodeGraphs
+from baton_engine.layer_walk import LayerWalk
+from baton_engine.models.decoder import Decoder
+from baton_engine.models.inputs import InputBuilder, Unseen
+from baton_engine.ports import KvSource, LayerSink
+from baton_engine.sampling.draws import choose_draw
+from baton_engine.sampling.prompt_scores import PromptScorer
+from baton_engine.sampling.sampler import Draws, Sampler
+from baton_engine.scheduling.plan import Drawn, Launched, Row, StepPlan, StepResult
+
+_NOT_FINITE = "the model's scores are not finite, no token can be drawn from them"
+
+
+class ModelRunner:
+    """A `StepRunner` over one model and its arena.
+
+    Args:
+        model: Weights and layers, on one device.
+        arena: Pages on the same device.
+        sink: Told after each layer which pages may leave; None where nothing is handed over.
+        graphs: Of the same model and arena, for the steps that they take; None where there are none.
+        one_by_one: See `InputBuilder`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        arena: KvArena,
+        sink: LayerSink | None = None,
+        graphs: DecodeGraphs | None = None,
+        *,
+        one_by_one: bool = False,
+    ) -> None:
+        self._model = model
+        self._arena = arena
+        self._sink = sink
+        self._graphs = graphs
+        self._mark = layer_marker(model.device)
+        self._source: KvSource | None = None
+        self._inputs = InputBuilder(
+            arena.layout.block_tokens,
+            arena.num_blocks,
+            model.device,
+            model.kernels.split_rule(model.spec.num_kv_heads),
+            one_by_one=one_by_one,
+        )
+        self._sampler = Sampler(model.spec.eos_token_ids, model.device, choose_draw(model.device))
+        self._scorer = PromptScorer(model.head, model.spec.vocab_size, model.device)
+        self._last_drawn: torch.Tensor | None = None
+
+    def fetch_from(self, source: KvSource) -> None:
+        """Plans may have fetches from now on, and `source` brings them."""
+        self._source = source
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See StepRunner."""
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """See StepRunner. On a CPU all is computed before this returns."""
+        with _named(plan), computing_on(self._model.device):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> Launched:
+        self._arena.copy_pages(plan.copies)
+        if not plan.rows:
+            return self._launched(plan, None)
+        unseen = self._unseen(plan)
+        if self._graphs is not None and self._graphs.takes(plan):
+            scored = self._graphs.scores(plan.rows, unseen)
+            return self._launched(
+                plan, self._sampler.sample(scored.logits, plan.rows, scored.greedy)
+            )
+        hidden, fetched = self._compute(plan, unseen)
+        sampling = [row for row in plan.rows if row.samples]
+        draws = self._draw(hidden[: len(sampling)], sampling) if sampling else None
+        scores = self._scorer.score(hidden[len(sampling) :], plan.rows)
+        return self._launched(plan, draws, scores, fetched)
+
+    def _unseen(self, plan: StepPlan) -> Unseen | None:
+        drawn, self._last_drawn = self._last_drawn, None  # a step that breaks off leaves none
+        if not plan.follows or drawn is None:
+            return None
+        return Unseen(tokens=drawn, places=plan.follows)
+
+    def _launched(
+        self,
+        plan: StepPlan,
+        draws: Draws | None,
+        scores: tuple[tuple[TokenLogprobs, ...], ...] = (),
+        fetched: FetchOutcome | None = None,
+    ) -> Launched:
+        """What waits for the step's tokens; for all of it, where it draws none."""
+        self._last_drawn = None if draws is None else draws.tokens
+
+        def collect() -> StepResult:
+            with _named(plan):
+                if draws is None:
+                    wait_for(self._model.device)
+                drawn = iter(() if draws is None else draws.read())
+                by_row = tuple(next(drawn) if row.samples else () for row in plan.rows)
+                return _result(plan, by_row, scores, fetched)
+
+        return collect
+
+    def _compute(
+        self, plan: StepPlan, unseen: Unseen | None
+    ) -> tuple[torch.Tensor, FetchOutcome | None]:
+        step = self._inputs.build(plan.rows, unseen=unseen)
+        walk = LayerWalk(plan, self._source, self._sink, self._mark)
+        with walk:
+            hidden = self._model.hidden(step, self._arena, walk.hooks)
+        return hidden, walk.outcome
+
+    def _draw(self, hidden: torch.Tensor, rows: list[Row]) -> Draws:
+        """Apart from what is scored, so that nobody's tokens depend on whether somebody scores."""
+        return self._sampler.sample(self._model.head(hidden), rows)
+
+
+@contextmanager
+def _named(plan: StepPlan) -> Iterator[None]:
+    """Faults of torch and of what it was given, as those of the step."""
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise EngineError(f"step {plan.step} failed: {error}") from error
+
+
+def _result(
+    plan: StepPlan,
+    drawn: tuple[tuple[Drawn, ...], ...],
+    scores: tuple[tuple[TokenLogprobs, ...], ...],
+    fetched: FetchOutcome | None,
+) -> StepResult:
+    """Rows whose pages were not brought have failed, and of those that should have drawn, those that did not."""
+    lost = fetched.failed if fetched is not None else {}
+    failed: list[tuple[int, BatonError]] = []
+    for place, row in enumerate(plan.rows):
+        if (error := lost.get(row.seq.seq_id)) is not None:
+            failed.append((place, error))
+        elif row.samples and not drawn[place]:
+            failed.append((place, EngineError(_NOT_FINITE)))
+    if lost:
+        drawn = _without(drawn, {place for place, _ in failed})
+    return StepResult(drawn=drawn, scores=scores, failed=tuple(failed), fetched=fetched)
+
+
+def _without(
+    drawn: tuple[tuple[Drawn, ...], ...], places: set[int]
+) -> tuple[tuple[Drawn, ...], ...]:
+    return tuple(() if place in places else tokens for place, tokens in enumerate(drawn))

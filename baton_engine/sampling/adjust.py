@@ -1,0 +1,133 @@
+"""What a request asks to change in the scores before a token is chosen: penalties, biases, and ends that come too early.
+
+All of it touches few of a row's scores, so it is gathered on the host as (row, token) entries and applied in a handful of
+scatters, however many rows ask.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from baton.generation import SamplingParams
+from baton_engine.crossing import Item, Parcel
+from baton_engine.scheduling.plan import Row
+
+
+class _Entries:
+    """(row, token, amount) triples."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._indices: list[NDArray[np.int64]] = []
+        self._amounts: list[NDArray[np.float32]] = []
+
+    def add(self, row: int, tokens: Iterable[int], amounts: Iterable[float] | float) -> None:
+        """Adds entries of one row; ids outside the vocabulary are dropped."""
+        ids = np.fromiter(tokens, np.int64)
+        values = (
+            np.full(len(ids), amounts, np.float32)
+            if isinstance(amounts, int | float)
+            else np.fromiter(amounts, np.float32)
+        )
+        known = (ids >= 0) & (ids < self._vocab_size)
+        self._indices.append(ids[known] + row * self._vocab_size)
+        self._amounts.append(values[known])
+
+    def pack(self, parcel: Parcel) -> tuple[Item, Item] | None:
+        """Flat indices and amounts, or None if there are none."""
+        if not self._indices:
+            return None
+        return parcel.add(np.concatenate(self._indices)), parcel.add(np.concatenate(self._amounts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreChanges:
+    """What a step's rows ask for: flat places in the scores, and by how much. None for nothing.
+
+    No two entries of one kind are for the same place, but for `repeated`, where they are alike: so the order in which a GPU
+    comes to them does not matter.
+    """
+
+    repeated: tuple[Item, Item] | None
+    penalised: tuple[Item, Item] | None
+    biased: tuple[Item, Item] | None
+    ended: tuple[Item, Item] | None
+
+    def __bool__(self) -> bool:
+        kinds = (self.repeated, self.penalised, self.biased, self.ended)
+        return any(kind is not None for kind in kinds)
+
+
+def changes_scores(params: SamplingParams) -> bool:
+    """Whether any step of this request may need `adjust`."""
+    return bool(
+        params.logit_bias
+        or params.min_tokens
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+    )
+
+
+def collect_changes(
+    rows: Sequence[Row], vocab_size: int, eos_token_ids: tuple[int, ...], parcel: Parcel
+) -> ScoreChanges:
+    """Gathers what the rows ask for.
+
+    Args:
+        rows: One per row of the scores.
+        vocab_size: Of the scores.
+        eos_token_ids: The model's own ends.
+        parcel: Takes the entries to the device.
+    """
+    kinds = repeated, penalised, biased, ended = tuple(_Entries(vocab_size) for _ in range(4))
+    for i, row in enumerate(rows):
+        params, seq = row.seq.params, row.seq
+        if not changes_scores(params):
+            continue
+        length = row.start + row.num_tokens
+        if params.repetition_penalty != 1.0:
+            # A token that stands there twice is read twice before it is written, both times the same.
+            repeated.add(i, seq.tokens[:length], params.repetition_penalty)
+        if (params.presence_penalty or params.frequency_penalty) and length > seq.prompt_len:
+            ids, counts = np.unique(seq.tokens[seq.prompt_len : length], return_counts=True)
+            penalised.add(i, ids, -params.presence_penalty - params.frequency_penalty * counts)
+        if params.logit_bias:
+            biased.add(i, params.logit_bias.keys(), params.logit_bias.values())
+        if length - seq.prompt_len < params.min_tokens:
+            ended.add(i, {*eos_token_ids, *params.stop_token_ids}, 0.0)
+    packed = [kind.pack(parcel) for kind in kinds]
+    return ScoreChanges(repeated=packed[0], penalised=packed[1], biased=packed[2], ended=packed[3])
+
+
+def adjust(logits: torch.Tensor, changes: ScoreChanges) -> torch.Tensor:
+    """The scores to choose from.
+
+    Repetition penalty first (as in transformers), then presence and frequency penalties, then biases, then the ends of a
+    text that must still grow.
+
+    Args:
+        logits: `[num_rows, vocab]` float32; not changed.
+        changes: What its rows ask for, arrived.
+
+    Returns:
+        `logits` itself when nothing is to be changed in this step.
+    """
+    if not changes:
+        return logits
+    adjusted = logits.clone()
+    flat = adjusted.view(-1)
+    if changes.repeated is not None:
+        places, penalties = (item.tensor for item in changes.repeated)
+        scores = flat[places]
+        flat[places] = torch.where(scores > 0, scores / penalties, scores * penalties)
+    for kind in (changes.penalised, changes.biased):
+        if kind is not None:
+            places, amounts = (item.tensor for item in kind)
+            flat[places] += amounts
+    if changes.ended is not None:
+        flat.index_fill_(0, changes.ended[0].tensor, float("-inf"))
+    return adjusted

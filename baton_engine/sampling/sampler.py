@@ -1,0 +1,181 @@
+"""From a step's logits to its tokens, for all rows at once. The last thing a step computes before the host sees it.
+
+What rows ask for goes to the device in one copy, and what was drawn comes back in one, for which alone the host waits.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from baton_engine.crossing import Crossing, Item, Parcel
+from baton_engine.sampling.adjust import ScoreChanges, adjust, changes_scores, collect_changes
+from baton_engine.sampling.draws import DrawKernel, RandomRows, collect_random, draw_with_torch
+from baton_engine.sampling.greedy import NO_TOKEN, greedy_tokens
+from baton_engine.sampling.logprobs import logprob_table, read_logprobs
+from baton_engine.scheduling.plan import Drawn, Row
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this are 0 (as in vLLM): dividing by them would leave the range of float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws:
+    """What a step draws, on its way to the host.
+
+    Attributes:
+        tokens: `[num_draws]` int64 on the device, row after row; `NO_TOKEN` of a row whose scores are not finite.
+        read: The draws of each row, none for such a row. Blocks until the tokens are on the host: a step's one
+            synchronisation.
+    """
+
+    tokens: torch.Tensor
+    read: Callable[[], list[tuple[Drawn, ...]]]
+
+
+class Sampler:
+    """Draws tokens.
+
+    Greedy rows take the highest score, the lowest id among equals. Other rows invert the cumulative distribution of what
+    their filters leave at one uniform number, which depends on (seed, sample, position) only.
+
+    Args:
+        eos_token_ids: The model's own ends, which `min_tokens` holds back.
+        device: Of the logits.
+        draw: Draws for the rows that have a temperature.
+    """
+
+    def __init__(
+        self,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        draw: DrawKernel = draw_with_torch,
+    ) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._crossing = Crossing(device)
+        self._draw = draw
+
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[Row], greedy: torch.Tensor | None = None
+    ) -> Draws:
+        """Draws every sample of every row; waits for nothing. Rows that are not finite do not touch the others.
+
+        Args:
+            logits: `[num_rows, vocab]` float32, not changed.
+            rows: One per row of `logits`, each with at least one sample.
+            greedy: `greedy_tokens(logits)`, where they are known already.
+        """
+        if all(map(_wants_the_likeliest, rows)):
+            return self._bring(rows, greedy_tokens(logits) if greedy is None else greedy)
+        parcel = Parcel()
+        asked = _collect(rows, logits.shape[1], self._eos_token_ids, parcel)
+        self._crossing.send(parcel)
+        tokens, is_drawn = self._tokens(adjust(logits, asked.changes), asked)
+        marked = tokens.where(is_drawn, NO_TOKEN)
+        if asked.logprobs is None:
+            return self._bring(rows, marked)
+        wanted = asked.logprobs
+        table = logprob_table(logits, wanted.rows.tensor, tokens[wanted.draws.tensor], wanted.top)
+        values = self._crossing.bring(torch.cat((marked.double(), table.flat())))
+        width = table.top_ids.shape[1]
+        return Draws(
+            tokens=marked,
+            read=lambda: _group(rows, _with_logprobs(rows, wanted, values().tolist(), width)),
+        )
+
+    def _bring(self, rows: Sequence[Row], tokens: torch.Tensor) -> Draws:
+        """Tokens of which there is no more to say."""
+        there = self._crossing.bring(tokens)
+        return Draws(
+            tokens=tokens,
+            read=lambda: _group(rows, [Drawn(token=token) for token in there().tolist()]),
+        )
+
+    def _tokens(self, scores: torch.Tensor, asked: "_Asked") -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each draw, `[num_draws]`: its token, int64, and whether it means anything, bool."""
+        highest, best = scores.max(-1, keepdim=True)
+        row_of = asked.row_of.tensor
+        tokens = best[row_of, 0]
+        if asked.random is not None:
+            drawn = self._draw(scores, highest, asked.random).flatten()
+            tokens[asked.random.draws.tensor] = drawn[asked.random.drawn.tensor]
+        return tokens, highest[row_of, 0].isfinite()
+
+
+def _wants_the_likeliest(row: Row) -> bool:
+    """And nothing else: one token, without figures, from scores as they are."""
+    params = row.seq.params
+    is_plain = params.temperature < _GREEDY_BELOW and params.logprobs is None
+    return is_plain and len(row.samples) == 1 and not changes_scores(params)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figures:
+    """Draws whose log-probabilities are wanted: which they are, in the parcel and here, their rows, and how many tokens to list."""
+
+    draws: Item
+    rows: Item
+    asking: tuple[tuple[int, int], ...]
+    top: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What a step's rows ask of the sampler, on its way to the device; `row_of` is the row of each draw."""
+
+    changes: ScoreChanges
+    row_of: Item
+    random: RandomRows | None
+    logprobs: _Figures | None
+
+
+def _collect(
+    rows: Sequence[Row], vocab_size: int, eos_token_ids: tuple[int, ...], parcel: Parcel
+) -> _Asked:
+    row_of = [i for i, row in enumerate(rows) for _ in row.samples]
+    random = [i for i, row in enumerate(rows) if row.seq.params.temperature >= _GREEDY_BELOW]
+    first_draws = np.cumsum([0, *(len(row.samples) for row in rows)]).tolist()
+    return _Asked(
+        changes=collect_changes(rows, vocab_size, eos_token_ids, parcel),
+        row_of=parcel.add(np.array(row_of, np.int64)),
+        random=collect_random(rows, random, first_draws, parcel) if random else None,
+        logprobs=_collect_figures(rows, row_of, parcel),
+    )
+
+
+def _collect_figures(rows: Sequence[Row], row_of: Sequence[int], parcel: Parcel) -> _Figures | None:
+    asking = [(d, i) for d, i in enumerate(row_of) if rows[i].seq.params.logprobs is not None]
+    if not asking:
+        return None
+    places = np.array(asking, np.int64)
+    return _Figures(
+        draws=parcel.add(places[:, 0]),
+        rows=parcel.add(places[:, 1]),
+        asking=tuple(asking),
+        top=max(rows[i].seq.params.logprobs or 0 for _, i in asking),
+    )
+
+
+def _with_logprobs(
+    rows: Sequence[Row], wanted: _Figures, values: Sequence[float], width: int
+) -> list[Drawn]:
+    """Draws of the step from what came to the host: all tokens, then the figures of those that are wanted."""
+    size = 2 + 2 * width
+    num_draws = len(values) - size * len(wanted.asking)
+    drawn = [Drawn(token=int(token)) for token in values[:num_draws]]
+    for place, (draw, row) in enumerate(wanted.asking):
+        begin = num_draws + place * size
+        top = rows[row].seq.params.logprobs or 0
+        logprobs = read_logprobs(values[begin : begin + size], width, top)
+        drawn[draw] = Drawn(token=drawn[draw].token, logprobs=logprobs)
+    return drawn
+
+
+def _group(rows: Sequence[Row], drawn: Sequence[Drawn]) -> list[tuple[Drawn, ...]]:
+    grouped, begin = [], 0
+    for row in rows:
+        of_row = drawn[begin : begin + len(row.samples)]
+        grouped.append(() if of_row[0].token == NO_TOKEN else tuple(of_row))
+        begin += len(row.samples)
+    return grouped

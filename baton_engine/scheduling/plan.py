@@ -1,0 +1,105 @@
+"""One step of the engine: what the scheduler asks of the runner, and what comes back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.errors import BatonError
+from baton.generation import TokenLogprobs
+from baton.ids import BlockId
+from baton.pages import FetchOutcome, PageFetch
+from baton_engine.ports import KvSource, PageExport
+from baton_engine.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sequence's share of a step.
+
+    Attributes:
+        seq: The sequence; its `blocks` cover everything up to `start + num_tokens`.
+        start: Position of the first token to compute; the KV of everything before is in the pages.
+        num_tokens: How many of `seq.tokens` from `start` on are computed: 1 in decode, a chunk in prefill.
+        samples: Sample indices to draw from the last token's logits; empty for a chunk that does not end the prompt.
+        num_scored: After so many of the row's tokens the log-probability of the prompt token that follows is wanted.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    samples: tuple[int, ...]
+    num_scored: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step.
+
+    Attributes:
+        step: Its number.
+        rows: Decodes first, then prefill chunks.
+        copies: Pages (source, target) to copy in every layer before anything is computed (copy on write).
+        exports: Prefilled pages that leave this engine, told to the layer sink after each layer.
+        fetches: Pages whose KV is brought while the step runs: a layer's before that layer reads them.
+        follows: Of each row the row of the step before whose one draw it computes: that token is not in its sequence yet.
+            Empty where all tokens are.
+    """
+
+    step: int
+    rows: tuple[Row, ...]
+    copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    exports: tuple[PageExport, ...] = ()
+    fetches: tuple[PageFetch, ...] = ()
+    follows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """One drawn token."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step produced.
+
+    Attributes:
+        drawn: For each row of the plan, one `Drawn` per entry of `row.samples`; nothing for a row that failed.
+        scores: For each row of the plan, one entry per `row.num_scored`; empty when no row has any.
+        failed: Rows, by their place in the plan, that could not be computed, and why. The others are not touched by it.
+        fetched: How the plan's fetches went; None without any. Their rows are among `failed` where they failed.
+    """
+
+    drawn: tuple[tuple[Drawn, ...], ...]
+    scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    failed: tuple[tuple[int, BatonError], ...] = ()
+    fetched: FetchOutcome | None = None
+
+
+Launched = Callable[[], StepResult]
+"""A step under way. Blocks until its tokens are on the host; raises EngineError as `StepRunner.execute` does."""
+
+
+class StepRunner(Protocol):
+    """Computes steps. Executing the same plan twice writes the same KV and draws the same tokens."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs one step; blocks until its tokens are on the host.
+
+        Raises:
+            EngineError: The step cannot be computed, be it for one row. Nothing but the pages of the plan's rows was written.
+        """
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Starts one step, and waits for it as little as it can. Steps are computed one after the other, as they were launched;
+        the results of two may be outstanding, and are to be asked for in that order. Only here may a plan follow another: the
+        one that was launched last.
+
+        Raises:
+            EngineError: As `execute`.
+        """
+
+    def fetch_from(self, source: KvSource) -> None:
+        """Plans may have fetches from now on, and `source` brings them."""

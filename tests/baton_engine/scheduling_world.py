@@ -1,0 +1,235 @@
+"""A scheduler over a FakeRunner, stepped by hand, with the checks every plan must pass."""
+
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
+
+from baton.errors import EngineError
+from baton.generation import NO_PROMISE, FinishReason, Promise, Prompt, SamplingParams, TokenSample
+from baton.ids import LayerName, SeqId
+from baton.layout import KvLayout
+from baton_engine.fake import FakeRunner
+from baton_engine.fake_pool import FakePool
+from baton_engine.messages import (
+    Command,
+    Failed,
+    PrefillStarted,
+    Released,
+    Reserved,
+    Sampled,
+    SeqEvent,
+    Start,
+)
+from baton_engine.ports import PageExport
+from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.plan import StepPlan
+from baton_engine.scheduling.policy import SchedulingPolicy
+from baton_engine.scheduling.scheduler import Scheduler
+
+SECRET = bytes(32)
+
+Told = TypeVar("Told", PrefillStarted, Reserved, Sampled, Released, Failed)
+
+
+def limits(**changes: int) -> Limits:
+    values = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 200,
+        "block_tokens": 4,
+        "num_blocks": 64,
+        "vocab_size": 1000,
+    }
+    return Limits(**(values | changes))
+
+
+def layout(block_tokens: int) -> KvLayout:
+    return KvLayout(
+        model_fingerprint="fake",
+        dtype="float32",
+        block_tokens=block_tokens,
+        num_kv_heads=1,
+        head_dim=1,
+        layers=(LayerName("only"),),
+    )
+
+
+def prompt(
+    tokens: int | tuple[int, ...],
+    *,
+    samples: int = 1,
+    scope: str = "",
+    output: tuple[int, ...] = (),
+    promise: Promise = NO_PROMISE,
+    **sampling,
+) -> Prompt:
+    """A prompt of the tokens, or of so many different ones."""
+    return Prompt(
+        prompt_tokens=tuple(range(tokens)) if isinstance(tokens, int) else tokens,
+        output_tokens=output,
+        samples=tuple(range(samples)),
+        sampling=SamplingParams(**({"max_tokens": 5} | sampling)),
+        cache_scope=scope,
+        promise=promise,
+    )
+
+
+@dataclass
+class World:
+    """One engine without thread and loop. `events` keeps all that was told, `output` the tokens by sequence and sample."""
+
+    limits: Limits
+    eos_ids: tuple[int, ...] = ()
+    enable_prefix_caching: bool = True
+    pool: FakePool | None = None
+    num_layers: int = 1
+    policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
+    now_s: float = 0.0
+    events: list[SeqEvent] = field(default_factory=list)
+    output: dict[tuple[str, int], list[TokenSample]] = field(default_factory=dict)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.runner = FakeRunner(self.limits, num_layers=self.num_layers)
+        self.scheduler = Scheduler(
+            self.limits,
+            layout=layout(self.limits.block_tokens),
+            secret=SECRET,
+            eos_ids=self.eos_ids,
+            enable_prefix_caching=self.enable_prefix_caching,
+            policy=self.policy,
+        )
+        if self.pool is not None:
+            self.connect(self.pool)
+
+    def connect(self, pool: FakePool) -> None:
+        """Reads from and writes to `pool`, as a loop does it."""
+        self.source = pool.source(self.runner.pages)
+        self.outlet = pool.outlet(self.runner.pages, self.scheduler.generation)
+        self.scheduler.fetch_from(self.source)
+        self.runner.fetch_from(self.source)
+        self.scheduler.note_published()
+
+    def tell(self, *commands: Command) -> list[SeqEvent]:
+        told = [
+            event for command in commands for event in self.scheduler.handle(command, self.now_s)
+        ]
+        return self._note(told)
+
+    def step(self, failing_row: int | None = None) -> list[SeqEvent]:
+        """One step, if anything can run; returns what was told. The row of that number, if there is one, fails."""
+        plan, events = self.scheduler.schedule()
+        if plan is not None:
+            self.check_plan(plan)
+            self.plans.append(plan)
+            result = self.runner.execute(plan)
+            for place, error in result.failed:
+                events = events + self.scheduler.fail(plan.rows[place].seq, error)
+            if failing_row is not None and failing_row < len(plan.rows):
+                seq = plan.rows[failing_row].seq
+                events = events + self.scheduler.fail(seq, EngineError("told to fail"))
+            events = events + self.scheduler.apply(plan, result)
+            if self.pool is not None:
+                self.outlet.offer(self.scheduler.take_published())
+        self.scheduler.check_integrity()
+        return self._note(events)
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Steps until nothing can run."""
+        for _ in range(max_steps):
+            before = len(self.plans)
+            self.step()
+            if len(self.plans) == before:
+                return
+        raise AssertionError(f"still running after {max_steps} steps")
+
+    def _note(self, events: list[SeqEvent]) -> list[SeqEvent]:
+        self.events += events
+        for event in events:
+            if isinstance(event, Sampled):
+                for token in event.tokens:
+                    self.output.setdefault((event.seq_id, token.sample), []).append(token)
+        return events
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """What holds for every plan: budgets, one row per text, pages for all that is computed, no page written twice."""
+        limits = self.limits
+        assert plan.rows
+        assert sum(row.num_tokens for row in plan.rows) <= limits.max_num_batched_tokens
+        assert len({id(row.seq) for row in plan.rows}) == len(plan.rows)
+        is_decode = [row.num_tokens == 1 and bool(row.seq.num_generated) for row in plan.rows]
+        assert sum(is_decode) <= limits.max_num_seqs
+        written: set[int] = set()
+        for row in plan.rows:
+            end = row.start + row.num_tokens
+            assert row.num_tokens >= 1
+            assert row.start == row.seq.num_computed
+            assert end <= len(row.seq.tokens)
+            assert bool(row.samples) == (end == len(row.seq.tokens))
+            first, last = row.start // limits.block_tokens, (end - 1) // limits.block_tokens
+            pages = set(row.seq.blocks[first : last + 1])
+            assert len(pages) == last + 1 - first
+            assert not pages & written
+            written |= pages
+        fetched = [page for fetch in plan.fetches for page in fetch.blocks]
+        assert len(set(fetched)) == len(fetched)
+        assert not written & set(fetched)
+        assert not set(fetched) & {page for copy in plan.copies for page in copy}
+        sources = {source for source, _ in plan.copies}
+        targets = [target for _, target in plan.copies]
+        assert len(set(targets)) == len(targets)
+        assert not sources & set(targets)
+
+    def tokens(self, seq_id: str, sample: int = 0) -> list[int]:
+        """What a sample has drawn so far."""
+        return [token.token for token in self.output.get((seq_id, sample), [])]
+
+    def finish(self, seq_id: str, sample: int = 0) -> FinishReason | None:
+        return self.output[seq_id, sample][-1].finish
+
+    def undisturbed(self, asked: Prompt, sample: int = 0) -> list[int]:
+        """The tokens that `sample` yields when nothing comes in its way."""
+        left = asked.sampling.max_tokens - len(asked.output_tokens)
+        room = min(left, self.limits.max_model_len - len(asked.tokens))
+        tokens = list(islice(self.runner.draw_all(asked.tokens, sample), room))
+        end = next((i for i, token in enumerate(tokens, 1) if token in self.eos_ids), room)
+        return tokens[:end]
+
+    def told(self, kind: type[Told], seq_id: str) -> list[Told]:
+        return [e for e in self.events if isinstance(e, kind) and e.seq_id == seq_id]
+
+    def cached_tokens(self, seq_id: str) -> int:
+        """What the first prefill of a sequence found in the cache."""
+        return self.told(PrefillStarted, seq_id)[0].cached_tokens
+
+    def pooled_tokens(self, seq_id: str) -> int:
+        """What the first prefill of a sequence got from the pool."""
+        return self.told(PrefillStarted, seq_id)[0].pooled_tokens
+
+    def error_of(self, seq_id: str):
+        (failed,) = self.told(Failed, seq_id)
+        return failed.error
+
+    def exports(self, seq_id: str) -> list[PageExport]:
+        return [export for plan in self.plans for export in plan.exports if export.seq_id == seq_id]
+
+    def assert_empty(self) -> None:
+        """Nothing in flight, no page in use."""
+        load = self.scheduler.load()
+        self.scheduler.check_integrity()
+        assert (load.running, load.waiting, load.blocks_used) == (0, 0, 0)
+        assert load.blocks_free + load.blocks_cached == load.blocks_total
+        assert load.prefill_tokens_pending == 0
+
+
+def hand_over(source: World, target: World, seq_id: SeqId) -> None:
+    """Copies what the source exported into the pages that the target reserved, except those it holds, and starts there."""
+    (reserved,) = target.told(Reserved, seq_id)
+    for export in source.exports(seq_id):
+        for index, page in enumerate(export.blocks, start=export.first_block):
+            if index >= reserved.held_blocks:
+                target.runner.pages[reserved.blocks[index]] = list(source.runner.pages[page])
+    (sampled,) = source.told(Sampled, seq_id)
+    target.tell(Start(seq_id=seq_id, first_tokens=sampled.tokens))
+    for token in sampled.tokens:
+        target.output.setdefault((seq_id, token.sample), []).append(token)

@@ -1,0 +1,168 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from baton_engine.kernels.reference import paged_attention
+from tests.baton_engine.kernel_cases import close, cpu_kernels, paged_batch
+
+MIXED = [(1, 1), (1, 37), (5, 5), (70, 70), (33, 150), (1, 200), (3, 131)]
+
+
+def attend_both_ways(
+    rows, *, block_tokens, heads, kv_heads, head_dim, dtype, window, pages_dtype=None
+):
+    torch.manual_seed(0)
+    batch, num_blocks = paged_batch(rows, block_tokens)
+    pages = torch.randn(num_blocks, kv_heads, 2, block_tokens, head_dim).to(pages_dtype or dtype)
+    query = (2 * torch.randn(batch.slots.shape[0], heads, head_dim)).to(dtype)
+    arguments = (query, pages, batch, head_dim**-0.5, window)
+    return cpu_kernels(dtype).paged_attention(*arguments), paged_attention(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("block_tokens", [1, 2, 16, 64])
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 80, 128])
+def test_the_cpu_kernel_agrees_with_its_twin(head_dim, block_tokens, dtype):
+    actual, expected = attend_both_ways(
+        MIXED,
+        block_tokens=block_tokens,
+        heads=6,
+        kv_heads=2,
+        head_dim=head_dim,
+        dtype=dtype,
+        window=None,
+    )
+    close(actual, expected)
+
+
+@pytest.mark.parametrize("block_tokens", [1, 16])
+@pytest.mark.parametrize("head_dim", [24, 64])
+@pytest.mark.parametrize("window", [None, 70])
+def test_bfloat16_pages_under_float32_lose_nothing_more(head_dim, block_tokens, window):
+    actual, expected = attend_both_ways(
+        MIXED,
+        block_tokens=block_tokens,
+        heads=6,
+        kv_heads=2,
+        head_dim=head_dim,
+        dtype=torch.float32,
+        window=window,
+        pages_dtype=torch.bfloat16,
+    )
+    close(actual, expected)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (72, 1)])
+@pytest.mark.parametrize("window", [None, 1, 7, 64, 100])
+def test_every_group_size_and_window_agrees_with_the_twin(heads, kv_heads, window):
+    actual, expected = attend_both_ways(
+        MIXED,
+        block_tokens=16,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=32,
+        dtype=torch.float32,
+        window=window,
+    )
+    close(actual, expected)
+
+
+row = st.tuples(st.integers(1, 40), st.integers(0, 150)).map(lambda r: (r[0], r[0] + r[1]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(row, min_size=1, max_size=6),
+    block_tokens=st.sampled_from([1, 4, 16]),
+    group=st.sampled_from([1, 2, 3, 9]),
+    window=st.none() | st.integers(1, 200),
+)
+def test_any_ragged_batch_agrees_with_the_twin(rows, block_tokens, group, window):
+    actual, expected = attend_both_ways(
+        rows,
+        block_tokens=block_tokens,
+        heads=2 * group,
+        kv_heads=2,
+        head_dim=16,
+        dtype=torch.float32,
+        window=window,
+    )
+    close(actual, expected)
+
+
+def test_the_twin_agrees_with_torch_attention_on_contiguous_keys():
+    batch, _ = paged_batch([(8, 8)], 8)
+    pages, query = torch.randn(1, 1, 2, 8, 16), torch.randn(8, 2, 16)
+    expected = functional.scaled_dot_product_attention(
+        query.transpose(0, 1), pages[0, :, 0], pages[0, :, 1], is_causal=True, scale=0.25
+    )
+    close(paged_attention(query, pages, batch, 0.25, None), expected.transpose(0, 1))
+
+
+def test_a_row_is_computed_alike_alone_and_in_a_batch():
+    torch.manual_seed(0)
+    batch, num_blocks = paged_batch([(1, 90)], 4)
+    pages, query = torch.randn(num_blocks, 2, 2, 4, 16), torch.randn(1, 4, 16)
+    alone = cpu_kernels(torch.float32).paged_attention(query, pages, batch, 0.25, None)
+    both = type(batch)(
+        slots=batch.slots.repeat(2),
+        query_starts=torch.tensor([0, 1, 2], dtype=torch.int32),
+        context_lens=batch.context_lens.repeat(2),
+        block_tables=batch.block_tables.repeat(2, 1),
+    )
+    together = cpu_kernels(torch.float32).paged_attention(
+        query.repeat(2, 1, 1), pages, both, 0.25, None
+    )
+    assert torch.equal(together[1], alone[0])
+
+
+def test_large_scores_do_not_overflow():
+    batch, num_blocks = paged_batch([(70, 70), (1, 33)], 16)
+    pages = torch.randn(num_blocks, 1, 2, 16, 16) * 100
+    query = torch.randn(71, 1, 16) * 100
+    actual = cpu_kernels(torch.float32).paged_attention(query, pages, batch, 1.0, None)
+    assert torch.isfinite(actual).all()
+    torch.testing.assert_close(
+        actual, paged_attention(query, pages, batch, 1.0, None), atol=0.05, rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda q, p: (q.double(), p), "query must be contiguous"),
+        (lambda q, p: (q[:1], p), "query must be contiguous"),
+        (lambda q, p: (q, p[..., ::2]), "pages must be contiguous"),
+        (lambda q, p: (q, p[:, 0]), "pages must be \\[num_blocks"),
+        (lambda q, p: (q[:, :3].contiguous(), p), "cannot share"),
+    ],
+)
+def test_what_the_kernel_would_misread_is_refused(change, complaint):
+    batch, num_blocks = paged_batch([(2, 5)], 4)
+    query, pages = change(torch.randn(2, 4, 16), torch.randn(num_blocks, 2, 2, 4, 16))
+    with pytest.raises(ValueError, match=complaint):
+        cpu_kernels(torch.float32).paged_attention(query, pages, batch, 0.25, None)
+
+
+def test_a_window_of_no_tokens_is_refused():
+    batch, num_blocks = paged_batch([(1, 1)], 4)
+    with pytest.raises(ValueError, match="at least 1"):
+        cpu_kernels(torch.float32).paged_attention(
+            torch.randn(1, 2, 16), torch.randn(num_blocks, 2, 2, 4, 16), batch, 0.25, 0
+        )
+
+
+@pytest.mark.parametrize("queries", [1, 30], ids=["decode", "prefill"])
+@pytest.mark.parametrize("place", ["key", "value"])
+def test_a_page_that_is_not_finite_shows_in_its_own_row_and_in_no_other(place, queries):
+    torch.manual_seed(0)
+    batch, num_blocks = paged_batch([(queries, 90), (queries, 90)], 16)
+    pages, query = torch.randn(num_blocks, 2, 2, 16, 16), torch.randn(2 * queries, 4, 16)
+    kernels = cpu_kernels(torch.float32)
+    healthy = kernels.paged_attention(query, pages, batch, 0.25, None)
+    pages[batch.block_tables[0, 1], :, ["key", "value"].index(place), 3] = float("nan")
+    actual = kernels.paged_attention(query, pages, batch, 0.25, None)
+    assert actual[:queries].isnan().all()
+    assert torch.equal(actual[queries:], healthy[queries:])

@@ -1,0 +1,65 @@
+"""How many pages a worker takes."""
+
+import pytest
+
+from baton.config.schema import EngineConfig
+from baton.errors import ConfigError
+from baton.ids import LayerName
+from baton.layout import KvLayout
+from baton_engine.cache.budget import (
+    DEFAULT_CPU_BYTES,
+    Demand,
+    affordable_on_cpu,
+    affordable_on_gpu,
+    num_blocks,
+)
+
+LAYOUT = KvLayout(
+    model_fingerprint="m",
+    dtype="float32",
+    block_tokens=16,
+    num_kv_heads=2,
+    head_dim=64,
+    layers=(LayerName("a"), LayerName("b")),
+)
+
+
+def _demand(*, max_model_len: int = 1600, affordable_bytes: int = 1 << 40) -> Demand:
+    return Demand(layout=LAYOUT, max_model_len=max_model_len, affordable_bytes=affordable_bytes)
+
+
+def test_asked_bytes_are_filled_with_whole_pages() -> None:
+    config = EngineConfig(kv_cache_memory_bytes=10 * LAYOUT.page_bytes + 1)
+    assert num_blocks(config, _demand()) == 10
+
+
+def test_bytes_for_less_than_a_page_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        num_blocks(EngineConfig(kv_cache_memory_bytes=LAYOUT.page_bytes - 1), _demand())
+    assert caught.value.param == "engine.kv_cache_memory_bytes"
+
+
+def test_no_more_is_taken_than_all_sequences_could_use() -> None:
+    assert num_blocks(EngineConfig(max_num_seqs=3), _demand()) == 3 * 100
+
+
+def test_unasked_memory_stays_within_what_is_affordable() -> None:
+    scarce = _demand(affordable_bytes=200 * LAYOUT.page_bytes)
+    assert num_blocks(EngineConfig(), scarce) == 200
+
+
+def test_on_a_cpu_a_share_of_what_is_free_is_affordable_up_to_the_default() -> None:
+    half = EngineConfig(gpu_memory_utilization=0.5)
+    assert affordable_on_cpu(half, 1000) == 500
+    assert affordable_on_cpu(half, 1 << 40) == DEFAULT_CPU_BYTES
+
+
+def test_on_a_gpu_it_is_what_the_weights_leave_of_the_workers_share() -> None:
+    half = EngineConfig(gpu_memory_utilization=0.5)
+    assert affordable_on_gpu(half, total_bytes=1000, weights_bytes=100, sharers=1) == 400
+    assert affordable_on_gpu(half, total_bytes=1000, weights_bytes=100, sharers=2) == 150
+    assert affordable_on_gpu(half, total_bytes=1000, weights_bytes=700, sharers=1) == 0
+
+
+def test_one_longest_sequence_always_fits() -> None:
+    assert num_blocks(EngineConfig(), _demand(affordable_bytes=0)) == 100

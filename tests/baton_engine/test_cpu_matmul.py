@@ -1,0 +1,138 @@
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from baton_engine.kernels.cpu_matmul import (
+    INT8_GROUP,
+    BFloat16Panels,
+    Int8Panels,
+    multiplies_int8,
+    streams_bfloat16,
+)
+from baton_engine.kernels.reference import linear_int8, quantise_columns
+from baton_engine.layers.linear import Linear, pack
+
+ROWS = (1, 2, 3, 4, 5, 7, 11, 12, 13, 25, 250)
+SIZES = pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (63, 31), (64, 33), (577, 300)])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
+)
+needs_bfloat16 = pytest.mark.skipif(
+    not streams_bfloat16(), reason="bfloat16 weights are not streamed on this processor"
+)
+needs_int8 = pytest.mark.skipif(
+    not multiplies_int8(), reason="this processor has no AVX-512 VNNI, or there is no compiler"
+)
+
+
+def _weight(outputs, inputs):
+    torch.manual_seed(inputs)
+    return torch.randn(outputs, inputs).bfloat16()
+
+
+@needs_bfloat16
+@DTYPES
+@SIZES
+def test_bfloat16_weights_give_what_widened_ones_give(inputs, outputs, dtype):
+    weight, bias = _weight(outputs, inputs), torch.randn(outputs)
+    product = BFloat16Panels.pack(weight, bias)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for rows in ROWS:
+        x = torch.randn(rows, inputs).to(dtype)
+        expected = linear(x.float(), weight.float(), bias).to(dtype)
+        scale = float(inputs) ** 0.5
+        torch.testing.assert_close(product(x), expected, atol=tolerance * scale, rtol=tolerance)
+
+
+@needs_int8
+@DTYPES
+@SIZES
+def test_int8_weights_agree_with_their_twin(inputs, outputs, dtype):
+    weight, bias = _weight(outputs, inputs), torch.randn(outputs)
+    product = Int8Panels.pack(weight, bias)
+    rounded, scales = quantise_columns(weight)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs).to(dtype)
+        expected = linear_int8(x.float(), rounded, scales, INT8_GROUP) + bias
+        # A product that lies halfway between two steps may be rounded to either: one step of one input.
+        step = float(x.float().abs().max()) / 127 * float(weight.float().abs().max())
+        tolerance = 1e-3 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(
+            product(x).float(), expected, atol=2 * step + tolerance, rtol=tolerance
+        )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(BFloat16Panels, marks=needs_bfloat16),
+        pytest.param(Int8Panels, marks=needs_int8),
+    ],
+)
+def test_a_row_is_the_same_to_the_bit_in_every_batch(kind):
+    product = kind.pack(_weight(300, 577), None)
+    x = torch.randn(250, 577)
+    together = product(x)
+    for rows in ROWS:
+        assert torch.equal(product(x[:rows].contiguous()), together[:rows])
+
+
+@needs_int8
+def test_int8_is_within_a_hundredth_of_float32():
+    weight, x = _weight(512, 1024).float(), torch.randn(64, 1024)
+    exact = x @ weight.T
+    error = (Int8Panels.pack(weight, None)(x) - exact).std() / exact.std()
+    assert error < 0.015
+
+
+@needs_int8
+def test_an_outlier_costs_precision_in_its_own_group_only():
+    weight, x = _weight(64, 256), torch.randn(1, 256)
+    x[0, 0] = 1e4
+    weight[:, 0] = 0
+    exact = x @ weight.float().T
+    others = (x[:, INT8_GROUP:] @ weight[:, INT8_GROUP:].float().T).std()
+    error = (Int8Panels.pack(weight, None)(x) - exact).std()
+    in_its_group = (x[:, 1:INT8_GROUP] @ weight[:, 1:INT8_GROUP].float().T).std()
+    assert error < 1.1 * in_its_group + 0.02 * others
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(BFloat16Panels, marks=needs_bfloat16),
+        pytest.param(Int8Panels, marks=needs_int8),
+    ],
+)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_in_its_own_row_and_in_no_other(kind, poison):
+    product = kind.pack(_weight(40, 100), None)
+    x = torch.randn(3, 100)
+    x[1, 70] = poison
+    finite = product(x).isfinite().all(1)
+    assert finite.tolist() == [True, False, True]
+
+
+@needs_int8
+def test_an_output_whose_weights_are_all_zero_is_zero():
+    weight = _weight(33, 64)
+    weight[5] = 0
+    assert not Int8Panels.pack(weight, None)(torch.randn(2, 64))[:, 5].any()
+
+
+@needs_bfloat16
+def test_a_strided_or_mistyped_input_is_refused():
+    product = BFloat16Panels.pack(_weight(8, 8), None)
+    for wrong in (torch.randn(8, 8).T, torch.randn(8, 8).half(), torch.randn(8, 9)):
+        with pytest.raises(ValueError, match="x must be contiguous"):
+            product(wrong)
+
+
+@needs_bfloat16
+def test_bfloat16_weights_are_packed_in_panels():
+    assert isinstance(pack(Linear(weight=_weight(8, 8))), BFloat16Panels)
+
+
+@needs_int8
+def test_int8_is_what_was_asked_for():
+    assert isinstance(pack(Linear(weight=torch.randn(8, 8)), "int8"), Int8Panels)

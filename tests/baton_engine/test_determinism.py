@@ -1,0 +1,318 @@
+"""The same request, the same bits: tokens and log-probabilities compared exactly, over everything that may happen around it."""
+
+from dataclasses import dataclass
+from threading import Event
+
+import pytest
+import torch
+
+from baton.config.schema import EngineConfig, ModelConfig
+from baton.errors import ConfigError
+from baton.generation import Prompt, SamplingParams, TokenSample
+from baton.ids import SeqId
+from baton_engine.build import build_engine
+from baton_engine.host import ThreadEngineHost
+from baton_engine.kernels import select
+from baton_engine.kernels.cpu_matmul import multiplies_int8, streams_bfloat16
+from baton_engine.kernels.select import check_deterministic
+from baton_engine.layers.fixed_rows import ROWS, fix_rows
+from baton_engine.layers.linear import Linear, pack
+from baton_engine.messages import Generate, Prefill, Release, Reserve, Sampled, StepEvents
+from baton_engine.models.config import load_spec, pinned
+from tests.baton_engine.tiny_models import make_model, random_prompts
+from tests.baton_engine.whole_engine import WholeEngine, hand_over
+
+ASKED = SeqId("asked")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One way to hold and compute a model."""
+
+    family: str = "llama"
+    stored: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32
+    quantization: str = "none"
+
+
+KINDS = {
+    "float32": Kind(),
+    "window": Kind(family="mistral"),
+    "head norms": Kind(family="qwen3"),
+    "bfloat16 stored": Kind(stored=torch.bfloat16),
+    "bfloat16": Kind(stored=torch.bfloat16, dtype=torch.bfloat16),
+    "int8": Kind(quantization="int8"),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engines(request, tmp_path_factory):
+    """Makes engines of one kind."""
+    kind = KINDS[request.param]
+    if kind.quantization == "int8" and not multiplies_int8():
+        pytest.skip("this processor has no AVX-512 VNNI, or there is no compiler")
+    path = tmp_path_factory.mktemp("model")
+    # Widths that no vector divides, for what is left over is computed by other instructions; and one so large that oneDNN
+    # divides its sum by the number of rows.
+    make_model(
+        path,
+        kind.family,
+        hidden_size=72,
+        head_dim=24,
+        intermediate_size=1536,
+        dtype=kind.stored,
+    )
+
+    def make(**changes) -> WholeEngine:
+        return WholeEngine(path, dtype=kind.dtype, quantization=kind.quantization, **changes)
+
+    return make
+
+
+def asking(tokens, *, max_tokens=12, seed=7, **sampling) -> Prompt:
+    """Drawn at random, so that every probability counts, with the five likeliest tokens' log-probabilities."""
+    params = {"temperature": 0.9, "top_p": 0.95, "logprobs": 5, "ignore_eos": True} | sampling
+    return Prompt(
+        prompt_tokens=tuple(tokens),
+        sampling=SamplingParams(max_tokens=max_tokens, seed=seed, **params),
+    )
+
+
+def text(length: int, seed: int) -> list[int]:
+    return random_prompts(2, length, seed=seed)[1]
+
+
+WANTED = asking(text(75, 1))
+
+
+@pytest.fixture(scope="module")
+def alone(engines):
+    """What the request gets when nothing else is there."""
+    engine = engines()
+    engine.tell(Generate(seq_id=ASKED, prompt=WANTED))
+    engine.run()
+    return engine.tokens(ASKED)
+
+
+def others(count: int):
+    return [
+        Generate(seq_id=SeqId(f"o{n}"), prompt=asking(text(5 + 23 * n, 10 + n), seed=n))
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_beside_others(engines, alone, count):
+    engine = engines()
+    engine.tell(*others(count))
+    engine.step()
+    engine.step()
+    engine.tell(Generate(seq_id=ASKED, prompt=WANTED))
+    engine.run()
+    assert engine.tokens(ASKED) == alone
+
+
+@pytest.mark.parametrize("budget", [9, 23, 40])
+def test_in_other_chunks(engines, alone, budget):
+    engine = engines(budget=budget)
+    engine.tell(*others(3), Generate(seq_id=ASKED, prompt=WANTED), *others(5)[3:])
+    engine.run()
+    assert engine.tokens(ASKED) == alone
+
+
+def test_after_a_prefix_hit(engines, alone):
+    engine = engines()
+    engine.tell(Generate(seq_id=SeqId("before"), prompt=asking(text(75, 1)[:50], seed=1)))
+    engine.run()
+    engine.tell(Generate(seq_id=ASKED, prompt=WANTED))
+    engine.run()
+    assert engine.cached_tokens(ASKED) == [48]
+    assert engine.tokens(ASKED) == alone
+
+
+def test_after_a_hit_on_what_was_generated_before(engines):
+    """The next turn of a conversation, whose cached pages were filled token by token."""
+    first = asking(text(20, 2), max_tokens=40)
+    engine, fresh = engines(), engines()
+    engine.tell(Generate(seq_id=SeqId("turn"), prompt=first))
+    engine.run()
+    answer = [token.token for token in engine.tokens(SeqId("turn"))]
+    second = asking([*first.prompt_tokens, *answer, *text(9, 3)])
+    for each in (engine, fresh):
+        each.tell(Generate(seq_id=ASKED, prompt=second))
+        each.run()
+    assert (engine.cached_tokens(ASKED), fresh.cached_tokens(ASKED)) == ([48], [0])
+    assert engine.tokens(ASKED) == fresh.tokens(ASKED)
+
+
+def test_after_a_preemption(engines, alone):
+    engine = engines(num_blocks=8)
+    first = asking(text(30, 4), max_tokens=60, seed=2)
+    engine.tell(Generate(seq_id=SeqId("first"), prompt=first))
+    engine.step()
+    engine.tell(Generate(seq_id=ASKED, prompt=WANTED))
+    engine.run()
+    assert engine.scheduler.load().preemptions > 0
+    assert engine.tokens(ASKED) == alone
+
+
+def test_resumed_elsewhere(engines, alone):
+    """As after the loss of a worker: prompt and what was generated so far are computed as one text."""
+    engine = engines(budget=31)
+    had = tuple(token.token for token in alone[:5])
+    resumed = Prompt(
+        prompt_tokens=WANTED.prompt_tokens, output_tokens=had, sampling=WANTED.sampling
+    )
+    engine.tell(Generate(seq_id=ASKED, prompt=resumed), *others(2))
+    engine.run()
+    assert engine.tokens(ASKED) == alone[5:]
+
+
+def test_prefilled_here_and_decoded_there(engines, alone):
+    source, target = engines(budget=33), engines(budget=50)
+    source.tell(Prefill(seq_id=ASKED, prompt=WANTED), *others(3))
+    target.tell(*others(4), Reserve(seq_id=ASKED, prompt=WANTED))
+    blocks: list[int] = []
+    while not source.tokens(ASKED):
+        plan, events = source.scheduler.schedule()
+        source.events += events
+        assert plan is not None
+        rows = [row for row in plan.rows if row.seq.seq_id == ASKED]
+        blocks = list(rows[0].seq.blocks) if rows else blocks
+        source.events += source.scheduler.apply(plan, source.runner.execute(plan))
+    for _ in range(3):
+        target.step()
+    hand_over(source, target, ASKED, blocks)
+    source.tell(Release(seq_id=ASKED))
+    target.run()
+    assert source.tokens(ASKED) + target.tokens(ASKED) == alone
+
+
+def test_the_prompts_own_probabilities(engines):
+    wanted = asking(text(60, 5), prompt_logprobs=3, max_tokens=2)
+    found = []
+    for budget in (256, 14):
+        engine = engines(budget=budget)
+        engine.tell(*others(2), Generate(seq_id=ASKED, prompt=wanted))
+        engine.run()
+        found.append(engine.scores(ASKED))
+    assert len(found[0]) == 59
+    assert found[0] == found[1]
+
+
+def test_without_the_mode_bits_do_depend_on_the_batch(tmp_path):
+    """Otherwise nothing above would show anything."""
+    path = make_model(tmp_path, "llama", hidden_size=72, head_dim=24)
+    found = []
+    for budget in (256, 23):
+        engine = WholeEngine(path, deterministic=False, budget=budget)
+        engine.tell(*others(3), Generate(seq_id=ASKED, prompt=WANTED))
+        engine.run()
+        found.append(engine.tokens(ASKED))
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (576, 576), (1536, 577)])
+def test_a_row_of_a_product_does_not_depend_on_the_others(inputs, outputs, threads):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        product = fix_rows(pack(Linear(weight=weight)))
+        row = torch.randn(1, inputs, generator=generator)
+        expected = product(row)
+        for rows in (2, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS + 5):
+            x = torch.randn(rows, inputs, generator=generator)
+            place = rows // 2
+            x[place] = row[0]
+            assert torch.equal(product(x)[place], expected[0])
+        assert product(torch.empty(0, inputs)).shape == (0, outputs)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_products_over_panels_need_no_fixing():
+    if not streams_bfloat16():
+        pytest.skip("bfloat16 weights are not streamed on this processor")
+    panels = pack(Linear(weight=torch.randn(64, 64).bfloat16()))
+    assert fix_rows(panels) is panels
+
+
+def test_kv_of_the_mode_is_not_taken_for_other_kv(tmp_path):
+    spec = load_spec(make_model(tmp_path, "llama"))
+    kinds = {spec, pinned(spec), pinned(spec, "sm80"), pinned(spec, "sm90")}
+    assert len({kind.fingerprint for kind in kinds}) == 4
+
+
+class HostBytes:
+    """Host memory that nobody shares."""
+
+    device = None
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.view = memoryview(bytearray(size_bytes))
+        self.address = 0
+
+
+class Memory:
+    """Gives `HostBytes`."""
+
+    def allocate(self, size_bytes: int, gpu: int | None = None) -> HostBytes:
+        return HostBytes(size_bytes)
+
+
+def test_an_engine_with_the_setting_is_built_so(tmp_path):
+    path = make_model(tmp_path, "llama", hidden_size=72, head_dim=24, intermediate_size=1536)
+    wanted = asking(text(60, 1))
+    found = []
+    for budget in (256, 19):
+        built = build_engine(
+            ModelConfig(model=str(path)),
+            EngineConfig(
+                device="cpu",
+                deterministic=True,
+                max_num_batched_tokens=budget,
+                kv_cache_memory_bytes=1 << 20,
+            ),
+            secret=bytes(32),
+            memory=Memory(),
+            sink=None,
+            progress=lambda what, part: None,
+        )
+        assert built.layout.model_fingerprint.endswith("-deterministic")
+        found.append(_drawn(built.host, wanted))
+    assert found[0] == found[1]
+
+
+def _drawn(host: ThreadEngineHost, wanted: Prompt) -> list[TokenSample]:
+    tokens: list[TokenSample] = []
+    done = Event()
+
+    def listen(told: StepEvents) -> None:
+        for event in told.events:
+            if isinstance(event, Sampled):
+                tokens.extend(event.tokens)
+                if tokens[-1].finish is not None:
+                    done.set()
+
+    host.attach("test", listen)
+    host.start()
+    host.submit(Generate(seq_id=SeqId("test/asked"), prompt=wanted))
+    assert done.wait(30)
+    host.close()
+    return tokens
+
+
+def test_a_gpu_takes_it_with_tritons_kernels_of_16_bits_and_refuses_it_by_name_without(monkeypatch):
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(select, "find_spec", lambda name: name)
+    check_deterministic(cuda, torch.bfloat16)
+    with pytest.raises(ConfigError, match="float16 or bfloat16, not in float32") as raised:
+        check_deterministic(cuda, torch.float32)
+    assert raised.value.param == "engine.deterministic"
+    monkeypatch.setattr(select, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs Triton"):
+        check_deterministic(cuda, torch.bfloat16)

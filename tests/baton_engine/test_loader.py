@@ -1,0 +1,132 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear
+
+from baton.errors import ModelLoadError
+from baton_engine.models.config import load_spec
+from baton_engine.models.loader import load_decoder
+from tests.baton_engine.tiny_models import make_model
+
+CPU = torch.device("cpu")
+
+
+def load(directory, dtype=torch.float32, progress=None):
+    return load_decoder(directory, load_spec(directory), dtype, CPU, progress)
+
+
+def rewrite_weights(directory, change):
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return make_model(tmp_path / "model", "qwen2")
+
+
+def test_projections_are_fused_in_order(directory):
+    stored = load_file(directory / "model.safetensors")
+    layer = load(directory).layers[1]
+    x = torch.randn(3, 64)
+    for kind, parts, fused in (
+        ("self_attn", "qkv", layer.attention.qkv),
+        ("mlp", ("gate", "up"), layer.mlp.gate_up),
+    ):
+        names = [f"model.layers.1.{kind}.{part}_proj" for part in parts]
+        alone = [linear(x, stored[f"{n}.weight"], stored.get(f"{n}.bias")) for n in names]
+        torch.testing.assert_close(fused(x), torch.cat(alone, 1))
+
+
+def test_tied_embeddings_serve_as_the_head(tmp_path):
+    decoder = load(make_model(tmp_path, "llama", tie=True))
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(decoder.head(x), linear(x, decoder.embedding.weight))
+
+
+def test_shards_load_like_one_file(tmp_path):
+    whole = load(make_model(tmp_path / "whole", "llama"))
+    sharded_directory = make_model(tmp_path / "sharded", "llama", max_shard_size="40KB")
+    assert (sharded_directory / "model.safetensors.index.json").exists()
+    sharded = load(sharded_directory)
+    x, wide = torch.randn(3, 64), torch.randn(3, 128)
+    assert torch.equal(whole.head(x), sharded.head(x))
+    assert torch.equal(whole.layers[1].mlp.down(wide), sharded.layers[1].mlp.down(wide))
+
+
+def test_weights_are_converted_to_the_wanted_dtype(directory):
+    decoder = load(directory, torch.bfloat16)
+    assert decoder.embedding.weight.dtype == torch.bfloat16
+    x = torch.randn(3, 64).bfloat16()
+    assert decoder.layers[0].attention.qkv(x).dtype == torch.bfloat16
+
+
+def test_progress_rises_from_none_to_all(directory):
+    told = []
+    load(directory, progress=lambda what, fraction: told.append(fraction))
+    assert told[0] == 0.0
+    assert told[-1] == 1.0
+    assert told == sorted(told)
+
+
+def test_truncated_weights_are_named(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors is corrupt or truncated"):
+        load_spec(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"not weights at all"])
+def test_weights_that_are_no_safetensors_are_named(directory, content):
+    (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors is corrupt"):
+        load_spec(directory)
+
+
+def test_no_weights_at_all_is_said_plainly(directory):
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="has no weights"):
+        load_spec(directory)
+
+
+def test_a_missing_tensor_is_named(directory):
+    rewrite_weights(directory, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        load(directory)
+
+
+def test_a_tensor_of_another_shape_is_named(directory):
+    rewrite_weights(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
+    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight has shape \[3\]"):
+        load(directory)
+
+
+def test_quantised_weights_are_refused(directory):
+    eight = torch.zeros(64, dtype=torch.int8)
+    rewrite_weights(directory, lambda tensors: tensors.update({"model.norm.weight": eight}))
+    with pytest.raises(ModelLoadError, match="stored as I8"):
+        load(directory)
+
+
+@pytest.mark.parametrize("damage", ["gone", "misplaced", "outside"])
+def test_a_broken_index_is_named(tmp_path, damage):
+    directory = make_model(tmp_path, "llama", max_shard_size="40KB")
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shards = sorted(set(content["weight_map"].values()))
+    if damage == "gone":
+        (directory / shards[0]).unlink()
+        complaint = f"{shards[0]} is missing"
+    elif damage == "misplaced":
+        content["weight_map"]["model.norm.weight"] = shards[0]
+        complaint = "does not hold tensor model.norm.weight"
+    else:
+        content["weight_map"]["model.norm.weight"] = "../weights.safetensors"
+        complaint = "outside its directory"
+    index.write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match=complaint):
+        load_spec(directory)

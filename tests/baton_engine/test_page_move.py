@@ -1,0 +1,149 @@
+"""Triton's page mover against its torch twin: on a GPU, else under Triton's interpreter, which works on the CPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from baton_engine.kernels import reference
+from tests.baton_engine.triton_cases import DEVICE, kernels, needs_triton
+
+pytestmark = needs_triton
+
+
+@pytest.fixture(scope="module")
+def page_move() -> ModuleType:
+    return kernels("page_move")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of two tensors, as a mover is told of them."""
+
+    source: torch.Tensor
+    source_rows: Sequence[int]
+    target: torch.Tensor
+    target_rows: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        return int(self.source.shape[1])
+
+    def addresses(self) -> np.ndarray:
+        here = self.source.data_ptr() + np.array(self.source_rows) * self.source.stride(0)
+        there = self.target.data_ptr() + np.array(self.target_rows) * self.target.stride(0)
+        return np.stack([here, there], axis=1).astype(np.int64)
+
+    def move_by_twin(self) -> None:
+        here, there = torch.tensor(self.source_rows), torch.tensor(self.target_rows)
+        reference.move_pages(self.source, here.to(DEVICE), self.target, there.to(DEVICE))
+
+
+def rows(num_pages: int, row_bytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_pages * row_bytes)
+    made = torch.randint(0, 256, (num_pages, row_bytes), dtype=torch.uint8, generator=generator)
+    return made.to(DEVICE)
+
+
+def move(page_move: ModuleType, *parts: Part) -> None:
+    """As a writer does it, on a stream of its own."""
+    kernel = page_move.PageKernel(torch.device(DEVICE))
+    if DEVICE == "cpu":
+        kernel.move(parts, 0)
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    kernel.move(parts, stream.cuda_stream)
+    stream.synchronize()
+
+
+@pytest.mark.parametrize("row_bytes", [8, 1024, 32 * 1024, 40_008])
+def test_moved_pages_are_those_of_the_twin_and_no_other_is_touched(page_move, row_bytes):
+    source, target = rows(7, row_bytes), rows(9, row_bytes)
+    wanted = target.clone()
+    Part(source, (5, 0, 1, 6), wanted, (8, 3, 0, 4)).move_by_twin()
+    move(page_move, Part(source, (5, 0, 1, 6), target, (8, 3, 0, 4)))
+    assert torch.equal(target, wanted)
+
+
+def test_rows_may_lie_apart(page_move):
+    """One rank's share of its peer's pages."""
+    source, target = rows(4, 64), rows(5, 256)
+    wanted = target.clone()
+    Part(source, (3, 1), wanted[:, 64:128], (0, 4)).move_by_twin()
+    move(page_move, Part(source, (3, 1), target[:, 64:128], (0, 4)))
+    assert torch.equal(target, wanted)
+
+
+@pytest.mark.parametrize("shift", [0, 8], ids=["aligned-to-16", "aligned-to-8"])
+def test_parts_of_several_arenas_and_lengths_go_together(page_move, shift):
+    short, long, target = rows(6, 64 + shift), rows(6, 4096), rows(30, 5000)
+    wanted = target.clone()
+
+    def parts(there: torch.Tensor) -> list[Part]:
+        return [
+            Part(short[:, shift:], (5, 2), there[:, 8 : 8 + 64], (0, 7)),
+            Part(long, (0, 1, 2), there[:, 64 : 64 + 4096], (11, 10, 29)),
+            Part(short[:, shift:], (3,), there[:, 16 : 16 + 64], (1,)),
+        ]
+
+    for part in parts(wanted):
+        part.move_by_twin()
+    move(page_move, *parts(target))
+    assert torch.equal(target, wanted)
+
+
+def test_a_page_may_be_written_twice_with_the_same(page_move):
+    """As the handshake tries a way out, on the one page that is spare."""
+    source, target = rows(3, 1024), rows(3, 1024)
+    wanted = target.clone()
+    wanted[2] = source[1]
+    move(page_move, Part(source, (1,) * 64, target, (2,) * 64))
+    assert torch.equal(target, wanted)
+
+
+@pytest.mark.parametrize("row_bytes", [0, 64])
+def test_nothing_to_move_is_moved(page_move, row_bytes):
+    source, target = rows(2, 64), rows(2, 64)
+    before = target.clone()
+    chosen = () if row_bytes else (1,)
+    move(page_move)
+    move(page_move, Part(source[:, :row_bytes], chosen, target[:, :row_bytes], chosen))
+    assert torch.equal(target, before)
+
+
+def test_an_address_within_a_word_is_refused(page_move):
+    source, target = rows(2, 64), rows(2, 64)
+    before = target.clone()
+    with pytest.raises(ValueError, match="addresses: rows are not aligned to 8 bytes"):
+        move(page_move, Part(source[:, 4:12], (0,), target[:, :8], (0,)))
+    assert torch.equal(target, before)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "length", "names"),
+    [
+        (torch.zeros(1, 2, dtype=torch.int64), 12, "length: 12 is no multiple of 8"),
+        (torch.zeros(1, 2, dtype=torch.int64), -8, "length: -8 is no multiple"),
+        (torch.zeros(1, 2), 8, "addresses: pairs of int64"),
+        (torch.zeros(2, dtype=torch.int64), 8, "addresses: pairs of int64"),
+        (torch.zeros(2, 3, dtype=torch.int64).T[:2].T, 8, "addresses: have to lie in one piece"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(page_move, addresses, length, names):
+    with pytest.raises(ValueError, match=names):
+        page_move.move_rows(addresses.to(DEVICE), length)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+def test_an_arena_beyond_32_bits_is_addressed(page_move):
+    """More than 2^32 bytes lie before the last page."""
+    pages = torch.zeros(4_100, 1 << 20, dtype=torch.uint8, device="cuda")
+    marked = rows(1, 1 << 20)
+    move(page_move, Part(marked, (0,), pages, (4_099,)))
+    assert torch.equal(pages[4_099], marked[0])
+    assert not pages[:4_099].any()

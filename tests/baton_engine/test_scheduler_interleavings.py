@@ -1,0 +1,230 @@
+"""Any order of commands and steps: tokens are those of an undisturbed run, every sequence ends once, no page is lost."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from baton.generation import Promise, Prompt
+from baton.ids import SeqId
+from baton_engine.messages import (
+    Abort,
+    Command,
+    Failed,
+    FlushCache,
+    Generate,
+    Prefill,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+    Sampled,
+)
+from baton_engine.scheduling.order import ORDERS
+from baton_engine.scheduling.policy import SchedulingPolicy
+from baton_engine.scheduling.precedence import PRECEDENCES
+from tests.baton_engine.scheduling_world import World, hand_over, limits, prompt
+
+EOS = (3,)
+
+ASKED = st.builds(
+    prompt,
+    st.text("ab", min_size=1, max_size=14).map(lambda text: tuple(map(ord, text))),
+    samples=st.integers(1, 3),
+    max_tokens=st.sampled_from([1, 5, 12]),
+    promise=st.builds(
+        Promise,
+        ttft_s=st.none() | st.sampled_from([0.0, 1.0]),
+        tbt_s=st.none() | st.sampled_from([0.01, 1.0]),
+        priority=st.integers(0, 2),
+    ),
+)
+
+POLICIES = st.builds(
+    SchedulingPolicy,
+    tbt_s=st.none() | st.just(0.05),
+    prefill_order=st.sampled_from(sorted(ORDERS)),
+    preemption=st.sampled_from(sorted(PRECEDENCES)),
+    output_headroom=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+)
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Two hybrid engines. Prompts run on the target, or are prefilled on the source and handed over to the target."""
+
+    @initialize(
+        block_tokens=st.sampled_from([1, 2, 4]),
+        pages_tokens=st.integers(26, 44),
+        max_num_seqs=st.integers(3, 6),
+        max_num_batched_tokens=st.integers(3, 16),
+        caching=st.booleans(),
+        policy=POLICIES,
+    )
+    def begin(
+        self, block_tokens, pages_tokens, max_num_seqs, max_num_batched_tokens, caching, policy
+    ):
+        some = limits(
+            block_tokens=block_tokens,
+            num_blocks=-(-pages_tokens // block_tokens),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            vocab_size=128,
+        )
+        self.source, self.target = (
+            World(some, eos_ids=EOS, enable_prefix_caching=caching, policy=policy) for _ in range(2)
+        )
+        self.local: dict[SeqId, Prompt] = {}
+        self.moving: dict[SeqId, Prompt] = {}
+        self.unasked: set[SeqId] = set()
+        self.started: set[SeqId] = set()
+        self.cut: set[SeqId] = set()
+
+    def _new_id(self) -> SeqId:
+        return SeqId(f"s{len(self.local) + len(self.moving)}")
+
+    @rule(asked=ASKED)
+    def generate(self, asked: Prompt):
+        seq_id = self._new_id()
+        self.local[seq_id] = asked
+        self.target.tell(Generate(seq_id=seq_id, prompt=asked))
+
+    @rule(asked=ASKED, count=st.integers(1, 5))
+    def resume(self, asked: Prompt, count: int):
+        """Another engine had drawn the first tokens of a text."""
+        alone = prompt(tuple(asked.prompt_tokens), max_tokens=asked.sampling.max_tokens)
+        had = tuple(self.target.undisturbed(alone)[:count])
+        if had[-1] in EOS or len(had) == alone.sampling.max_tokens:
+            return
+        self.generate(
+            prompt(tuple(alone.prompt_tokens), output=had, max_tokens=alone.sampling.max_tokens)
+        )
+
+    @rule(asked=ASKED)
+    def prefill_for_target(self, asked: Prompt):
+        seq_id = self._new_id()
+        self.moving[seq_id] = asked
+        self.unasked.add(seq_id)
+        self.source.tell(Prefill(seq_id=seq_id, prompt=asked))
+
+    def _ask(self):
+        """Pages are asked for once a prompt was begun, so that nobody's are kept for one who waits for those of another."""
+        begun = {SeqId(row.seq.seq_id) for plan in self.source.plans for row in plan.rows}
+        for seq_id in sorted(self.unasked & begun):
+            self._reserve(seq_id)
+
+    def _reserve(self, seq_id: SeqId):
+        self.unasked.remove(seq_id)
+        self.target.tell(Reserve(seq_id=seq_id, prompt=self.moving[seq_id]))
+
+    @rule(asked=ASKED)
+    def generate_on_source(self, asked: Prompt):
+        """Competes with the prefills there."""
+        self.source.tell(Generate(seq_id=SeqId(f"x{len(self.source.events)}"), prompt=asked))
+
+    @rule(count=st.integers(1, 4))
+    def step_source(self, count: int):
+        for _ in range(count):
+            self.source.step()
+            self._ask()
+
+    @rule(count=st.integers(1, 6))
+    def step_target(self, count: int):
+        for _ in range(count):
+            self.target.step()
+
+    @rule(data=st.data())
+    def commit(self, data):
+        """Finishes one hand-over that is ready."""
+        ready = [seq_id for seq_id in self.moving if self._is_ready(seq_id)]
+        if ready:
+            self._commit(data.draw(st.sampled_from(ready)))
+
+    def _is_ready(self, seq_id: SeqId) -> bool:
+        return (
+            seq_id not in self.cut | self.started
+            and bool(self.source.told(Sampled, seq_id))
+            and bool(self.target.told(Reserved, seq_id))
+        )
+
+    def _commit(self, seq_id: SeqId):
+        self.started.add(seq_id)
+        hand_over(self.source, self.target, seq_id)
+        self.source.tell(Release(seq_id=seq_id))
+
+    @rule(data=st.data())
+    def abort(self, data):
+        known = [*self.local, *self.moving]
+        if known:
+            self._tell_both(Abort(seq_id=data.draw(st.sampled_from(known))))
+
+    @rule(row=st.integers(0, 5))
+    def fail_a_row(self, row: int):
+        self.target.step(failing_row=row)
+        for seq_id in {*self.local, *self.moving} - self.cut:
+            if self.target.told(Failed, seq_id):
+                self._tell_both(Abort(seq_id=seq_id))
+
+    def _tell_both(self, command: Abort):
+        self.cut.add(command.seq_id)
+        if command.seq_id in self.unasked:
+            self._reserve(command.seq_id)
+        self._tell(command)
+
+    def _tell(self, command: Command):
+        self.source.tell(command)
+        self.target.tell(command)
+
+    @rule()
+    def flush(self):
+        self._tell(FlushCache())
+
+    @invariant()
+    def books_are_right_and_tokens_undisturbed(self):
+        if not hasattr(self, "source"):
+            return
+        for world in (self.source, self.target):
+            world.scheduler.check_integrity()
+            load = world.scheduler.load()
+            assert load.blocks_free + load.blocks_used + load.blocks_cached == load.blocks_total
+        for seq_id, asked in (self.local | self.moving).items():
+            for sample in asked.samples:
+                drawn = self.target.tokens(seq_id, sample)
+                assert drawn == self.target.undisturbed(asked, sample)[: len(drawn)]
+
+    def teardown(self):
+        if not hasattr(self, "source"):
+            return
+        self._finish_all()
+        for seq_id, asked in (self.local | self.moving).items():
+            if seq_id not in self.cut:
+                for sample in asked.samples:
+                    assert self.target.tokens(seq_id, sample) == self.target.undisturbed(
+                        asked, sample
+                    )
+            assert self._ends_on_target(seq_id, asked) == 1
+        for seq_id in self.moving:
+            assert len(self.source.told(Released, seq_id)) == 1
+        self.source.assert_empty()
+        self.target.assert_empty()
+
+    def _finish_all(self):
+        for _ in range(len(self.moving) + 2):
+            self.source.run()
+            self._ask()
+            self.target.run()
+            for seq_id in filter(self._is_ready, tuple(self.moving)):
+                self._commit(seq_id)
+        self.target.run()
+
+    def _ends_on_target(self, seq_id: SeqId, asked: Prompt) -> int:
+        samples = [self.target.output.get((seq_id, sample), []) for sample in asked.samples]
+        finishes = [sum(token.finish is not None for token in tokens) for tokens in samples]
+        assert max(finishes) <= 1
+        return (
+            (sum(finishes) == len(asked.samples))
+            + len(self.target.told(Released, seq_id))
+            + len(self.target.told(Failed, seq_id))
+        )
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -1,0 +1,146 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.generation import SamplingParams
+from baton_engine.kernels.cpu_matmul import multiplies_int8, streams_bfloat16
+from baton_engine.kernels.reference import ReferenceKernels
+from baton_engine.models.config import load_spec
+from baton_engine.models.inputs import InputBuilder
+from baton_engine.models.loader import load_decoder
+from baton_engine.scheduling.plan import Row
+from tests.baton_engine.stepping import make_runner, make_texts
+from tests.baton_engine.tiny_models import make_model
+
+CPU = torch.device("cpu")
+BLOCK_TOKENS = 16
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+KINDS = [
+    pytest.param(
+        "none",
+        marks=pytest.mark.skipif(
+            not streams_bfloat16(), reason="bfloat16 weights are not streamed on this processor"
+        ),
+    ),
+    pytest.param(
+        "int8",
+        marks=pytest.mark.skipif(
+            not multiplies_int8(), reason="no AVX-512 VNNI here, or no compiler"
+        ),
+    ),
+]
+# Tokens of each row, how many of them are new: decodes and chunks, around pages and beyond a block of the products.
+ROWS = ((1, 1), (16, 1), (17, 17), (33, 5), (40, 1), (700, 650), (64, 64))
+
+
+class Recorder:
+    """Who was called between the layers."""
+
+    def __init__(self):
+        self.calls = []
+
+    def before(self, layer_index):
+        self.calls.append(("before", layer_index))
+
+    def after(self, layer_index):
+        self.calls.append(("after", layer_index))
+
+
+def _decoder(path, family, quantization, dtype=torch.float32):
+    directory = make_model(path, family, dtype=torch.bfloat16)
+    decoder = load_decoder(directory, load_spec(directory), dtype, CPU, quantization=quantization)
+    assert decoder.whole_layers is not None
+    return decoder
+
+
+def _run(decoder, rows, hooks=None, kv_dtype=None):
+    """Logits of each row's last token, and what the pages hold afterwards."""
+    torch.manual_seed(0)
+    prompts = [torch.randint(3, 300, (length,)).tolist() for length, _ in rows]
+    texts, blocks = make_texts(
+        prompts, PARAMS, block_tokens=BLOCK_TOKENS, chunks=tuple(new for _, new in rows)
+    )
+    _, arena = make_runner(decoder, block_tokens=BLOCK_TOKENS, num_blocks=blocks, kv_dtype=kv_dtype)
+    planned = [
+        Row(seq=text.seq, start=length - new, num_tokens=new, samples=(0,))
+        for text, (length, new) in zip(texts, rows, strict=True)
+    ]
+    for layer in range(len(decoder.layers)):
+        arena.layer(layer).copy_(torch.randn(arena.layer(layer).shape))
+    step = InputBuilder(BLOCK_TOKENS, blocks, CPU).build(planned)
+    logits = decoder.forward(step, arena, hooks)
+    return logits, torch.stack([arena.layer(index) for index in range(len(decoder.layers))])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("quantization", KINDS)
+def test_whole_layers_give_the_bits_of_their_parts(tmp_path, family, quantization, dtype):
+    whole = _decoder(tmp_path, family, quantization, dtype)
+    parts = replace(whole, whole_layers=None)
+    for rows in (ROWS, ROWS[:1]):
+        for together, apart in zip(_run(whole, rows), _run(parts, rows), strict=True):
+            assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+def test_bfloat16_pages_under_float32_give_the_bits_of_the_parts_too(tmp_path, quantization):
+    whole = _decoder(tmp_path, "llama", quantization)
+    parts = replace(whole, whole_layers=None)
+    both = [_run(decoder, ROWS, kv_dtype=torch.bfloat16) for decoder in (whole, parts)]
+    for together, apart in zip(*both, strict=True):
+        assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+def test_whoever_takes_part_between_layers_is_called_and_changes_nothing(tmp_path, quantization):
+    decoder, recorder = _decoder(tmp_path, "llama", quantization), Recorder()
+    watched, alone = _run(decoder, ROWS, recorder), _run(decoder, ROWS)
+    assert all(map(torch.equal, watched, alone))
+    layers = range(len(decoder.layers))
+    assert recorder.calls == [(when, index) for index in layers for when in ("before", "after")]
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+def test_a_step_without_logits_writes_its_pages(tmp_path, quantization):
+    decoder = _decoder(tmp_path, "llama", quantization)
+    texts, blocks = make_texts([[5] * 20], PARAMS, block_tokens=BLOCK_TOKENS, chunks=(20,))
+    _, arena = make_runner(decoder, block_tokens=BLOCK_TOKENS, num_blocks=blocks)
+    row = Row(seq=texts[0].seq, start=0, num_tokens=20, samples=())
+    logits = decoder.forward(InputBuilder(BLOCK_TOKENS, blocks, CPU).build([row]), arena)
+    assert logits.shape == (0, decoder.spec.vocab_size)
+    assert all(arena.layer(index).any() for index in range(len(decoder.layers)))
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+def test_pages_of_another_dtype_are_refused(tmp_path, quantization):
+    decoder = _decoder(tmp_path, "llama", quantization)
+    pages = torch.zeros(1, decoder.spec.num_kv_heads, 2, 16, decoder.spec.head_dim)
+    with pytest.raises(ValueError, match="pages of layer 0 must be contiguous"):
+        decoder.whole_layers.use_pages([pages.half()])
+
+
+@pytest.mark.parametrize("length", [1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 64])
+@pytest.mark.parametrize("quantization", KINDS)
+def test_scores_are_finite_around_the_borders_of_pages(tmp_path, quantization, length):
+    decoder = _decoder(tmp_path, "llama", quantization)
+    for new in {1, length}:
+        logits, _ = _run(decoder, [(length, new)])
+        assert logits.isfinite().all()
+
+
+def test_pages_of_eight_bits_are_left_to_the_parts(tmp_path):
+    directory = make_model(tmp_path, "llama", dtype=torch.bfloat16)
+    decoder = load_decoder(
+        directory, load_spec(directory), torch.float32, CPU, kv_dtype=torch.float8_e4m3fn
+    )
+    assert decoder.whole_layers is None
+
+
+def test_layers_that_compute_with_torch_are_not_put_together(tmp_path):
+    directory = make_model(tmp_path, "llama")
+    decoder = load_decoder(
+        directory, load_spec(directory), torch.float32, CPU, kernels=ReferenceKernels()
+    )
+    assert decoder.whole_layers is None

@@ -1,0 +1,122 @@
+"""A scheduler over a real model, stepped by hand: for tests of what a model's bits depend on."""
+
+from pathlib import Path
+
+import torch
+
+from baton.generation import TokenLogprobs, TokenSample
+from baton.ids import SeqId
+from baton_engine.cache.arena import KvArena
+from baton_engine.kernels.ports import BatchInvariant, KernelSet
+from baton_engine.messages import Command, PrefillStarted, Reserved, Sampled, SeqEvent, Start
+from baton_engine.models.config import kv_layout, load_spec
+from baton_engine.models.loader import load_decoder
+from baton_engine.runner import ModelRunner
+from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.scheduler import Scheduler
+
+BLOCK_TOKENS = 16
+CPU = torch.device("cpu")
+
+
+class WholeEngine:
+    """Everything below the loop.
+
+    Args:
+        checkpoint: The model.
+        deterministic: As `engine.deterministic`.
+        budget: Tokens of a step.
+        num_blocks: Pages.
+        dtype: To compute in.
+        quantization: Of the weights.
+        kernels: What to compute with; None for the machine's own.
+
+    Attributes:
+        events: All that was told.
+        arena: The pages.
+        scheduler: Plans the steps.
+        runner: Computes them.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        deterministic: bool = True,
+        budget: int = 256,
+        num_blocks: int = 64,
+        dtype: torch.dtype = torch.float32,
+        quantization: str = "none",
+        kernels: KernelSet | None = None,
+    ) -> None:
+        spec = load_spec(checkpoint)
+        decoder = load_decoder(
+            checkpoint,
+            spec,
+            dtype,
+            CPU,
+            kernels=kernels,
+            quantization=quantization,
+            fixed_rows=deterministic,
+        )
+        layout = kv_layout(spec, dtype, BLOCK_TOKENS)
+        limits = Limits(
+            max_num_seqs=8,
+            max_num_batched_tokens=budget,
+            max_model_len=512,
+            block_tokens=BLOCK_TOKENS,
+            num_blocks=num_blocks,
+            vocab_size=spec.vocab_size,
+        )
+        memory = memoryview(bytearray(layout.region_bytes(num_blocks)))
+        self.arena = KvArena(layout, num_blocks, memory)
+        self.scheduler = Scheduler(limits, layout=layout, secret=bytes(32))
+        apart = deterministic and not isinstance(kernels, BatchInvariant)
+        self.runner = ModelRunner(decoder, self.arena, one_by_one=apart)
+        self.events: list[SeqEvent] = []
+
+    def tell(self, *commands: Command) -> None:
+        for command in commands:
+            self.events += self.scheduler.handle(command, 0.0)
+
+    def step(self) -> bool:
+        plan, events = self.scheduler.schedule()
+        self.events += events
+        if plan is None:
+            return False
+        result = self.runner.execute(plan)
+        assert not result.failed
+        self.events += self.scheduler.apply(plan, result)
+        self.scheduler.check_integrity()
+        return True
+
+    def run(self) -> None:
+        for _ in range(3000):
+            if not self.step():
+                return
+        raise AssertionError("still running")
+
+    def tokens(self, seq_id: SeqId) -> tuple[TokenSample, ...]:
+        """What was drawn, with the exact log-probabilities where they were asked for."""
+        told = [e for e in self.events if isinstance(e, Sampled) and e.seq_id == seq_id]
+        return tuple(token for event in told for token in event.tokens)
+
+    def scores(self, seq_id: SeqId) -> tuple[TokenLogprobs, ...]:
+        """The prompt's own log-probabilities."""
+        told = [e for e in self.events if isinstance(e, Sampled) and e.seq_id == seq_id]
+        return next(event.prompt_logprobs for event in told if event.prompt_logprobs is not None)
+
+    def cached_tokens(self, seq_id: SeqId) -> list[int]:
+        started = [e for e in self.events if isinstance(e, PrefillStarted)]
+        return [event.cached_tokens for event in started if event.seq_id == seq_id]
+
+
+def hand_over(source: WholeEngine, target: WholeEngine, seq_id: SeqId, blocks: list[int]) -> None:
+    """Copies the source's pages `blocks` bit by bit into those that the target reserved, and starts there."""
+    (reserved,) = [e for e in target.events if isinstance(e, Reserved) and e.seq_id == seq_id]
+    for index in range(len(target.arena.layout.layers)):
+        ours, theirs = source.arena.layer(index), target.arena.layer(index)
+        for place, (block, into) in enumerate(zip(blocks, reserved.blocks, strict=True)):
+            if place >= reserved.held_blocks:
+                theirs[into] = ours[block]
+    target.tell(Start(seq_id=seq_id, first_tokens=source.tokens(seq_id)))
