@@ -4,6 +4,7 @@ Expected outcomes (no room, not found in a cache) are return values, never excep
 a session or a process. An error crosses a process boundary as `(code, message, param)` and is rebuilt by `from_code`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,9 +30,26 @@ class BatonError(Exception):
 
 
 class InvariantError(BatonError):
-    """Our own bug: a refused transition or a broken count. Tests let it raise; production counts and fails typed."""
+    """Our own bug: a refused transition or a broken count. Tests let it raise; production counts and fails typed.
+
+    Args:
+        message: What is broken.
+        story: What the core that noticed has done lately about the request, transfer or block in question
+            (`baton.story.StoryLog.story`), for logs; it is never part of what a client is told.
+    """
 
     code = "invariant"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        story: Sequence[object] = (),
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.story_text = "\n".join(str(entry) for entry in story)
 
 
 class InvalidRequestError(BatonError):

@@ -1,0 +1,100 @@
+"""What a pure core has done lately: a bounded log of its events and actions, told by request, transfer or block.
+
+Each core keeps one `StoryLog`. It answers `story(id)`, an `InvariantError` carries what it says, and `baton explain --story`
+shows it. Entries are short texts, made when they are logged: a log that kept the events themselves would keep the prompts
+in them alive, and would show them.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import lru_cache
+
+from baton.ids import WorkerIdentity
+
+DEFAULT_CAPACITY = 4096
+_MAX_TEXT = 80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoryEntry:
+    """One event of a core and what it came to.
+
+    Attributes:
+        at_s: When, on the core's clock (monotonic seconds).
+        event: The event's name and its short fields.
+        actions: The same of each action, in order.
+    """
+
+    at_s: float
+    event: str
+    actions: tuple[str, ...]
+
+    def __str__(self) -> str:
+        told = f"{self.at_s:.6f} {self.event}"
+        return told + (f" -> {', '.join(self.actions)}" if self.actions else "")
+
+
+class StoryLog:
+    """The last events of one core. Pure; one owner.
+
+    Args:
+        capacity: Entries kept; the oldest are forgotten.
+    """
+
+    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+        self._entries: deque[tuple[str, float, str, tuple[str, ...]]] = deque(maxlen=capacity)
+
+    def record(
+        self, about: object, now_s: float, event: object, actions: Sequence[object] = ()
+    ) -> None:
+        """Logs an event about one request, transfer or block. Events and actions are dataclass instances or plain text."""
+        told = tuple([describe(action) for action in actions])
+        self._entries.append((str(about), now_s, describe(event), told))
+
+    def story(self, about: object) -> tuple[StoryEntry, ...]:
+        """What is left of the events about `about`, oldest first; nothing for one that nobody knows."""
+        wanted = str(about)
+        return tuple(
+            StoryEntry(at_s=at_s, event=event, actions=actions)
+            for known, at_s, event, actions in self._entries
+            if known == wanted
+        )
+
+
+def describe(what: object) -> str:
+    """A dataclass instance as its name and short fields: `Submitted(request_id=..., attempt=1, tokens=<1024>)`.
+
+    Numbers, ids, enums, errors and workers are shown, bounded in length; of anything that holds others only the size, so that
+    no token and no text of a client is ever told.
+    """
+    if isinstance(what, str):
+        return what
+    if not is_dataclass(what) or isinstance(what, type):
+        return type(what).__name__
+    shown = [f"{name}={_value(getattr(what, name))}" for name in _field_names(type(what))]
+    return f"{type(what).__name__}({', '.join(shown)})"
+
+
+@lru_cache(maxsize=512)
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+def _value(value: object) -> str:
+    match value:
+        case None | bool() | int():
+            return str(value)
+        case float():
+            return f"{value:.6g}"
+        case str() | BaseException() | WorkerIdentity():
+            return str(value)[:_MAX_TEXT]
+        case Enum():
+            return value.name.lower()
+        case bytes() | bytearray() | memoryview():
+            return f"<{len(value)} bytes>"
+        case _ if hasattr(value, "__len__"):
+            return f"<{len(value)}>"
+        case _:
+            return f"<{type(value).__name__}>"

@@ -1,0 +1,49 @@
+from dataclasses import dataclass
+
+from baton.errors import InvariantError
+from baton.story import StoryLog, describe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    request_id: str
+    attempt: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    worker: str
+
+
+def test_a_story_is_that_of_one_id_in_order():
+    log = StoryLog()
+    log.record("a", 1.0, Submitted(request_id="a", attempt=1, tokens=(1, 2)), [Send(worker="p")])
+    log.record("b", 2.0, "left")
+    log.record("a", 3.0, "ended")
+    assert [str(entry) for entry in log.story("a")] == [
+        "1.000000 Submitted(request_id=a, attempt=1, tokens=<2>) -> Send(worker=p)",
+        "3.000000 ended",
+    ]
+    assert log.story("c") == ()
+
+
+def test_the_oldest_entries_are_forgotten():
+    log = StoryLog(capacity=2)
+    for number in range(5):
+        log.record("a", float(number), "tick")
+    assert [entry.at_s for entry in log.story("a")] == [3.0, 4.0]
+
+
+def test_neither_tokens_nor_long_texts_are_told():
+    told = describe(Submitted(request_id="x" * 500, attempt=1, tokens=(271828,)))
+    assert "271828" not in told
+    assert len(told) < 200
+
+
+def test_an_invariant_error_tells_the_story_it_carries():
+    log = StoryLog()
+    log.record("a", 1.0, "opened")
+    error = InvariantError("a page is free twice", story=log.story("a"))
+    assert "1.000000 opened" in error.story_text
+    assert str(error) == "a page is free twice"
