@@ -12,7 +12,7 @@ from router.openai.choices import Choice, Delta, TextOptions
 from router.openai.replies import PromptTokensDetails, Usage
 from router.openai.request_span import RequestSpan
 from router.openai.serving import Serving
-from router.ports import GenerationJob, Timing, Tokens
+from router.ports import GenerationRequest, Timing, Tokens
 
 _Item = TypeVar("_Item")
 
@@ -28,7 +28,7 @@ class JobRun:
     """
 
     def __init__(
-        self, job: GenerationJob, serving: Serving, options: TextOptions, first_index: int
+        self, job: GenerationRequest, serving: Serving, options: TextOptions, first_index: int
     ) -> None:
         self.job = job
         self.timing: Timing | None = None

@@ -81,7 +81,7 @@ async def take_order(
     )
     with serving.refusals_counted(visit):
         visit.require_tokens(_prompt_tokens(request), limit.wanted)
-        serving.generator.knock(visit.tenant, slo)
+        serving.generator.check_capacity(visit.tenant, slo)
     head = ReplyHead(request_id=new_request_id(kind), created=int(time.time()), model=name)
     model = await serving.require_model()
     return Order(serving=serving, visit=visit, head=head, slo=slo, model=model)

@@ -15,7 +15,7 @@ from router.openai.order import Order
 from router.openai.requests import DrawingBody
 from router.openai.sampling import TokenLimit, sampling_params
 from router.openai.vocabulary import check_vocabulary
-from router.ports import GenerationJob, ServedModel
+from router.ports import GenerationRequest, ServedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +106,10 @@ def _check_scores(prompts: Sequence[Prompt], wanted: Wanted) -> None:
         )
 
 
-def _job(order: Order, body: DrawingBody, prompt: Prompt, number: int) -> GenerationJob:
+def _job(order: Order, body: DrawingBody, prompt: Prompt, number: int) -> GenerationRequest:
     """The first job has the request's own id, those after it a number besides."""
     request_id = order.head.request_id
-    return GenerationJob(
+    return GenerationRequest(
         request_id=RequestId(f"{request_id}-{number}") if number else request_id,
         prompt=prompt,
         deadline_s=order.serving.request_timeout_s,

@@ -16,7 +16,7 @@ from baton.generation import Prompt
 from router.guardrails.ports import Ask
 from router.limits.ports import GrantId, Levels, Limiter, LimitKind, Refused
 from router.openai.limit_headers import refusal
-from router.ports import GenerationJob, Timing
+from router.ports import GenerationRequest, Timing
 from router.tenants.tenant import Caller, Tenant
 
 MAX_EXPECTED_OUTPUT = 4096
@@ -29,7 +29,7 @@ class Run(Protocol):
     """What a visit asks of a job that runs for it."""
 
     @property
-    def job(self) -> GenerationJob:
+    def job(self) -> GenerationRequest:
         """What is generated."""
 
     @property
