@@ -30,9 +30,9 @@ from baton_cluster.child import Child, RoleMain, run
 from baton_cluster.plan import POOL, ROUTER
 from baton_cluster.pooling import WorkerPool, join_pool
 from baton_cluster.runtime_dir import kv_socket
-from kv_transfer.arena_hashes import Hashing, ways_to_hash
-from kv_transfer.arena_memory import WorkerMemory
-from kv_transfer.backends import needed, open_receivers, open_senders
+from kv_transfer.backends.registry import needed, open_receivers, open_senders
+from kv_transfer.memory.arena import WorkerMemory
+from kv_transfer.memory.page_hash import Hashing, ways_to_hash
 from kv_transfer.ticket import TicketOffice
 
 if TYPE_CHECKING:
