@@ -9,7 +9,7 @@ the page's words, each mixed with its place, so that any order of adding will do
 (2^-64). Both find accidental damage; neither protects from a forger (docs/adr/0010).
 
 Pages are hashed where they lie: in host memory, or on a GPU, which hashes its own better with a kernel
-(`baton_engine.kernels.page_sum`); the worker that hosts both packages brings it along.
+(`baton_engine.kernels.triton.page_sum`); the worker that hosts both packages brings it along.
 """
 
 import threading
