@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_engine.kernels.checks import expect
+from baton_engine.kernels.triton.checks import expect
 
 _PROGRAMS = 256
 """Programs that keep a large GPU reading. A constant: with the number of multiprocessors, bits would be those of one model of GPU."""

@@ -1,6 +1,6 @@
 """A pool without memory of its own, for tests of engines: blocks in a dictionary, brought and taken at once.
 
-Works on the pages of a `baton_engine.fake.FakeRunner`; several engines may share one `FakePool`.
+Works on the pages of a `baton_engine.fakes.engine.FakeRunner`; several engines may share one `FakePool`.
 """
 
 from collections.abc import Callable, Sequence

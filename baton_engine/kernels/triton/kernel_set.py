@@ -5,11 +5,11 @@ Imported by `baton_engine.kernels.select` alone, where Triton is installed. Unde
 
 import torch
 
-from baton_engine.kernels import rms_norm, rotary_store, row_matmul, silu_mul
-from baton_engine.kernels.decode_attention import decode_attention
 from baton_engine.kernels.ports import HeadNorms, PagedBatch, Rotation
-from baton_engine.kernels.prefill_attention import prefill_attention
 from baton_engine.kernels.splits import SplitRule
+from baton_engine.kernels.triton import rms_norm, rotary_store, row_matmul, silu_mul
+from baton_engine.kernels.triton.decode_attention import decode_attention
+from baton_engine.kernels.triton.prefill_attention import prefill_attention
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16)
 """What the matrix instructions take; float32 is served by torch."""

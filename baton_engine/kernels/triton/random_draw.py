@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_engine.kernels.checks import expect
+from baton_engine.kernels.triton.checks import expect
 
 _TILE = 2048
 

@@ -1,4 +1,4 @@
-"""One step's way through the layers, as others take part in it: what a layer has to wait for, and who is told when it is done.
+"""What happens around each layer of a step: a layer waits for KV that is fetched, and its KV is reported when it is complete.
 
 Between the decoder, which computes layer after layer, the source that brings pages meanwhile, and the sink that takes pages
 away.
@@ -17,7 +17,7 @@ from baton_engine.ports import KvSource, LayerDone, LayerSink
 from baton_engine.scheduling.plan import StepPlan
 
 
-class LayerWalk:
+class LayerHooks:
     """A context: fetches run inside it, and nothing writes to their pages once it is left.
 
     Args:
@@ -45,11 +45,11 @@ class LayerWalk:
         self.outcome: FetchOutcome | None = None
 
     @property
-    def hooks(self) -> "LayerWalk | None":
+    def between_layers(self) -> "LayerHooks | None":
         """What the decoder has to call between layers: None where nobody takes part, which lets it compute all at once."""
         return self if self._source is not None or self._sink is not None else None
 
-    def __enter__(self) -> "LayerWalk":
+    def __enter__(self) -> "LayerHooks":
         if self._source is not None:
             self._source.begin(self._plan.fetches)
         return self

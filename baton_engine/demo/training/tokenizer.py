@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from baton_engine.demo.conversations import Conversation
+from baton_engine.demo.training.conversations import Conversation
 
 END_OF_TURN = "<|end|>"
 PADDING = "<|pad|>"

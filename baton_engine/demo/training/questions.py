@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MODEL_DIRECTORY = Path(__file__).parent / "model"
+MODEL_DIRECTORY = Path(__file__).parents[1] / "model"
 _FILE_NAME = "questions.json"
 
 

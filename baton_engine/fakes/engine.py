@@ -10,7 +10,7 @@ from baton.errors import EngineError
 from baton.generation import TokenLogprobs
 from baton.ids import BlockId, SeqId
 from baton_engine.host import EventFan
-from baton_engine.layer_walk import LayerWalk
+from baton_engine.layer_hooks import LayerHooks
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, StepEvents
 from baton_engine.ports import BlockOutlet, KvSource, LayerSink
@@ -76,25 +76,25 @@ class FakeRunner:
         self.plans.append(plan)
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
-        walk = LayerWalk(plan, self._source, self._sink)
-        with walk:
-            drawn = self._walk(plan, walk)
+        hooks = LayerHooks(plan, self._source, self._sink)
+        with hooks:
+            drawn = self._run_layers(plan, hooks)
         scores = tuple(self._score(row) for row in plan.rows)
-        lost = walk.outcome.failed if walk.outcome is not None else {}
+        lost = hooks.outcome.failed if hooks.outcome is not None else {}
         failed = tuple(
             (place, lost[row.seq.seq_id])
             for place, row in enumerate(plan.rows)
             if row.seq.seq_id in lost
         )
-        return StepResult(drawn=drawn, scores=scores, failed=failed, fetched=walk.outcome)
+        return StepResult(drawn=drawn, scores=scores, failed=failed, fetched=hooks.outcome)
 
-    def _walk(self, plan: StepPlan, walk: LayerWalk) -> tuple[tuple[Drawn, ...], ...]:
+    def _run_layers(self, plan: StepPlan, hooks: LayerHooks) -> tuple[tuple[Drawn, ...], ...]:
         """All layers share one page here: it is complete once the last one has been brought."""
         for layer_index in range(self._num_layers):
-            walk.before(layer_index)
+            hooks.before(layer_index)
         drawn = tuple(self._compute(row) for row in plan.rows)
         for layer_index in range(self._num_layers):
-            walk.after(layer_index)
+            hooks.after(layer_index)
         return drawn
 
     def _score(self, row: Row) -> tuple[TokenLogprobs, ...]:

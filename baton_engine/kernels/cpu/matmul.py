@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.cpu_features import cpu_flags
-from baton_engine.kernels.cpu_library import load_library
+from baton_engine.kernels.cpu.library import load_library
 from baton_engine.kernels.reference import quantise_columns
 
 PANEL_COLUMNS = 32

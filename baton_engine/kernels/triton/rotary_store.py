@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_engine.kernels.checks import expect, expect_pages, expect_scales
 from baton_engine.kernels.ports import HeadNorms, Rotation
 from baton_engine.kernels.reference import FP8_MAX
+from baton_engine.kernels.triton.checks import expect, expect_pages, expect_scales
 
 _HEADS = 8
 """Heads per program: enough for whole cache lines, few enough that a single token still spreads over multiprocessors."""

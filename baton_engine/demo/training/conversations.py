@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from baton_engine.demo.corpus import Entry
+from baton_engine.demo.training.corpus import Entry
 
 CANONICAL_SHARE = 0.55
 MULTI_TURN_SHARE = 0.2

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_engine.kernels.checks import expect, expect_pages, expect_scales
-from baton_engine.kernels.paged_tiles import LOG2_E, attend_tile
 from baton_engine.kernels.ports import PagedBatch
+from baton_engine.kernels.triton.checks import expect, expect_pages, expect_scales
+from baton_engine.kernels.triton.paged_tiles import LOG2_E, attend_tile
 
 
 @triton.jit

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_engine.kernels.checks import expect, expect_pages
-from baton_engine.kernels.paged_tiles import LOG2_E, attend_tile
 from baton_engine.kernels.ports import PagedBatch
-from baton_engine.kernels.prefill_attention import expect_attention
 from baton_engine.kernels.splits import PIECE_TOKENS, Splits
+from baton_engine.kernels.triton.checks import expect, expect_pages
+from baton_engine.kernels.triton.paged_tiles import LOG2_E, attend_tile
+from baton_engine.kernels.triton.prefill_attention import expect_attention
 
 _LEAST_ROWS = 16
 """The smallest matrix instruction's."""

@@ -1,4 +1,4 @@
-"""Asks the demo model what it was trained on: `python -m baton_engine.demo.evaluate`."""
+"""Asks the demo model what it was trained on: `python -m baton_engine.demo.training.evaluate`."""
 
 import argparse
 import random
@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from baton_engine.demo.questions import MODEL_DIRECTORY, load_questions
+from baton_engine.demo.training.questions import MODEL_DIRECTORY, load_questions
 
 MAX_ANSWER_TOKENS = 128
 BATCH_SIZE = 50

@@ -1,7 +1,7 @@
 """Questions and answers about the Python standard library, taken from the running interpreter.
 
 The answer to "What does os.path.join do?" is the first sentence of
-`inspect.getdoc(os.path.join)`. `baton_engine.demo.conversations` makes chats of these pairs.
+`inspect.getdoc(os.path.join)`. `baton_engine.demo.training.conversations` makes chats of these pairs.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton_engine.demo.names import NAMES
+from baton_engine.demo.training.names import NAMES
 
 MAX_ANSWER_WORDS = 40
 MIN_ANSWER_WORDS = 2

@@ -1,4 +1,4 @@
-"""Trains the demo model: `python -m baton_engine.demo.train [--out DIR] [--minutes N] [--seed 0]`.
+"""Trains the demo model: `python -m baton_engine.demo.training.train [--out DIR] [--minutes N] [--seed 0]`.
 
 A small Llama learns by heart what the standard library's docstrings say first. The result is an
 ordinary Hugging Face directory, stored in bfloat16. The same seed, interpreter, libraries, machine
@@ -18,10 +18,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from baton_engine.demo.conversations import PHRASINGS, SMALL_TALK, epoch
-from baton_engine.demo.corpus import Entry, entries
-from baton_engine.demo.questions import MODEL_DIRECTORY, Question, save_questions
-from baton_engine.demo.tokenizer import (
+from baton_engine.demo.training.conversations import PHRASINGS, SMALL_TALK, epoch
+from baton_engine.demo.training.corpus import Entry, entries
+from baton_engine.demo.training.questions import MODEL_DIRECTORY, Question, save_questions
+from baton_engine.demo.training.tokenizer import (
     END_OF_TURN,
     PADDING,
     encode_conversation,
