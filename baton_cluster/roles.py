@@ -7,7 +7,6 @@ router never pays for torch. What all children share is in `baton_cluster.child`
 import argparse
 import asyncio
 import socket
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,9 +43,6 @@ if TYPE_CHECKING:
 
 async def run_router(child: Child) -> None:
     """HTTP in front, all workers behind."""
-    # transformers imports torch if it can, which costs every start of a router 2 s and 200 MB. The router only tokenizes
-    # and renders templates, and transformers does that without torch as long as it finds none.
-    sys.modules["torch"] = None  # type: ignore[assignment]
     from router import service
 
     part = child.assignment.part
