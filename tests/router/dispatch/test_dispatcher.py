@@ -201,7 +201,7 @@ def test_both_workers_are_told_what_the_request_was_promised(core):
     )
     actions = core(Submitted(request=job))
     for told in (sent(actions, SendPrefill), sent(actions, SendExpect)):
-        assert told.prompt.promise == slo.promise(0.5)
+        assert told.prompt.slo == slo.promise(0.5)
 
 
 def test_tokens_flow_and_the_timing_comes_last(core):
