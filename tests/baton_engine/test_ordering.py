@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from baton.generation import SloTargets
 from baton.ids import SeqId
 from baton_engine.messages import Generate, PrefillStarted
-from baton_engine.scheduling.order import MOST_OVERTAKEN
-from baton_engine.scheduling.policy import SchedulingPolicy
+from baton_engine.scheduling.ordering import MOST_OVERTAKEN, SchedulingPolicy
 from tests.baton_engine.scheduling_world import World, limits, prompt
 
 A, B, C, D = (SeqId(name) for name in "abcd")

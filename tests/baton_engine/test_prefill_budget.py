@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from baton.generation import NO_SLO, SloTargets
 from baton.ids import SeqId
 from baton_engine.messages import Generate
-from baton_engine.scheduling.pacing import Allowance
+from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import StepPlan
-from baton_engine.scheduling.policy import SchedulingPolicy
+from baton_engine.scheduling.prefill_budget import PrefillBudget
 from baton_engine.scheduling.step_cost import StepCost, is_decode
 from tests.baton_engine.scheduling_world import World, limits, prompt
 
@@ -39,7 +39,7 @@ class TimedWorld(World):
 
     def timed_step(self) -> tuple[float, int, int]:
         """One step; its seconds, the decodes in it, and its tokens of prompts."""
-        plan, _ = self.scheduler.schedule()
+        plan, _ = self.scheduler.schedule(self.now_s)
         assert plan is not None
         self.check_plan(plan)
         self.plans.append(plan)
@@ -48,7 +48,7 @@ class TimedWorld(World):
         tokens = sum(row.num_tokens for row in plan.rows if not is_decode(row))
         result = self.runner.execute(plan)
         self.scheduler.measured(plan, result, seconds)
-        self._note(self.scheduler.apply(plan, result))
+        self._note(self.scheduler.update_from_output(plan, result, self.now_s))
         self.now_s += seconds
         return seconds, decodes, tokens
 
@@ -139,7 +139,7 @@ def test_decodes_that_miss_their_target_anyway_leave_prompts_a_page_per_step():
 
 @pytest.mark.parametrize("seconds", [None, 0.0, 0.5])
 def test_who_asks_for_a_chunk_gets_at_least_one_token(seconds):
-    allowance = Allowance(StepCost(), seconds=seconds, floor_tokens=16)
+    allowance = PrefillBudget(StepCost(), seconds=seconds, floor_tokens=16)
     assert not allowance.is_spent
     assert allowance.grant(1, 10_000) == 1
 
@@ -147,7 +147,7 @@ def test_who_asks_for_a_chunk_gets_at_least_one_token(seconds):
 def test_an_allowance_is_shared_by_all_chunks_of_a_step():
     cost = StepCost()
     seconds = cost.further_s(300, 0)
-    allowance = Allowance(cost, seconds=seconds, floor_tokens=16)
+    allowance = PrefillBudget(cost, seconds=seconds, floor_tokens=16)
     first = allowance.grant(200, 0)
     second = allowance.grant(2000, 0)
     assert first == 200

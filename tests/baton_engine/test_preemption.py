@@ -8,19 +8,17 @@ from baton.config.rules import PREEMPTIONS, PREFILL_ORDERS
 from baton.generation import SloTargets
 from baton.ids import SeqId
 from baton_engine.messages import Generate
-from baton_engine.scheduling.order import ORDERS
-from baton_engine.scheduling.policy import SchedulingPolicy
-from baton_engine.scheduling.precedence import PRECEDENCES
+from baton_engine.scheduling.ordering import PREEMPTION_ORDERS, PREFILL_ORDERINGS, SchedulingPolicy
 from tests.baton_engine.scheduling_world import World, limits, prompt
 
 
 def test_the_configuration_knows_the_orders_that_there_are():
-    assert set(PREEMPTIONS) == set(PRECEDENCES)
-    assert set(PREFILL_ORDERS) == set(ORDERS)
+    assert set(PREEMPTIONS) == set(PREEMPTION_ORDERS)
+    assert set(PREFILL_ORDERS) == set(PREFILL_ORDERINGS)
 
 
 A, B, C = (SeqId(name) for name in "abc")
-POLICIES = sorted(PRECEDENCES)
+POLICIES = sorted(PREEMPTION_ORDERS)
 
 
 def generate(seq_id, length=8, *, first=0, max_tokens=40, samples=1, **slo) -> Generate:

@@ -1,15 +1,15 @@
-"""How much of a step prompts may take from those who decode in it, so that the time between their tokens holds. Pure."""
+"""How much of a step prompts may take from the sequences that decode in it, so that the time between their tokens holds. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 
-from baton_engine.scheduling.request import Branch
+from baton_engine.scheduling.request import Sequence
 from baton_engine.scheduling.step_cost import StepCost
 
 _MARGIN = 0.9
 """The part of a target that is given out: steps have something between them, and predictions err."""
 
 
-class Allowance:
+class PrefillBudget:
     """What one step may spend on prompts.
 
     Args:
@@ -46,14 +46,14 @@ class Allowance:
         return granted
 
 
-class Pacing:
-    """Gives each step its `Allowance`: the tightest time between tokens that anyone who decodes in it was promised, less what
+class PrefillBudgets:
+    """Gives each step its `PrefillBudget`: the tightest target of time between tokens among the sequences that decode in it, less what
     the decodes themselves are predicted to take (Sarathi-Serve's stall-free batches, Agrawal et al. 2024, with a budget in
     seconds that is learned instead of one in tokens that is set).
 
     Args:
         cost: Predicts steps.
-        tbt_s: Target for those who were promised nothing; None for none.
+        tbt_s: Target of sequences without one of their own; None for none.
         floor_tokens: Tokens of prompts that every step may compute.
     """
 
@@ -62,18 +62,19 @@ class Pacing:
         self._tbt_s = tbt_s
         self._floor_tokens = floor_tokens
 
-    def allowance(self, running: Sequence[Branch]) -> Allowance:
+    def budget(self, running: SequenceOf[Sequence]) -> PrefillBudget:
         """For a step in which these decode. Without a target, or before any prompt was measured, there is no bound."""
         target_s = self._target_s(running)
         if target_s is None or not self._cost.knows_prompts:
-            return Allowance(self._cost)
-        context = sum(branch.seq.num_computed + 1 for branch in running)
+            return PrefillBudget(self._cost)
+        context = sum(sequence.num_computed + 1 for sequence in running)
         taken_s = self._cost.decodes_s(len(running), context) + self._cost.prompts_s(1, 0)
         left_s = _MARGIN * target_s - taken_s
-        return Allowance(self._cost, seconds=left_s, floor_tokens=self._floor_tokens)
+        return PrefillBudget(self._cost, seconds=left_s, floor_tokens=self._floor_tokens)
 
-    def _target_s(self, running: Sequence[Branch]) -> float | None:
+    def _target_s(self, running: SequenceOf[Sequence]) -> float | None:
         targets = [
-            self._tbt_s if branch.slo.tbt_s is None else branch.slo.tbt_s for branch in running
+            self._tbt_s if sequence.slo.tbt_s is None else sequence.slo.tbt_s
+            for sequence in running
         ]
         return min((target for target in targets if target is not None), default=None)

@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_engine.scheduling.fetch_rule import FetchRule, attended_pairs
+from baton_engine.scheduling.fetching import FetchRule
+from baton_engine.scheduling.step_cost import attended_pairs
 
 BLOCK = 16
 

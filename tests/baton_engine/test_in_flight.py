@@ -28,10 +28,8 @@ from baton_engine.messages import (
     SeqEvent,
     StepEvents,
 )
-from baton_engine.scheduling.order import ORDERS
+from baton_engine.scheduling.ordering import PREEMPTION_ORDERS, PREFILL_ORDERINGS, SchedulingPolicy
 from baton_engine.scheduling.plan import Launched, StepPlan, StepResult
-from baton_engine.scheduling.policy import SchedulingPolicy
-from baton_engine.scheduling.precedence import PRECEDENCES
 from tests.baton_engine.scheduling_world import World, hand_over, limits, prompt
 
 EOS = (3, 5)
@@ -304,7 +302,7 @@ def test_commands_and_other_steps_wait_until_nothing_is_in_flight():
     with pytest.raises(InvariantError, match="0 steps are in flight"):
         world.scheduler.plan_ahead()
     world.step()
-    first, _ = world.scheduler.schedule()
+    first, _ = world.scheduler.schedule(0.0)
     second = world.scheduler.plan_ahead()
     assert first is not None
     assert second is not None
@@ -313,16 +311,16 @@ def test_commands_and_other_steps_wait_until_nothing_is_in_flight():
     with pytest.raises(InvariantError, match="while a step was in flight"):
         world.tell(Abort(seq_id=A))
     with pytest.raises(InvariantError, match="while another was in flight"):
-        world.scheduler.schedule()
+        world.scheduler.schedule(0.0)
     with pytest.raises(InvariantError, match="not its turn"):
-        world.scheduler.apply(second, StepResult(drawn=((),)))
+        world.scheduler.update_from_output(second, StepResult(drawn=((),)), 0.0)
 
 
 def test_without_a_page_for_everybody_none_is_taken_ahead():
     world = World(limits(block_tokens=4, num_blocks=3))
     world.tell(generate(A, 3, max_tokens=9), generate(B, 3, max_tokens=9, scope="other"))
     world.step()
-    world.scheduler.schedule()  # both write their fourth token, and one page is left
+    world.scheduler.schedule(0.0)  # both write their fourth token, and one page is left
     assert world.scheduler.plan_ahead() is None
     assert world.scheduler.load().blocks_free == 1
     world.scheduler.check_integrity()
@@ -432,8 +430,8 @@ class Story:
     caching=st.booleans(),
     policy=st.builds(
         SchedulingPolicy,
-        prefill_order=st.sampled_from(sorted(ORDERS)),
-        preemption=st.sampled_from(sorted(PRECEDENCES)),
+        prefill_order=st.sampled_from(sorted(PREFILL_ORDERINGS)),
+        preemption=st.sampled_from(sorted(PREEMPTION_ORDERS)),
         output_headroom=st.sampled_from([0.0, 0.0, 1.0]),
     ),
 )
