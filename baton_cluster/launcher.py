@@ -42,7 +42,7 @@ from baton_cluster.ports import Observer, Unobserved
 from baton_cluster.process import ChildProcess
 from baton_cluster.runtime_dir import RuntimeDir, default_dir
 from baton_cluster.supervisor import ChildState, Member, Policy, Supervisor
-from kv_transfer.cuda import devices
+from kv_transfer.memory.cuda import devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """How much memory the pool's node of this host takes, where the configuration does not say."""
 
 from baton.config.schema import BatonConfig
-from kv_transfer.regions import available_bytes
+from kv_transfer.memory.shared_region import available_bytes
 
 MOST_BYTES = 4 << 30
 """Unasked, a node takes no more: the memory is the whole machine's."""
