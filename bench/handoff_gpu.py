@@ -124,7 +124,7 @@ def _kernel(local: ArenaSpan) -> PageMover | None:
     try:
         import torch
 
-        from baton_engine.kernels.page_move import PageKernel
+        from baton_engine.kernels.triton.page_move import PageKernel
     except ImportError as error:
         print(f"kernel: {error}")
         return None

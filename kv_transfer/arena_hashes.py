@@ -1,6 +1,6 @@
 """Hashes of pages where they lie: in an arena in host memory, or in one on a GPU that is read back.
 
-A GPU hashes its own pages better with a kernel of its own (`baton_engine.kernels.page_sum`), which the worker that hosts both
+A GPU hashes its own pages better with a kernel of its own (`baton_engine.kernels.triton.page_sum`), which the worker that hosts both
 packages brings along.
 """
 

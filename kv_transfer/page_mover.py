@@ -109,7 +109,7 @@ class RowCopies(Protocol):
 
 class DriverMover:
     """Moves pages with the copy engine: one copy for each run of neighbours. Good for large pages; a kernel begins many small
-    copies at once (`baton_engine.kernels.page_move.PageKernel`).
+    copies at once (`baton_engine.kernels.triton.page_move.PageKernel`).
     """
 
     def __init__(self, driver: RowCopies) -> None:

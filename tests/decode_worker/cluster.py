@@ -1,6 +1,6 @@
 """A prefill worker and a decode worker in one process: real gRPC over Unix sockets, real shared memory, real scheduling.
 
-Only the model is fake (`baton_engine.fake`), and even its pages live in the shared arena, so a page that did not arrive gives
+Only the model is fake (`baton_engine.fakes.engine`), and even its pages live in the shared arena, so a page that did not arrive gives
 other tokens than the oracle's.
 """
 
@@ -39,7 +39,7 @@ from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, p
 from baton.rpc.worker import WorkerServer
 from baton.telemetry.tracing import Tracer
 from baton.telemetry.worker import WorkerMetrics
-from baton_engine.fake import FakeRunner
+from baton_engine.fakes.engine import FakeRunner
 from baton_engine.host import ThreadEngineHost
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.plan import StepPlan, StepResult
