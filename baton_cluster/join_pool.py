@@ -9,9 +9,8 @@ from baton.layout import SPARE_BLOCKS, KvLayout
 from baton.rpc.hello import WorkerHello
 from baton.telemetry.worker import WorkerMetrics
 from baton_cluster.launch.assignment import Assignment
-from kv_transfer.arena_memory import WorkerMemory
-from kv_transfer.cuda import Cuda
-from kv_transfer.memory import ArenaSpan
+from kv_transfer.memory.arena import ArenaSpan, WorkerMemory
+from kv_transfer.memory.cuda import Cuda
 from kvpool.agent import PoolAgent
 from kvpool.client import GrpcPoolClient
 from kvpool.gpu_pages import GpuPages

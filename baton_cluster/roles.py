@@ -7,7 +7,6 @@ router never pays for torch. What all children share is in `baton_cluster.launch
 import argparse
 import asyncio
 import socket
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,9 +29,9 @@ from baton_cluster.join_pool import WorkerPool, join_pool
 from baton_cluster.launch.child import Child, RoleMain, run
 from baton_cluster.launch.plan import POOL, ROUTER
 from baton_cluster.launch.runtime_dir import kv_socket
-from kv_transfer.arena_hashes import Hashing, ways_to_hash
-from kv_transfer.arena_memory import WorkerMemory
-from kv_transfer.backends import needed, open_receivers, open_senders
+from kv_transfer.backends.registry import needed, open_receivers, open_senders
+from kv_transfer.memory.arena import WorkerMemory
+from kv_transfer.memory.page_hash import Hashing, ways_to_hash
 from kv_transfer.ticket import TicketOffice
 
 if TYPE_CHECKING:
@@ -44,9 +43,6 @@ if TYPE_CHECKING:
 
 async def run_router(child: Child) -> None:
     """HTTP in front, all workers behind."""
-    # transformers imports torch if it can, which costs every start of a router 2 s and 200 MB. The router only tokenizes
-    # and renders templates, and transformers does that without torch as long as it finds none.
-    sys.modules["torch"] = None  # type: ignore[assignment]
     from router import service
 
     part = child.assignment.part

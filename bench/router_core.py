@@ -1,12 +1,11 @@
 """The core of a router with its edges, as far as a request and a worker's report go through it; no sockets (`bench.route`)."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 from random import Random
-from types import MappingProxyType
 
-import tokenizers
 from prometheus_client import CollectorRegistry
 
 from baton.blocks import BlockReport, joined
@@ -159,16 +158,8 @@ class RouterCore:
 
 
 def _tokenizer() -> Tokenizer:
-    """Any will do: prompts come as token ids. Not by `load`, which is slow."""
-    file = resources.files("baton_engine.demo") / "model" / "tokenizer.json"
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), _NoChats())
-
-
-class _NoChats:
-    """A renderer that nobody asks."""
-
-    chat_template = None
-    special_tokens_map: Mapping[str, str] = MappingProxyType({})
+    """Any will do: prompts come as token ids."""
+    return Tokenizer.load(Path(str(resources.files("baton_engine.demo") / "model")))
 
 
 def _command(action: SendAction) -> bytes:

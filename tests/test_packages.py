@@ -13,7 +13,7 @@ NOT_IN_THE_WHEEL = {"bench", "tests"}
 
 
 def in_the_wheel() -> list[str]:
-    return find_packages(str(ROOT), include=FOUND["include"], exclude=FOUND["exclude"])
+    return list(find_packages(str(ROOT), include=FOUND["include"], exclude=FOUND["exclude"]))
 
 
 def top_level_names() -> set[str]:

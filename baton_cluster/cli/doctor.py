@@ -33,8 +33,8 @@ from baton.errors import ConfigError
 from baton_cluster.launch import listener
 from baton_cluster.launch.machine import huge_pages, memory_limit_bytes, usable_cores
 from baton_cluster.launch.runtime_dir import RuntimeDir, default_dir, is_alive, parent_dir
-from kv_transfer.backends import BACKENDS
-from kv_transfer.regions import available_bytes
+from kv_transfer.backends.registry import BACKENDS
+from kv_transfer.memory.shared_region import available_bytes
 
 _GIB = 1 << 30
 _COMMAND_TIMEOUT_S = 20.0

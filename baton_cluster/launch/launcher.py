@@ -52,7 +52,7 @@ from baton_cluster.launch.supervisor import (
     SupervisorPolicy,
     Tick,
 )
-from kv_transfer.cuda import devices
+from kv_transfer.memory.cuda import devices
 
 
 class Observer(Protocol):

@@ -11,7 +11,7 @@ from baton.errors import ModelLoadError
 from baton.ids import Incarnation, Role
 from baton_cluster.launch.assignment import Assignment, Part
 from baton_cluster.launch.runtime_dir import RuntimeDir, for_peers, kv_socket, socket_address
-from kv_transfer.regions import available_bytes
+from kv_transfer.memory.shared_region import available_bytes
 
 DEMO_MODEL_NAME = "baton-demo"
 ROUTER = "router"

@@ -1,27 +1,23 @@
 """Text into token ids: the first thing that happens to a request, and the last place that sees its text as a whole.
 
-The tokenizer and its chat template come from the model's directory through `transformers`; encoding goes straight to
-the Rust tokenizer below it, which threads may share. Long prompts take long, so both run in a few threads of their own
-and never on the event loop. Code from a model's directory is never run; templates render in jinja2's immutable sandbox,
-for a bounded time.
+The tokenizer and its chat template come from the model's directory (`router.text.pretrained`). Threads may share the Rust
+tokenizer. Long prompts take long, so encoding and rendering run in a few threads of their own and never on the event loop.
+Templates render in jinja2's immutable sandbox, for a bounded time.
 """
 
 import asyncio
-import importlib
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import jinja2
-import tokenizers
 
-from baton.errors import InvalidRequestError, ModelLoadError
+from baton.errors import InvalidRequestError
 from router.templates.chat_template import ChatMessage, ChatTemplate, Rendering
 from router.templates.time_cap import TimeCap, TimeCapError
 from router.text.detokenizer import Detokenizer
+from router.text.pretrained import PretrainedTokenizer, read_tokenizer
 from router.text.token_bytes import ByteDecoder, ByteTable, PieceTable, TokenDecoder, is_byte_level
 
 _Result = TypeVar("_Result")
@@ -32,25 +28,11 @@ MAX_TEMPLATE_S = 10.0
 MAX_RENDERED_CHARS = 64 * 1024 * 1024
 """What it may make of one conversation."""
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_LOADING_FAULTS = (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError)
 _TEMPLATE_FAULTS = (
     *(jinja2.TemplateError, TypeError, ValueError, AttributeError),
     *(ArithmeticError, LookupError, RecursionError, MemoryError),
 )
 """What a template may run into. It is the model's, so these are no faults of ours."""
-
-
-class ChatRenderer(Protocol):
-    """The part of a `transformers` tokenizer that is used after loading."""
-
-    @property
-    def chat_template(self) -> Any:
-        """The template; of several, by their names; None without one."""
-
-    @property
-    def special_tokens_map(self) -> Mapping[str, Any]:
-        """Texts of special tokens, by what they are for."""
 
 
 class Tokenizer:
@@ -65,13 +47,13 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
-        renderer: ChatRenderer,
+        pretrained: PretrainedTokenizer,
         *,
         threads: int = 2,
         template_s: float = MAX_TEMPLATE_S,
         max_chars: int = MAX_RENDERED_CHARS,
     ) -> None:
+        backend = pretrained.backend
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -79,7 +61,11 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.pieces = PieceTable(backend, added)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-        self._chat_template = _chat_template(renderer, max_chars)
+        self._chat_template = (
+            ChatTemplate(pretrained.chat_template, pretrained.special_tokens, max_chars)
+            if pretrained.chat_template
+            else None
+        )
         self._byte_table = ByteTable(backend, self.special_ids) if is_byte_level(backend) else None
         self._time_cap = TimeCap(template_s)
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
@@ -98,11 +84,8 @@ class Tokenizer:
         Raises:
             ModelLoadError: There is none, or it cannot be read.
         """
-        loaded = _load_pretrained(directory)
-        backend = getattr(loaded, "backend_tokenizer", None)
-        if not isinstance(backend, tokenizers.Tokenizer):
-            raise ModelLoadError(f"{directory}: this tokenizer has no fast form (tokenizer.json)")
-        return cls(backend, loaded, threads=threads, template_s=template_s, max_chars=max_chars)
+        pretrained = read_tokenizer(directory)
+        return cls(pretrained, threads=threads, template_s=template_s, max_chars=max_chars)
 
     @property
     def vocab_size(self) -> int:
@@ -185,36 +168,3 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from error
-
-
-def _chat_template(renderer: ChatRenderer, max_chars: int) -> ChatTemplate | None:
-    """The one for conversations without tools; models that have several call it `default`."""
-    source = renderer.chat_template
-    if isinstance(source, Mapping):
-        source = source.get("default")
-    return ChatTemplate(source, renderer.special_tokens_map, max_chars) if source else None
-
-
-def _load_pretrained(directory: Path) -> Any:
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelLoadError(f"{directory} holds no tokenizer ({' or '.join(_TOKENIZER_FILES)}).")
-    with _quiet_import():
-        auto = importlib.import_module("transformers").AutoTokenizer
-    try:
-        return auto.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
-        )
-    except _LOADING_FAULTS as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ModelLoadError(f"The tokenizer in {directory} cannot be read: {reason}") from error
-
-
-@contextmanager
-def _quiet_import() -> Iterator[None]:
-    """`transformers` warns on import when torch is absent, which here is as it should be."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

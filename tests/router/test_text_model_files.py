@@ -24,7 +24,7 @@ def test_the_hub_is_asked_for_the_pinned_revision(tmp_path, monkeypatch):
         asked.append((model, revision))
         return str(_snapshot(tmp_path))
 
-    monkeypatch.setattr("router.text.model_files.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert revision_of(model_files("org/model", COMMIT)) == COMMIT
     assert asked == [("org/model", COMMIT)]
 
