@@ -18,9 +18,8 @@ from baton.ids import BlockKey
 from bench.pool_directory import measure_directories
 from bench.report import Report
 from kvpool.eviction.select import POLICIES
-from kvpool.ledger import NodeLedger
-from kvpool.limits import NodeLimits
 from kvpool.messages import Owner, PutGrant
+from kvpool.node.ledger import NodeLedger, NodeLimits
 
 _OWNER = Owner(tenant="bench", scope="bench", model="bench")
 _LOOKUP_BLOCKS = 2000
