@@ -19,8 +19,8 @@ import numpy as np
 from baton.errors import TransferError
 from baton.ids import LayerName
 from baton.layout import KvLayout
-from bench.copying import Way, push_of_all, pushing
-from bench.report import Report
+from bench.harness.report import Report
+from bench.transfer.copying import Way, push_of_all, pushing
 from kv_transfer.backends import BACKENDS, open_receivers, open_senders
 from kv_transfer.cuda import Cuda, Rows, devices
 from kv_transfer.memory import ArenaSpan

@@ -25,7 +25,7 @@ from baton.clock import MonotonicClock
 from baton.ids import BlockId, BlockKey, LayerName, SeqId
 from baton.layout import KvLayout
 from baton.pages import PageFetch, PublishedPage
-from bench.report import Report
+from bench.harness.report import Report
 from kv_transfer.page_copy import Pages, copy_rows
 from kv_transfer.regions import SharedRegion
 from kv_transfer.shm import layer_pages

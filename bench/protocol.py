@@ -19,7 +19,7 @@ from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity,
 from baton.layout import KvLayout
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
-from bench.report import Report
+from bench.harness.report import Report
 from kv_transfer.arena_hashes import ArenaHashes
 from kv_transfer.convert import (
     SessionTerms,

@@ -13,7 +13,7 @@ from baton.errors import (
     WorkerLostError,
 )
 from router.legs import Leg
-from router.routing.worker_view import WorkerView
+from router.routing.view import WorkerView
 
 _BLAMES_EITHER = (TransferError, CancelledByPeerError, StaleIncarnationError, WorkerLostError)
 """Errors of one leg whose cause may lie with the other's worker."""

@@ -12,7 +12,7 @@ from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
 from router.explain import explanation_to_proto
 from router.generator import ClusterGenerator
-from router.routing.worker_view import WorkerView
+from router.routing.view import WorkerView
 
 
 class RouterControl(pb_grpc.ControlServicer):

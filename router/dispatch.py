@@ -35,8 +35,7 @@ from router.legs import LegTable
 from router.placement import Placement
 from router.progress import FlightProgress
 from router.restarts import Patience, Restarts
-from router.routing.view import ClusterView
-from router.routing.worker_view import WorkerView
+from router.routing.view import ClusterView, WorkerView
 from router.steps import Advance, advance
 
 _DEAF_S = 1.0

@@ -42,8 +42,8 @@ from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing, Wo
 from router.restarts import Patience, Restarts
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
-from router.routing.local import LocalPrefill
 from router.routing.policies import policy_named
+from router.routing.predictive import LocalPrefill
 from router.routing.view import ClusterView
 from router.slo import Slo
 from router.tenants.tenant import Tenant

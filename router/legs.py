@@ -16,7 +16,7 @@ from router.actions import SendCancel, SendExpect, SendGenerate, SendPrefill, Se
 from router.events import FirstTokensArrived, HandedOff, LegEvent, LocallyPrefilled, Service
 from router.flight import Flight
 from router.routing.policy import Pair
-from router.routing.worker_view import WorkerView
+from router.routing.view import WorkerView
 
 
 @dataclass(slots=True, eq=False)

@@ -10,8 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from baton.generation import WorkerLoad
-from router.routing.view import ClusterView
-from router.routing.worker_view import WorkerView
+from router.routing.view import ClusterView, WorkerView
 
 _LABELS = ("model_name", "worker")
 _Read = Callable[[WorkerLoad], float]

@@ -1,7 +1,7 @@
 """How fast workers are, as admission asks it: from what routing learned of them (`router.routing.forecast`)."""
 
-from router.routing.costs import queue_s
-from router.routing.worker_view import WorkerView
+from router.routing.predictive import queue_s
+from router.routing.view import WorkerView
 
 
 class LearnedPace:

@@ -7,8 +7,7 @@ waits inside a worker can be neither reordered nor taken back cheaply.
 from typing import Protocol
 
 from router.admission.applicant import Applicant
-from router.routing.view import ClusterView
-from router.routing.worker_view import WorkerView
+from router.routing.view import ClusterView, WorkerView
 from router.slo import Slo
 
 _PROMPTS_AHEAD = 2

@@ -9,7 +9,7 @@ from router.limits.ports import GrantId, Limiter, Refused
 from router.metrics import RouterMetrics
 from router.openai.limit_headers import refusal
 from router.openai.visit import Visit
-from router.tenants.suspects import Suspects
+from router.tenants.breakers import TenantBreakers
 from router.tenants.tenant import Caller
 
 
@@ -27,7 +27,7 @@ class Turnstile:
     def __init__(
         self,
         limiter: Limiter,
-        suspects: Suspects,
+        suspects: TenantBreakers,
         clock: Clock,
         metrics: RouterMetrics,
         *,

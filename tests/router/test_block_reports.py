@@ -16,7 +16,7 @@ from baton_engine.messages import FlushCache
 from router.generator import ClusterGenerator
 from router.index_metrics import IndexMetrics
 from router.ports import GenerationJob
-from router.routing.memory import prints_of
+from router.routing.table import fingerprints_of
 from tests.decode_worker.cluster import LAYOUT, LIMITS, SECRET, Node, node
 
 TIMEOUT_S = 60.0
@@ -55,7 +55,7 @@ def text(first: int, length: int = 40) -> tuple[int, ...]:
 def depth(generator: ClusterGenerator, node: Node, first: int) -> int:
     """How many blocks of a text the router believes this worker to hold."""
     root = root_key(SECRET, scope="", layout=LAYOUT)
-    chain = prints_of(joined(chain_keys(SECRET, root, text(first), LAYOUT.block_tokens)))
+    chain = fingerprints_of(joined(chain_keys(SECRET, root, text(first), LAYOUT.block_tokens)))
     worker = generator.view.find(node.identity.worker_id)
     assert worker is not None
     return generator.index.held_blocks(chain, asyncio.get_running_loop().time()).get(worker.slot, 0)
