@@ -31,7 +31,7 @@ from bench.harness.server import serving
 from bench.harness.shapes import SHAPES, write_model
 from bench.transfer import copying
 from bench.transfer.copying import Copying
-from kv_transfer.backends import BACKENDS
+from kv_transfer.backends.registry import BACKENDS
 
 PAGE_BYTES = {"16k": 16 << 10, "64k": 64 << 10, "1m": 1 << 20, "8m": 8 << 20}
 PROMPT_TOKENS = {

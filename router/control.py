@@ -10,9 +10,9 @@ from baton.rpc.hello import identity_to_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
-from router.explain import explanation_to_proto
 from router.generator import ClusterGenerator
 from router.routing.view import WorkerView
+from router.telemetry.explain import explanation_to_proto
 
 
 class RouterControl(pb_grpc.ControlServicer):

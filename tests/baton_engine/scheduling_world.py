@@ -5,11 +5,11 @@ from itertools import islice
 from typing import TypeVar
 
 from baton.errors import EngineError
-from baton.generation import NO_PROMISE, FinishReason, Promise, Prompt, SamplingParams, TokenSample
+from baton.generation import NO_SLO, FinishReason, Prompt, SamplingParams, SloTargets, TokenSample
 from baton.ids import LayerName, SeqId
 from baton.layout import KvLayout
-from baton_engine.fake import FakeRunner
-from baton_engine.fake_pool import FakePool
+from baton_engine.fakes.engine import FakeRunner
+from baton_engine.fakes.pool import FakePool
 from baton_engine.messages import (
     Command,
     Failed,
@@ -22,8 +22,8 @@ from baton_engine.messages import (
 )
 from baton_engine.ports import PageExport
 from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import StepPlan
-from baton_engine.scheduling.policy import SchedulingPolicy
 from baton_engine.scheduling.scheduler import Scheduler
 
 SECRET = bytes(32)
@@ -60,7 +60,7 @@ def prompt(
     samples: int = 1,
     scope: str = "",
     output: tuple[int, ...] = (),
-    promise: Promise = NO_PROMISE,
+    slo: SloTargets = NO_SLO,
     **sampling,
 ) -> Prompt:
     """A prompt of the tokens, or of so many different ones."""
@@ -70,7 +70,7 @@ def prompt(
         samples=tuple(range(samples)),
         sampling=SamplingParams(**({"max_tokens": 5} | sampling)),
         cache_scope=scope,
-        promise=promise,
+        slo=slo,
     )
 
 
@@ -118,7 +118,7 @@ class World:
 
     def step(self, failing_row: int | None = None) -> list[SeqEvent]:
         """One step, if anything can run; returns what was told. The row of that number, if there is one, fails."""
-        plan, events = self.scheduler.schedule()
+        plan, events = self.scheduler.schedule(self.now_s)
         if plan is not None:
             self.check_plan(plan)
             self.plans.append(plan)
@@ -128,7 +128,7 @@ class World:
             if failing_row is not None and failing_row < len(plan.rows):
                 seq = plan.rows[failing_row].seq
                 events = events + self.scheduler.fail(seq, EngineError("told to fail"))
-            events = events + self.scheduler.apply(plan, result)
+            events = events + self.scheduler.update_from_output(plan, result, self.now_s)
             if self.pool is not None:
                 self.outlet.offer(self.scheduler.take_published())
         self.scheduler.check_integrity()

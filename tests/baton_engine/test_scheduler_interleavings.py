@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from baton.generation import Promise, Prompt
+from baton.generation import Prompt, SloTargets
 from baton.ids import SeqId
 from baton_engine.messages import (
     Abort,
@@ -19,9 +19,7 @@ from baton_engine.messages import (
     Reserved,
     Sampled,
 )
-from baton_engine.scheduling.order import ORDERS
-from baton_engine.scheduling.policy import SchedulingPolicy
-from baton_engine.scheduling.precedence import PRECEDENCES
+from baton_engine.scheduling.ordering import PREEMPTION_ORDERS, PREFILL_ORDERINGS, SchedulingPolicy
 from tests.baton_engine.scheduling_world import World, hand_over, limits, prompt
 
 EOS = (3,)
@@ -31,8 +29,8 @@ ASKED = st.builds(
     st.text("ab", min_size=1, max_size=14).map(lambda text: tuple(map(ord, text))),
     samples=st.integers(1, 3),
     max_tokens=st.sampled_from([1, 5, 12]),
-    promise=st.builds(
-        Promise,
+    slo=st.builds(
+        SloTargets,
         ttft_s=st.none() | st.sampled_from([0.0, 1.0]),
         tbt_s=st.none() | st.sampled_from([0.01, 1.0]),
         priority=st.integers(0, 2),
@@ -42,8 +40,8 @@ ASKED = st.builds(
 POLICIES = st.builds(
     SchedulingPolicy,
     tbt_s=st.none() | st.just(0.05),
-    prefill_order=st.sampled_from(sorted(ORDERS)),
-    preemption=st.sampled_from(sorted(PRECEDENCES)),
+    prefill_order=st.sampled_from(sorted(PREFILL_ORDERINGS)),
+    preemption=st.sampled_from(sorted(PREEMPTION_ORDERS)),
     output_headroom=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
 )
 

@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.generation import SamplingParams
-from baton.ids import SeqId
-from baton_engine.crossing import Crossing, Parcel
 from baton_engine.sampling.draws import (
     RandomRows,
     collect_random,
@@ -18,7 +16,8 @@ from baton_engine.sampling.draws import (
     draw_with_triton,
 )
 from baton_engine.scheduling.plan import Row
-from baton_engine.scheduling.sequence import Sequence
+from baton_engine.staging import DeviceStaging, StagedBatch
+from tests.baton_engine.sequences import sequence
 from tests.baton_engine.triton_cases import DEVICE, kernels, needs_triton
 
 pytestmark = needs_triton
@@ -36,21 +35,15 @@ CASES: list[dict[str, Any]] = [
 
 
 def row(seed: int, samples=(0,), **params) -> Row:
-    seq = Sequence(
-        seq_id=SeqId("s"),
-        sample=0,
-        params=SamplingParams(**{"seed": seed, **params}),
-        tokens=[1],
-        prompt_len=1,
-    )
+    seq = sequence([1], SamplingParams(**{"seed": seed, **params}), samples=samples)
     return Row(seq=seq, start=0, num_tokens=1, samples=samples)
 
 
 def arrived(rows: list[Row], random: list[int]) -> RandomRows:
-    parcel = Parcel()
+    staged = StagedBatch()
     first_draws = np.cumsum([0, *(len(row.samples) for row in rows)]).tolist()
-    made = collect_random(rows, random, first_draws, parcel)
-    Crossing(torch.device(DEVICE)).send(parcel)
+    made = collect_random(rows, random, first_draws, staged)
+    DeviceStaging(torch.device(DEVICE)).send(staged)
     return made
 
 

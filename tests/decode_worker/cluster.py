@@ -1,6 +1,6 @@
 """A prefill worker and a decode worker in one process: real gRPC over Unix sockets, real shared memory, real scheduling.
 
-Only the model is fake (`baton_engine.fake`), and even its pages live in the shared arena, so a page that did not arrive gives
+Only the model is fake (`baton_engine.fakes.engine`), and even its pages live in the shared arena, so a page that did not arrive gives
 other tokens than the oracle's.
 """
 
@@ -39,16 +39,15 @@ from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, p
 from baton.rpc.worker import WorkerServer
 from baton.telemetry.tracing import Tracer
 from baton.telemetry.worker import WorkerMetrics
-from baton_engine.fake import FakeRunner
+from baton_engine.fakes.engine import FakeRunner
 from baton_engine.host import ThreadEngineHost
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.plan import StepPlan, StepResult
 from baton_engine.scheduling.scheduler import Scheduler
 from decode_worker.service import DecodeWorker
-from kv_transfer.arena_hashes import ways_to_hash
-from kv_transfer.arena_memory import WorkerMemory
-from kv_transfer.page_hash import Checksum
-from kv_transfer.shm import ShmReceiver, ShmSender
+from kv_transfer.backends.shm import ShmReceiver, ShmSender
+from kv_transfer.memory.arena import WorkerMemory
+from kv_transfer.memory.page_hash import Checksum, ways_to_hash
 from kv_transfer.ticket import Permit, TicketOffice
 from prefill_worker.service import PrefillWorker
 from prefill_worker.sink import TransferSink
