@@ -12,7 +12,7 @@ from redis import Redis
 
 from baton.errors import UnavailableError
 from baton.rpc.v1.pool_pb2 import PoolUsageReply, PoolUsageRequest
-from baton_cluster.pool_usage import ask
+from baton_cluster.cli.pool_usage import ask
 from kv_transfer.backends.registry import BACKENDS
 from tests.baton_engine.tiny_models import make_model
 from tests.e2e.reference import Reference
