@@ -1,7 +1,7 @@
 """A child process of the cluster: `python -m baton_cluster.roles ROLE --name NAME --lifeline FD`, started by the launcher.
 
 Here roles become processes, and nowhere else: each role's packages are imported inside its own process only, so that the
-router never pays for torch. What all children share is in `baton_cluster.child`.
+router never pays for torch. What all children share is in `baton_cluster.launch.child`.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer
 from baton.telemetry.worker import WorkerMetrics
 from baton.version import version
-from baton_cluster.brief_thread import in_brief_thread
-from baton_cluster.child import Child, RoleMain, run
-from baton_cluster.plan import POOL, ROUTER
-from baton_cluster.pooling import WorkerPool, join_pool
-from baton_cluster.runtime_dir import kv_socket
-from kv_transfer.arena_hashes import Hashing, ways_to_hash
-from kv_transfer.arena_memory import WorkerMemory
-from kv_transfer.backends import needed, open_receivers, open_senders
+from baton_cluster.call_in_thread import call_in_thread
+from baton_cluster.join_pool import WorkerPool, join_pool
+from baton_cluster.launch.child import Child, RoleMain, run
+from baton_cluster.launch.plan import POOL, ROUTER
+from baton_cluster.launch.runtime_dir import kv_socket
+from kv_transfer.backends.registry import needed, open_receivers, open_senders
+from kv_transfer.memory.arena import WorkerMemory
+from kv_transfer.memory.page_hash import Hashing, ways_to_hash
 from kv_transfer.ticket import TicketOffice
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ async def run_router(child: Child) -> None:
 
 async def run_pool(child: Child) -> None:
     """The pool's node: the blocks that this host's workers share."""
-    from baton_cluster.pool_tenants import open_allowances
+    from baton_cluster.pool_allowances import open_allowances
     from kvpool import service
 
     config, part = child.assignment.config, child.assignment.part
@@ -83,7 +83,7 @@ async def run_worker(child: Child) -> None:
 
     config, worker = child.assignment.config, _worker_of(child)
     memory, sink = WorkerMemory(), TransferSink()
-    built = await in_brief_thread(
+    built = await call_in_thread(
         build_engine,
         config.model,
         config.engine,

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from baton.ids import SeqId
-from baton.pages import FetchOutcome
-from baton_engine.ports import KvSource, LayerDone, LayerSink
+from baton.pages import FetchOutcome, Ready
+from baton_engine.ports import KvSource, LayerSink
 from baton_engine.scheduling.plan import StepPlan
 
 
@@ -35,7 +35,7 @@ class LayerHooks:
         plan: StepPlan,
         source: KvSource | None,
         sink: LayerSink | None,
-        mark: Callable[[], LayerDone] | None = None,
+        mark: Callable[[], Ready] | None = None,
     ) -> None:
         self._plan = plan
         self._source = source if plan.fetches else None

@@ -1,6 +1,6 @@
 """The hand-offs behind a decode worker's legs: what the ledger decides, as words to routers, peers and the engine.
 
-What a transfer may do and when its pages are freed is the ledger's business (kv_transfer/ledger.py). Pure, like the
+What a transfer may do and when its pages are freed is the ledger's business (kv_transfer/ledger/ledger.py). Pure, like the
 lifecycle that owns it.
 """
 
@@ -10,21 +10,23 @@ from baton.ids import XferId
 from baton_engine.messages import Abort, Reserve, Reserved, Start
 from decode_worker.legs import LegState, LegTable
 from decode_worker.messages import DecodeAction, TellFailed, TellWriterLost
-from kv_transfer.ledger import TransferLedger
-from kv_transfer.ledger_messages import (
-    EndSession,
+from kv_transfer.ledger.ledger import (
     Expected,
-    FreePages,
-    LedgerAction,
     LedgerEvent,
     PagesGone,
     PagesReserved,
+    TransferLedger,
+    Withdrawn,
+)
+from kv_transfer.ledger.transfer import (
+    EndSession,
+    FreePages,
+    LedgerAction,
     ReservePages,
     StartDecoding,
     ToPeer,
     TransferFailed,
     VerifyPages,
-    Withdrawn,
     WriterLost,
 )
 from kv_transfer.plan import Grant

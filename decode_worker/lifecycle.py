@@ -40,9 +40,7 @@ from decode_worker.messages import (
     TellPrefilled,
     TellTokens,
 )
-from kv_transfer.deadlines import LedgerLimits
-from kv_transfer.ledger import TransferLedger
-from kv_transfer.ledger_messages import (
+from kv_transfer.ledger.ledger import (
     Expected,
     FromPeer,
     PagesGone,
@@ -51,8 +49,10 @@ from kv_transfer.ledger_messages import (
     Reassigned,
     SessionLost,
     SessionOpened,
+    TransferLedger,
     Withdrawn,
 )
+from kv_transfer.ledger.transfer import LedgerLimits
 from kv_transfer.ticket import refuse_holder
 
 

@@ -7,16 +7,14 @@ from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import LegId, RequestId
 from baton.rpc.frames import StreamId
 from baton_engine.messages import Command, SeqEvent
-from kv_transfer.ledger_messages import (
-    EndSession,
+from kv_transfer.ledger.ledger import (
     FromPeer,
     PagesVerified,
     PeerFenced,
     SessionLost,
     SessionOpened,
-    ToPeer,
-    VerifyPages,
 )
+from kv_transfer.ledger.transfer import EndSession, ToPeer, VerifyPages
 from kv_transfer.ticket import Permit
 
 

@@ -10,23 +10,17 @@ from baton.ids import WorkerIdentity
 from baton.rpc.v1 import transfer_pb2_grpc
 from decode_worker.accounts import LegAccounts
 from decode_worker.messages import DecodeEvent
-from kv_transfer.handshake import Endpoint, SessionOffer
 from kv_transfer.heads import LinkPlan
-from kv_transfer.ledger_messages import (
-    EndSession,
-    FromPeer,
-    PeerFenced,
-    SessionLost,
-    SessionOpened,
-    ToPeer,
-)
+from kv_transfer.ledger.ledger import FromPeer, PeerFenced, SessionLost, SessionOpened
+from kv_transfer.ledger.transfer import EndSession, ToPeer
 from kv_transfer.messages import SessionId, ToDecode
 from kv_transfer.ports import KvReceiver
-from kv_transfer.session_service import TransferService
+from kv_transfer.session.handshake import Endpoint, SessionOffer
+from kv_transfer.session.server import TransferService
 
 
 class PrefillPeers:
-    """Serves `Transfer.Session` (a `kv_transfer.served_session.SessionHost`).
+    """Serves `Transfer.Session` (a `kv_transfer.session.server.SessionHost`).
 
     Args:
         here: This worker.

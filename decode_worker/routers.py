@@ -32,7 +32,7 @@ from decode_worker.messages import (
     TellTokens,
     TellWriterLost,
 )
-from kv_transfer.convert import check_permit
+from kv_transfer.session.convert import check_permit
 from kv_transfer.ticket import Permit, TicketOffice
 
 

@@ -37,11 +37,10 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.peers import PrefillPeers
 from decode_worker.routers import Routers
 from decode_worker.verifier import PageVerifier
-from kv_transfer.arena_hashes import Hashing
-from kv_transfer.deadlines import LedgerLimits
-from kv_transfer.handshake import Endpoint, SessionOffer
-from kv_transfer.ledger_messages import EndSession, ToPeer, VerifyPages
+from kv_transfer.ledger.transfer import EndSession, LedgerLimits, ToPeer, VerifyPages
+from kv_transfer.memory.page_hash import Hashing
 from kv_transfer.ports import KvReceiver
+from kv_transfer.session.handshake import Endpoint, SessionOffer
 from kv_transfer.ticket import TicketOffice
 
 _log = get_logger(__name__)

@@ -5,7 +5,7 @@ from baton.rpc.frames import LegKey, StreamId
 from baton.telemetry.leg_spans import LegSpans
 from baton.telemetry.logs import get_logger
 from baton.telemetry.worker import WorkerMetrics
-from kv_transfer.outbox_messages import PushDone
+from kv_transfer.ledger.outbox import PushDone
 from prefill_worker.legs import OWNER
 from prefill_worker.lifecycle import PrefillLifecycle
 from prefill_worker.messages import Tell, TellFailed, TellFirstTokens, TellHandedOff, TellPooled

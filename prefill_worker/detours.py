@@ -4,7 +4,7 @@ Looked at when a prompt is computed and its pages are still not granted. Until t
 the pages are granted meanwhile they are written as ever. Pure, like the lifecycle that owns it.
 """
 
-from kv_transfer.outbox import Outbox
+from kv_transfer.ledger.outbox import Outbox
 from prefill_worker.legs import Leg, LegState, LegTable
 from prefill_worker.messages import PromptPut, PutPrompt
 

@@ -1,7 +1,7 @@
 """The life of every leg on a prefill worker: from the router's submit to pages that the decode worker holds.
 
 Pure: events in, actions out. Where a leg may stand is drawn in `legs.py`; the hand-off itself is the outbox's business
-(kv_transfer/outbox.py); this core owns both and joins them with the engine's word on the sequence.
+(kv_transfer/ledger/outbox.py); this core owns both and joins them with the engine's word on the sequence.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,15 @@ from baton_engine.messages import (
     Reserved,
     Sampled,
 )
-from kv_transfer.outbox import Outbox
-from kv_transfer.outbox_messages import (
-    Drew,
+from kv_transfer.ledger.outbox import (
     Exported,
+    FirstTokensDrawn,
     FromDecode,
     GivenUp,
     HandOver,
     HandOverFailed,
     Opened,
+    Outbox,
     OutboxEvent,
     PeerDown,
     PeerUp,
@@ -203,7 +203,7 @@ class PrefillLifecycle:
             return [tell, *given_up, Release(seq_id=leg.seq_id)]
         self._legs.move(leg, LegState.HANDING_OFF)
         leg.waits_since_s = now_s
-        drew = Drew(xfer_id=leg.xfer_id, first_tokens=event.tokens)
+        drew = FirstTokensDrawn(xfer_id=leg.xfer_id, first_tokens=event.tokens)
         return [tell, *self._transfer(drew, now_s)]
 
     def _gone(self, event: Released | Failed, now_s: float) -> list[PrefillAction]:

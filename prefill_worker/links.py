@@ -7,7 +7,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.ids import WorkerIdentity
-from kv_transfer.link import Link
+from kv_transfer.session.link_speed import LinkSpeed
 
 _MAX_PEERS = 64
 """Ways with a label of their own; beyond, those that were opened first go without."""
@@ -18,10 +18,10 @@ class LinkMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry, source: WorkerIdentity) -> None:
         self._source = source
-        self._links: dict[WorkerIdentity, Link] = {}
+        self._links: dict[WorkerIdentity, LinkSpeed] = {}
         registry.register(self)
 
-    def opened(self, target: WorkerIdentity, link: Link) -> None:
+    def opened(self, target: WorkerIdentity, link: LinkSpeed) -> None:
         """A session with a decode worker is up."""
         self._links[target] = link
 

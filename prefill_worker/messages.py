@@ -6,18 +6,12 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import BlockId, LegId, RequestId, SeqId, WorkerIdentity
+from baton.pages import Ready
 from baton.rpc.frames import StreamId
 from baton_engine.messages import Command, SeqEvent
-from baton_engine.ports import LayerDone, PageExport
-from kv_transfer.outbox_messages import (
-    FromDecode,
-    HandOver,
-    PeerDown,
-    PeerUp,
-    PushDone,
-    Send,
-    StartPush,
-)
+from baton_engine.ports import PageExport
+from kv_transfer.ledger.outbox import FromDecode, HandOver, PeerDown, PeerUp, PushDone, Send
+from kv_transfer.ledger.shipment import StartPush
 from kv_transfer.ticket import Permit
 
 
@@ -54,7 +48,7 @@ class LayerReady:
 
     layer_index: int
     exports: Sequence[PageExport]
-    done: LayerDone | None = None
+    done: Ready | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from baton.errors import BatonError
 from baton.telemetry.metrics import REQUEST_LATENCY_BUCKETS_S
-from kv_transfer.outbox_messages import HandOver
+from kv_transfer.ledger.outbox import HandOver
 
 
 class PrefillMetrics:

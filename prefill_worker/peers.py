@@ -7,16 +7,15 @@ from baton.clock import Clock
 from baton.errors import BatonError, TransferError
 from baton.ids import BlockId, WorkerIdentity
 from baton.telemetry.logs import get_logger
-from kv_transfer.arena_hashes import Hashing
-from kv_transfer.backends import offered
-from kv_transfer.handshake import Endpoint, refused_field
+from kv_transfer.backends.registry import offered
+from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send
+from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.memory.page_hash import Hashes, Hashing
 from kv_transfer.messages import GrantRefused, ToPrefill
-from kv_transfer.outbox_messages import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
-from kv_transfer.page_hash import Hashes
 from kv_transfer.ports import KvSender
-from kv_transfer.pusher import Pusher
-from kv_transfer.session import PeerSession
-from kv_transfer.way import OpenedSession
+from kv_transfer.session.client import PeerSession
+from kv_transfer.session.connection import OpenedSession, PageWriter
+from kv_transfer.session.handshake import Endpoint, refused_field
 from prefill_worker.accounts import LegAccounts
 from prefill_worker.links import LinkMetrics
 from prefill_worker.messages import Connect, PrefillEvent
@@ -25,7 +24,7 @@ _log = get_logger(__name__)
 
 
 class DecodePeers:
-    """For one event loop (a `kv_transfer.session.SessionListener`).
+    """For one event loop (a `kv_transfer.session.client.SessionListener`).
 
     Args:
         here: This worker.
@@ -64,7 +63,7 @@ class DecodePeers:
         self._next = 0
         self._sessions: dict[WorkerIdentity, PeerSession] = {}
         self._letting_go: set[PeerSession] = set()
-        self._pushers: dict[WorkerIdentity, Pusher] = {}
+        self._pushers: dict[WorkerIdentity, PageWriter] = {}
 
     def connect(self, action: Connect) -> None:
         """Opens a session; `PeerUp` or `PeerDown` is applied once it is known how that went."""

@@ -2,7 +2,7 @@
 
 from baton.errors import BatonError, DrainingError, InvalidRequestError, TransferError
 from baton.layout import KvLayout
-from kv_transfer.outbox import Outbox
+from kv_transfer.ledger.outbox import Outbox
 from kv_transfer.ticket import refuse_holder
 from prefill_worker.messages import Submit
 

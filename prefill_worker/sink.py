@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from baton_engine.ports import LayerDone, PageExport
+from baton.pages import Ready
+from baton_engine.ports import PageExport
 from prefill_worker.messages import LayerReady
 
 
@@ -20,7 +21,7 @@ class TransferSink:
         self._post = post
 
     def layer_ready(
-        self, layer_index: int, exports: Sequence[PageExport], done: LayerDone | None
+        self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
     ) -> None:
         """See `LayerSink`."""
         if exports and self._post is not None:

@@ -16,8 +16,8 @@ class PageKernels:
     """Of one arena.
 
     Attributes:
-        mover: Copies scattered pages (a `kv_transfer.page_mover.PageMover`).
-        sums: Hashes pages by `word_sum` (a `kv_transfer.arena_hashes.PageHashes`).
+        mover: Copies scattered pages (a `kv_transfer.backends.cuda_ipc.PageMover`).
+        sums: Hashes pages by `word_sum` (a `kv_transfer.memory.page_hash.PageHashes`).
     """
 
     mover: "PageKernel"

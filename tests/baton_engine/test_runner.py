@@ -1,5 +1,6 @@
 import json
 from collections.abc import Sequence as Exports
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ from transformers import AutoModelForCausalLM
 from baton.errors import EngineError
 from baton.generation import SamplingParams
 from baton.ids import BlockId, SeqId
+from baton.pages import Ready
 from baton_engine.cache.arena import KvArena
 from baton_engine.kernels.ports import KernelSet
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.models.config import load_spec
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
-from baton_engine.ports import LayerDone, PageExport
+from baton_engine.ports import PageExport
 from baton_engine.scheduling.plan import Row, StepPlan
-from baton_engine.scheduling.sequence import Sequence
+from tests.baton_engine.sequences import sequence
 from tests.baton_engine.stepping import make_runner, make_texts, run_all
 from tests.baton_engine.tiny_models import FAMILIES, make_model, random_prompts
 
@@ -244,7 +246,7 @@ class RecordingSink:
         self.told: list[tuple[int, tuple[PageExport, ...], torch.Tensor]] = []
 
     def layer_ready(
-        self, layer_index: int, exports: Exports[PageExport], done: LayerDone | None
+        self, layer_index: int, exports: Exports[PageExport], done: Ready | None
     ) -> None:
         assert self.arena is not None
         self.told.append((layer_index, tuple(exports), self.arena.layer(layer_index)[0].clone()))
@@ -277,14 +279,7 @@ def test_the_sink_hears_nothing_when_nothing_leaves(models):
 )
 def test_a_row_that_cannot_be_computed_is_an_engine_error(models, tokens, blocks, complaint):
     runner, _ = make_runner(load(models("llama")), block_tokens=4, num_blocks=3)
-    seq = Sequence(
-        seq_id=SeqId("s"),
-        sample=0,
-        params=GREEDY,
-        tokens=tokens,
-        prompt_len=len(tokens),
-        blocks=blocks,
-    )
+    seq = sequence(tokens, GREEDY, blocks=blocks)
     row = Row(seq=seq, start=0, num_tokens=len(tokens), samples=(0,))
     with pytest.raises(EngineError, match=complaint):
         runner.execute(StepPlan(step=0, rows=(row,)))
@@ -321,7 +316,8 @@ def test_scoring_one_text_changes_no_token_of_another(models):
     beside: list[int] = []
     for params, drawn in zip(asked, (alone, beside), strict=True):
         texts, num_blocks = make_texts(prompts, params, block_tokens=16, chunks=(64,))
-        texts[0].seq.params = asked[0]
+        request = texts[0].seq.request
+        request.prompt = replace(request.prompt, sampling=asked[0])
         runner, _ = make_runner(decoder, block_tokens=16, num_blocks=num_blocks)
         run_all(runner, texts)
         drawn += [draw.token for draw in texts[0].drawn]

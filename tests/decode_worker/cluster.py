@@ -45,10 +45,9 @@ from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.plan import StepPlan, StepResult
 from baton_engine.scheduling.scheduler import Scheduler
 from decode_worker.service import DecodeWorker
-from kv_transfer.arena_hashes import ways_to_hash
-from kv_transfer.arena_memory import WorkerMemory
-from kv_transfer.page_hash import Checksum
-from kv_transfer.shm import ShmReceiver, ShmSender
+from kv_transfer.backends.shm import ShmReceiver, ShmSender
+from kv_transfer.memory.arena import WorkerMemory
+from kv_transfer.memory.page_hash import Checksum, ways_to_hash
 from kv_transfer.ticket import Permit, TicketOffice
 from prefill_worker.service import PrefillWorker
 from prefill_worker.sink import TransferSink

@@ -19,8 +19,8 @@ from baton.rpc.v1 import (
     prefill_pb2,
     transfer_pb2,
 )
-from kv_transfer.page_hash import Checksum
-from kv_transfer.shm import layer_pages
+from kv_transfer.memory.page_hash import Checksum
+from kv_transfer.memory.pages import layer_pages
 from tests.decode_worker.cluster import (
     LAYOUT,
     LIMITS,

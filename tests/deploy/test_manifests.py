@@ -9,7 +9,7 @@ import yaml
 
 from baton.config.load import load
 from baton.rpc.worker import LIVE
-from baton_cluster.cli import main
+from baton_cluster.cli.main import main
 from router.http.auth import OPEN_PATHS
 from tests.deploy.manifests import (
     BASE,

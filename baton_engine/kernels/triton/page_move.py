@@ -26,7 +26,7 @@ Addresses = npt.NDArray[np.int64]
 
 
 class PageMove(Protocol):
-    """What `PageKernel` is told: the same part of scattered pages (`kv_transfer.page_mover.PageRows`)."""
+    """What `PageKernel` is told: the same part of scattered pages (`kv_transfer.backends.cuda_ipc.PageRows`)."""
 
     @property
     def length(self) -> int:
@@ -84,7 +84,7 @@ def move_rows(addresses: torch.Tensor, length: int, alignment: int = _WORD_BYTES
 
 
 class PageKernel:
-    """Moves pages between mapped arenas by one launch (a `kv_transfer.page_mover.PageMover`, made by the worker that hosts both
+    """Moves pages between mapped arenas by one launch (a `kv_transfer.backends.cuda_ipc.PageMover`, made by the worker that hosts both
     packages).
 
     Args:

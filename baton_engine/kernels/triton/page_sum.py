@@ -1,4 +1,4 @@
-"""Adds up the words of pages on a GPU: the checksum `word_sum` of `kv_transfer.page_hash`, which says what it is and why.
+"""Adds up the words of pages on a GPU: the checksum `word_sum` of `kv_transfer.memory.page_hash`, which says what it is and why.
 
 Every word is mixed with its place in the page first, so the order of adding does not matter: a page is cut into tiles, a program
 adds up one of them. The pure-torch twin is `reference.sum_pages`.
@@ -61,7 +61,7 @@ def sum_pages(pages: torch.Tensor, blocks: torch.Tensor, first_word: int = 0) ->
 
 
 class PageSums:
-    """Hashes of an arena on a GPU (a `kv_transfer.arena_hashes.PageHashes` of the rule `word_sum`), on a stream of its own.
+    """Hashes of an arena on a GPU (a `kv_transfer.memory.page_hash.PageHashes` of the rule `word_sum`), on a stream of its own.
 
     Args:
         layers: Each layer's pages, `[num_blocks, page_layer_bytes]` uint8.
