@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from baton.telemetry.logs import get_logger
-from kv_transfer.arena_hashes import PageHashes
-from kv_transfer.checksum import find_corruption
-from kv_transfer.ledger_messages import PagesVerified, VerifyPages
+from kv_transfer.ledger.ledger import PagesVerified
+from kv_transfer.ledger.transfer import VerifyPages
+from kv_transfer.memory.checksum import find_corruption
+from kv_transfer.memory.page_hash import PageHashes
 
 _log = get_logger(__name__)
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from baton_engine.ports import LayerDone, PageExport
-from prefill_worker.messages import LayerReady
+from baton.pages import Ready
+from baton_engine.ports import PageExport
+from baton_worker.messages import LayerReady
 
 
 class TransferSink:
-    """Passes the engine's exports on to the prefill worker (implements `baton_engine.ports.LayerSink`).
+    """Passes the engine's exports on to the sending half (implements `baton_engine.ports.LayerSink`).
 
     Made before the engine, which needs it, and bound when the worker starts; until then nothing is prefilled.
     """
@@ -20,7 +21,7 @@ class TransferSink:
         self._post = post
 
     def layer_ready(
-        self, layer_index: int, exports: Sequence[PageExport], done: LayerDone | None
+        self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
     ) -> None:
         """See `LayerSink`."""
         if exports and self._post is not None:

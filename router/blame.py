@@ -11,6 +11,7 @@ from baton.errors import (
     StaleIncarnationError,
     TransferError,
     WorkerLostError,
+    WrongRoleError,
 )
 from router.legs import Leg
 from router.routing.worker_view import WorkerView
@@ -18,7 +19,7 @@ from router.routing.worker_view import WorkerView
 _BLAMES_EITHER = (TransferError, CancelledByPeerError, StaleIncarnationError, WorkerLostError)
 """Errors of one leg whose cause may lie with the other's worker."""
 
-_OWN_FAULTS = (EngineError, DrainingError)
+_OWN_FAULTS = (EngineError, DrainingError, WrongRoleError)
 """Errors of P's leg that say nothing about D's."""
 
 _NOBODYS_FAULT = (
@@ -27,6 +28,7 @@ _NOBODYS_FAULT = (
     DrainingError,
     InvalidRequestError,
     OverloadedError,
+    WrongRoleError,
 )
 """Errors of a leg that say nothing about the health of its worker."""
 

@@ -22,7 +22,7 @@ from router.events import (
     Event,
     LegEvent,
     LoadReported,
-    Service,
+    RoleChanged,
     StepTokens,
     StopSample,
     Submitted,
@@ -96,6 +96,9 @@ class Dispatcher:
                 return self._time_passed(now_s)
             case WorkerJoined():
                 return self._join(event, now_s)
+            case RoleChanged():
+                self._view.change_role(event.worker, event.role)
+                return self._attempts.place_waiting(now_s)
             case WorkerLost():
                 return self._lose(event.worker, event.reason, now_s)
             case LoadReported():
@@ -116,7 +119,9 @@ class Dispatcher:
                 return self._attempts.fail(event.job.request_id, error)
             case StopSample() | ClientGone():
                 return self._attempts.fail(event.request_id, error)
-            case TimePassed() | WorkerJoined() | WorkerLost() | LoadReported() | BlocksReported():
+            case TimePassed() | WorkerJoined() | WorkerLost() | RoleChanged():
+                return []
+            case LoadReported() | BlocksReported():
                 return []
             case _:
                 leg = self._legs.find(event)
@@ -199,11 +204,9 @@ class Dispatcher:
         return self._attempts.place_waiting(now_s) if was_away and not worker.draining else []
 
     def _blocks(self, event: BlocksReported) -> list[Action]:
-        worker = self._view.find(event.worker.worker_id)
-        if not self._view.report_blocks(event.worker, event.report) or worker is None:
+        if not self._view.report_blocks(event.worker, event.report):
             return []
-        service = Service.DECODE if worker.hello.role.decodes else Service.PREFILL
-        return [AskForSnapshot(worker=event.worker, service=service)]
+        return [AskForSnapshot(worker=event.worker)]
 
     def _time_passed(self, now_s: float) -> list[Action]:
         actions = self._look_for_silent_workers(now_s)

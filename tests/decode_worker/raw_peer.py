@@ -9,8 +9,8 @@ from baton.layout import KvLayout
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
-from kv_transfer.handshake import Endpoint, greet
-from kv_transfer.seal import SessionSeal
+from kv_transfer.session.handshake import Endpoint, greet
+from kv_transfer.session.seal import SessionSeal
 from kv_transfer.ticket import TicketOffice
 
 PEER = WorkerIdentity(worker_id=WorkerId("raw"), incarnation=Incarnation(7))

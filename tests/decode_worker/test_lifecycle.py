@@ -24,7 +24,6 @@ from baton.ids import (
     XferId,
 )
 from baton.layout import KvLayout
-from baton.rpc.frames import StreamId
 from baton_engine.messages import (
     Abort,
     Failed,
@@ -36,6 +35,7 @@ from baton_engine.messages import (
     Sampled,
     Start,
 )
+from baton_worker.messages import StreamId
 from decode_worker.lifecycle import DecodeLifecycle
 from decode_worker.messages import (
     Cancel,
@@ -47,10 +47,10 @@ from decode_worker.messages import (
     TellPrefilled,
     TellTokens,
 )
-from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
-from kv_transfer.ledger_messages import FromPeer as Said
-from kv_transfer.ledger_messages import PeerFenced, SessionLost, SessionOpened, ToPeer
+from kv_transfer.ledger.ledger import FromPeer as Said
+from kv_transfer.ledger.ledger import PeerFenced, SessionLost, SessionOpened
+from kv_transfer.ledger.transfer import LedgerLimits, ToPeer
 from kv_transfer.messages import AbortRequest, Commit, Committed, Granted, Quiesced, SessionId
 from kv_transfer.messages import Reserve as AskPages
 from tests.kv_transfer.permits import permit

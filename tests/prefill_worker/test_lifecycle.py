@@ -24,11 +24,12 @@ from baton.ids import (
     XferId,
 )
 from baton.layout import KvLayout
-from baton.rpc.frames import StreamId
 from baton_engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released, Sampled
 from baton_engine.ports import PageExport
+from baton_worker.messages import StreamId
+from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send
+from kv_transfer.ledger.shipment import StartPush
 from kv_transfer.messages import AbortRequest, Commit, Committed, Granted, Quiesced, Reserve
-from kv_transfer.outbox_messages import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
 from kv_transfer.plan import Grant
 from prefill_worker.lifecycle import PrefillLifecycle
 from prefill_worker.messages import (

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from baton.rpc.v1 import prefill_pb2 as baton_dot_rpc_dot_v1_dot_prefill__pb2
+from baton.rpc.v1 import worker_pb2 as baton_dot_rpc_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in baton/rpc/v1/prefill_pb2_grpc.py depends on'
+        + ' but the generated code in baton/rpc/v1/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class PrefillStub:
+class WorkerStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -35,13 +35,13 @@ class PrefillStub:
             channel: A grpc.Channel.
         """
         self.Serve = channel.stream_stream(
-                '/baton.rpc.v1.Prefill/Serve',
-                request_serializer=baton_dot_rpc_dot_v1_dot_prefill__pb2.PrefillCommand.SerializeToString,
-                response_deserializer=baton_dot_rpc_dot_v1_dot_prefill__pb2.PrefillFrame.FromString,
+                '/baton.rpc.v1.Worker/Serve',
+                request_serializer=baton_dot_rpc_dot_v1_dot_worker__pb2.Command.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_worker__pb2.Frame.FromString,
                 _registered_method=True)
 
 
-class PrefillServicer:
+class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Serve(self, request_iterator, context):
@@ -51,22 +51,22 @@ class PrefillServicer:
         raise NotImplementedError('Method not implemented!')
 
 
-def add_PrefillServicer_to_server(servicer, server):
+def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Serve': grpc.stream_stream_rpc_method_handler(
                     servicer.Serve,
-                    request_deserializer=baton_dot_rpc_dot_v1_dot_prefill__pb2.PrefillCommand.FromString,
-                    response_serializer=baton_dot_rpc_dot_v1_dot_prefill__pb2.PrefillFrame.SerializeToString,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_worker__pb2.Command.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_worker__pb2.Frame.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'baton.rpc.v1.Prefill', rpc_method_handlers)
+            'baton.rpc.v1.Worker', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('baton.rpc.v1.Prefill', rpc_method_handlers)
+    server.add_registered_method_handlers('baton.rpc.v1.Worker', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Prefill:
+class Worker:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -83,9 +83,9 @@ class Prefill:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/baton.rpc.v1.Prefill/Serve',
-            baton_dot_rpc_dot_v1_dot_prefill__pb2.PrefillCommand.SerializeToString,
-            baton_dot_rpc_dot_v1_dot_prefill__pb2.PrefillFrame.FromString,
+            '/baton.rpc.v1.Worker/Serve',
+            baton_dot_rpc_dot_v1_dot_worker__pb2.Command.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_worker__pb2.Frame.FromString,
             options,
             channel_credentials,
             insecure,

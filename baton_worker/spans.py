@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.clock import Clock
-from baton.rpc.frames import LegKey, StreamId
 from baton.telemetry.span_names import (
     CACHED_TOKENS,
     DECODE,
@@ -17,6 +16,7 @@ from baton.telemetry.span_names import (
     WORKER,
 )
 from baton.telemetry.tracing import Attribute, Tracer
+from baton_worker.messages import LegKey, StreamId
 
 
 @dataclass(slots=True, eq=False)
