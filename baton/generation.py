@@ -93,12 +93,12 @@ def plain_token(sample: int, token: int) -> TokenSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
-    """What a request was promised, as far as the worker that serves it can keep it.
+class SloTargets:
+    """The service-level objectives of a request, as far as the worker that serves it can meet them.
 
     Attributes:
-        ttft_s: Until its first token, from when the worker is told of it; None promises nothing.
-        tbt_s: Between its tokens; likewise.
+        ttft_s: Time to first token, counted from when the worker receives the request; None for no target.
+        tbt_s: Time between tokens; likewise.
         priority: Higher goes first.
     """
 
@@ -107,8 +107,8 @@ class Promise:
     priority: int = 1
 
 
-NO_PROMISE = Promise()
-"""Of requests that nobody promised anything."""
+NO_SLO = SloTargets()
+"""Of requests without targets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class Prompt:
         sampling: How.
         cache_scope: Tenant scope of the prefix cache.
         tenant: Who is billed for the blocks that are kept of it.
-        promise: What whoever asks was promised.
+        slo: The targets that the worker schedules for.
     """
 
     prompt_tokens: Tokens
@@ -131,7 +131,7 @@ class Prompt:
     sampling: SamplingParams
     cache_scope: str = ""
     tenant: str = ""
-    promise: Promise = NO_PROMISE
+    slo: SloTargets = NO_SLO
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -6,9 +6,24 @@ brought together.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from baton.errors import BatonError
 from baton.ids import BlockId, BlockKey, SeqId
+
+
+class Ready(Protocol):
+    """Marks the place in a GPU's work behind which pages hold their KV: a GPU computes behind its host's back.
+
+    Goes with the pages from the engine that computes them to the backend that writes them to a peer. Called from any thread.
+    """
+
+    @property
+    def event(self) -> int:
+        """The driver's handle of the CUDA event, for a stream that is to wait for it."""
+
+    def wait(self) -> None:
+        """Blocks until the GPU has come by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

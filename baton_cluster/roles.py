@@ -1,13 +1,12 @@
 """A child process of the cluster: `python -m baton_cluster.roles ROLE --name NAME --lifeline FD`, started by the launcher.
 
 Here roles become processes, and nowhere else: each role's packages are imported inside its own process only, so that the
-router never pays for torch. What all children share is in `baton_cluster.child`.
+router never pays for torch. What all children share is in `baton_cluster.launch.child`.
 """
 
 import argparse
 import asyncio
 import socket
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,36 +16,35 @@ from prometheus_client import CollectorRegistry
 
 from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, WorkerConfig
-from baton.ids import Role, WorkerId, WorkerIdentity
+from baton.ids import BlockId, Role, WorkerId, WorkerIdentity
 from baton.layout import SPARE_BLOCKS
 from baton.rpc.hello import WorkerHello
-from baton.rpc.worker import WorkerServer, WorkerService
 from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer
-from baton.telemetry.worker import WorkerMetrics
 from baton.version import version
-from baton_cluster.brief_thread import in_brief_thread
-from baton_cluster.child import Child, RoleMain, run
-from baton_cluster.plan import POOL, ROUTER
-from baton_cluster.pooling import WorkerPool, join_pool
-from baton_cluster.runtime_dir import kv_socket
-from kv_transfer.arena_hashes import Hashing, ways_to_hash
-from kv_transfer.arena_memory import WorkerMemory
-from kv_transfer.backends import needed, open_receivers, open_senders
+from baton_cluster.call_in_thread import call_in_thread
+from baton_cluster.join_pool import WorkerPool, join_pool
+from baton_cluster.launch.child import Child, RoleMain, run
+from baton_cluster.launch.plan import POOL, ROUTER
+from baton_cluster.launch.runtime_dir import kv_socket
+from baton_worker.metrics import WorkerMetrics
+from baton_worker.server import WorkerServer
+from kv_transfer.backends.registry import needed, open_receivers, open_senders
+from kv_transfer.memory.arena import WorkerMemory
+from kv_transfer.memory.page_hash import Hashing, ways_to_hash
+from kv_transfer.session.handshake import Endpoint
 from kv_transfer.ticket import TicketOffice
 
 if TYPE_CHECKING:
     from baton_engine.build import BuiltEngine
     from baton_engine.kernels.pages import PageKernels
     from baton_engine.ports import EnginePort
+    from baton_worker.service import WorkerService
     from prefill_worker.sink import TransferSink
 
 
 async def run_router(child: Child) -> None:
     """HTTP in front, all workers behind."""
-    # transformers imports torch if it can, which costs every start of a router 2 s and 200 MB. The router only tokenizes
-    # and renders templates, and transformers does that without torch as long as it finds none.
-    sys.modules["torch"] = None  # type: ignore[assignment]
     from router import service
 
     part = child.assignment.part
@@ -62,7 +60,7 @@ async def run_router(child: Child) -> None:
 
 async def run_pool(child: Child) -> None:
     """The pool's node: the blocks that this host's workers share."""
-    from baton_cluster.pool_tenants import open_allowances
+    from baton_cluster.pool_allowances import open_allowances
     from kvpool import service
 
     config, part = child.assignment.config, child.assignment.part
@@ -81,19 +79,19 @@ async def run_pool(child: Child) -> None:
 
 
 async def run_worker(child: Child) -> None:
-    """One engine, and over it the service of each leg that the role serves."""
+    """One engine, and over it both halves of a worker: its role says which legs it takes, and may change."""
     from baton_engine.build import build_engine
     from prefill_worker.sink import TransferSink
 
     config, worker = child.assignment.config, _worker_of(child)
     memory, sink = WorkerMemory(), TransferSink()
-    built = await in_brief_thread(
+    built = await call_in_thread(
         build_engine,
         config.model,
         config.engine,
         secret=bytes.fromhex(config.cluster.secret),
         memory=memory,
-        sink=sink if worker.role.prefills_for_others else None,
+        sink=sink,
         progress=child.progress,
         gpu=worker.gpu,
         gpu_sharers=worker.gpu_sharers,
@@ -115,9 +113,8 @@ async def run_worker(child: Child) -> None:
     )
     server = WorkerServer(
         config=worker,
-        hello=parts.hello,
         engine=built.host,
-        services=_services(parts),
+        service=_service(parts),
         metrics=parts.metrics,
         version=version(),
         model=config.model.served_model_name[0],
@@ -135,7 +132,7 @@ async def run_worker(child: Child) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What the services of one worker process share."""
+    """What the parts of one worker process share."""
 
     config: BatonConfig
     worker: WorkerConfig
@@ -176,9 +173,7 @@ def _hello(child: Child, built: "BuiltEngine") -> WorkerHello:
         vocab_size=limits.vocab_size,
         num_blocks=limits.num_blocks,
         max_num_seqs=limits.max_num_seqs,
-        transfer_address=(worker.advertise_address or worker.address)
-        if worker.role.decodes
-        else "",
+        transfer_address=worker.advertise_address or worker.address,
     )
 
 
@@ -189,58 +184,55 @@ def _metrics(built: "BuiltEngine") -> WorkerMetrics:
     )
 
 
-def _services(parts: _Parts) -> list[WorkerService]:
-    services: list[WorkerService] = []
-    if parts.worker.role.prefills_for_others:
-        services.append(_prefill(parts))
-    if parts.worker.role.decodes:
-        services.append(_decode(parts))
-    return services
+def _service(parts: _Parts) -> "WorkerService":
+    from baton_worker.legs import LegTable
+    from baton_worker.service import WorkerService
+    from decode_worker.receiver import PageReceiver
+    from prefill_worker.sender import PageSender
 
-
-def _prefill(parts: _Parts) -> WorkerService:
-    from prefill_worker.service import PrefillWorker
-
-    allowed = parts.config.transfer.backends
-    senders = open_senders(
-        allowed,
-        parts.memory.place,
-        num_blocks=parts.region_blocks,
-        mover=parts.kernels.mover if parts.kernels is not None else None,
-    )
-    return PrefillWorker(
-        engine=parts.engine,
+    hello, legs, hashes = parts.hello, LegTable(), parts.hashes()
+    backends = parts.config.transfer.backends
+    here = Endpoint(identity=hello.identity, layout=hello.layout, office=parts.office)
+    sender = PageSender(
+        here=here,
+        legs=legs,
         sink=parts.sink,
-        hello=parts.hello,
-        senders=senders,
-        hashes=parts.hashes(),
-        office=parts.office,
+        senders=open_senders(
+            backends,
+            parts.memory.place,
+            num_blocks=parts.region_blocks,
+            mover=parts.kernels.mover if parts.kernels is not None else None,
+        ),
+        hashes=hashes,
+        spare=BlockId(hello.num_blocks),
         metrics=parts.metrics,
         clock=MonotonicClock(),
-        tracer=parts.tracer,
-        complete_load=None if parts.pool is None else parts.pool.agent.report,
         pool=None if parts.pool is None else parts.pool.prompts,
         pool_after_s=parts.config.transfer.pool_after_s,
     )
-
-
-def _decode(parts: _Parts) -> WorkerService:
-    from decode_worker.service import DecodeWorker
-
-    receivers = open_receivers(
-        needed(parts.config.transfer.backends, parts.worker.address, parts.memory.place),
-        parts.memory.place,
-        gate_address=partial(_gate_address, parts),
-        layout=parts.hello.layout,
-        num_blocks=parts.region_blocks,
-    )
-    return DecodeWorker(
-        engine=parts.engine,
-        hello=parts.hello,
-        receivers=receivers,
-        hashes=parts.hashes(),
-        office=parts.office,
+    receiver = PageReceiver(
+        here=here,
+        legs=legs,
+        num_blocks=hello.num_blocks,
+        receivers=open_receivers(
+            needed(backends, parts.worker.address, parts.memory.place),
+            parts.memory.place,
+            gate_address=partial(_gate_address, parts),
+            layout=hello.layout,
+            num_blocks=parts.region_blocks,
+        ),
+        hashes=hashes,
         transfer=parts.config.transfer,
+        metrics=parts.metrics,
+    )
+    return WorkerService(
+        engine=parts.engine,
+        hello=hello,
+        legs=legs,
+        sending=sender,
+        receiving=receiver,
+        link_rate=sender.link_rate,
+        office=parts.office,
         metrics=parts.metrics,
         clock=MonotonicClock(),
         tracer=parts.tracer,

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from baton.errors import ConfigError
-from baton_engine.ports import ArenaBytes, LayerDone
+from baton.pages import Ready
+from baton_engine.ports import ArenaBytes
 
 _CPU = torch.device("cpu")
 
@@ -76,13 +77,13 @@ def arena_buffer(memory: ArenaBytes) -> memoryview | torch.Tensor:
     return torch.as_tensor(_Memory(memory), device=torch.device("cuda", memory.device or 0))
 
 
-def layer_marker(device: torch.device) -> Callable[[], LayerDone] | None:
+def layer_marker(device: torch.device) -> Callable[[], Ready] | None:
     """What to call when a layer's kernels have been queued; None on a CPU, where they are done by then."""
     return GpuEvent if device.type == "cuda" else None
 
 
 class GpuEvent:
-    """A `LayerDone` behind everything that the current stream was given so far. Free once nobody holds it."""
+    """A `Ready` behind everything that the current stream was given so far. Free once nobody holds it."""
 
     def __init__(self) -> None:
         # Not blocking, those who wait would keep a core busy.
@@ -91,11 +92,11 @@ class GpuEvent:
 
     @property
     def event(self) -> int:
-        """See `LayerDone`."""
+        """See `Ready`."""
         return int(self._event.cuda_event)
 
     def wait(self) -> None:
-        """See `LayerDone`."""
+        """See `Ready`."""
         self._event.synchronize()
 
 

@@ -8,18 +8,18 @@ With `ahead`, the next step is planned and launched before the outcome of the la
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from baton.clock import Clock
+from baton.errors import BatonError, EngineError
+from baton.generation import WorkerLoad
 from baton_engine.messages import Command, SeqEvent, StepEvents
 from baton_engine.ports import BlockOutlet, KvSource
-from baton_engine.row_by_row import execute_row_by_row
-from baton_engine.scheduling.plan import Launched, StepPlan, StepResult, StepRunner
+from baton_engine.scheduling.plan import Launched, Row, StepPlan, StepResult, StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_engine.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,41 @@ class _Begun:
     begun_s: float
     collect: Launched
     is_under_way: bool = True
+
+
+class StepTimes:
+    """Measures every step, and remembers the last one that did nothing but decode."""
+
+    def __init__(self) -> None:
+        self._over_s = float("-inf")
+        self._decode_s = 0.0
+        self._decode_sequences = 0
+        self._decode_context_tokens = 0
+
+    def ended(self, plan: StepPlan, *, begun_s: float, now_s: float) -> float:
+        """A step is over; returns how many seconds it took.
+
+        Args:
+            plan: The step.
+            begun_s: When the runner was given it. It begins one only when it is through with the one before.
+            now_s: When its outcome was there.
+        """
+        seconds = now_s - max(begun_s, self._over_s)
+        self._over_s = now_s
+        if all(row.num_tokens == 1 for row in plan.rows):
+            self._decode_s = seconds
+            self._decode_sequences = len(plan.rows)
+            self._decode_context_tokens = sum(row.start + 1 for row in plan.rows)
+        return seconds
+
+    def put_into(self, load: WorkerLoad) -> WorkerLoad:
+        """`load` with what is known of steps."""
+        return replace(
+            load,
+            step_s=self._decode_s,
+            step_sequences=self._decode_sequences,
+            step_context_tokens=self._decode_context_tokens,
+        )
 
 
 class EngineLoop:
@@ -229,3 +264,44 @@ class EngineLoop:
 
 def _raise(error: Exception) -> NoReturn:
     raise error
+
+
+def execute_row_by_row(runner: StepRunner, plan: StepPlan) -> StepResult:
+    """The outcome of `plan`, each of whose rows is computed alone; those that cannot be are among the failed. Blocks."""
+    results = [_execute_alone(runner, _only(plan, row)) for row in plan.rows]
+    failed = [(place, error) for place, alone in enumerate(results) for _, error in alone.failed]
+    drawn = tuple(alone.drawn[0] for alone in results)
+    scores = tuple(alone.scores[0] if alone.scores else () for alone in results)
+    return StepResult(drawn=drawn, scores=scores, failed=tuple(failed))
+
+
+def _execute_alone(runner: StepRunner, plan: StepPlan) -> StepResult:
+    try:
+        return runner.execute(plan)
+    except Exception as error:
+        logger.exception("a row of step %d failed", plan.step)
+        return StepResult(drawn=((),), failed=((0, _as_engine_error(error)),))
+
+
+def _only(plan: StepPlan, row: Row) -> StepPlan:
+    """The part of `plan` that concerns one row.
+
+    Repeating a copy does no harm: the one slot of its source that this step may have written is the slot that the copy's
+    owner writes itself.
+    """
+    seq = row.seq
+    return replace(
+        plan,
+        rows=(row,),
+        copies=tuple(copy for copy in plan.copies if copy[1] in seq.blocks),
+        exports=tuple(export for export in plan.exports if export.seq_id == seq.seq_id),
+        fetches=tuple(fetch for fetch in plan.fetches if fetch.blocks[0] in seq.blocks),
+    )
+
+
+def _as_engine_error(error: Exception) -> BatonError:
+    if isinstance(error, BatonError):
+        return error
+    failed = EngineError(f"the step failed: {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.ids import BlockId, BlockKey, SeqId
-from baton.pages import FetchOutcome, PageFetch, PublishedPage
+from baton.pages import FetchOutcome, PageFetch, PublishedPage, Ready
 from baton_engine.messages import Command, StepEvents
 
 
@@ -26,22 +26,11 @@ class PageExport:
     last: bool
 
 
-class LayerDone(Protocol):
-    """Marks the place in a GPU's work behind which a layer's pages hold its KV. Called from any thread."""
-
-    @property
-    def event(self) -> int:
-        """The driver's handle of the CUDA event, for a stream that is to wait for it."""
-
-    def wait(self) -> None:
-        """Blocks until the GPU has come by."""
-
-
 class LayerSink(Protocol):
     """Told when KV of a layer is complete, while the next layer computes. Must not block and must not raise."""
 
     def layer_ready(
-        self, layer_index: int, exports: Sequence[PageExport], done: LayerDone | None
+        self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
     ) -> None:
         """The pages of `exports` hold their KV in layer `layer_index` (an index into `KvLayout.layers`): now, or once `done`."""
 

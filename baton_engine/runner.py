@@ -11,7 +11,7 @@ from baton.pages import FetchOutcome
 from baton_engine.cache.arena import KvArena
 from baton_engine.device import computing_on, layer_marker, wait_for
 from baton_engine.graphs import DecodeGraphs
-from baton_engine.layer_walk import LayerWalk
+from baton_engine.layer_hooks import LayerHooks
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.inputs import InputBuilder, Unseen
 from baton_engine.ports import KvSource, LayerSink
@@ -120,10 +120,10 @@ class ModelRunner:
         self, plan: StepPlan, unseen: Unseen | None
     ) -> tuple[torch.Tensor, FetchOutcome | None]:
         step = self._inputs.build(plan.rows, unseen=unseen)
-        walk = LayerWalk(plan, self._source, self._sink, self._mark)
-        with walk:
-            hidden = self._model.hidden(step, self._arena, walk.hooks)
-        return hidden, walk.outcome
+        hooks = LayerHooks(plan, self._source, self._sink, self._mark)
+        with hooks:
+            hidden = self._model.hidden(step, self._arena, hooks.between_layers)
+        return hidden, hooks.outcome
 
     def _draw(self, hidden: torch.Tensor, rows: list[Row]) -> Draws:
         """Apart from what is scored, so that nobody's tokens depend on whether somebody scores."""

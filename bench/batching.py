@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, quantiles
 
-from baton.generation import NO_PROMISE, Promise, Prompt, SamplingParams
+from baton.generation import NO_SLO, Prompt, SamplingParams, SloTargets
 from baton.ids import SeqId
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.policy import SchedulingPolicy
@@ -36,9 +36,9 @@ _LIMITS = Limits(
 )
 
 
-def _prompt(tokens: int, output: int, promise: Promise = NO_PROMISE) -> Prompt:
+def _prompt(tokens: int, output: int, slo: SloTargets = NO_SLO) -> Prompt:
     sampling = SamplingParams(max_tokens=output, ignore_eos=True)
-    return Prompt(prompt_tokens=(1,) * tokens, sampling=sampling, promise=promise)
+    return Prompt(prompt_tokens=(1,) * tokens, sampling=sampling, slo=slo)
 
 
 def _conversation(rng: Random) -> Prompt:
@@ -100,7 +100,7 @@ def ordering(seed: int) -> dict[str, float]:
         engine = _engine(SchedulingPolicy(prefill_order=name))
         rng = Random(seed)
         requests = [
-            (at_s, _prompt(200, 16, Promise(ttft_s=_TTFT_S)))
+            (at_s, _prompt(200, 16, SloTargets(ttft_s=_TTFT_S)))
             if n % 3 == 0
             else (at_s, _prompt(rng.randint(1000, 8000), 16))
             for n, at_s in enumerate(_arrivals(rng, rate=8.5, count=600))

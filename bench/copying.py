@@ -24,9 +24,9 @@ from baton.errors import TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
 from bench.perftools import TOOLS, Region
-from kv_transfer.backends import open_receivers, open_senders
+from kv_transfer.backends.registry import open_receivers, open_senders
+from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import KvWriter, Push, RegionHandle
-from kv_transfer.regions import SharedRegion
 
 _TIMEOUT_S = 120.0
 

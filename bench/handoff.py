@@ -30,7 +30,7 @@ from bench.copying import Copying
 from bench.report import Report
 from bench.server import serving
 from bench.shapes import SHAPES, write_model
-from kv_transfer.backends import BACKENDS
+from kv_transfer.backends.registry import BACKENDS
 
 PAGE_BYTES = {"16k": 16 << 10, "64k": 64 << 10, "1m": 1 << 20, "8m": 8 << 20}
 PROMPT_TOKENS = {

@@ -21,10 +21,10 @@ from baton.ids import LayerName
 from baton.layout import KvLayout
 from bench.copying import Way, push_of_all, pushing
 from bench.report import Report
-from kv_transfer.backends import BACKENDS, open_receivers, open_senders
-from kv_transfer.cuda import Cuda, Rows, devices
-from kv_transfer.memory import ArenaSpan
-from kv_transfer.page_mover import PageMover
+from kv_transfer.backends.cuda_ipc import PageMover
+from kv_transfer.backends.registry import BACKENDS, open_receivers, open_senders
+from kv_transfer.memory.arena import ArenaSpan
+from kv_transfer.memory.cuda import Cuda, Rows, devices
 from kv_transfer.ports import KvWriter, Push, RegionHandle
 
 PAGE_BYTES = {"16k": 16 << 10, "64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20, "8m": 8 << 20}
@@ -124,7 +124,7 @@ def _kernel(local: ArenaSpan) -> PageMover | None:
     try:
         import torch
 
-        from baton_engine.kernels.page_move import PageKernel
+        from baton_engine.kernels.triton.page_move import PageKernel
     except ImportError as error:
         print(f"kernel: {error}")
         return None

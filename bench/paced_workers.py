@@ -14,7 +14,7 @@ import uvloop
 
 from baton.rpc.block_feed import HEARTBEAT_S
 from baton.rpc.hello import WorkerHello, hello_to_proto
-from baton.rpc.v1 import worker_pb2
+from baton.rpc.v1 import worker_pb2, worker_pb2_grpc
 from bench.fake_workers import WorkerContext, hellos, serve_decode, serve_prefill, transfer_of
 from bench.pacing import Pace, PacedDecoder, PacedPrefiller, PacedPrompt, PacedSequence
 

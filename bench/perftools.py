@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.nixl_agent import load
+from kv_transfer.backends.nixl import load_nixl
+from kv_transfer.backends.ucx.ucp import Places
+from kv_transfer.backends.ucx.worker import UcxContext, UcxWorker
+from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import Push
-from kv_transfer.regions import SharedRegion
-from kv_transfer.ucp import Places
-from kv_transfer.ucx import UcxContext, UcxWorker
 
 _TAG = 1
 _TIMEOUT_S = 120.0
@@ -219,7 +219,7 @@ def _own_region(asked: Connection, size_bytes: int) -> None:
 
 
 def _agent(name: str) -> Any:
-    nixl = load()
+    nixl = load_nixl()
     return nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
 
 

@@ -3,7 +3,7 @@
 
 A get is what an engine does: `begin`, `await_layer` for each layer, `finish`, by the reader's own thread, checksums compared; a
 put is the writer's call. Blocks and pages are in random order; both regions are shared memory, touched before. `unverified`: the
-same get, rows copied by `kv_transfer.page_copy` and nothing hashed.
+same get, rows copied by `kv_transfer.memory.pages` and nothing hashed.
 
 Blocks as models have them: 192 KiB are 16 tokens of Qwen2.5-0.5B in bfloat16 (24 layers, rows of 8 KiB), 8 MiB are 64 tokens of
 Llama-3.1-8B (32 layers, rows of 256 KiB). 16 KiB, rows of 2 KiB, is smaller than any.
@@ -26,9 +26,8 @@ from baton.ids import BlockId, BlockKey, LayerName, SeqId
 from baton.layout import KvLayout
 from baton.pages import PageFetch, PublishedPage
 from bench.report import Report
-from kv_transfer.page_copy import Pages, copy_rows
-from kv_transfer.regions import SharedRegion
-from kv_transfer.shm import layer_pages
+from kv_transfer.memory.pages import Pages, copy_rows, layer_pages
+from kv_transfer.memory.shared_region import SharedRegion
 from kvpool.hashed_copy import Hashes
 from kvpool.host_pages import HostPages, slab_layers
 from kvpool.messages import BlockLease, HeldBlock

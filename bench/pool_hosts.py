@@ -12,7 +12,7 @@ import xxhash
 from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig, TransferConfig
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
-from kv_transfer.page_copy import Pages
+from kv_transfer.memory.pages import Pages
 from kvpool.client import GrpcPoolClient
 from kvpool.messages import Owner, PutGrant
 from kvpool.service import run

@@ -27,8 +27,8 @@ from bench.pool_copy import BLOCK_BYTES, block_layout, memcpy
 from bench.pool_hosts import Host, HostWorker, running
 from bench.redis_server import redis_server
 from bench.report import Report
-from kv_transfer.backends import BACKENDS
-from kv_transfer.regions import SharedRegion
+from kv_transfer.backends.registry import BACKENDS
+from kv_transfer.memory.shared_region import SharedRegion
 from kvpool.directory.redis import RedisDirectory
 
 LABELS = ("192k", "8m")

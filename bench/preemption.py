@@ -26,7 +26,7 @@ from baton.layout import SPARE_BLOCKS
 from baton_engine.messages import Abort, FlushCache, Generate, PrefillStarted, Sampled, StepEvents
 from bench.report import Report
 from bench.shapes import SHAPES, write_model
-from kv_transfer.arena_memory import WorkerMemory
+from kv_transfer.memory.arena import WorkerMemory
 from kvpool.agent import PoolAgent
 from kvpool.fake import FakePool
 from kvpool.host_pages import HostPages

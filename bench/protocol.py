@@ -20,42 +20,40 @@ from baton.layout import KvLayout
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from bench.report import Report
-from kv_transfer.arena_hashes import ArenaHashes
-from kv_transfer.convert import (
+from kv_transfer.heads import plan_link
+from kv_transfer.ledger.ledger import (
+    Expected,
+    FromPeer,
+    PagesReserved,
+    PagesVerified,
+    SessionOpened,
+    TransferLedger,
+)
+from kv_transfer.ledger.outbox import (
+    Exported,
+    FirstTokensDrawn,
+    FromDecode,
+    Opened,
+    Outbox,
+    OutboxAction,
+    PeerUp,
+    PushDone,
+    Send,
+    Started,
+)
+from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.ledger.transfer import LedgerAction, LedgerLimits, ToPeer
+from kv_transfer.memory.page_hash import ArenaHashes
+from kv_transfer.messages import SessionId
+from kv_transfer.plan import Export, Grant
+from kv_transfer.session.convert import (
     SessionTerms,
     reply_from_proto,
     reply_to_proto,
     request_from_proto,
     request_to_proto,
 )
-from kv_transfer.deadlines import LedgerLimits
-from kv_transfer.heads import plan_link
-from kv_transfer.ledger import TransferLedger
-from kv_transfer.ledger_messages import (
-    Expected,
-    FromPeer,
-    LedgerAction,
-    PagesReserved,
-    PagesVerified,
-    SessionOpened,
-    ToPeer,
-)
-from kv_transfer.messages import SessionId
-from kv_transfer.outbox import Outbox
-from kv_transfer.outbox_messages import (
-    Drew,
-    Exported,
-    FromDecode,
-    Opened,
-    OutboxAction,
-    PeerUp,
-    PushDone,
-    Send,
-    Started,
-    StartPush,
-)
-from kv_transfer.plan import Export, Grant
-from kv_transfer.seal import SessionSeal
+from kv_transfer.session.seal import SessionSeal
 from kv_transfer.ticket import Permit, TicketOffice, region_digest
 
 _P = WorkerIdentity(worker_id=WorkerId("p"), incarnation=Incarnation(1))
@@ -166,7 +164,7 @@ class _Transfer:
             export = Export(layer_index=layer, first_block=0, source=blocks)
             actions = self.outbox.handle(Exported(xfer_id=_X, export=export), 0.0)
             pushes += [action for action in actions if isinstance(action, StartPush)]
-        self.outbox.handle(Drew(xfer_id=_X, first_tokens=_FIRST), 0.0)
+        self.outbox.handle(FirstTokensDrawn(xfer_id=_X, first_tokens=_FIRST), 0.0)
         hashes = np.arange(self.num_blocks, dtype=np.uint64)
         *rest, last = [PushDone(xfer_id=_X, push_id=push.push_id, hashes=hashes) for push in pushes]
         for done in rest:

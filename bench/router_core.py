@@ -1,12 +1,11 @@
 """The core of a router with its edges, as far as a request and a worker's report go through it; no sockets (`bench.route`)."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 from random import Random
-from types import MappingProxyType
 
-import tokenizers
 from prometheus_client import CollectorRegistry
 
 from baton.blocks import BlockReport, joined
@@ -23,15 +22,14 @@ from router.dispatch import Dispatcher
 from router.events import ClientGone, LoadReported, StepTokens, Submitted, WorkerJoined
 from router.fake import FakeGenerator
 from router.frames import command_of, events_of
+from router.http.account import RequestAccount
 from router.limits.local import LocalLimiter
 from router.limits.ports import GrantId
-from router.metrics import RouterMetrics
 from router.openai.completions import read_completion
-from router.openai.order import Order, ReplyHead
-from router.openai.plan import Wanted, plan_runs
-from router.openai.sampling import SamplingDefaults, completion_limit
+from router.openai.context import ReplyHead, RequestContext, Wanted, plan_runs
+from router.openai.model_limits import completion_limit
+from router.openai.sampling import SamplingDefaults
 from router.openai.serving import Serving
-from router.openai.visit import Visit
 from router.placement import Placement
 from router.ports import GenerationJob
 from router.restarts import Patience
@@ -39,8 +37,9 @@ from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
 from router.slo import STANDARD, SloBook
+from router.telemetry.metrics import RouterMetrics
 from router.tenants.tenant import ANONYMOUS, Caller
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 
 class _Measured(Placement):
@@ -89,7 +88,7 @@ class RouterCore:
             request_timeout_s=config.request_timeout_s,
             slo_book=SloBook(config.slo_classes),
         )
-        self._visit = Visit(
+        self._visit = RequestAccount(
             caller=Caller(tenant=ANONYMOUS),
             name="bench",
             limiter=LocalLimiter(MonotonicClock()),
@@ -132,9 +131,9 @@ class RouterCore:
         """A request's body came."""
         body = read_completion(raw)
         wanted = Wanted(limit=completion_limit(body), samples=body.num_samples)
-        order = Order(
+        order = RequestContext(
             serving=self._serving,
-            visit=self._visit,
+            account=self._visit,
             head=ReplyHead(request_id=request_id, created=0, model="bench"),
             slo=STANDARD,
             model=MODEL,
@@ -154,16 +153,8 @@ class RouterCore:
 
 
 def _tokenizer() -> Tokenizer:
-    """Any will do: prompts come as token ids. Not by `load`, which is slow."""
-    file = resources.files("baton_engine.demo") / "model" / "tokenizer.json"
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), _NoChats())
-
-
-class _NoChats:
-    """A renderer that nobody asks."""
-
-    chat_template = None
-    special_tokens_map: Mapping[str, str] = MappingProxyType({})
+    """Any will do: prompts come as token ids."""
+    return Tokenizer.load(Path(str(resources.files("baton_engine.demo") / "model")))
 
 
 def _command(action: SendAction) -> bytes:

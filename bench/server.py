@@ -19,7 +19,7 @@ def serving(model: str, *flags: str, settings: Mapping[str, str] | None = None) 
     Raises:
         RuntimeError: It ended before it was ready; what it printed is in the message.
     """
-    command = [sys.executable, "-m", "baton_cluster.cli", "serve", model, "--port", "0"]
+    command = [sys.executable, "-m", "baton_cluster.cli.main", "serve", model, "--port", "0"]
     command += ["--served-model-name", "bench", "--log-level", "warning", *flags]
     process = subprocess.Popen(
         command,

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from baton.ids import WorkerId
 from baton.rpc.block_feed import HEARTBEAT_S
 from baton.rpc.hello import WorkerHello, hello_to_proto
-from baton.rpc.v1 import common_pb2, worker_pb2
+from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from bench.fake_workers import (
     WorkerContext,
     first_token,

@@ -34,7 +34,7 @@ class Commit:
         num_blocks: Pages written.
         num_bytes: Their bytes.
         first_tokens: What decoding goes on from.
-        checksums: Of the pages (`kv_transfer.checksum`), 64-bit little-endian; empty where the session does without.
+        checksums: Of the pages (`kv_transfer.memory.checksum`), 64-bit little-endian; empty where the session does without.
     """
 
     xfer_id: XferId

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton.block_ids import Numbers, cut, numbers_of
 from baton.errors import TransferError
 from baton.ids import BlockId
-from kv_transfer.ports import Ready
+from baton.pages import Ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Protocol
 from baton.errors import LeaseExpiredError, TransferError
 from baton.ids import BlockId, XferId
 from baton.layout import KvLayout
+from baton.pages import Ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +34,6 @@ class Lease(Protocol):
 
     def holds(self) -> bool:
         """Whether a write may begin now. Called from any thread."""
-
-
-class Ready(Protocol):
-    """Says when pages on a GPU hold what they were exported for: a GPU computes behind its host's back."""
-
-    @property
-    def event(self) -> int:
-        """The driver's handle of the CUDA event, for a stream that is to wait for it."""
-
-    def wait(self) -> None:
-        """Blocks until it is so. Called from any thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

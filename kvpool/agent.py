@@ -18,7 +18,7 @@ from baton.generation import WorkerLoad
 from baton.ids import BlockKey, SeqId
 from baton.pages import FetchOutcome, PublishedPage
 from baton.telemetry.logs import get_logger
-from kv_transfer.page_copy import Pages
+from kv_transfer.memory.pages import Pages
 from kvpool.borrower import Borrower
 from kvpool.ports import ArenaPages, AttachedClient
 from kvpool.publish_queue import PublishQueue

@@ -18,8 +18,8 @@ from baton.rpc.reports import failure_from_proto
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
 from baton.telemetry.logs import get_logger
-from kv_transfer.page_copy import Pages
-from kv_transfer.region_server import Attachment, attach
+from kv_transfer.memory.pages import Pages
+from kv_transfer.memory.shared_region import Attachment, attach_region
 from kvpool.convert import (
     MAX_KEYS,
     grant_from_proto,
@@ -173,7 +173,7 @@ class GrpcPoolClient:
             raise error
         size_bytes = reply.num_slots * reply.slot_bytes
         attachment = await asyncio.to_thread(
-            attach, reply.region_path, reply.region_token, size_bytes
+            attach_region, reply.region_path, reply.region_token, size_bytes
         )
         try:
             self._take(reply, attachment)

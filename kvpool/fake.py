@@ -8,7 +8,7 @@ from baton.clock import Clock
 from baton.errors import PoolUnavailableError
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
-from kv_transfer.page_copy import Pages
+from kv_transfer.memory.pages import Pages
 from kvpool.host_pages import slab_layers
 from kvpool.ledger import NodeLedger
 from kvpool.limits import NodeLimits

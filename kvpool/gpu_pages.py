@@ -12,9 +12,9 @@ import numpy as np
 from baton.block_ids import Numbers
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from kv_transfer.cuda import HostBuffer, Stream
-from kv_transfer.memory import ArenaSpan
-from kv_transfer.page_copy import Pages
+from kv_transfer.memory.arena import ArenaSpan
+from kv_transfer.memory.cuda import HostBuffer, Stream
+from kv_transfer.memory.pages import Pages
 from kv_transfer.plan import runs
 from kvpool.hashed_copy import Hashes, copy_hashed
 

@@ -1,6 +1,6 @@
 // Copies rows to scattered places and computes the XXH3 (64 bits, seed 0, default secret) of each on the way: what is hashed are
 // the very registers that are stored, so a row is read from memory once and verified for nothing. Layout of the copy: see
-// kv_transfer/page_copy.c, from which the prefetching comes. The hash: Yann Collet, https://github.com/Cyan4973/xxHash; only its
+// kv_transfer/memory/page_copy.c, from which the prefetching comes. The hash: Yann Collet, https://github.com/Cyan4973/xxHash; only its
 // way for inputs of more than 240 bytes stands here.
 
 #include <stdint.h>

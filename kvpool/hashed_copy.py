@@ -15,7 +15,7 @@ import xxhash
 from baton.block_ids import Numbers
 from baton.native import CannotBuildError, Library, build
 from baton.telemetry.logs import get_logger
-from kv_transfer.page_copy import Pages, copy_rows
+from kv_transfer.memory.pages import Pages, copy_rows
 
 Hashes = npt.NDArray[np.uint64]
 """The xxh3 (64 bits) of rows."""

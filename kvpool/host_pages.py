@@ -13,8 +13,7 @@ import numpy as np
 from baton.block_ids import Numbers
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from kv_transfer.page_copy import Pages
-from kv_transfer.shm import layer_pages
+from kv_transfer.memory.pages import Pages, layer_pages
 from kvpool.hashed_copy import Hashes, copy_hashed
 from kvpool.ports import ArenaPages
 

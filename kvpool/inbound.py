@@ -1,6 +1,6 @@
 """Blocks on their way into this node's slab: what other nodes may write there, and when they have stopped.
 
-The part of a decode worker in the hand-off (`kv_transfer.ledger`), played by a node that fetches. Slots that somebody may still be
+The part of a decode worker in the hand-off (`kv_transfer.ledger.ledger`), played by a node that fetches. Slots that somebody may still be
 writing to are never given back.
 
     fetcher ── expect ──▶ TransferLedger ◀── Reserve, Commit, Quiesced ── the holder's session
@@ -17,35 +17,36 @@ from baton.config.schema import TransferConfig
 from baton.errors import BatonError, DeadlineError, InvariantError, TicketError, TransferError
 from baton.ids import WorkerIdentity, XferId
 from baton.telemetry.logs import get_logger
-from kv_transfer.deadlines import LedgerLimits
-from kv_transfer.handshake import Endpoint, SessionOffer
 from kv_transfer.heads import LinkPlan
-from kv_transfer.ledger import TransferLedger
-from kv_transfer.ledger_messages import (
-    EndSession,
+from kv_transfer.ledger.ledger import (
     Expected,
-    FreePages,
     FromPeer,
-    LedgerAction,
     LedgerEvent,
     PagesGone,
     PagesReserved,
     PeerFenced,
-    ReservePages,
     SessionLost,
     SessionOpened,
+    TransferLedger,
+    Withdrawn,
+)
+from kv_transfer.ledger.transfer import (
+    EndSession,
+    FreePages,
+    LedgerAction,
+    LedgerLimits,
+    ReservePages,
     StartDecoding,
     ToPeer,
     TransferFailed,
     VerifyPages,
-    Withdrawn,
     WriterLost,
 )
 from kv_transfer.messages import SessionId, ToDecode
 from kv_transfer.plan import Grant
 from kv_transfer.ports import KvReceiver
-from kv_transfer.served_session import Context, Requests
-from kv_transfer.session_service import TransferService
+from kv_transfer.session.handshake import Endpoint, SessionOffer
+from kv_transfer.session.server import Context, Requests, TransferService
 from kv_transfer.ticket import Permit
 
 _log = get_logger(__name__)
@@ -64,7 +65,7 @@ class _Coming:
 
 
 class Inbound:
-    """A `kv_transfer.served_session.SessionHost`. For one event loop.
+    """A `kv_transfer.session.server.SessionHost`. For one event loop.
 
     Bytes are not checked here: a block has checksums of its own, which go back to whoever computed it.
 

@@ -1,6 +1,6 @@
 """Blocks on their way from this node's slab into those of others: who asked for them, and how long they have to stay.
 
-The part of a prefill worker in the hand-off (`kv_transfer.outbox`), played by a node that others fetch from. The blocks are leased
+The part of a prefill worker in the hand-off (`kv_transfer.ledger.outbox`), played by a node that others fetch from. The blocks are leased
 for as long as they are being sent; if the lease should end before they are (this process stood still), they are not committed.
 
     peer asks ── send ──▶ Outbox ── session to the peer ──▶ its slab
@@ -18,18 +18,16 @@ from baton.errors import BatonError, OverloadedError, TransferError
 from baton.ids import BlockId, WorkerIdentity, XferId
 from baton.rpc.mailbox import Mailbox
 from baton.telemetry.logs import get_logger
-from kv_transfer.backends import offered
-from kv_transfer.handshake import Endpoint
-from kv_transfer.messages import ToPrefill
-from kv_transfer.outbox import Outbox
-from kv_transfer.outbox_messages import (
-    Drew,
+from kv_transfer.backends.registry import offered
+from kv_transfer.ledger.outbox import (
     Exported,
+    FirstTokensDrawn,
     FromDecode,
     GivenUp,
     HandOver,
     HandOverFailed,
     Opened,
+    Outbox,
     OutboxAction,
     OutboxEvent,
     PeerDown,
@@ -37,15 +35,16 @@ from kv_transfer.outbox_messages import (
     PushDone,
     Send,
     Started,
-    StartPush,
 )
-from kv_transfer.page_hash import Hashes
+from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.memory.page_hash import Hashes
+from kv_transfer.messages import ToPrefill
 from kv_transfer.plan import Export
 from kv_transfer.ports import KvSender
-from kv_transfer.pusher import Pusher
-from kv_transfer.session import PeerSession
+from kv_transfer.session.client import PeerSession
+from kv_transfer.session.connection import OpenedSession, PageWriter
+from kv_transfer.session.handshake import Endpoint
 from kv_transfer.ticket import Permit
-from kv_transfer.way import OpenedSession
 
 _MAX_IN_FLIGHT = 32
 
@@ -70,7 +69,7 @@ class _Going:
 
 
 class Outbound:
-    """A `kv_transfer.session.SessionListener`. For one event loop.
+    """A `kv_transfer.session.client.SessionListener`. For one event loop.
 
     Args:
         here: This node.
@@ -98,7 +97,7 @@ class Outbound:
         self._numbers = itertools.count(1)
         self._sessions: dict[WorkerIdentity, PeerSession] = {}
         self._letting_go: set[PeerSession] = set()
-        self._pushers: dict[WorkerIdentity, Pusher] = {}
+        self._pushers: dict[WorkerIdentity, PageWriter] = {}
         self._going: dict[XferId, _Going] = {}
         self._closed = False
         self._mailbox: Mailbox[PushDone] = Mailbox(asyncio.get_running_loop(), self._pushed)
@@ -127,7 +126,7 @@ class Outbound:
         self._handle(Opened(permit=permit))
         self._handle(Started(xfer_id=permit.xfer_id))
         self._handle(Exported(xfer_id=permit.xfer_id, export=export))
-        self._handle(Drew(xfer_id=permit.xfer_id, first_tokens=()))
+        self._handle(FirstTokensDrawn(xfer_id=permit.xfer_id, first_tokens=()))
         self._connect(permit.target, address)
 
     def tick(self) -> None:

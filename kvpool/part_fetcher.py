@@ -14,8 +14,8 @@ from baton.errors import BatonError, CorruptKvError, TransferError
 from baton.ids import BlockId, BlockKey, XferId
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.telemetry.logs import get_logger
-from kv_transfer.handshake import Endpoint
 from kv_transfer.plan import Grant
+from kv_transfer.session.handshake import Endpoint
 from kv_transfer.ticket import Permit, shown
 from kvpool.convert import keys_to_bytes
 from kvpool.inbound import Inbound

@@ -1,6 +1,6 @@
 """What nodes say to each other is sealed with the cluster's key: only its nodes are heard, and an answer fits one question.
 
-Sessions, which carry the blocks, have seals of their own (`kv_transfer.seal`).
+Sessions, which carry the blocks, have seals of their own (`kv_transfer.session.seal`).
 """
 
 import hmac

@@ -11,7 +11,7 @@ from baton.rpc.reports import failure_to_proto
 from baton.rpc.v1 import common_pb2, pool_pb2_grpc, transfer_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.telemetry.logs import get_logger
-from kv_transfer.served_session import Context, Requests
+from kv_transfer.session.server import Context, Requests
 from kvpool.inbound import Inbound
 from kvpool.peer_seal import PeerSeal
 from kvpool.supplier import Supplier

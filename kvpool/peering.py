@@ -18,9 +18,9 @@ from baton.config.schema import PoolConfig, TransferConfig
 from baton.errors import ConfigError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.telemetry.logs import get_logger
-from kv_transfer.backends import needed, open_receivers, open_senders
-from kv_transfer.handshake import Endpoint
+from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.ports import KvReceiver
+from kv_transfer.session.handshake import Endpoint
 from kv_transfer.ticket import TicketOffice
 from kvpool.fetcher import Fetcher
 from kvpool.inbound import Inbound

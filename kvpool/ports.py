@@ -7,7 +7,7 @@ from typing import Protocol
 
 from baton.block_ids import Numbers
 from baton.ids import BlockKey, SeqId, WorkerIdentity
-from kv_transfer.page_copy import Pages
+from kv_transfer.memory.pages import Pages
 from kvpool.accounts import Allowance
 from kvpool.actions import DiskBlock
 from kvpool.hashed_copy import Hashes

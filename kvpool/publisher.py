@@ -13,7 +13,7 @@ from baton.errors import PoolUnavailableError, TransferError
 from baton.pages import PublishedPage
 from baton.rpc.mailbox import Mailbox
 from baton.telemetry.logs import get_logger
-from kv_transfer.page_copy import Pages
+from kv_transfer.memory.pages import Pages
 from kvpool.messages import Owner, PutGrant, Refused
 from kvpool.ports import PoolClient
 from kvpool.publish_queue import PublishQueue

@@ -18,7 +18,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, CorruptKvError, LeaseExpiredError, TransferError
 from baton.ids import BlockKey, SeqId
 from baton.pages import FetchOutcome, PageFetch
-from kv_transfer.page_copy import Pages
+from kv_transfer.memory.pages import Pages
 from kvpool.hashed_copy import Hashes, load_library
 from kvpool.host_pages import check_layers, turns
 from kvpool.ports import ArenaPages, NodeDesk

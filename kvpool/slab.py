@@ -8,9 +8,8 @@ import numpy as np
 
 from baton.block_ids import Numbers
 from baton.errors import ConfigError
-from kv_transfer.page_copy import Pages
-from kv_transfer.region_server import serve_region
-from kv_transfer.regions import SharedRegion
+from kv_transfer.memory.pages import Pages
+from kv_transfer.memory.shared_region import SharedRegion, serve_region
 from kvpool.hashed_copy import Hashes, copy_hashed
 
 _SCRATCH_BYTES = 512 << 10

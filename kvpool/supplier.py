@@ -8,7 +8,7 @@ from baton.ids import WorkerIdentity
 from baton.rpc.hello import identity_from_proto
 from baton.rpc.reports import failure_to_proto
 from baton.rpc.v1 import pool_pb2 as pb
-from kv_transfer.handshake import Endpoint
+from kv_transfer.session.handshake import Endpoint
 from kv_transfer.ticket import Permit, refuse_holder
 from kvpool.convert import keys_from_bytes
 from kvpool.fetcher import Fetcher

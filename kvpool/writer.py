@@ -11,7 +11,7 @@ import numpy as np
 
 from baton.ids import BlockId
 from baton.pages import PublishedPage
-from kv_transfer.page_copy import Pages
+from kv_transfer.memory.pages import Pages
 from kv_transfer.plan import check_pages
 from kvpool.hashed_copy import Hashes
 from kvpool.host_pages import check_layers, turns

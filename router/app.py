@@ -17,26 +17,30 @@ from baton.config.schema import RouterConfig
 from baton.errors import UnavailableError
 from baton.telemetry.metrics import render
 from baton.telemetry.tracing import NotTraced, Tracer
+from router import openapi
 from router.anthropic.messages import count_tokens, messages
 from router.anthropic.replies import CountedTokens
-from router.decision_metrics import RouteDecisions
-from router.metrics import RouterMetrics
-from router.openai import description, errors, stored
-from router.openai.access import AccessGate
+from router.http import errors
+from router.http.account import RateLimiter
+from router.http.auth import AuthMiddleware
+from router.http.errors import error_responses
+from router.http.operations import LoadReply, load
+from router.openai import stored
 from router.openai.chat import chat_completions
 from router.openai.completions import completions
-from router.openai.load import LoadReply, load
-from router.openai.models import detokenize, model_card, model_list, tokenize
-from router.openai.replies import Detokenized, ModelCard, ModelList, Tokenized
+from router.openai.models import model_card, model_list
+from router.openai.replies import ModelCard, ModelList
 from router.openai.responses import responses
 from router.openai.sampling import SamplingDefaults
 from router.openai.serving import Serving
-from router.openai.turnstile import Turnstile
+from router.openai.tokenization import Detokenized, Tokenized, detokenize, tokenize
 from router.ports import Generator
 from router.routing.explanation import DecisionLog
 from router.slo import SloBook
+from router.telemetry.collectors import RouteDecisions
+from router.telemetry.metrics import RouterMetrics
 from router.tenancy import Tenancy, simple
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +115,7 @@ def create_app(
     )
     _add_gate(app, tenancy, metrics)
     errors.install(app)
-    description.install(app, settings.model_names)
+    openapi.install(app, settings.model_names)
     _add_generating(app, serving)
     stored.install(app)
     _add_models(app, serving)
@@ -121,7 +125,7 @@ def create_app(
 
 
 def _add_gate(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
-    turnstile = Turnstile(
+    rate_limiter = RateLimiter(
         tenancy.limiter,
         tenancy.suspects,
         tenancy.clock,
@@ -129,9 +133,9 @@ def _add_gate(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
         keep_content=tenancy.keep_content,
     )
     app.add_middleware(
-        AccessGate,
+        AuthMiddleware,
         directory=tenancy.directory,
-        turnstile=turnstile,
+        rate_limiter=rate_limiter,
         metrics=metrics,
         audit=tenancy.audit,
         clock=tenancy.clock,
@@ -139,10 +143,10 @@ def _add_gate(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
 
 
 _GENERATING = (
-    ("/v1/chat/completions", chat_completions, description.CHAT),
-    ("/v1/completions", completions, description.COMPLETION),
-    ("/v1/responses", responses, description.RESPONSE),
-    ("/v1/messages", messages, description.MESSAGE),
+    ("/v1/chat/completions", chat_completions, openapi.CHAT),
+    ("/v1/completions", completions, openapi.COMPLETION),
+    ("/v1/responses", responses, openapi.RESPONSE),
+    ("/v1/messages", messages, openapi.MESSAGE),
 )
 """The ways to ask for tokens: path, endpoint, and what the API's description says of it."""
 
@@ -170,17 +174,17 @@ def _answering(
 
 
 def _add_models(app: FastAPI, serving: Serving) -> None:
-    @app.get("/v1/models", responses=description.errors())
+    @app.get("/v1/models", responses=error_responses())
     async def get_models(request: Request) -> ModelList:
         return await model_list(request, serving)
 
-    @app.get("/v1/models/{name:path}", responses=description.errors(404))
+    @app.get("/v1/models/{name:path}", responses=error_responses(404))
     async def get_model(name: str, request: Request) -> ModelCard:
         return await model_card(name, request, serving)
 
 
 def _add_counting(app: FastAPI, serving: Serving) -> None:
-    into, back = description.TOKENIZE, description.DETOKENIZE
+    into, back = openapi.TOKENIZE, openapi.DETOKENIZE
 
     @app.post("/tokenize", openapi_extra=into.openapi_extra, responses=into.responses)
     async def post_tokenize(request: Request) -> Tokenized:
@@ -190,7 +194,7 @@ def _add_counting(app: FastAPI, serving: Serving) -> None:
     async def post_detokenize(request: Request) -> Detokenized:
         return await detokenize(request, serving)
 
-    counted = description.COUNT_TOKENS
+    counted = openapi.COUNT_TOKENS
 
     @app.post(
         "/v1/messages/count_tokens",
@@ -202,21 +206,21 @@ def _add_counting(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_operations(app: FastAPI, serving: Serving, version: str) -> None:
-    @app.get("/health", responses=description.errors(503))
+    @app.get("/health", responses=error_responses(503))
     async def get_health() -> dict[str, str]:
         """Alive, and what the workers send is being moved. Says nothing about whether there are workers."""
         if not serving.generator.healthy():
             raise UnavailableError("The links to the workers make no progress.")
         return {"status": "ok"}
 
-    @app.get("/ready", responses=description.errors(503))
+    @app.get("/ready", responses=error_responses(503))
     async def get_ready() -> dict[str, str]:
         """Whether a request could be served now."""
         if not serving.generator.ready():
             raise UnavailableError("No prefill and decode pair and no hybrid worker is ready.")
         return {"status": "ready"}
 
-    @app.get("/load", responses=description.errors())
+    @app.get("/load", responses=error_responses())
     async def get_load() -> LoadReply:
         return load(serving.generator)
 

@@ -10,9 +10,9 @@ from baton.rpc.hello import identity_to_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
-from router.explain import explanation_to_proto
 from router.generator import ClusterGenerator
 from router.routing.worker_view import WorkerView
+from router.telemetry.explain import explanation_to_proto
 
 
 class RouterControl(pb_grpc.ControlServicer):
@@ -54,6 +54,14 @@ class RouterControl(pb_grpc.ControlServicer):
         """Takes nothing new, waits, then answers."""
         drained = await self._generator.drain(request.timeout_s)
         return pb.DrainReply(drained=drained, left=self._generator.in_flight())
+
+    async def SetRole(  # noqa: N802
+        self,
+        request: pb.SetRoleRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext[pb.SetRoleRequest, pb.SetRoleReply],
+    ) -> pb.SetRoleReply:
+        """Refused: a role is a worker's."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a router has no role: ask a worker")
 
     async def Explain(  # noqa: N802
         self,

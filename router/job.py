@@ -113,7 +113,7 @@ class Job:
         trace_parent: str = "",
     ) -> None:
         self.request_id = request_id
-        self.prompt = replace(prompt, promise=slo.promise(waited_s))
+        self.prompt = replace(prompt, slo=slo.promise(waited_s))
         self.deadline_s = deadline_s
         self.session = session
         self.slo = slo

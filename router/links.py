@@ -184,7 +184,7 @@ class WorkerLink:
         """Opens the stream and waits for the greeting, in which the worker tells what it is."""
         self._queue = asyncio.Queue(self._timing.max_queued_commands)
         async with asyncio.timeout(self._timing.hello_timeout_s):
-            call: Call = worker_pb2_grpc.WorkerStub(channel).Serve()  # type: ignore[assignment,call-arg]
+            call: Call = worker_pb2_grpc.WorkerStub(channel).Serve()  # type: ignore[call-arg]
             frame = await anext(aiter(call), None)
         if frame is None:
             raise IncompatibleError("the stream ended without a greeting")

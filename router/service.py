@@ -30,18 +30,16 @@ from router.admin.app import create_admin_app
 from router.app import AppSettings, create_app
 from router.control import RouterControl
 from router.generator import ClusterGenerator
-from router.http_head import BoundedHeadProtocol
-from router.index_metrics import IndexMetrics
+from router.http.head_limit import BoundedHeadProtocol
 from router.links import LinkState
-from router.model_files import model_files, revision_of
 from router.openai.sampling import SamplingDefaults, read_defaults
 from router.pool_desk import PoolDesk
 from router.pool_watch import watching
-from router.restart_metrics import RestartMetrics
 from router.sharing import sharing
+from router.telemetry.collectors import IndexMetrics, RestartMetrics, WorkerLoads
 from router.tenancy import Tenancy, open_tenancy
-from router.tokenizer import Tokenizer
-from router.worker_metrics import WorkerLoads
+from router.text.model_files import model_files, revision_of
+from router.text.tokenizer import Tokenizer
 
 CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from baton.config.schema import SloClass
 from baton.errors import ConfigError, InvalidRequestError
-from baton.generation import Promise
+from baton.generation import SloTargets
 
 _OWN_TIERS = frozenset({"auto", "default", "priority", "scale"})
 """OpenAI's tiers that ask for no less than the best that the tenant may have."""
@@ -26,10 +26,10 @@ class Slo:
     tbt_s: float | None = None
     priority: int = 1
 
-    def promise(self, waited_s: float) -> Promise:
+    def promise(self, waited_s: float) -> SloTargets:
         """What is left of it for the worker, once the request has waited for so long."""
         left_s = None if self.ttft_s is None else max(0.0, self.ttft_s - waited_s)
-        return Promise(ttft_s=left_s, tbt_s=self.tbt_s, priority=self.priority)
+        return SloTargets(ttft_s=left_s, tbt_s=self.tbt_s, priority=self.priority)
 
 
 STANDARD = Slo()

@@ -19,9 +19,9 @@ from baton.config.schema import BatonConfig, TenantsConfig
 from baton.errors import UnavailableError
 from baton.redis_link import open_redis
 from baton.telemetry.logs import get_logger
-from router.audit import AuditLog
 from router.guardrails.chain import GuardChain
 from router.guardrails.load import load_guardrails
+from router.http.audit import AuditLog
 from router.limits.degrading import DegradingLimiter
 from router.limits.local import LocalLimiter
 from router.limits.metrics import LimitMetrics

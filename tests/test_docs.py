@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_cluster.cli import main
+from baton_cluster.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

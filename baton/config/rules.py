@@ -59,7 +59,7 @@ POLICIES = (
 )
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 PREFILL_ORDERS = ("slack", "arrival")
-PREEMPTIONS = ("arrival", "priority", "promise")
+PREEMPTIONS = ("arrival", "priority", "slo")
 QUANTIZATIONS = ("none", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 KV_DTYPES = ("auto", "fp8_e4m3")

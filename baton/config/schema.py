@@ -62,7 +62,7 @@ class EngineConfig:
         prefill_order: Whose prompt is computed next: `slack`, by priority and by the time that is left until the first token
             is due; or `arrival`.
         preemption: Who gives his pages back when they run out: by `arrival` the last comer, by `priority` the lowest, by
-            `promise` whoever was promised the longest time between tokens.
+            `slo` the one with the longest target of time between tokens.
         output_headroom: Share of the pages that all outputs may still take for which there must be room before another request
             is let in: at 0 most run at once, at 1 none with a single sample is ever preempted.
     """

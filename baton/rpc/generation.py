@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from math import isfinite
 
 from baton.generation import (
-    NO_PROMISE,
+    NO_SLO,
     FinishReason,
-    Promise,
     Prompt,
     SamplingParams,
+    SloTargets,
     TokenLogprobs,
     TokenSample,
 )
@@ -39,7 +39,7 @@ def prompt_to_proto(
         cache_scope=prompt.cache_scope,
         tenant=prompt.tenant,
         trace_parent=trace_parent,
-        promise=_promise_to_proto(prompt.promise),
+        promise=_slo_to_proto(prompt.slo),
     )
 
 
@@ -56,18 +56,18 @@ def prompt_from_proto(message: pb.GenerationRequest) -> Prompt:
         sampling=sampling_from_proto(message.sampling),
         cache_scope=message.cache_scope,
         tenant=message.tenant,
-        promise=_promise_from_proto(message.promise) if message.HasField("promise") else NO_PROMISE,
+        slo=_slo_from_proto(message.promise) if message.HasField("promise") else NO_SLO,
     )
 
 
-def _promise_to_proto(promise: Promise) -> pb.Promise | None:
-    if promise == NO_PROMISE:
+def _slo_to_proto(slo: SloTargets) -> pb.Promise | None:
+    if slo == NO_SLO:
         return None
-    return pb.Promise(ttft_s=promise.ttft_s, tbt_s=promise.tbt_s, priority=promise.priority)
+    return pb.Promise(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s, priority=slo.priority)
 
 
-def _promise_from_proto(message: pb.Promise) -> Promise:
-    return Promise(
+def _slo_from_proto(message: pb.Promise) -> SloTargets:
+    return SloTargets(
         ttft_s=_seconds(message.ttft_s) if message.HasField("ttft_s") else None,
         tbt_s=_seconds(message.tbt_s) if message.HasField("tbt_s") else None,
         priority=message.priority,
@@ -75,7 +75,7 @@ def _promise_from_proto(message: pb.Promise) -> Promise:
 
 
 def _seconds(seconds: float) -> float | None:
-    """A promise that is no time is none: schedulers compare and add it."""
+    """A target that is no time is none: schedulers compare and add it."""
     return seconds if isfinite(seconds) and seconds >= 0.0 else None
 
 

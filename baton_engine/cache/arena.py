@@ -10,8 +10,8 @@ import torch
 
 from baton.ids import BlockId
 from baton.layout import KvLayout
-from baton_engine.crossing import Crossing, Parcel
 from baton_engine.kernels.reference import copy_pages
+from baton_engine.staging import DeviceStaging, StagedBatch
 
 _DTYPES = {
     "float32": torch.float32,
@@ -50,7 +50,7 @@ class KvArena:
         shape = (num_blocks, layout.num_kv_heads, 2, layout.block_tokens, layout.head_dim)
         whole = flat.view(len(layout.layers), *shape)  # as `KvLayout.layer_offset` has it
         self._layers = tuple(whole[index] for index in range(len(layout.layers)))
-        self._crossing = Crossing(self.device)
+        self._staging = DeviceStaging(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,11 +74,11 @@ class KvArena:
         """Copies whole pages (source, target) in every layer; no page is both a source and a target."""
         if not pairs:
             return
-        parcel = Parcel()
+        staged = StagedBatch()
         sources, targets = (
-            parcel.add(np.array(blocks, np.int64)) for blocks in zip(*pairs, strict=True)
+            staged.add(np.array(blocks, np.int64)) for blocks in zip(*pairs, strict=True)
         )
-        self._crossing.send(parcel)
+        self._staging.send(staged)
         for pages in self._layers:
             copy_pages(pages, sources.tensor, targets.tensor)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from baton.errors import ConfigError
-from baton_engine.kernels.cpu import SUPPORTED_DTYPES, CpuKernels
-from baton_engine.kernels.cpu_library import load_library
-from baton_engine.kernels.cpu_matmul import multiplies_int8
+from baton_engine.kernels.cpu.kernel_set import SUPPORTED_DTYPES, CpuKernels
+from baton_engine.kernels.cpu.library import load_library
+from baton_engine.kernels.cpu.matmul import multiplies_int8
 from baton_engine.kernels.ports import KernelSet
 from baton_engine.kernels.reference import ReferenceKernels
 
@@ -40,13 +40,13 @@ def select_kernels(
     if device.type == "cuda" and find_spec("triton") is None:
         logger.warning("Triton is not installed, torch serves instead: it is many times slower")
     elif device.type == "cuda":
-        from baton_engine.kernels import gpu
+        from baton_engine.kernels.triton import kernel_set
 
-        if dtype in gpu.SUPPORTED_DTYPES:
+        if dtype in kernel_set.SUPPORTED_DTYPES:
             if deterministic:
-                return gpu.InvariantTritonKernels()
+                return kernel_set.InvariantTritonKernels()
             properties = torch.cuda.get_device_properties(device)
-            return gpu.TritonKernels(properties.multi_processor_count)
+            return kernel_set.TritonKernels(properties.multi_processor_count)
     return ReferenceKernels()
 
 

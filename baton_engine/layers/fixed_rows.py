@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from baton_engine.kernels.cpu_matmul import BFloat16Panels, Int8Panels
+from baton_engine.kernels.cpu.matmul import BFloat16Panels, Int8Panels
 from baton_engine.kernels.ports import BatchInvariant, KernelSet
 from baton_engine.layers.linear import Linear, Projection, pack
 

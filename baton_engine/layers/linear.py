@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from baton_engine.kernels.cpu_matmul import BFloat16Panels, Int8Panels, streams_bfloat16
+from baton_engine.kernels.cpu.matmul import BFloat16Panels, Int8Panels, streams_bfloat16
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
 """Maps `[num_tokens, in]` to `[num_tokens, out]`."""

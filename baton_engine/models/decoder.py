@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from baton_engine.cache.arena import KvArena
-from baton_engine.kernels.cpu_layers import CpuLayers, Flow
+from baton_engine.kernels.cpu.layers import CpuLayers, Flow
 from baton_engine.kernels.ports import KernelSet, PagedBatch
 from baton_engine.layers.attention import PagedSelfAttention
 from baton_engine.layers.embedding import Embedding, LanguageHead

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from baton.errors import EngineError
-from baton_engine.crossing import Crossing
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.splits import SplitRule, Splits
 from baton_engine.models.decoder import DecoderInput
 from baton_engine.scheduling.plan import Row
+from baton_engine.staging import DeviceStaging
 
 _Integer = TypeVar("_Integer", np.int32, np.int64)
 
@@ -58,7 +58,7 @@ class InputBuilder:
     ) -> None:
         self._block_tokens = block_tokens
         self._num_blocks = num_blocks
-        self._crossing = Crossing(device)
+        self._staging = DeviceStaging(device)
         self._split_rule = split_rule
         self._one_by_one = one_by_one
         self._tokens = np.zeros(0, np.int64)
@@ -101,7 +101,7 @@ class InputBuilder:
             starts = np.arange(len(tokens) + 1, dtype=np.int32)
         pieces = self._pieces(lengths, contexts)
         places = () if unseen is None else (np.array(unseen.places, np.int64),)
-        sent = self._crossing.send_all(
+        sent = self._staging.send_arrays(
             [tokens, positions, slots, starts, contexts, tables, wanted, *pieces, *places]
         )
         if unseen is not None:

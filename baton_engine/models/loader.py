@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from baton.errors import ModelLoadError
-from baton_engine.kernels.cpu_matmul import streams_bfloat16
+from baton_engine.kernels.cpu.matmul import streams_bfloat16
 from baton_engine.kernels.ports import HeadNorms, KernelSet
 from baton_engine.kernels.select import select_kernels
 from baton_engine.layers.attention import PagedSelfAttention

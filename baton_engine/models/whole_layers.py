@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from baton_engine.kernels.cpu import CpuKernels
-from baton_engine.kernels.cpu_layers import CpuLayers, LayerShape, LayerWeights
-from baton_engine.kernels.cpu_matmul import BFloat16Panels, Int8Panels
+from baton_engine.kernels.cpu.kernel_set import CpuKernels
+from baton_engine.kernels.cpu.layers import CpuLayers, LayerShape, LayerWeights
+from baton_engine.kernels.cpu.matmul import BFloat16Panels, Int8Panels
 from baton_engine.kernels.ports import KernelSet
 from baton_engine.models.config import ModelSpec
 from baton_engine.models.decoder import DecoderLayer

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from baton.generation import SamplingParams
-from baton_engine.crossing import Item, Parcel
 from baton_engine.scheduling.plan import Row
+from baton_engine.staging import StagedArray, StagedBatch
 
 
 class _Entries:
@@ -36,11 +36,11 @@ class _Entries:
         self._indices.append(ids[known] + row * self._vocab_size)
         self._amounts.append(values[known])
 
-    def pack(self, parcel: Parcel) -> tuple[Item, Item] | None:
+    def pack(self, staged: StagedBatch) -> tuple[StagedArray, StagedArray] | None:
         """Flat indices and amounts, or None if there are none."""
         if not self._indices:
             return None
-        return parcel.add(np.concatenate(self._indices)), parcel.add(np.concatenate(self._amounts))
+        return staged.add(np.concatenate(self._indices)), staged.add(np.concatenate(self._amounts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +51,10 @@ class ScoreChanges:
     comes to them does not matter.
     """
 
-    repeated: tuple[Item, Item] | None
-    penalised: tuple[Item, Item] | None
-    biased: tuple[Item, Item] | None
-    ended: tuple[Item, Item] | None
+    repeated: tuple[StagedArray, StagedArray] | None
+    penalised: tuple[StagedArray, StagedArray] | None
+    biased: tuple[StagedArray, StagedArray] | None
+    ended: tuple[StagedArray, StagedArray] | None
 
     def __bool__(self) -> bool:
         kinds = (self.repeated, self.penalised, self.biased, self.ended)
@@ -73,7 +73,7 @@ def changes_scores(params: SamplingParams) -> bool:
 
 
 def collect_changes(
-    rows: Sequence[Row], vocab_size: int, eos_token_ids: tuple[int, ...], parcel: Parcel
+    rows: Sequence[Row], vocab_size: int, eos_token_ids: tuple[int, ...], staged: StagedBatch
 ) -> ScoreChanges:
     """Gathers what the rows ask for.
 
@@ -81,7 +81,7 @@ def collect_changes(
         rows: One per row of the scores.
         vocab_size: Of the scores.
         eos_token_ids: The model's own ends.
-        parcel: Takes the entries to the device.
+        staged: Takes the entries to the device.
     """
     kinds = repeated, penalised, biased, ended = tuple(_Entries(vocab_size) for _ in range(4))
     for i, row in enumerate(rows):
@@ -99,7 +99,7 @@ def collect_changes(
             biased.add(i, params.logit_bias.keys(), params.logit_bias.values())
         if length - seq.prompt_len < params.min_tokens:
             ended.add(i, {*eos_token_ids, *params.stop_token_ids}, 0.0)
-    packed = [kind.pack(parcel) for kind in kinds]
+    packed = [kind.pack(staged) for kind in kinds]
     return ScoreChanges(repeated=packed[0], penalised=packed[1], biased=packed[2], ended=packed[3])
 
 

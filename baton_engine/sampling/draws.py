@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from baton_engine.crossing import Item, Parcel
 from baton_engine.sampling.filters import Filters, collect_filters, drop_unlikely, filters
 from baton_engine.sampling.streams import uniforms
 from baton_engine.scheduling.plan import Row
+from baton_engine.staging import StagedArray, StagedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,13 @@ class RandomRows:
         drawn: `[num_drawn]` int64, and which of the `num_random * width` draws it is.
     """
 
-    places: Item
-    temperatures: Item
-    targets: Item
+    places: StagedArray
+    temperatures: StagedArray
+    targets: StagedArray
     filters: Filters | None
     num_filtering: int
-    draws: Item
-    drawn: Item
+    draws: StagedArray
+    drawn: StagedArray
 
 
 class DrawKernel(Protocol):
@@ -60,7 +60,7 @@ class DrawKernel(Protocol):
 
 
 def collect_random(
-    rows: Sequence[Row], random: Sequence[int], first_draws: Sequence[int], parcel: Parcel
+    rows: Sequence[Row], random: Sequence[int], first_draws: Sequence[int], staged: StagedBatch
 ) -> RandomRows:
     """Gathers how the rows `random`, at least one, draw; `first_draws` is each row's first place among the draws of the step."""
     ordered = sorted(random, key=lambda i: not filters(rows[i].seq.params))
@@ -74,13 +74,13 @@ def collect_random(
         for place in range(len(row.samples))
     ]
     return RandomRows(
-        places=parcel.add(np.array(ordered, np.int64)),
-        temperatures=parcel.add(np.array([r.seq.params.temperature for r in chosen], np.float32)),
-        targets=parcel.add(_targets(chosen, width)),
-        filters=collect_filters(filtering, parcel) if filtering else None,
+        places=staged.add(np.array(ordered, np.int64)),
+        temperatures=staged.add(np.array([r.seq.params.temperature for r in chosen], np.float32)),
+        targets=staged.add(_targets(chosen, width)),
+        filters=collect_filters(filtering, staged) if filtering else None,
         num_filtering=len(filtering),
-        draws=parcel.add(np.array(draws, np.int64)),
-        drawn=parcel.add(np.array(drawn, np.int64)),
+        draws=staged.add(np.array(draws, np.int64)),
+        drawn=staged.add(np.array(drawn, np.int64)),
     )
 
 
@@ -99,7 +99,7 @@ def draw_with_torch(scores: torch.Tensor, highest: torch.Tensor, rows: RandomRow
 
 def draw_with_triton(scores: torch.Tensor, highest: torch.Tensor, rows: RandomRows) -> torch.Tensor:
     """A `DrawKernel` for GPUs."""
-    from baton_engine.kernels.random_draw import random_draw
+    from baton_engine.kernels.triton.random_draw import random_draw
 
     asked = rows.filters
     return random_draw(

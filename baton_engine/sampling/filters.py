@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from baton.generation import SamplingParams
-from baton_engine.crossing import Item, Parcel
+from baton_engine.staging import StagedArray, StagedBatch
 
 _FIRST_WIDTH = 64
 _WIDEN = 8
@@ -29,9 +29,9 @@ class Filters:
         narrows: Whether any row has a `top_p` below 1.
     """
 
-    top_k: Item
-    top_p: Item
-    min_p: Item
+    top_k: StagedArray
+    top_p: StagedArray
+    min_p: StagedArray
     widest_k: int
     narrows: bool
 
@@ -41,12 +41,12 @@ def filters(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def collect_filters(params: Sequence[SamplingParams], parcel: Parcel) -> Filters:
+def collect_filters(params: Sequence[SamplingParams], staged: StagedBatch) -> Filters:
     """Gathers what requests ask for, one per row, at least one."""
     return Filters(
-        top_k=parcel.add(np.array([p.top_k for p in params], np.int64)),
-        top_p=parcel.add(np.array([p.top_p for p in params], np.float64)),
-        min_p=parcel.add(np.array([p.min_p for p in params], np.float32)),
+        top_k=staged.add(np.array([p.top_k for p in params], np.int64)),
+        top_p=staged.add(np.array([p.top_p for p in params], np.float64)),
+        min_p=staged.add(np.array([p.min_p for p in params], np.float32)),
         widest_k=max(p.top_k for p in params),
         narrows=any(p.top_p < 1.0 for p in params),
     )

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from baton.generation import TokenLogprobs
-from baton_engine.crossing import Crossing, Parcel
 from baton_engine.sampling.logprobs import logprob_table, read_logprobs
 from baton_engine.scheduling.plan import Row
+from baton_engine.staging import DeviceStaging, StagedBatch
 
 MAX_LOGITS_BYTES = 64 * 1024 * 1024
 """Of one slice; its log-softmax takes as much again."""
@@ -35,7 +35,7 @@ class PromptScorer:
         device: torch.device,
     ) -> None:
         self._head = head
-        self._crossing = Crossing(device)
+        self._staging = DeviceStaging(device)
         self._slice = max(1, MAX_LOGITS_BYTES // (4 * vocab_size))
 
     def score(
@@ -71,16 +71,16 @@ class PromptScorer:
         following = chain.from_iterable(
             row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored] for row in rows
         )
-        parcel = Parcel()
-        arriving = parcel.add(np.fromiter(following, np.int64))
-        self._crossing.send(parcel)
+        staged = StagedBatch()
+        arriving = staged.add(np.fromiter(following, np.int64))
+        self._staging.send(staged)
         tokens = arriving.tensor
         slices = []
         for begin in range(0, len(tokens), self._slice):
             logits = self._head(hidden[begin : begin + self._slice])
             chosen = tokens[begin : begin + self._slice]
             slices.append(logprob_table(logits, None, chosen, width).flat())
-        values: list[float] = self._crossing.fetch(torch.cat(slices)).tolist()
+        values: list[float] = self._staging.read(torch.cat(slices)).tolist()
         return values
 
 

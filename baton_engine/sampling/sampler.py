@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from baton_engine.crossing import Crossing, Item, Parcel
 from baton_engine.sampling.adjust import ScoreChanges, adjust, changes_scores, collect_changes
 from baton_engine.sampling.draws import DrawKernel, RandomRows, collect_random, draw_with_torch
 from baton_engine.sampling.greedy import NO_TOKEN, greedy_tokens
 from baton_engine.sampling.logprobs import logprob_table, read_logprobs
 from baton_engine.scheduling.plan import Drawn, Row
+from baton_engine.staging import DeviceStaging, StagedArray, StagedBatch
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below this are 0 (as in vLLM): dividing by them would leave the range of float32."""
@@ -53,7 +53,7 @@ class Sampler:
         draw: DrawKernel = draw_with_torch,
     ) -> None:
         self._eos_token_ids = eos_token_ids
-        self._crossing = Crossing(device)
+        self._staging = DeviceStaging(device)
         self._draw = draw
 
     def sample(
@@ -68,16 +68,16 @@ class Sampler:
         """
         if all(map(_wants_the_likeliest, rows)):
             return self._bring(rows, greedy_tokens(logits) if greedy is None else greedy)
-        parcel = Parcel()
-        asked = _collect(rows, logits.shape[1], self._eos_token_ids, parcel)
-        self._crossing.send(parcel)
+        staged = StagedBatch()
+        asked = _collect(rows, logits.shape[1], self._eos_token_ids, staged)
+        self._staging.send(staged)
         tokens, is_drawn = self._tokens(adjust(logits, asked.changes), asked)
         marked = tokens.where(is_drawn, NO_TOKEN)
         if asked.logprobs is None:
             return self._bring(rows, marked)
         wanted = asked.logprobs
         table = logprob_table(logits, wanted.rows.tensor, tokens[wanted.draws.tensor], wanted.top)
-        values = self._crossing.bring(torch.cat((marked.double(), table.flat())))
+        values = self._staging.copy_back(torch.cat((marked.double(), table.flat())))
         width = table.top_ids.shape[1]
         return Draws(
             tokens=marked,
@@ -86,7 +86,7 @@ class Sampler:
 
     def _bring(self, rows: Sequence[Row], tokens: torch.Tensor) -> Draws:
         """Tokens of which there is no more to say."""
-        there = self._crossing.bring(tokens)
+        there = self._staging.copy_back(tokens)
         return Draws(
             tokens=tokens,
             read=lambda: _group(rows, [Drawn(token=token) for token in there().tolist()]),
@@ -112,10 +112,10 @@ def _wants_the_likeliest(row: Row) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figures:
-    """Draws whose log-probabilities are wanted: which they are, in the parcel and here, their rows, and how many tokens to list."""
+    """Draws whose log-probabilities are wanted: which they are, in the staged and here, their rows, and how many tokens to list."""
 
-    draws: Item
-    rows: Item
+    draws: StagedArray
+    rows: StagedArray
     asking: tuple[tuple[int, int], ...]
     top: int
 
@@ -125,33 +125,35 @@ class _Asked:
     """What a step's rows ask of the sampler, on its way to the device; `row_of` is the row of each draw."""
 
     changes: ScoreChanges
-    row_of: Item
+    row_of: StagedArray
     random: RandomRows | None
     logprobs: _Figures | None
 
 
 def _collect(
-    rows: Sequence[Row], vocab_size: int, eos_token_ids: tuple[int, ...], parcel: Parcel
+    rows: Sequence[Row], vocab_size: int, eos_token_ids: tuple[int, ...], staged: StagedBatch
 ) -> _Asked:
     row_of = [i for i, row in enumerate(rows) for _ in row.samples]
     random = [i for i, row in enumerate(rows) if row.seq.params.temperature >= _GREEDY_BELOW]
     first_draws = np.cumsum([0, *(len(row.samples) for row in rows)]).tolist()
     return _Asked(
-        changes=collect_changes(rows, vocab_size, eos_token_ids, parcel),
-        row_of=parcel.add(np.array(row_of, np.int64)),
-        random=collect_random(rows, random, first_draws, parcel) if random else None,
-        logprobs=_collect_figures(rows, row_of, parcel),
+        changes=collect_changes(rows, vocab_size, eos_token_ids, staged),
+        row_of=staged.add(np.array(row_of, np.int64)),
+        random=collect_random(rows, random, first_draws, staged) if random else None,
+        logprobs=_collect_figures(rows, row_of, staged),
     )
 
 
-def _collect_figures(rows: Sequence[Row], row_of: Sequence[int], parcel: Parcel) -> _Figures | None:
+def _collect_figures(
+    rows: Sequence[Row], row_of: Sequence[int], staged: StagedBatch
+) -> _Figures | None:
     asking = [(d, i) for d, i in enumerate(row_of) if rows[i].seq.params.logprobs is not None]
     if not asking:
         return None
     places = np.array(asking, np.int64)
     return _Figures(
-        draws=parcel.add(places[:, 0]),
-        rows=parcel.add(places[:, 1]),
+        draws=staged.add(places[:, 0]),
+        rows=staged.add(places[:, 1]),
         asking=tuple(asking),
         top=max(rows[i].seq.params.logprobs or 0 for _, i in asking),
     )

@@ -87,7 +87,7 @@ class BySlack:
     def _key(self, branch: Branch) -> tuple[bool, int, float, tuple[int, int]]:
         if branch.overtaken >= MOST_OVERTAKEN or branch.lost_pages:
             return False, 0, 0.0, branch.rank
-        return True, -branch.promise.priority, self._latest_start_s(branch), branch.rank
+        return True, -branch.slo.priority, self._latest_start_s(branch), branch.rank
 
     def _latest_start_s(self, branch: Branch) -> float:
         deadline_s = branch.request.deadline_s

@@ -74,7 +74,6 @@ class Pacing:
 
     def _target_s(self, running: Sequence[Branch]) -> float | None:
         targets = [
-            self._tbt_s if branch.promise.tbt_s is None else branch.promise.tbt_s
-            for branch in running
+            self._tbt_s if branch.slo.tbt_s is None else branch.slo.tbt_s for branch in running
         ]
         return min((target for target in targets if target is not None), default=None)

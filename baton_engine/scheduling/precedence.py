@@ -20,20 +20,20 @@ def by_arrival(branch: Branch) -> tuple[float, ...]:
 
 def by_priority(branch: Branch) -> tuple[float, ...]:
     """The lowest priority goes first; of equal ones the last arrived."""
-    return -branch.promise.priority, *branch.rank
+    return -branch.slo.priority, *branch.rank
 
 
-def by_promise(branch: Branch) -> tuple[float, ...]:
+def by_slo(branch: Branch) -> tuple[float, ...]:
     """Who was promised the longest time between tokens goes first, and before him who was promised none: they have the most
     slack. Then as `by_priority`.
     """
-    tbt_s = branch.promise.tbt_s
+    tbt_s = branch.slo.tbt_s
     return float("inf") if tbt_s is None else tbt_s, *by_priority(branch)
 
 
 PRECEDENCES: dict[str, Precedence] = {
     "arrival": by_arrival,
     "priority": by_priority,
-    "promise": by_promise,
+    "slo": by_slo,
 }
 """By their names in the configuration (`engine.preemption`)."""

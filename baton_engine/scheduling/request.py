@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.errors import InvariantError
-from baton.generation import FinishReason, Promise, Prompt, TokenLogprobs
+from baton.generation import FinishReason, Prompt, SloTargets, TokenLogprobs
 from baton.ids import BlockId, BlockKey, SeqId
 from baton.pages import PageFetch
 from baton_engine.scheduling.sequence import Sequence
@@ -144,9 +144,9 @@ class Branch:
     overtaken: int = 0
 
     @property
-    def promise(self) -> Promise:
-        """What the client was promised."""
-        return self.request.prompt.promise
+    def slo(self) -> SloTargets:
+        """The targets of its request."""
+        return self.request.prompt.slo
 
     @property
     def lost_pages(self) -> bool:

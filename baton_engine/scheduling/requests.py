@@ -40,7 +40,7 @@ class RequestBook:
 
     def open(self, seq_id: SeqId, mode: Mode, prompt: Prompt, now_s: float) -> None:
         """A prompt that this engine can serve takes its place in line."""
-        ttft_s = prompt.promise.ttft_s
+        ttft_s = prompt.slo.ttft_s
         request = Request(
             seq_id=seq_id,
             mode=mode,

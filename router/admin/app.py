@@ -8,10 +8,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import AuthenticationError, ConfigError, InvalidRequestError, RouteNotFoundError
+from router import openapi
 from router.admin.pool import add_pool
 from router.admin.replies import Reloaded, TenantReply, TenantUsage, tenant_reply, usage_reply
-from router.openai import description, errors
-from router.openai.credential import credential_of
+from router.http import errors
+from router.http.auth import credential_of
 from router.pool_desk import PoolDesk
 from router.tenancy import Tenancy
 from router.tenants.keys import KeyRing, hash_key
@@ -68,18 +69,18 @@ def create_admin_app(
 
 
 def _add_tenants(app: FastAPI, tenancy: Tenancy) -> None:
-    @app.get("/admin/tenants", responses=description.ERRORS)
+    @app.get("/admin/tenants", responses=openapi.ERRORS)
     async def get_tenants() -> list[TenantReply]:
         return [tenant_reply(tenant) for tenant in tenancy.directory.tenants]
 
-    @app.get("/admin/tenants/{tenant_id}", responses=description.ERRORS)
+    @app.get("/admin/tenants/{tenant_id}", responses=openapi.ERRORS)
     async def get_tenant(tenant_id: str) -> TenantUsage:
         tenant = _find(tenancy, tenant_id)
         usage = await tenancy.limiter.usage(tenant)
         circuit = tenancy.suspects.circuit(tenant.tenant_id, tenancy.clock.now_s())
         return usage_reply(tenant, usage, circuit)
 
-    @app.post("/admin/reload", responses=description.ERRORS)
+    @app.post("/admin/reload", responses=openapi.ERRORS)
     async def post_reload() -> Reloaded:
         """Looks at the tenants document now. What is wrong with it is the answer, and changes nothing."""
         if tenancy.reloader is None:

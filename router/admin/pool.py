@@ -5,7 +5,7 @@ from pydantic import BaseModel, ConfigDict
 
 from baton.errors import InvalidRequestError, RouteNotFoundError, UnavailableError
 from baton.rpc.v1 import pool_pb2 as pb
-from router.openai import description
+from router import openapi
 from router.pool_desk import Answer, PoolDesk
 
 
@@ -67,11 +67,11 @@ class Flushed(BaseModel):
 def add_pool(app: FastAPI, desk: PoolDesk) -> None:
     """Adds the pool's routes to the operators' application."""
 
-    @app.get("/admin/pool", responses=description.ERRORS)
+    @app.get("/admin/pool", responses=openapi.ERRORS)
     async def get_pool() -> list[PoolNodeReply]:
         return [_node(answer) for answer in await _known(desk).usage()]
 
-    @app.post("/admin/pool/flush", responses=description.ERRORS)
+    @app.post("/admin/pool/flush", responses=openapi.ERRORS)
     async def post_flush(order: FlushOrder) -> Flushed:
         """Blocks that are covered are neither lent nor put from now on; who reads one may finish."""
         selection = (order.tenant, order.cache_scope, order.model_fingerprint)

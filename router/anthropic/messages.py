@@ -21,19 +21,17 @@ from router.anthropic.replies import (
     TextContent,
 )
 from router.anthropic.requests import CountTokensRequest, MessagesRequest
-from router.openai.answer import answer
-from router.openai.body import read_body
-from router.openai.choices import Delta
-from router.openai.error_bodies import anthropic_error
-from router.openai.jobs import JobRun
-from router.openai.order import ReplyHead, take_order
-from router.openai.plan import Wanted, plan_runs
-from router.openai.prompting import dialogue_prompt, dialogue_tokens
+from router.http.account import account_of
+from router.http.body import read_body
+from router.http.errors import anthropic_error
+from router.http.streaming import json_text, model_event, named_event
+from router.openai.context import ReplyHead, Wanted, plan_runs, take_request
+from router.openai.job_run import Delta, JobRun
+from router.openai.model_limits import TokenLimit
+from router.openai.prompt import conversation_prompt, conversation_tokens
 from router.openai.replies import TimingReply, Usage
-from router.openai.sampling import TokenLimit
+from router.openai.respond import respond
 from router.openai.serving import Serving
-from router.openai.sse import json_text, model_event, named_event
-from router.openai.visit import visit_of
 
 _DELTA = b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%b}}'
 
@@ -45,22 +43,24 @@ async def messages(request: Request, serving: Serving) -> Response:
     limit = TokenLimit(
         asked=None, default=body.max_tokens, param="max_tokens", prompt_param="messages"
     )
-    order = await take_order(request, serving, body, limit, "msg")
-    prompt = await dialogue_prompt(body.dialogue(), order)
-    (run,) = plan_runs(order, body, [prompt], Wanted(limit=limit))
-    return await answer(request, order, [run], MessageShape(order.head, run), stream=body.stream)
+    context = await take_request(request, serving, body, limit, "msg")
+    prompt = await conversation_prompt(body.as_conversation(), context)
+    (run,) = plan_runs(context, body, [prompt], Wanted(limit=limit))
+    return await respond(
+        request, context, [run], MessageWriter(context.head, run), stream=body.stream
+    )
 
 
 async def count_tokens(request: Request, serving: Serving) -> CountedTokens:
     """How many tokens a conversation has."""
     body = await read_body(request, CountTokensRequest, serving.max_body_bytes)
-    serving.require_name(body.model, visit_of(request))
+    serving.require_name(body.model, account_of(request))
     model = await serving.require_model()
-    tokens = await dialogue_tokens(body.dialogue(), model, serving.tokenizer)
+    tokens = await conversation_tokens(body.as_conversation(), model, serving.tokenizer)
     return CountedTokens(input_tokens=len(tokens))
 
 
-class MessageShape:
+class MessageWriter:
     """Writes deltas as a message, or as the events of one.
 
     message_start → content_block_start → content_block_delta … → content_block_stop → message_delta → message_stop

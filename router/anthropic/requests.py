@@ -4,9 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from router.chat_template import ChatMessage, Rendering
-from router.openai.dialogue import Dialogue
-from router.openai.fields import (
+from router.http.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
@@ -22,6 +20,7 @@ from router.openai.fields import (
 )
 from router.openai.requests import DrawingBody
 from router.openai.tools import FunctionName
+from router.templates.chat_template import ChatMessage, Conversation, Rendering
 
 
 class TextBlock(Part):
@@ -82,7 +81,7 @@ def joined(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
-class Conversation(Part):
+class ConversationBody(Part):
     """What both endpoints read."""
 
     messages: MessageParams
@@ -91,10 +90,10 @@ class Conversation(Part):
     tool_choice: ToolChoiceParam | None = None
     thinking: Thinking | None = None
 
-    def dialogue(self) -> Dialogue:
+    def as_conversation(self) -> Conversation:
         """The conversation, the system's word first. A last message of the assistant is the beginning of its answer."""
         system = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
-        return Dialogue(
+        return Conversation(
             messages=[*system, *(message.for_template() for message in self.messages)],
             rendering=Rendering(continue_last=self.messages[-1].role == "assistant"),
         )
@@ -110,7 +109,7 @@ class Conversation(Part):
         return self
 
 
-class MessagesRequest(Conversation, DrawingBody):
+class MessagesRequest(ConversationBody, DrawingBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, lt=2**31)
@@ -134,7 +133,7 @@ class MessagesRequest(Conversation, DrawingBody):
         return self
 
 
-class CountTokensRequest(Conversation, Body):
+class CountTokensRequest(ConversationBody, Body):
     """POST /v1/messages/count_tokens."""
 
     model: str | None = None

@@ -7,17 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.errors import BatonError
-from router.openai.answer import answer
-from router.openai.body import read_body
-from router.openai.choices import Delta, token_ids
-from router.openai.chunks import Chunks, prompt_ids_field, token_ids_field
-from router.openai.connection import fault_event
-from router.openai.echo import PromptScores, prompt_scores
-from router.openai.jobs import JobRun
-from router.openai.logprobs import chat_logprobs
-from router.openai.order import ReplyHead, take_order
-from router.openai.plan import Wanted, plan_runs
-from router.openai.prompting import dialogue_prompt
+from router.http.body import read_body
+from router.http.streaming import fault_event
+from router.openai.chunks import CUT, Chunks, TextEvents, prompt_ids_field, token_ids_field
+from router.openai.context import ReplyHead, Wanted, plan_runs, take_request
+from router.openai.job_run import Delta, JobRun, token_ids
+from router.openai.logprobs import PromptScores, chat_logprobs, prompt_scores
+from router.openai.model_limits import chat_limit
+from router.openai.prompt import conversation_prompt
 from router.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -27,30 +24,29 @@ from router.openai.replies import (
     Usage,
 )
 from router.openai.requests import ChatCompletionRequest
-from router.openai.sampling import chat_limit
+from router.openai.respond import respond
 from router.openai.serving import Serving
-from router.openai.text_events import CUT, TextEvents
-from router.pieces import PieceTable
+from router.text.token_bytes import PieceTable
 
 
 async def chat_completions(request: Request, serving: Serving) -> Response:
     """Answers one conversation."""
     body = await read_body(request, ChatCompletionRequest, serving.max_body_bytes)
     limit = chat_limit(body)
-    order = await take_order(request, serving, body, limit, "chatcmpl")
-    prompt = await dialogue_prompt(body.dialogue(), order)
+    context = await take_request(request, serving, body, limit, "chatcmpl")
+    prompt = await conversation_prompt(body.as_conversation(), context)
     wanted = Wanted(
         limit=limit,
         samples=body.num_samples,
         logprobs=body.listed_logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
-    (run,) = plan_runs(order, body, [prompt], wanted)
-    shape = ChatShape(order.head, body, run, serving.tokenizer.pieces)
-    return await answer(request, order, [run], shape, stream=body.stream)
+    (run,) = plan_runs(context, body, [prompt], wanted)
+    writer = ChatWriter(context.head, body, run, serving.tokenizer.pieces)
+    return await respond(request, context, [run], writer, stream=body.stream)
 
 
-class ChatShape:
+class ChatWriter:
     """Writes deltas as OpenAI's chat completions.
 
     The per-token path joins bytes that were made once with the JSON of the text; no model object per token.

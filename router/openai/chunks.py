@@ -1,12 +1,11 @@
 """The chunks of a stream of OpenAI's older endpoints: what stands around the choices of each, and how the stream ends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from router.openai.choices import Delta
-from router.openai.jobs import JobRun, usage_of
-from router.openai.order import ReplyHead
+from router.openai.context import ReplyHead
+from router.openai.job_run import Delta, JobRun, usage_of
 from router.openai.replies import TimingReply, Usage
 from router.openai.requests import GenerationBody
 
@@ -56,3 +55,27 @@ def prompt_ids_field(run: JobRun) -> bytes:
 
 def _usage_tail(usage: Usage) -> bytes:
     return b',"usage":' + usage.model_dump_json().encode() + b"}\n\n"
+
+
+CUT = b"\0"
+"""Stands for the text while an event is written in advance: JSON never holds this byte."""
+
+
+class TextEvents:
+    """Events of choices that gained some text and nothing else that is shown.
+
+    Args:
+        write: Writes the event of one choice, with `CUT` in the place of the text's JSON.
+    """
+
+    def __init__(self, write: Callable[[int], bytes]) -> None:
+        self._write = write
+        self._around: dict[int, list[bytes]] = {}
+
+    def __call__(self, delta: Delta) -> bytes:
+        """The event for one delta."""
+        around = self._around.get(delta.index)
+        if around is None:
+            around = self._around[delta.index] = self._write(delta.index).split(CUT)
+        before, after = around
+        return before + msgspec.json.encode(delta.text) + after

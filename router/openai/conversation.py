@@ -6,9 +6,16 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from router.chat_template import Rendering
-from router.openai.dialogue import Dialogue
-from router.openai.fields import MAX_MESSAGES, MAX_PARTS, REFUSED, UNSUPPORTED, Part
+from router.http.fields import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TEMPLATE_KWARGS,
+    REFUSED,
+    UNSUPPORTED,
+    Part,
+    refusal,
+)
+from router.templates.chat_template import Conversation, Rendering
 
 
 class TextPart(Part):
@@ -54,17 +61,49 @@ class Message(BaseModel):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-def dialogue_of(
+def conversation_of(
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool | None,
     continue_last: bool | None,
     arguments: Mapping[str, JsonValue],
-) -> Dialogue:
+) -> Conversation:
     """The conversation as a body with these fields means it."""
     rendering = Rendering(
         add_generation_prompt=add_generation_prompt is not False,
         continue_last=bool(continue_last),
         arguments=arguments,
     )
-    return Dialogue(messages=[message.for_template() for message in messages], rendering=rendering)
+    return Conversation(
+        messages=[message.for_template() for message in messages], rendering=rendering
+    )
+
+
+TemplateArguments = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_KWARGS)]
+
+_TEMPLATES_OWN = frozenset(
+    {
+        *("conversation", "messages", "tools", "documents", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
+        *(
+            "max_length",
+            "return_tensors",
+            "sanitize_control_tokens",
+            "return_dict",
+            "return_assistant_tokens_mask",
+        ),
+        *("tokenizer_kwargs", "bos_token", "eos_token", "raise_exception", "strftime_now"),
+    }
+)
+"""Names that whoever renders a template gives to it; not a client's to choose."""
+
+
+def check_template_arguments(arguments: TemplateArguments | None) -> None:
+    """Refuses arguments that are not a client's to give.
+
+    Raises:
+        PydanticCustomError: There is one.
+    """
+    for name in arguments or ():
+        if name in _TEMPLATES_OWN or not name.isidentifier():
+            raise refusal("chat_template_kwargs", f"{name[:40]!r} cannot be given to a template.")

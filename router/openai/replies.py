@@ -228,33 +228,3 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
-
-
-class Tokenized(BaseModel):
-    """Reply of POST /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(BaseModel):
-    """Reply of POST /detokenize."""
-
-    prompt: str
-
-
-class ErrorDetails(BaseModel):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorReply(BaseModel):
-    """Every answer that is not a success."""
-
-    error: ErrorDetails

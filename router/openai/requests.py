@@ -8,9 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from router.openai.conversation import Messages, dialogue_of
-from router.openai.dialogue import Dialogue
-from router.openai.fields import (
+from router.http.fields import (
     ELSEWHERE,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -30,7 +28,12 @@ from router.openai.fields import (
     refusal,
     unsupported,
 )
-from router.openai.template_arguments import TemplateArguments, check_template_arguments
+from router.openai.conversation import (
+    Messages,
+    TemplateArguments,
+    check_template_arguments,
+    conversation_of,
+)
 from router.openai.tools import (
     FunctionChoice,
     Functions,
@@ -41,6 +44,7 @@ from router.openai.tools import (
     check_functions,
     check_tools,
 )
+from router.templates.chat_template import Conversation
 
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
@@ -181,11 +185,11 @@ class ChatCompletionRequest(GenerationBody):
         """How many likeliest tokens are listed beside each; None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def dialogue(self) -> Dialogue:
+    def as_conversation(self) -> Conversation:
         """The conversation."""
         effort = self.reasoning_effort
         told = {} if effort is None else {"reasoning_effort": effort}
-        return dialogue_of(
+        return conversation_of(
             self.messages,
             add_generation_prompt=self.add_generation_prompt,
             continue_last=self.continue_final_message,

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from router.openai.replies import ChatTokenLogprob, ErrorDetails
+from router.http.errors import ErrorDetails
+from router.openai.replies import ChatTokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -5,9 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from router.chat_template import ChatMessage, Rendering
-from router.openai.dialogue import Dialogue
-from router.openai.fields import (
+from router.http.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
@@ -20,9 +18,10 @@ from router.openai.fields import (
     refusal,
     unsupported,
 )
+from router.openai.conversation import TemplateArguments, check_template_arguments
 from router.openai.requests import DrawingBody, Logprobs, check_moderation
-from router.openai.template_arguments import TemplateArguments, check_template_arguments
 from router.openai.tools import FunctionName, JsonObjectFormat, PlainText, check_format
+from router.templates.chat_template import ChatMessage, Conversation, Rendering
 
 LOGPROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log-probabilities."""
@@ -145,12 +144,12 @@ class ResponsesRequest(DrawingBody):
         """How many likeliest tokens are listed beside each; None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
-    def dialogue(self) -> Dialogue:
+    def as_conversation(self) -> Conversation:
         """The conversation."""
         effort = None if self.reasoning is None else self.reasoning.effort
         told = {} if effort is None else {"reasoning_effort": effort}
         rendering = Rendering(arguments=told | (self.chat_template_kwargs or {}))
-        return Dialogue(messages=self._messages(), rendering=rendering, param="input")
+        return Conversation(messages=self._messages(), rendering=rendering, param="input")
 
     def _messages(self) -> list[ChatMessage]:
         """What was said, instructions first."""

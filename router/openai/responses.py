@@ -11,16 +11,16 @@ from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
-from router.openai.answer import answer
-from router.openai.body import read_body
-from router.openai.choices import Delta, LoggedToken
-from router.openai.error_bodies import error_details
-from router.openai.jobs import JobRun
+from router.http.body import read_body
+from router.http.errors import error_details
+from router.http.streaming import json_text, model_event, named_event
+from router.openai.context import ReplyHead, Wanted, plan_runs, take_request
+from router.openai.job_run import Delta, JobRun, LoggedToken
 from router.openai.logprobs import chat_logprobs
-from router.openai.order import ReplyHead, take_order
-from router.openai.plan import Wanted, plan_runs
-from router.openai.prompting import dialogue_prompt
+from router.openai.model_limits import TokenLimit
+from router.openai.prompt import conversation_prompt
 from router.openai.replies import ChatTokenLogprob, TimingReply, Usage
+from router.openai.respond import respond
 from router.openai.response_replies import (
     ErrorEvent,
     IncompleteDetails,
@@ -36,10 +36,8 @@ from router.openai.response_replies import (
     TextDoneEvent,
 )
 from router.openai.response_requests import ResponsesRequest
-from router.openai.sampling import TokenLimit
 from router.openai.serving import Serving
-from router.openai.sse import json_text, model_event, named_event
-from router.pieces import PieceTable
+from router.text.token_bytes import PieceTable
 
 
 async def responses(request: Request, serving: Serving) -> Response:
@@ -51,14 +49,14 @@ async def responses(request: Request, serving: Serving) -> Response:
         param="max_output_tokens",
         prompt_param="input",
     )
-    order = await take_order(request, serving, body, limit, "resp")
-    prompt = await dialogue_prompt(body.dialogue(), order)
-    (run,) = plan_runs(order, body, [prompt], Wanted(limit=limit, logprobs=body.logprobs))
-    shape = ResponseShape(order.head, body, run, serving.tokenizer.pieces)
-    return await answer(request, order, [run], shape, stream=body.stream)
+    context = await take_request(request, serving, body, limit, "resp")
+    prompt = await conversation_prompt(body.as_conversation(), context)
+    (run,) = plan_runs(context, body, [prompt], Wanted(limit=limit, logprobs=body.logprobs))
+    writer = ResponseWriter(context.head, body, run, serving.tokenizer.pieces)
+    return await respond(request, context, [run], writer, stream=body.stream)
 
 
-class ResponseShape:
+class ResponseWriter:
     """Writes deltas as a response, or as the numbered events of one.
 
     created → in_progress → item added → part added → text deltas … → text done → part done → item done → completed

@@ -8,13 +8,12 @@ from typing import TypeVar
 
 import msgspec
 
-from baton.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
+from baton.errors import InvalidRequestError, ModelLoadError
 from baton.generation import SamplingParams
-from router.openai.requests import ChatCompletionRequest, CompletionRequest, DrawingBody
-from router.openai.vocabulary import check_vocabulary
+from router.openai.model_limits import check_vocabulary
+from router.openai.requests import DrawingBody
 from router.ports import ServedModel
 
-DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**64 - 1
 _Number = TypeVar("_Number", int, float)
 
@@ -46,67 +45,6 @@ def read_defaults(directory: Path) -> SamplingDefaults:
         return msgspec.convert(known, SamplingDefaults)
     except (ValueError, AttributeError, msgspec.ValidationError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLimit:
-    """How many tokens a request wants: `asked` in field `param`, or `default`, cut to what the context leaves.
-
-    A default of None is everything that the context leaves.
-    """
-
-    asked: int | None
-    default: int | None
-    param: str
-    prompt_param: str
-
-    @property
-    def wanted(self) -> int | None:
-        """Tokens wanted, as far as that is said."""
-        return self.default if self.asked is None else self.asked
-
-    def resolve(self, prompt_tokens: int, model: ServedModel) -> int:
-        """Tokens to generate at most.
-
-        Raises:
-            PromptTooLongError: The prompt leaves no room, or not as much as was asked for.
-        """
-        room = model.max_model_len - prompt_tokens
-        length = f"This model's maximum context length is {model.max_model_len} tokens"
-        if room < 1:
-            raise PromptTooLongError(
-                f"{length}, the prompt has {prompt_tokens}; no room is left for output.",
-                param=self.prompt_param,
-            )
-        if self.asked is None:
-            return room if self.default is None else min(room, self.default)
-        if self.asked > room:
-            raise PromptTooLongError(
-                f"{length}, the prompt has {prompt_tokens} and {self.param} asks for {self.asked}.",
-                param=self.param,
-            )
-        return self.asked
-
-
-def chat_limit(request: ChatCompletionRequest) -> TokenLimit:
-    """`max_completion_tokens`, or its older name; by default all that is left."""
-    newer = request.max_completion_tokens
-    return TokenLimit(
-        asked=request.max_tokens if newer is None else newer,
-        default=None,
-        param="max_tokens" if newer is None else "max_completion_tokens",
-        prompt_param="messages",
-    )
-
-
-def completion_limit(request: CompletionRequest) -> TokenLimit:
-    """`max_tokens`, by default 16."""
-    return TokenLimit(
-        asked=request.max_tokens,
-        default=DEFAULT_COMPLETION_TOKENS,
-        param="max_tokens",
-        prompt_param="prompt",
-    )
 
 
 def sampling_params(

@@ -8,14 +8,14 @@ from baton.clock import Clock, MonotonicClock
 from baton.errors import ModelNotFoundError, OverloadedError, UnavailableError
 from baton.telemetry.tracing import NotTraced, Tracer
 from router.guardrails.chain import GuardChain
-from router.metrics import RouterMetrics
+from router.http.account import RequestAccount
 from router.openai.sampling import SamplingDefaults
-from router.openai.visit import Visit
 from router.ports import Generator, ServedModel
 from router.routing.explanation import DecisionLog
 from router.slo import SloBook
+from router.telemetry.metrics import RouterMetrics
 from router.tenants.tenant import Tenant
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Serving:
         """The names that `tenant` may use."""
         return tuple(name for name in self.model_names if tenant.may_use(name))
 
-    def require_name(self, model: str | None, visit: Visit) -> str:
+    def require_name(self, model: str | None, account: RequestAccount) -> str:
         """The name, if it is served, and to this tenant. One that is not on its list does not exist for it.
 
         Raises:
@@ -66,18 +66,18 @@ class Serving:
         """
         if model is None:
             raise ModelNotFoundError("The request names no model.", param="model")
-        if model not in self.names_for(visit.tenant):
+        if model not in self.names_for(account.tenant):
             raise ModelNotFoundError(f"The model `{model[:200]}` does not exist.", param="model")
-        visit.model = model
+        account.model = model
         return model
 
     @contextmanager
-    def refusals_counted(self, visit: Visit) -> Iterator[None]:
+    def refusals_counted(self, account: RequestAccount) -> Iterator[None]:
         """Counts a refusal that is raised inside."""
         try:
             yield
         except OverloadedError as error:
-            self.metrics.rejected(visit.tenant.tenant_class, error.reason)
+            self.metrics.rejected(account.tenant.tenant_class, error.reason)
             raise
 
     async def require_model(self) -> ServedModel:

@@ -10,8 +10,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
 from baton.errors import ModelNotFoundError, ResourceNotFoundError
-from router.openai import description
-from router.openai.replies import ErrorReply
+from router.http.errors import ErrorReply, error_responses
 
 _COMPLETION = "/v1/chat/completions/{completion_id}"
 _RESPONSE = "/v1/responses/{response_id}"
@@ -41,7 +40,7 @@ class StoredCompletions(BaseModel):
 def install(app: FastAPI) -> None:
     """Adds the paths under which others keep things."""
 
-    @app.get("/v1/chat/completions", responses=description.errors())
+    @app.get("/v1/chat/completions", responses=error_responses())
     async def get_chat_completions() -> StoredCompletions:
         return StoredCompletions()
 
@@ -49,7 +48,7 @@ def install(app: FastAPI) -> None:
         "/v1/models/{name:path}",
         status_code=404,
         response_model=ErrorReply,
-        responses=description.errors(),
+        responses=error_responses(),
     )
     async def delete_model(name: str) -> None:
         """Models come and go with the server's configuration; there are no others that a client could delete."""
@@ -64,7 +63,7 @@ def install(app: FastAPI) -> None:
             name=f"{method.lower()}_stored",
             status_code=404,
             response_model=ErrorReply,
-            responses=description.errors(),
+            responses=error_responses(),
             openapi_extra={
                 "parameters": [
                     {"name": param, "in": "path", "required": True, "schema": {"type": "string"}}

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from router.openai.fields import MAX_TOOLS, JsonObject, Part, refusal, unsupported
+from router.http.fields import MAX_TOOLS, JsonObject, Part, refusal, unsupported
 
 _NOT_YET = "Calling tools needs constrained decoding, which this server does not have yet."
 _NO_FORM = "Only plain text is served: other forms need constrained decoding."

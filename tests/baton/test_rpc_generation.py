@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from baton.generation import (
     FinishReason,
-    Promise,
     Prompt,
     SamplingParams,
+    SloTargets,
     TokenLogprobs,
     TokenSample,
 )
@@ -49,8 +49,8 @@ LOGPROBS = st.builds(
 )
 
 SECONDS = st.none() | st.floats(0, 1e9)
-PROMISE = st.builds(
-    Promise, ttft_s=SECONDS, tbt_s=SECONDS, priority=st.integers(-(2**31), 2**31 - 1)
+TARGETS = st.builds(
+    SloTargets, ttft_s=SECONDS, tbt_s=SECONDS, priority=st.integers(-(2**31), 2**31 - 1)
 )
 
 TOKENS = st.lists(COUNT, max_size=5).map(tuple)
@@ -64,7 +64,7 @@ TOKENS = st.lists(COUNT, max_size=5).map(tuple)
         samples=TOKENS,
         sampling=SAMPLING,
         cache_scope=st.text(max_size=5),
-        promise=PROMISE,
+        slo=TARGETS,
     )
 )
 def test_a_prompt(prompt: Prompt) -> None:
@@ -78,8 +78,8 @@ def test_a_prompt(prompt: Prompt) -> None:
 def test_a_promise_that_is_no_time_is_none(seconds: float) -> None:
     promise = pb.Promise(ttft_s=seconds, tbt_s=seconds, priority=3)
     wire = pb.GenerationRequest(promise=promise).SerializeToString()
-    received = prompt_from_proto(pb.GenerationRequest.FromString(wire)).promise
-    assert received == Promise(ttft_s=None, tbt_s=None, priority=3)
+    received = prompt_from_proto(pb.GenerationRequest.FromString(wire)).slo
+    assert received == SloTargets(ttft_s=None, tbt_s=None, priority=3)
 
 
 @given(

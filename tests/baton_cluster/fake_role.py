@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 from baton.errors import ModelLoadError
-from baton_cluster.child import Child, run
+from baton_cluster.launch.child import Child, run
 
 
 async def fake(child: Child) -> None:

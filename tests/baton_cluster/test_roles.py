@@ -9,7 +9,7 @@ import pytest
 from baton.config.load import load
 from baton.config.setting import Setting
 from baton.errors import ModelLoadError
-from baton_cluster.launcher import LocalCluster
+from baton_cluster.launch.launcher import LocalCluster
 
 
 def cluster_of(home: Path, **values) -> LocalCluster:

@@ -94,7 +94,7 @@ def _build(build: Build, capability: int, folder: Path) -> Built:
     from triton.compiler import ASTSource
 
     module, _, name = build.kernel.partition(":")
-    kernel = getattr(importlib.import_module(f"baton_engine.kernels.{module}"), name)
+    kernel = getattr(importlib.import_module(f"baton_engine.kernels.triton.{module}"), name)
     places = {argument: place for place, argument in enumerate(kernel.arg_names)}
     kinds = {argument: f"*{kind}" for argument, kind in build.pointers.items()}
     kinds |= {argument: _NUMBERS.get(kind, kind) for argument, kind in build.numbers.items()}

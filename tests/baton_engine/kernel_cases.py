@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from baton.native import default_cache_dir
-from baton_engine.kernels.cpu import CpuKernels
-from baton_engine.kernels.cpu_library import load_library
+from baton_engine.kernels.cpu.kernel_set import CpuKernels
+from baton_engine.kernels.cpu.library import load_library
 from baton_engine.kernels.ports import PagedBatch
 
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}

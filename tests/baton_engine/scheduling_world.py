@@ -5,11 +5,11 @@ from itertools import islice
 from typing import TypeVar
 
 from baton.errors import EngineError
-from baton.generation import NO_PROMISE, FinishReason, Promise, Prompt, SamplingParams, TokenSample
+from baton.generation import NO_SLO, FinishReason, Prompt, SamplingParams, SloTargets, TokenSample
 from baton.ids import LayerName, SeqId
 from baton.layout import KvLayout
-from baton_engine.fake import FakeRunner
-from baton_engine.fake_pool import FakePool
+from baton_engine.fakes.engine import FakeRunner
+from baton_engine.fakes.pool import FakePool
 from baton_engine.messages import (
     Command,
     Failed,
@@ -60,7 +60,7 @@ def prompt(
     samples: int = 1,
     scope: str = "",
     output: tuple[int, ...] = (),
-    promise: Promise = NO_PROMISE,
+    slo: SloTargets = NO_SLO,
     **sampling,
 ) -> Prompt:
     """A prompt of the tokens, or of so many different ones."""
@@ -70,7 +70,7 @@ def prompt(
         samples=tuple(range(samples)),
         sampling=SamplingParams(**({"max_tokens": 5} | sampling)),
         cache_scope=scope,
-        promise=promise,
+        slo=slo,
     )
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from baton.errors import EngineError, InvariantError
-from baton.generation import FinishReason, Promise, Prompt
+from baton.generation import FinishReason, Prompt, SloTargets
 from baton.ids import SeqId
-from baton_engine.fake import FakeRunner
+from baton_engine.fakes.engine import FakeRunner
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import (
     Abort,
@@ -335,7 +335,7 @@ ASKED = st.builds(
     max_tokens=st.sampled_from([1, 2, 6, 20]),
     stop_token_ids=st.sampled_from([(), (), tuple(range(0, 128, 9))]),
     presence_penalty=st.sampled_from([0.0, 0.0, 0.0, 1.0]),
-    promise=st.builds(Promise, priority=st.integers(0, 2)),
+    slo=st.builds(SloTargets, priority=st.integers(0, 2)),
 )
 ACTIONS = st.lists(
     st.one_of(

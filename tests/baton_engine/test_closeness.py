@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton_engine.kernels.cpu_matmul import multiplies_int8
+from baton_engine.kernels.cpu.matmul import multiplies_int8
 from baton_engine.models.config import load_spec
 from baton_engine.models.loader import load_decoder
 from tests.baton_engine.closeness import assert_near, closeness, logits_after_each

@@ -5,9 +5,9 @@ import shutil
 import pytest
 import torch
 
-from baton_engine.kernels import cpu_library
-from baton_engine.kernels.cpu import CpuKernels
-from baton_engine.kernels.cpu_library import load_library, openmp_runtimes
+from baton_engine.kernels.cpu import library
+from baton_engine.kernels.cpu.kernel_set import CpuKernels
+from baton_engine.kernels.cpu.library import load_library, openmp_runtimes
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.kernels.select import select_kernels
 from tests.baton_engine.kernel_cases import cpu_kernels
@@ -24,8 +24,8 @@ def test_the_kernels_run_on_the_openmp_runtime_that_torch_has():
 
 def test_a_build_leaves_one_file_and_is_not_repeated(tmp_path, monkeypatch):
     cpu_kernels(torch.float32)
-    quick = tuple("-O0" if flag == "-O3" else flag for flag in cpu_library._FLAGS)
-    monkeypatch.setattr(cpu_library, "_FLAGS", quick)
+    quick = tuple("-O0" if flag == "-O3" else flag for flag in library._FLAGS)
+    monkeypatch.setattr(library, "_FLAGS", quick)
     load_library(tmp_path)
     (built,) = tmp_path.iterdir()
     written = built.stat().st_mtime_ns
@@ -46,7 +46,7 @@ def test_without_a_compiler_torch_serves_and_the_log_says_so_once(tmp_path, monk
 def test_a_source_that_does_not_compile_leaves_nothing_behind(tmp_path, monkeypatch, caplog):
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(cpu_library, "_FLAGS", ("-no-such-flag",))
+    monkeypatch.setattr(library, "_FLAGS", ("-no-such-flag",))
     assert load_library(tmp_path / "broken") is None
     assert "no-such-flag" in caplog.text
     assert list((tmp_path / "broken").iterdir()) == []

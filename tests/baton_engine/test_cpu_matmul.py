@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from baton_engine.kernels.cpu_matmul import (
+from baton_engine.kernels.cpu.matmul import (
     INT8_GROUP,
     BFloat16Panels,
     Int8Panels,

@@ -7,15 +7,15 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from baton_engine.demo.conversations import GREETING, Message
-from baton_engine.demo.evaluate import answer, load_model
-from baton_engine.demo.questions import MODEL_DIRECTORY, load_questions
-from baton_engine.demo.tokenizer import encode_conversation
+from baton_engine.demo.training.conversations import GREETING, Message
+from baton_engine.demo.training.evaluate import answer, load_model
+from baton_engine.demo.training.questions import MODEL_DIRECTORY, load_questions
+from baton_engine.demo.training.tokenizer import encode_conversation
 
 MAX_SIZE_BYTES = 8_000_000
 NUM_SAMPLED_QUESTIONS = 50
 REQUIRED_EXACT_SHARE = 0.8
-# The same as in `baton_engine.demo.evaluate`, whose figures the README quotes.
+# The same as in `baton_engine.demo.training.evaluate`, whose figures the README quotes.
 SEED = 0
 
 

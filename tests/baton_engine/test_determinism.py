@@ -13,7 +13,7 @@ from baton.ids import SeqId
 from baton_engine.build import build_engine
 from baton_engine.host import ThreadEngineHost
 from baton_engine.kernels import select
-from baton_engine.kernels.cpu_matmul import multiplies_int8, streams_bfloat16
+from baton_engine.kernels.cpu.matmul import multiplies_int8, streams_bfloat16
 from baton_engine.kernels.select import check_deterministic
 from baton_engine.layers.fixed_rows import ROWS, fix_rows
 from baton_engine.layers.linear import Linear, pack

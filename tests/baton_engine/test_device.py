@@ -17,7 +17,7 @@ from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.loader import load_decoder
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.plan import Launched, StepPlan
-from kv_transfer.memory import ArenaSpan
+from kv_transfer.memory.arena import ArenaSpan
 from tests.baton_engine.absent_device import ABSENT, AbsentKernels, watched
 from tests.baton_engine.stepping import Text, make_texts
 from tests.baton_engine.tiny_models import make_model

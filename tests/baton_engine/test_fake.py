@@ -3,7 +3,7 @@ import pytest
 from baton.errors import EngineError
 from baton.generation import SamplingParams
 from baton.ids import BlockId, SeqId
-from baton_engine.fake import FakeRunner
+from baton_engine.fakes.engine import FakeRunner
 from baton_engine.ports import PageExport
 from baton_engine.scheduling.plan import Row, StepPlan
 from baton_engine.scheduling.sequence import Sequence

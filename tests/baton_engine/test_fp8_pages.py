@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from baton_engine.demo.questions import MODEL_DIRECTORY, load_questions
+from baton_engine.demo.training.questions import MODEL_DIRECTORY, load_questions
 from baton_engine.models.config import load_spec
 from baton_engine.models.loader import load_decoder
 from tests.baton_engine.closeness import assert_near, closeness, logits_after_each

@@ -16,7 +16,6 @@ from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId
 from baton.layout import KvLayout
 from baton_engine.cache.arena import KvArena
-from baton_engine.crossing import Crossing, HostMemory
 from baton_engine.graphs import DecodeGraphs, Scored, bucket_sizes
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.reference import ReferenceKernels
@@ -30,6 +29,7 @@ from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.plan import Row, StepPlan
 from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.staging import DeviceStaging, PinnedBuffers
 from tests.baton_engine.looped import draw_all
 from tests.baton_engine.stepping import Text, make_runner, make_texts, run_all
 from tests.baton_engine.tiny_models import make_model, random_prompts
@@ -147,13 +147,15 @@ def test_steps_from_graphs_draw_what_steps_without_them_draw(decoder, params):
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens come back as from a GPU: into memory of the host, behind the step that drew them."""
-    memories: defaultdict[Crossing, HostMemory] = defaultdict(lambda: HostMemory(pinned=False))
+    memories: defaultdict[DeviceStaging, PinnedBuffers] = defaultdict(
+        lambda: PinnedBuffers(pinned=False)
+    )
 
-    def bring(crossing: Crossing, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        host = memories[crossing].room(tensor.nbytes).view(tensor.dtype).copy_(tensor)
+    def copy_back(staging: DeviceStaging, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        host = memories[staging].room(tensor.nbytes).view(tensor.dtype).copy_(tensor)
         return lambda: host
 
-    monkeypatch.setattr(Crossing, "bring", bring)
+    monkeypatch.setattr(DeviceStaging, "copy_back", copy_back)
 
 
 @pytest.mark.usefixtures("copied")

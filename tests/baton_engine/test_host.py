@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import InvariantError
 from baton.ids import SeqId
-from baton_engine.fake import FakeEngine, FakeRunner
+from baton_engine.fakes.engine import FakeEngine, FakeRunner
 from baton_engine.host import EventFan, ThreadEngineHost
 from baton_engine.messages import Generate, PrefillStarted, Released, Sampled, StepEvents
 from baton_engine.ports import EnginePort

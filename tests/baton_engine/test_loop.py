@@ -5,7 +5,7 @@ import pytest
 from baton.clock import ManualClock
 from baton.errors import EngineError, InvariantError
 from baton.ids import SeqId
-from baton_engine.fake import FakeRunner
+from baton_engine.fakes.engine import FakeRunner
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import (
     Abort,

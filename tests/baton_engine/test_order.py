@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.generation import Promise
+from baton.generation import SloTargets
 from baton.ids import SeqId
 from baton_engine.messages import Generate, PrefillStarted
 from baton_engine.scheduling.order import MOST_OVERTAKEN
@@ -15,10 +15,10 @@ A, B, C, D = (SeqId(name) for name in "abcd")
 SLACK = SchedulingPolicy(prefill_order="slack")
 
 
-def generate(seq_id, length=8, *, first=0, max_tokens=1, **promise) -> Generate:
+def generate(seq_id, length=8, *, first=0, max_tokens=1, **slo) -> Generate:
     tokens = tuple((first + i) % 1000 for i in range(length))
     return Generate(
-        seq_id=seq_id, prompt=prompt(tokens, max_tokens=max_tokens, promise=Promise(**promise))
+        seq_id=seq_id, prompt=prompt(tokens, max_tokens=max_tokens, slo=SloTargets(**slo))
     )
 
 

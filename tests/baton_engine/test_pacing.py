@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.generation import NO_PROMISE, Promise
+from baton.generation import NO_SLO, SloTargets
 from baton.ids import SeqId
 from baton_engine.messages import Generate
 from baton_engine.scheduling.pacing import Allowance
@@ -61,10 +61,10 @@ class TimedWorld(World):
                 self.timed_step()
 
 
-def beside_decodes(world: TimedWorld, promise=NO_PROMISE, length=2000):
+def beside_decodes(world: TimedWorld, slo=NO_SLO, length=2000):
     """Steps with a long prompt beside four decodes, until it is computed."""
     for i in range(4):
-        asked = prompt((i, 1, 2, 3), max_tokens=3000, promise=promise)
+        asked = prompt((i, 1, 2, 3), max_tokens=3000, slo=slo)
         world.tell(Generate(seq_id=SeqId(f"d{i}"), prompt=asked))
     world.timed_step()
     long = prompt(tuple(999 - i % 900 for i in range(length)), max_tokens=1)
@@ -118,14 +118,14 @@ def test_a_target_is_used_and_not_only_kept():
 def test_the_tightest_promise_of_those_who_decode_counts():
     world = TimedWorld(SchedulingPolicy(tbt_s=5.0))
     world.teach()
-    steps = beside_decodes(world, Promise(tbt_s=0.05))
+    steps = beside_decodes(world, SloTargets(tbt_s=0.05))
     assert max(seconds for seconds, _, _ in steps) <= 0.05
 
 
 def test_a_promise_to_one_who_does_not_decode_bounds_nothing():
     world = TimedWorld(SchedulingPolicy())
     world.teach()
-    asked = prompt(tuple(range(400, 900)), max_tokens=1, promise=Promise(tbt_s=0.01))
+    asked = prompt(tuple(range(400, 900)), max_tokens=1, slo=SloTargets(tbt_s=0.01))
     world.tell(Generate(seq_id=SeqId("alone"), prompt=asked))
     assert world.timed_step()[2] == 500
 

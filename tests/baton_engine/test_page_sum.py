@@ -10,7 +10,7 @@ from baton.ids import LayerName
 from baton.layout import KvLayout
 from baton_engine.cache.arena import KvArena
 from baton_engine.kernels import reference
-from kv_transfer.page_hash import Checksum, hash_rows
+from kv_transfer.memory.page_hash import Checksum, hash_rows
 from tests.baton_engine.triton_cases import DEVICE, kernels, needs_triton
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from baton.errors import CorruptKvError, TransferError, disposition
 from baton.ids import SeqId
-from baton_engine.fake_pool import FakePool
+from baton_engine.fakes.pool import FakePool
 from baton_engine.messages import (
     Abort,
     Failed,

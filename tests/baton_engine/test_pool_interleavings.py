@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from baton_engine.fake_pool import FakePool
+from baton_engine.fakes.pool import FakePool
 from baton_engine.messages import Abort, Failed
 from tests.baton_engine.scheduling_world import World, limits
 from tests.baton_engine.test_scheduler_interleavings import EOS, Interleavings

@@ -13,12 +13,13 @@ from baton.errors import CorruptKvError
 from baton.generation import Prompt, SamplingParams
 from baton.hashing import chain_keys, root_key
 from baton.ids import BlockKey, SeqId
+from baton.pages import Ready
 from baton_engine.cache.arena import KvArena
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Failed, Generate, Prefill, PrefillStarted, Sampled, SeqEvent
 from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.loader import load_decoder
-from baton_engine.ports import LayerDone, PageExport
+from baton_engine.ports import PageExport
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.scheduler import Scheduler
@@ -49,7 +50,7 @@ class Sink:
         self.told: Callable[[int], None] = lambda layer_index: None
 
     def layer_ready(
-        self, layer_index: int, exports: Sequence[PageExport], done: LayerDone | None
+        self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
     ) -> None:
         for export in exports:
             self.layers.setdefault(export.seq_id, []).append(layer_index)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.rules import PREEMPTIONS, PREFILL_ORDERS
-from baton.generation import Promise
+from baton.generation import SloTargets
 from baton.ids import SeqId
 from baton_engine.messages import Generate
 from baton_engine.scheduling.order import ORDERS
@@ -23,18 +23,18 @@ A, B, C = (SeqId(name) for name in "abc")
 POLICIES = sorted(PRECEDENCES)
 
 
-def generate(seq_id, length=8, *, first=0, max_tokens=40, samples=1, **promise) -> Generate:
+def generate(seq_id, length=8, *, first=0, max_tokens=40, samples=1, **slo) -> Generate:
     tokens = tuple((first + i) % 1000 for i in range(length))
-    asked = prompt(tokens, max_tokens=max_tokens, samples=samples, promise=Promise(**promise))
+    asked = prompt(tokens, max_tokens=max_tokens, samples=samples, slo=SloTargets(**slo))
     return Generate(seq_id=seq_id, prompt=asked)
 
 
-def first_victim(policy: str, **promises) -> str:
+def first_victim(policy: str, **slos) -> str:
     """Of three texts that outgrow the pages together."""
     world = World(limits(num_blocks=18), policy=SchedulingPolicy(preemption=policy))
     world.tell(
         *(
-            generate(seq_id, first=100 * n, **promises.get(seq_id, {}))
+            generate(seq_id, first=100 * n, **slos.get(seq_id, {}))
             for n, seq_id in enumerate((A, B, C))
         )
     )
@@ -55,10 +55,10 @@ def test_by_priority_the_lowest_gives_way_and_of_equals_the_last_comer():
     assert first_victim("priority", a={"priority": 2}) == C
 
 
-def test_by_promise_the_loosest_gives_way():
+def test_by_slo_the_loosest_gives_way():
     tight, loose = {"tbt_s": 0.05}, {"tbt_s": 0.5}
-    assert first_victim("promise", a=tight, b=loose, c=tight) == B
-    assert first_victim("promise", a={}, b=loose, c=tight) == A
+    assert first_victim("slo", a=tight, b=loose, c=tight) == B
+    assert first_victim("slo", a={}, b=loose, c=tight) == A
 
 
 ARRIVALS = st.lists(

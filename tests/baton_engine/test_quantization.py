@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from baton_engine.kernels.cpu_library import load_library
+from baton_engine.kernels.cpu.library import load_library
 from baton_engine.kernels.select import check_quantization
 from baton_engine.models.config import load_spec, quantised
 from tests.baton_engine.tiny_models import make_model

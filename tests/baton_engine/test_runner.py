@@ -11,13 +11,14 @@ from transformers import AutoModelForCausalLM
 from baton.errors import EngineError
 from baton.generation import SamplingParams
 from baton.ids import BlockId, SeqId
+from baton.pages import Ready
 from baton_engine.cache.arena import KvArena
 from baton_engine.kernels.ports import KernelSet
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.models.config import load_spec
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
-from baton_engine.ports import LayerDone, PageExport
+from baton_engine.ports import PageExport
 from baton_engine.scheduling.plan import Row, StepPlan
 from baton_engine.scheduling.sequence import Sequence
 from tests.baton_engine.stepping import make_runner, make_texts, run_all
@@ -244,7 +245,7 @@ class RecordingSink:
         self.told: list[tuple[int, tuple[PageExport, ...], torch.Tensor]] = []
 
     def layer_ready(
-        self, layer_index: int, exports: Exports[PageExport], done: LayerDone | None
+        self, layer_index: int, exports: Exports[PageExport], done: Ready | None
     ) -> None:
         assert self.arena is not None
         self.told.append((layer_index, tuple(exports), self.arena.layer(layer_index)[0].clone()))

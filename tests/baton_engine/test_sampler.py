@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from baton.generation import SamplingParams, TokenLogprobs
 from baton.ids import SeqId
-from baton_engine.crossing import Crossing, Parcel
 from baton_engine.sampling.adjust import adjust, collect_changes
 from baton_engine.sampling.filters import collect_filters, drop_unlikely
 from baton_engine.sampling.sampler import Sampler
 from baton_engine.sampling.streams import uniforms
 from baton_engine.scheduling.plan import Drawn, Row
 from baton_engine.scheduling.sequence import Sequence
+from baton_engine.staging import DeviceStaging, StagedBatch
 
 EOS = 0
 VOCAB = 300
@@ -105,9 +105,9 @@ def test_negative_and_huge_seeds_are_streams_too():
 
 def kept(scores: torch.Tensor, **params) -> set[int]:
     weights = (scores - scores.max()).exp().unsqueeze(0)
-    parcel = Parcel()
-    asked = collect_filters([SamplingParams(**params)], parcel)
-    Crossing(weights.device).send(parcel)
+    staged = StagedBatch()
+    asked = collect_filters([SamplingParams(**params)], staged)
+    DeviceStaging(weights.device).send(staged)
     drop_unlikely(weights, asked)
     return set(weights[0].nonzero().flatten().tolist())
 
@@ -184,9 +184,9 @@ def test_scores_are_not_copied_once_enough_tokens_are_there():
     logits = logits_of(t0=9.0)
     params = greedy(min_tokens=2)
     for output, is_copied in (((5, 5), False), ((5,), True)):
-        parcel = Parcel()
-        changes = collect_changes([row(params, output=output)], VOCAB, (EOS,), parcel)
-        Crossing(logits.device).send(parcel)
+        staged = StagedBatch()
+        changes = collect_changes([row(params, output=output)], VOCAB, (EOS,), staged)
+        DeviceStaging(logits.device).send(staged)
         assert (adjust(logits, changes) is not logits) == is_copied
 
 

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from baton.generation import Promise, Prompt
+from baton.generation import Prompt, SloTargets
 from baton.ids import SeqId
 from baton_engine.messages import (
     Abort,
@@ -31,8 +31,8 @@ ASKED = st.builds(
     st.text("ab", min_size=1, max_size=14).map(lambda text: tuple(map(ord, text))),
     samples=st.integers(1, 3),
     max_tokens=st.sampled_from([1, 5, 12]),
-    promise=st.builds(
-        Promise,
+    slo=st.builds(
+        SloTargets,
         ttft_s=st.none() | st.sampled_from([0.0, 1.0]),
         tbt_s=st.none() | st.sampled_from([0.01, 1.0]),
         priority=st.integers(0, 2),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton_engine.kernels.checks import HEAD_DIMS
+from baton_engine.kernels.triton.checks import HEAD_DIMS
 from tests.baton_engine.compile_ahead import Build, compile_ahead
 from tests.baton_engine.triton_cases import kernels, needs_triton
 

@@ -39,7 +39,7 @@ def engines(tmp_path_factory):
     path = make_model(tmp_path_factory.mktemp("model"), "qwen3", vocab_size=301)
 
     def make(**changes) -> WholeEngine:
-        invariant = kernels("gpu").InvariantTritonKernels()
+        invariant = kernels("kernel_set").InvariantTritonKernels()
         return WholeEngine(path, dtype=torch.float32, kernels=invariant, **changes)
 
     return make

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from baton.generation import SamplingParams
 from baton.ids import SeqId
-from baton_engine.crossing import Crossing, Parcel
 from baton_engine.sampling.draws import (
     RandomRows,
     collect_random,
@@ -19,6 +18,7 @@ from baton_engine.sampling.draws import (
 )
 from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.sequence import Sequence
+from baton_engine.staging import DeviceStaging, StagedBatch
 from tests.baton_engine.triton_cases import DEVICE, kernels, needs_triton
 
 pytestmark = needs_triton
@@ -47,10 +47,10 @@ def row(seed: int, samples=(0,), **params) -> Row:
 
 
 def arrived(rows: list[Row], random: list[int]) -> RandomRows:
-    parcel = Parcel()
+    staged = StagedBatch()
     first_draws = np.cumsum([0, *(len(row.samples) for row in rows)]).tolist()
-    made = collect_random(rows, random, first_draws, parcel)
-    Crossing(torch.device(DEVICE)).send(parcel)
+    made = collect_random(rows, random, first_draws, staged)
+    DeviceStaging(torch.device(DEVICE)).send(staged)
     return made
 
 

@@ -43,7 +43,7 @@ def triton_kernels(kv_dtype: torch.dtype | None = None) -> KernelSet:
     """Of a GPU so small that contexts of this test are cut into pieces. Pages of 8 bits are written by the twin: the interpreter
     rounds to them wrongly (7.9 becomes 4).
     """
-    made = kernels("gpu").TritonKernels(multiprocessors=2)
+    made = kernels("kernel_set").TritonKernels(multiprocessors=2)
     if kv_dtype is not None:
         made.rotate_and_store = reference.rotate_and_store
     kernel_set: KernelSet = made

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.generation import SamplingParams
-from baton_engine.kernels.cpu_matmul import multiplies_int8, streams_bfloat16
+from baton_engine.kernels.cpu.matmul import multiplies_int8, streams_bfloat16
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.models.config import load_spec
 from baton_engine.models.inputs import InputBuilder

@@ -30,8 +30,8 @@ needs_triton = pytest.mark.skipif(
 
 
 def kernels(name: str) -> ModuleType:
-    """A module of `baton_engine.kernels`, imported late: it needs Triton."""
-    return importlib.import_module(f"baton_engine.kernels.{name}")
+    """A module of `baton_engine.kernels.triton`, imported late: it needs Triton."""
+    return importlib.import_module(f"baton_engine.kernels.triton.{name}")
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

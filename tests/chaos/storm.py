@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from baton_cluster.runtime_dir import ROUTER_SOCKET
-from baton_cluster.status import fetch
+from baton_cluster.cli.status import fetch
+from baton_cluster.launch.runtime_dir import ROUTER_SOCKET
 from tests.chaos.process import ProcessFaults
 from tests.chaos.traffic import Traffic
 

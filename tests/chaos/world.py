@@ -176,7 +176,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 def right(prompt: Prompt) -> list[list[int]]:
     """The tokens that the fake model gives for a prompt, wherever it runs."""
-    from baton_engine.fake import FakeRunner
+    from baton_engine.fakes.engine import FakeRunner
 
     return oracle(FakeRunner(LIMITS), prompt)
 

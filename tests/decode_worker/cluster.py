@@ -36,7 +36,7 @@ from baton.layout import SPARE_BLOCKS, KvLayout
 from baton.rpc.channel import open_channel
 from baton.rpc.generation import prompt_to_proto
 from baton.rpc.hello import WorkerHello
-from baton.rpc.v1 import common_pb2, worker_pb2
+from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.telemetry.tracing import Tracer
 from baton_engine.fakes.engine import FakeRunner
 from baton_engine.host import ThreadEngineHost

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
-from baton_cluster import cli
+from baton_cluster.cli.main import main
 
 READY = re.compile(r"ready on (http://\S+)")
 
@@ -50,7 +50,7 @@ class Served:
         Asked in this process: to start one takes longer than the answer, and the time of those that are served.
         """
         with redirect_stdout(io.StringIO()) as said:
-            status = cli.main([*words, "--json", "--runtime-dir", str(self.runtime_dir)])
+            status = main([*words, "--json", "--runtime-dir", str(self.runtime_dir)])
         return json.loads(said.getvalue()) if status == 0 else {}
 
     def status(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def serve(model: str | None, *flags: str) -> Iterator[Served]:
     """
     directory = tempfile.mkdtemp(prefix="baton-e2e-")
     runtime_dir = Path(directory) / "run"
-    command = [sys.executable, "-m", "baton_cluster.cli", "serve", *([model] if model else [])]
+    command = [sys.executable, "-m", "baton_cluster.cli.main", "serve", *([model] if model else [])]
     command += ["--port", "0", "--runtime-dir", str(runtime_dir), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     shared_before = set(os.listdir("/dev/shm"))

@@ -124,7 +124,7 @@ def test_operators_find_what_they_look_for(cluster: Served, path: str) -> None:
 
 
 def test_status_lists_both_workers(cluster: Served) -> None:
-    command = [sys.executable, "-m", "baton_cluster.cli", "status", "--json"]
+    command = [sys.executable, "-m", "baton_cluster.cli.main", "status", "--json"]
     command += ["--runtime-dir", str(cluster.runtime_dir)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     roles = {worker["role"] for worker in json.loads(shown.stdout)["workers"]}

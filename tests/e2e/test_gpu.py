@@ -8,7 +8,7 @@ import httpx
 import pytest
 import torch
 
-from kv_transfer.cuda import devices
+from kv_transfer.memory.cuda import devices
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 from tests.e2e.served import serve

@@ -13,6 +13,7 @@ from baton.errors import TransferError
 from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId, new_xfer_id
 from baton.layout import SPARE_BLOCKS
+from baton.pages import Ready
 from baton_engine.build import BuiltEngine, build_engine
 from baton_engine.messages import (
     Generate,
@@ -24,10 +25,10 @@ from baton_engine.messages import (
     Start,
     StepEvents,
 )
-from baton_engine.ports import LayerDone, LayerSink, PageExport
-from kv_transfer.arena_memory import WorkerMemory
+from baton_engine.ports import LayerSink, PageExport
+from kv_transfer.backends.shm import ShmReceiver, ShmSender
+from kv_transfer.memory.arena import WorkerMemory
 from kv_transfer.ports import KvWriter, Push
-from kv_transfer.shm import ShmReceiver, ShmSender
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 
@@ -98,7 +99,7 @@ class PushingSink:
         self._num_pushes = 0
 
     def layer_ready(
-        self, layer_index: int, exports: Sequence[PageExport], done: LayerDone | None
+        self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
     ) -> None:
         assert self.writer is not None
         for export in exports:

@@ -12,8 +12,8 @@ from redis import Redis
 
 from baton.errors import UnavailableError
 from baton.rpc.v1.pool_pb2 import PoolUsageReply, PoolUsageRequest
-from baton_cluster.pool_usage import ask
-from kv_transfer.backends import BACKENDS
+from baton_cluster.cli.pool_usage import ask
+from kv_transfer.backends.registry import BACKENDS
 from tests.baton_engine.tiny_models import make_model
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, assert_gone, eventually, serve

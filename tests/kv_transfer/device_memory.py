@@ -1,7 +1,7 @@
 """Memory of a GPU that looks to the tests like a memoryview, and to the backends like an arena."""
 
-from kv_transfer.cuda import Cuda
-from kv_transfer.memory import ArenaSpan
+from kv_transfer.memory.arena import ArenaSpan
+from kv_transfer.memory.cuda import Cuda
 
 
 class DeviceMemory:

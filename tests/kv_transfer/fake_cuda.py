@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.errors import TransferError
-from kv_transfer.cuda import IPC_HANDLE_BYTES, HostBuffer, Rows, Stream
+from kv_transfer.memory.cuda import IPC_HANDLE_BYTES, HostBuffer, Rows, Stream
 
 TIMEOUT_S = 30
 

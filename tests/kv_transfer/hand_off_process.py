@@ -18,39 +18,25 @@ from baton.ids import BlockId, Incarnation, WorkerId, WorkerIdentity, XferId
 from baton.rpc.channel import bind, new_server
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.rpc.v1.common_pb2 import Signed
-from kv_transfer.arena_hashes import ArenaHashes
-from kv_transfer.checksum import find_corruption
-from kv_transfer.deadlines import LedgerLimits
-from kv_transfer.fan_out import FanOut, FanOutAction, ForRank
-from kv_transfer.handshake import Endpoint, SessionOffer
+from kv_transfer.backends.shm import ShmReceiver, ShmSender
 from kv_transfer.heads import LinkPlan
-from kv_transfer.ledger import TransferLedger
-from kv_transfer.ledger_messages import (
-    EndSession,
+from kv_transfer.ledger.ledger import (
     Expected,
-    FreePages,
     FromPeer,
-    LedgerAction,
     LedgerEvent,
     PagesGone,
     PagesReserved,
     PagesVerified,
     PeerFenced,
     Reassigned,
-    ReservePages,
     SessionLost,
     SessionOpened,
-    StartDecoding,
-    ToPeer,
-    TransferFailed,
-    VerifyPages,
+    TransferLedger,
     Withdrawn,
-    WriterLost,
 )
-from kv_transfer.messages import SessionId, ToDecode, ToPrefill
-from kv_transfer.outbox_messages import (
-    Drew,
+from kv_transfer.ledger.outbox import (
     Exported,
+    FirstTokensDrawn,
     FromDecode,
     HandOver,
     HandOverFailed,
@@ -60,17 +46,32 @@ from kv_transfer.outbox_messages import (
     PushDone,
     Send,
     Started,
-    StartPush,
 )
-from kv_transfer.page_hash import Checksum, Hashes
+from kv_transfer.ledger.ranks import FanOut, FanOutAction, ForRank
+from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.ledger.transfer import (
+    EndSession,
+    FreePages,
+    LedgerAction,
+    LedgerLimits,
+    ReservePages,
+    StartDecoding,
+    ToPeer,
+    TransferFailed,
+    VerifyPages,
+    WriterLost,
+)
+from kv_transfer.memory.checksum import find_corruption
+from kv_transfer.memory.page_hash import ArenaHashes, Checksum, Hashes
+from kv_transfer.memory.pages import layer_pages
+from kv_transfer.memory.shared_region import SharedRegion
+from kv_transfer.messages import SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Export, Grant
-from kv_transfer.pusher import Pusher
-from kv_transfer.regions import SharedRegion
-from kv_transfer.session import PeerSession
-from kv_transfer.session_service import TransferService
-from kv_transfer.shm import ShmReceiver, ShmSender, layer_pages
+from kv_transfer.session.client import PeerSession
+from kv_transfer.session.connection import OpenedSession, PageWriter
+from kv_transfer.session.handshake import Endpoint, SessionOffer
+from kv_transfer.session.server import TransferService
 from kv_transfer.ticket import Permit, TicketOffice
-from kv_transfer.way import OpenedSession
 from tests.kv_transfer.rank_process import UNTOUCHED, layout_of
 from tests.kv_transfer.sharding import truth
 
@@ -207,7 +208,7 @@ class Way:
         self._owner = owner
         self._rank = rank
         self.session: PeerSession | None = None
-        self.pusher: Pusher | None = None
+        self.pusher: PageWriter | None = None
 
     def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
         self.pusher = opened.pusher
@@ -266,7 +267,7 @@ class PrefillRank(Rank):
             export = Export(layer_index=layer, first_block=0, source=self._pages)
             self.apply(Exported(xfer_id=permit.xfer_id, export=export))
         if not self._stays:
-            self.apply(Drew(xfer_id=permit.xfer_id, first_tokens=FIRST))
+            self.apply(FirstTokensDrawn(xfer_id=permit.xfer_id, first_tokens=FIRST))
 
     def apply(self, event: Any) -> None:
         self._act(self._fan_out.handle(event, self.clock.now_s()))

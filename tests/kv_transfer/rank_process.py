@@ -8,9 +8,10 @@ from typing import Any
 from baton.errors import TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
+from kv_transfer.backends.shm import BACKEND, ShmReceiver, ShmSender
+from kv_transfer.memory.pages import layer_pages
+from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import KvWriter, Push, RegionHandle
-from kv_transfer.regions import SharedRegion
-from kv_transfer.shm import BACKEND, ShmReceiver, ShmSender, layer_pages
 from tests.kv_transfer.conformance import Outcome
 from tests.kv_transfer.sharding import spread, truth
 

@@ -6,9 +6,9 @@ import os
 import sys
 import threading
 
-from kv_transfer.backends import open_receivers
+from kv_transfer.backends.registry import open_receivers
+from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import RegionHandle
-from kv_transfer.regions import SharedRegion
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS
 from tests.kv_transfer.device_memory import DeviceMemory
 

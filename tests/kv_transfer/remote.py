@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kv_transfer.backends import open_senders
-from kv_transfer.page_mover import PageMover
+from kv_transfer.backends.cuda_ipc import PageMover
+from kv_transfer.backends.registry import open_senders
+from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import RegionHandle
-from kv_transfer.regions import SharedRegion
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, Link
 from tests.kv_transfer.device_memory import DeviceMemory
 

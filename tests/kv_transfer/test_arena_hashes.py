@@ -5,10 +5,9 @@ import pytest
 
 from baton.errors import TransferError
 from baton.ids import BlockId
-from kv_transfer.arena_hashes import ArenaHashes, ReadBackHashes, ways_to_hash
-from kv_transfer.cuda import Cuda, devices
-from kv_transfer.memory import ArenaSpan
-from kv_transfer.page_hash import Checksum
+from kv_transfer.memory.arena import ArenaSpan
+from kv_transfer.memory.cuda import Cuda, devices
+from kv_transfer.memory.page_hash import ArenaHashes, Checksum, ReadBackHashes, ways_to_hash
 from tests.kv_transfer.conformance import LAYOUT, fill
 from tests.kv_transfer.device_memory import DeviceMemory
 from tests.kv_transfer.fake_cuda import FakeCuda, FakeGpu

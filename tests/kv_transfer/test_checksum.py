@@ -8,16 +8,11 @@ from hypothesis import strategies as st
 
 from baton.ids import BlockId, LayerName
 from baton.layout import KvLayout
-from kv_transfer.arena_hashes import ArenaHashes
-from kv_transfer.checksum import (
-    LAYERS_PER_GROUP,
-    checksum_bytes,
-    find_corruption,
-    fold,
-)
 from kv_transfer.heads import plan_link
+from kv_transfer.memory.checksum import LAYERS_PER_GROUP, checksum_bytes, find_corruption, fold
+from kv_transfer.memory.page_hash import ArenaHashes
+from kv_transfer.memory.pages import layer_pages
 from kv_transfer.plan import Grant
-from kv_transfer.shm import layer_pages
 
 NUM_LAYERS = LAYERS_PER_GROUP + 4
 NUM_BLOCKS = 6

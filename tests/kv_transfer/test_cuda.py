@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from baton.errors import TransferError
-from kv_transfer.cuda import IPC_HANDLE_BYTES, Cuda, Rows, Stream, devices
+from kv_transfer.memory.cuda import IPC_HANDLE_BYTES, Cuda, Rows, Stream, devices
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not devices(), reason="no GPU")]
 SIZE = 64 * 1024

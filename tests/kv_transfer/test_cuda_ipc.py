@@ -11,10 +11,15 @@ import pytest
 import torch
 
 from baton.errors import TransferError
-from kv_transfer.cuda import Stream, devices
-from kv_transfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender
-from kv_transfer.memory import ArenaSpan
-from kv_transfer.page_mover import DriverMover, PageMover, PageRows
+from kv_transfer.backends.cuda_ipc import (
+    CudaIpcReceiver,
+    CudaIpcSender,
+    DriverMover,
+    PageMover,
+    PageRows,
+)
+from kv_transfer.memory.arena import ArenaSpan
+from kv_transfer.memory.cuda import Stream, devices
 from kv_transfer.ports import KvWriter
 from tests.baton_engine.triton_cases import DEVICE, IS_INTERPRETED, kernels, needs_triton
 from tests.kv_transfer.conformance import (

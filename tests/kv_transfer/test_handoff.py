@@ -37,50 +37,52 @@ from baton.errors import (
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
-from kv_transfer.checksum import fold
-from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
 from kv_transfer.lease import WriteLease
-from kv_transfer.ledger import TransferLedger
-from kv_transfer.ledger_messages import (
-    EndSession,
+from kv_transfer.ledger.ledger import (
     Expected,
-    FreePages,
     FromPeer,
-    LedgerAction,
     PagesGone,
     PagesReserved,
     PagesVerified,
     PeerFenced,
     Reassigned,
-    ReservePages,
     SessionLost,
     SessionOpened,
-    StartDecoding,
-    ToPeer,
-    TransferFailed,
-    VerifyPages,
+    TransferLedger,
     Withdrawn,
-    WriterLost,
 )
-from kv_transfer.messages import Granted, Heartbeat, SessionId, ToDecode, ToPrefill
-from kv_transfer.outbox import Outbox
-from kv_transfer.outbox_messages import (
-    Drew,
+from kv_transfer.ledger.outbox import (
     Exported,
+    FirstTokensDrawn,
     FromDecode,
     GivenUp,
     HandOver,
     HandOverFailed,
     Opened,
+    Outbox,
     OutboxAction,
     PeerDown,
     PeerUp,
     PushDone,
     Send,
     Started,
-    StartPush,
 )
+from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.ledger.transfer import (
+    EndSession,
+    FreePages,
+    LedgerAction,
+    LedgerLimits,
+    ReservePages,
+    StartDecoding,
+    ToPeer,
+    TransferFailed,
+    VerifyPages,
+    WriterLost,
+)
+from kv_transfer.memory.checksum import fold
+from kv_transfer.messages import Granted, Heartbeat, SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Export, Grant
 from kv_transfer.ticket import Permit
 from tests.kv_transfer.permits import D, permit
@@ -278,7 +280,7 @@ class HandOffMachine(RuleBasedStateMachine):
             self.tell_p(worker, Exported(xfer_id=xfer_id, export=compute.todo.pop(0)))
         if not compute.todo and not compute.drawn:
             compute.drawn = True
-            self.tell_p(worker, Drew(xfer_id=xfer_id, first_tokens=FIRST))
+            self.tell_p(worker, FirstTokensDrawn(xfer_id=xfer_id, first_tokens=FIRST))
 
     def begin_copy(self, worker: Prefiller, link: Link, push_id: int) -> None:
         """As a backend does: asked for the lease right before the bytes move."""

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from baton.errors import IncompatibleError, TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
+from kv_transfer.backends.shm import copy_pages
 from kv_transfer.heads import HeadSlice, plan_link, plan_sender
 from kv_transfer.ports import Push
-from kv_transfer.shm import copy_pages
 from tests.kv_transfer.sharding import WHOLE, Bytes, heads_of, spread, truth
 
 SIZES = (1, 2, 4, 8)

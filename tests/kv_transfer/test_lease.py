@@ -7,13 +7,12 @@ import pytest
 from baton.clock import ManualClock
 from baton.errors import LeaseExpiredError, TransferError
 from baton.ids import BlockId
-from kv_transfer.arena_hashes import ArenaHashes
-from kv_transfer.fake import FakeFabric, FakeReceiver, FakeSender
+from kv_transfer.backends.fake import FakeFabric, FakeReceiver, FakeSender
 from kv_transfer.heads import plan_link
 from kv_transfer.lease import LeaseBook, WriteLease
+from kv_transfer.memory.page_hash import ArenaHashes, Hashes
 from kv_transfer.messages import SessionId
-from kv_transfer.page_hash import Hashes
-from kv_transfer.pusher import Pusher
+from kv_transfer.session.connection import PageWriter
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, fill, page, push
 
 TIMEOUT_S = 30
@@ -86,7 +85,7 @@ class Way:
         sender = FakeSender(fabric, self.source, num_blocks=SENDER_BLOCKS)
         self.lease = WriteLease(self.clock, 4.0, 0.0)
         self.hashes = ArenaHashes(self.source, LAYOUT, num_blocks=SENDER_BLOCKS)
-        self.pusher = Pusher(
+        self.pusher = PageWriter(
             sender.connect(handle, LAYOUT),
             lease=self.lease,
             link=plan_link(LAYOUT, LAYOUT),

@@ -13,27 +13,30 @@ from baton.errors import (
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
-from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
-from kv_transfer.ledger import TransferLedger
-from kv_transfer.ledger_messages import (
-    EndSession,
+from kv_transfer.ledger.ledger import (
     Expected,
-    FreePages,
     FromPeer,
     PagesGone,
     PagesReserved,
     PagesVerified,
     PeerFenced,
     Reassigned,
-    ReservePages,
     SessionLost,
     SessionOpened,
+    TransferLedger,
+    Withdrawn,
+)
+from kv_transfer.ledger.transfer import (
+    EndSession,
+    FreePages,
+    LedgerLimits,
+    ReservePages,
     StartDecoding,
     ToPeer,
     TransferFailed,
+    TransferState,
     VerifyPages,
-    Withdrawn,
     WriterLost,
 )
 from kv_transfer.messages import (
@@ -48,7 +51,6 @@ from kv_transfer.messages import (
     ToDecode,
 )
 from kv_transfer.plan import Grant
-from kv_transfer.transfer_state import TransferState
 from tests.kv_transfer.permits import P, permit
 
 X = XferId("x")

@@ -7,24 +7,27 @@ import pytest
 from baton.generation import TokenSample
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
-from kv_transfer.deadlines import LedgerLimits
 from kv_transfer.heads import plan_link
-from kv_transfer.ledger import TransferLedger
-from kv_transfer.ledger_messages import (
+from kv_transfer.ledger.ledger import (
     Expected,
-    FreePages,
     FromPeer,
-    LedgerAction,
     PagesReserved,
     PagesVerified,
     PeerFenced,
     Reassigned,
-    ReservePages,
     SessionLost,
     SessionOpened,
+    TransferLedger,
+)
+from kv_transfer.ledger.transfer import (
+    FreePages,
+    LedgerAction,
+    LedgerLimits,
+    ReservePages,
     StartDecoding,
     ToPeer,
     TransferFailed,
+    TransferState,
     VerifyPages,
     WriterLost,
 )
@@ -38,7 +41,6 @@ from kv_transfer.messages import (
     ToDecode,
 )
 from kv_transfer.plan import Grant
-from kv_transfer.transfer_state import TransferState
 from tests.kv_transfer.permits import P, permit
 
 X = XferId("x")

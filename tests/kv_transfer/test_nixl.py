@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kv_transfer.backends import BACKENDS
+from kv_transfer.backends.registry import BACKENDS
 from tests.kv_transfer.conformance import (
     Link,
     RevocableConformance,

@@ -7,8 +7,25 @@ from baton.errors import InvariantError, TicketError, TransferError, WorkerLostE
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
-from kv_transfer.checksum import fold
 from kv_transfer.heads import plan_link
+from kv_transfer.ledger.outbox import (
+    Exported,
+    FirstTokensDrawn,
+    FromDecode,
+    GivenUp,
+    HandOver,
+    HandOverFailed,
+    Opened,
+    Outbox,
+    OutgoingState,
+    PeerDown,
+    PeerUp,
+    PushDone,
+    Send,
+    Started,
+)
+from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.memory.checksum import fold
 from kv_transfer.messages import (
     AbortRequest,
     Commit,
@@ -19,24 +36,7 @@ from kv_transfer.messages import (
     Reserve,
     ToPrefill,
 )
-from kv_transfer.outbox import Outbox
-from kv_transfer.outbox_messages import (
-    Drew,
-    Exported,
-    FromDecode,
-    GivenUp,
-    HandOver,
-    HandOverFailed,
-    Opened,
-    PeerDown,
-    PeerUp,
-    PushDone,
-    Send,
-    Started,
-    StartPush,
-)
 from kv_transfer.plan import Export, Grant
-from kv_transfer.sending import SendingState
 from tests.kv_transfer.permits import permit
 
 X = XferId("x")
@@ -50,7 +50,7 @@ LAYOUT = KvLayout(
     layers=(LayerName("a"), LayerName("b")),
 )
 FIRST = (TokenSample(sample=0, token=5),)
-DREW = Drew(xfer_id=X, first_tokens=FIRST)
+DREW = FirstTokensDrawn(xfer_id=X, first_tokens=FIRST)
 
 
 def exported(layer: int, first: int, *source: int) -> Exported:
@@ -215,7 +215,7 @@ def test_a_lost_peer_fails_its_legs_silently_and_waits_for_outstanding_pushes(ou
     (push,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
     (failed,) = outbox.handle(PeerDown(peer=D, error=WorkerLostError("gone")), 0.0)
     assert isinstance(failed, HandOverFailed)
-    assert outbox.state(X) is SendingState.ABORTING
+    assert outbox.state(X) is OutgoingState.ABORTING
     assert land(outbox, push) == []
     assert outbox.in_flight() == 0
 
@@ -230,7 +230,7 @@ def test_messages_of_another_attempt_do_not_touch_this_one(outbox: Outbox):
     older = said(AbortRequest(xfer_id=X, attempt=0, error=error))
     assert outbox.handle(older, 0.0) == [Send(peer=D, message=Quiesced(xfer_id=X, attempt=0))]
     assert outbox.handle(said(Committed(xfer_id=X, attempt=2)), 0.0) == []
-    assert outbox.state(X) is SendingState.RESERVING
+    assert outbox.state(X) is OutgoingState.RESERVING
     assert outbox.refused == 2
 
 

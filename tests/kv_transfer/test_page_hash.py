@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import TransferError
-from kv_transfer.page_hash import Checksum, hash_rows
+from kv_transfer.memory.page_hash import Checksum, hash_rows
 
 WORDS = 12
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from baton.errors import CancelledByPeerError, TransferError
 from baton.generation import TokenSample
 from baton.ids import XferId
-from kv_transfer.rank_group import (
+from kv_transfer.ledger.ranks import (
     DropOn,
     GroupFailed,
     GroupWithdrawn,

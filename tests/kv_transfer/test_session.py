@@ -22,9 +22,15 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.rpc.v1.common_pb2 import Failure, Signed
-from kv_transfer.arena_hashes import ArenaHashes
-from kv_transfer.fake import Done, FakeFabric, FakeReceiver, FakeSender, FakeWriter
-from kv_transfer.handshake import (
+from kv_transfer.backends.fake import Done, FakeFabric, FakeReceiver, FakeSender, FakeWriter
+from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.memory.page_hash import ArenaHashes, Checksum
+from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecode, ToPrefill
+from kv_transfer.plan import Grant
+from kv_transfer.ports import KvWriter, Push, RegionHandle
+from kv_transfer.session.client import PeerSession
+from kv_transfer.session.connection import OpenedSession
+from kv_transfer.session.handshake import (
     Accepted,
     Endpoint,
     SessionOffer,
@@ -32,17 +38,10 @@ from kv_transfer.handshake import (
     read_accepted,
     refused_field,
 )
-from kv_transfer.heads import LinkPlan, plan_link
-from kv_transfer.link import Link
-from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecode, ToPrefill
-from kv_transfer.page_hash import Checksum
-from kv_transfer.plan import Grant
-from kv_transfer.ports import KvWriter, Push, RegionHandle
-from kv_transfer.seal import SessionSeal
-from kv_transfer.session import PeerSession
-from kv_transfer.session_service import TransferService
+from kv_transfer.session.link_speed import LinkSpeed
+from kv_transfer.session.seal import SessionSeal
+from kv_transfer.session.server import TransferService
 from kv_transfer.ticket import TicketOffice, shown
-from kv_transfer.way import OpenedSession
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, push
 from tests.kv_transfer.permits import OFFICE, D, P, permit
 
@@ -60,7 +59,7 @@ class Heard:
 
     events: asyncio.Queue[tuple[str, object]] = field(default_factory=asyncio.Queue)
     link: LinkPlan | None = None
-    speed: Link | None = None
+    speed: LinkSpeed | None = None
     fields: list[str] = field(default_factory=list)
     beats: int = 0
 

@@ -14,7 +14,7 @@ import pytest
 
 from baton.errors import TransferError
 from baton.ids import XferId
-from kv_transfer.rank_group import (
+from kv_transfer.ledger.ranks import (
     DropOn,
     GroupAction,
     GroupFailed,

@@ -5,8 +5,8 @@ import itertools
 from baton.ids import BlockId, LayerName
 from baton.layout import KvLayout
 from kv_transfer.heads import plan_link
+from kv_transfer.ledger.shipment import Shipment
 from kv_transfer.plan import Export, Grant
-from kv_transfer.shipment import Shipment
 from tests.kv_transfer.permits import permit
 
 LAYOUT = KvLayout(

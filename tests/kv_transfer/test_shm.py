@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from baton.errors import TransferError
+from kv_transfer.backends.shm import BACKEND, ShmReceiver, ShmSender
+from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import RegionHandle
-from kv_transfer.regions import SharedRegion
-from kv_transfer.shm import BACKEND, ShmReceiver, ShmSender
 from tests.kv_transfer.conformance import (
     LAYOUT,
     RECEIVER_BLOCKS,
@@ -74,8 +74,8 @@ def test_a_peer_that_dies_is_known_to_be_gone(tmp_path: Path, receiver: ShmRecei
     handle = receiver.handle()
     code = (
         "import sys\n"
-        "from kv_transfer.region_server import attach\n"
-        "from kv_transfer.shm import _parse\n"
+        "from kv_transfer.memory.shared_region import attach\n"
+        "from kv_transfer.backends.shm import _parse\n"
         "from kv_transfer.ports import RegionHandle\n"
         "opaque, size = bytes.fromhex(sys.argv[1]), int(sys.argv[2])\n"
         "token, path = _parse(RegionHandle(backend='shm', opaque=opaque, num_blocks=1))\n"

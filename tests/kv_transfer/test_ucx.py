@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kv_transfer.backends import BACKENDS
+from kv_transfer.backends.registry import BACKENDS
 from tests.kv_transfer.conformance import (
     Link,
     RevocableConformance,
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {
 def test_opening_ucx_leaves_no_settings_behind_for_others_in_the_process():
     asked = (
         "import os; before = dict(os.environ)\n"
-        "from kv_transfer.ucx import UcxContext\n"
+        "from kv_transfer.backends.ucx.worker import UcxContext\n"
         "UcxContext(); assert dict(os.environ) == before, set(os.environ) - set(before)"
     )
     subprocess.run([sys.executable, "-c", asked], check=True, timeout=60)

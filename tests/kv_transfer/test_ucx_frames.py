@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 from baton.errors import TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
-from kv_transfer.heads import plan_link
-from kv_transfer.page_copy import Pages
-from kv_transfer.ports import Push
-from kv_transfer.shm import layer_pages
-from kv_transfer.ucx_frames import (
+from kv_transfer.backends.ucx.frames import (
     MAX_PAYLOAD_BYTES,
     Buffer,
     HeadReader,
@@ -22,6 +18,9 @@ from kv_transfer.ucx_frames import (
     head_of,
     rows_of,
 )
+from kv_transfer.heads import plan_link
+from kv_transfer.memory.pages import Pages, layer_pages
+from kv_transfer.ports import Push
 
 SMALL = KvLayout(
     model_fingerprint="f",

@@ -10,15 +10,15 @@ import pytest
 
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
-from kv_transfer import ucp
-from kv_transfer.backends import BACKENDS
+from kv_transfer.backends.registry import BACKENDS
+from kv_transfer.backends.ucx import ucp
+from kv_transfer.backends.ucx.frames import HeadReader, frames_of, head_of, rows_of
+from kv_transfer.backends.ucx.receiver import UcxSession
+from kv_transfer.backends.ucx.ucp import Request, load_turns, places_of
+from kv_transfer.backends.ucx.worker import UcxContext, UcxWorker, body_tag, head_tag
 from kv_transfer.heads import plan_link
+from kv_transfer.memory.pages import layer_pages
 from kv_transfer.ports import Push
-from kv_transfer.shm import layer_pages
-from kv_transfer.ucp import Request, load_turns, places_of
-from kv_transfer.ucx import UcxContext, UcxWorker, body_tag, head_tag
-from kv_transfer.ucx_frames import HeadReader, frames_of, head_of, rows_of
-from kv_transfer.ucx_session import UcxSession
 
 BACKEND = BACKENDS["ucx"]
 

@@ -11,7 +11,7 @@ from baton.clock import ManualClock
 from baton.ids import BlockId, BlockKey, LayerName, SeqId
 from baton.layout import KvLayout
 from baton.pages import PageFetch
-from kv_transfer.shm import layer_pages
+from kv_transfer.memory.pages import layer_pages
 from kvpool.host_pages import HostPages, slab_layers
 from kvpool.messages import BlockLease, HeldBlock
 from kvpool.read_leases import ReadLeases

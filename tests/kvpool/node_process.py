@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig, TransferConfig
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
-from kv_transfer import shm
+from kv_transfer.backends import shm
 from kvpool.service import run
 
 

@@ -19,7 +19,7 @@ from baton.redis_link import open_redis
 from baton.rpc.channel import open_channel
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
-from kv_transfer.page_copy import Pages
+from kv_transfer.memory.pages import Pages
 from kvpool.client import GrpcPoolClient
 from kvpool.directory.redis import RedisDirectory
 from kvpool.messages import BlockLease, Owner, PutGrant

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from baton.errors import TransferError
-from kv_transfer.memory import ArenaSpan
+from kv_transfer.memory.arena import ArenaSpan
 from kvpool import gpu_pages
 from kvpool.gpu_pages import GpuPages
 from kvpool.host_pages import HostPages

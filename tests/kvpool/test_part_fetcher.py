@@ -8,7 +8,7 @@ from baton.clock import ManualClock
 from baton.errors import BatonError, PoolUnavailableError, TransferError
 from baton.ids import WorkerIdentity, XferId
 from baton.rpc.v1 import pool_pb2 as pb
-from kv_transfer.handshake import Endpoint
+from kv_transfer.session.handshake import Endpoint
 from kv_transfer.ticket import TicketOffice
 from kvpool.ledger import NodeLedger
 from kvpool.limits import NodeLimits

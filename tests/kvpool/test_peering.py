@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.config.schema import TransferConfig
-from kv_transfer.backends import BACKENDS
+from kv_transfer.backends.registry import BACKENDS
 from kvpool.messages import Owner
 from tests.kvpool.nodes_world import ANNA, LAYOUT, NUM_SLOTS, Node, Worker, keys, pool_config, until
 from tests.redis_servers import a_redis

@@ -21,7 +21,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.hello import identity_to_proto, layout_to_proto
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
-from kv_transfer.page_copy import Pages
+from kv_transfer.memory.pages import Pages
 from kvpool.accounts import Allowance
 from kvpool.client import GrpcPoolClient
 from kvpool.messages import Owner, PutGrant, RefusalReason, Refused

@@ -12,7 +12,6 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
-from transformers import PreTrainedTokenizerFast
 
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
@@ -25,7 +24,8 @@ from router.routing.explanation import DecisionLog
 from router.tenancy import Tenancy
 from router.tenants.directory import TenantDirectory
 from router.tenants.tenant import ANONYMOUS
-from router.tokenizer import Tokenizer
+from router.text.pretrained import PretrainedTokenizer
+from router.text.tokenizer import Tokenizer
 from tests.router.tiny_tokenizers import CHAT_TEMPLATE, byte_level, token_id
 
 MODEL = "tiny"
@@ -33,10 +33,10 @@ MODEL = "tiny"
 
 def tiny_tokenizer(chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
     """Byte-level, with a chat template, without files."""
-    backend = byte_level()
-    renderer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    renderer.chat_template = chat_template
-    return Tokenizer(backend, renderer, threads=1)
+    pretrained = PretrainedTokenizer(
+        backend=byte_level(), special_tokens={"eos_token": "<|end|>"}, chat_template=chat_template
+    )
+    return Tokenizer(pretrained, threads=1)
 
 
 @dataclass(kw_only=True)

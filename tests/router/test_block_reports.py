@@ -14,9 +14,9 @@ from baton.hashing import chain_keys, root_key
 from baton.ids import RequestId, Role
 from baton_engine.messages import FlushCache
 from router.generator import ClusterGenerator
-from router.index_metrics import IndexMetrics
 from router.ports import GenerationJob
 from router.routing.memory import prints_of
+from router.telemetry.collectors import IndexMetrics
 from tests.decode_worker.cluster import LAYOUT, LIMITS, SECRET, Node, node
 
 TIMEOUT_S = 60.0

@@ -199,7 +199,7 @@ def test_both_workers_are_told_what_the_request_was_promised(core):
     job = GenerationJob(request_id=REQUEST, prompt=prompt, deadline_s=60.0, slo=slo, waited_s=0.5)
     actions = core(Submitted(job=job))
     for told in (sent(actions, SendPrefill), sent(actions, SendExpect)):
-        assert told.prompt.promise == slo.promise(0.5)
+        assert told.prompt.slo == slo.promise(0.5)
 
 
 def test_tokens_flow_and_the_timing_comes_last(core):

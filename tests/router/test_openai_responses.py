@@ -5,7 +5,7 @@ import pytest
 from openai.types.responses import Response as OpenaiResponse
 
 from baton.errors import WorkerLostError
-from router.openai.replies import ErrorReply
+from router.http.errors import ErrorReply
 from tests.router.served import MODEL, Served, listening, serve
 
 

@@ -5,10 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequestError
-from router.openai.body import parse_body
-from router.openai.completions import read_completion
+from router.http.body import parse_body
+from router.openai.completions import read_completion, take_token_prompt
 from router.openai.requests import CompletionRequest
-from router.openai.token_prompt import take_token_prompt
 
 LONG = list(range(2000))
 

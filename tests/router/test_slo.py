@@ -2,7 +2,7 @@ import pytest
 
 from baton.config.schema import RouterConfig, SloClass
 from baton.errors import ConfigError, InvalidRequestError
-from baton.generation import NO_PROMISE, Promise
+from baton.generation import NO_SLO, SloTargets
 from router.slo import STANDARD, Slo, SloBook
 
 BOOK = SloBook(RouterConfig().slo_classes)
@@ -15,9 +15,9 @@ def test_the_default_class_promises_nothing_so_that_nobody_is_refused_for_it():
 
 def test_a_worker_is_promised_what_waiting_has_left():
     slo = Slo(name="quick", ttft_s=2.0, tbt_s=0.1, priority=2)
-    assert slo.promise(0.5) == Promise(ttft_s=1.5, tbt_s=0.1, priority=2)
+    assert slo.promise(0.5) == SloTargets(ttft_s=1.5, tbt_s=0.1, priority=2)
     assert slo.promise(7.0).ttft_s == 0.0
-    assert STANDARD.promise(7.0) == NO_PROMISE
+    assert STANDARD.promise(7.0) == NO_SLO
 
 
 def test_classes_are_ordered_by_urgency():

@@ -12,7 +12,6 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
-from transformers import PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
@@ -74,6 +73,8 @@ def save(
     tokenizer: Tokenizer, directory: Path, *, chat_template: str | None = CHAT_TEMPLATE
 ) -> Path:
     """Writes what a model's directory holds of its tokenizer."""
+    from transformers import PreTrainedTokenizerFast  # slow to import; most tests make no files
+
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", clean_up_tokenization_spaces=False
     )

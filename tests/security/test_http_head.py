@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import uvicorn
 
-from router.http_head import MAX_HEAD_BYTES, BoundedHeadProtocol
+from router.http.head_limit import MAX_HEAD_BYTES, BoundedHeadProtocol
 from tests.router.served import listening, serve
 
 pytestmark = pytest.mark.timeout(30)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from router.openai.fields import MAX_CHOICES, MAX_METADATA, MAX_TEMPLATE_KWARGS
-from router.openai.replies import ErrorReply
+from router.http.errors import ErrorReply
+from router.http.fields import MAX_CHOICES, MAX_METADATA, MAX_TEMPLATE_KWARGS
 from tests.router.served import MODEL, serve
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

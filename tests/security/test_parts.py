@@ -5,8 +5,8 @@ import json
 import pytest
 
 from baton.errors import InvalidRequestError
-from router.openai.json_parts import MAX_CONTAINERS, check_parts
-from router.openai.replies import ErrorReply
+from router.http.body import MAX_CONTAINERS, check_parts
+from router.http.errors import ErrorReply
 from tests.router.served import serve
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from router.openai.replies import ErrorReply
+from router.http.errors import ErrorReply
 from router.ports import ServedModel
 from tests.router.served import MODEL, Served, serve
 

@@ -10,10 +10,10 @@ from baton.config.schema import AdminConfig, BatonConfig, LogConfig, RouterConfi
 from baton.errors import ConfigError, WorkerLostError
 from baton.redis_link import open_redis
 from baton.telemetry.metrics import new_registry
-from router.audit import AuditLog
+from router.http.audit import AuditLog
 from router.tenancy import open_tenancy
 from tests.router.served import serve
-from tests.router.test_openai_limits import parts
+from tests.router.test_http_account import parts
 
 KEY = "k"
 WRONG = "wrong-but-secret-credential"

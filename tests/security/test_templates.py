@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import InvalidRequestError
-from router.chat_template import Rendering
-from router.tokenizer import Tokenizer
+from router.templates.chat_template import Rendering
+from router.text.tokenizer import Tokenizer
 from tests.router.served import serve
 from tests.router.tiny_tokenizers import byte_level, save
 

@@ -366,7 +366,7 @@ class SessionAccepted(_message.Message):
     checksums: _builtins.bool
     """whether commits have to carry them"""
     checksum: _builtins.str
-    """by which rule (kv_transfer/page_hash.py); xxh3 if empty"""
+    """by which rule (kv_transfer/memory/page_hash.py); xxh3 if empty"""
     spare_blocks: _builtins.int
     """the last pages of the region: of no sequence, for measuring the link"""
     @_builtins.property

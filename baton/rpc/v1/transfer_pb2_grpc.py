@@ -45,7 +45,7 @@ class TransferServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """Sealed `TransferRequest`s there, sealed `TransferReply`s back (kv_transfer/seal.py).
+        """Sealed `TransferRequest`s there, sealed `TransferReply`s back (kv_transfer/session/seal.py).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

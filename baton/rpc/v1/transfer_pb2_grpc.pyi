@@ -34,13 +34,13 @@ class TransferStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TransferAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_common_pb2.Signed, _common_pb2.Signed]
-    """Sealed `TransferRequest`s there, sealed `TransferReply`s back (kv_transfer/seal.py)."""
+    """Sealed `TransferRequest`s there, sealed `TransferReply`s back (kv_transfer/session/seal.py)."""
 
 @_typing.type_check_only
 class TransferAsyncStub(TransferStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_common_pb2.Signed, _common_pb2.Signed]  # type: ignore[assignment]
-    """Sealed `TransferRequest`s there, sealed `TransferReply`s back (kv_transfer/seal.py)."""
+    """Sealed `TransferRequest`s there, sealed `TransferReply`s back (kv_transfer/session/seal.py)."""
 
 class TransferServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -49,6 +49,6 @@ class TransferServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_common_pb2.Signed],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_common_pb2.Signed], _abc.AsyncIterator[_common_pb2.Signed]]:
-        """Sealed `TransferRequest`s there, sealed `TransferReply`s back (kv_transfer/seal.py)."""
+        """Sealed `TransferRequest`s there, sealed `TransferReply`s back (kv_transfer/session/seal.py)."""
 
 def add_TransferServicer_to_server(servicer: TransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,1 @@
+"""The command `baton`: one module per subcommand, and what they share."""

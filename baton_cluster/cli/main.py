@@ -1,0 +1,86 @@
+"""The command `baton`. Each subcommand is a module with `add_arguments` and `run`; here is only what they share.
+
+A fault that a person can act on is one line, `baton: error: ...`; status 2 says that what was asked is wrong, 1 that it
+could not be done.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, Protocol
+
+from baton.errors import BatonError, ConfigError
+from baton.version import version
+from baton_cluster.cli import chat, demo, doctor, explain, pool, run_role, serve, status, tenants
+
+
+class Subcommand(Protocol):
+    """What a subcommand's module has."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Says what it can be told."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Does it, and returns the exit status."""
+
+
+COMMANDS: Mapping[str, tuple[Subcommand, str]] = {
+    "serve": (serve, "serve a model from a cluster on this machine"),
+    "run": (run_role, "run one process of a cluster whose others are started elsewhere"),
+    "chat": (chat, "talk to any server that speaks OpenAI's API"),
+    "status": (status, "show the workers of a running cluster"),
+    "pool": (pool, "show what the KV pool holds, or make it forget"),
+    "explain": (explain, "show why a request was sent where it was"),
+    "tenants": (tenants, "make API keys, and check and publish the tenants document"),
+    "doctor": (doctor, "show what this machine offers, and what would stop a cluster"),
+    "demo": (demo, "let a small cluster answer a question, and show where the time went"),
+}
+"""The module of each, and its summary."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"baton: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    command: Subcommand = arguments.command
+    try:
+        return command.run(arguments)
+    except ConfigError as error:
+        return _fail(error, 2)
+    except BatonError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `head` does. Nothing may be flushed to it at exit.
+        sys.stdout = None
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="baton", allow_abbrev=False, description="Distributed LLM serving, disaggregated."
+    )
+    parser.add_argument("--version", action="version", version=f"baton {version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    for name, (command, summary) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        subparser.set_defaults(command=command)
+        command.add_arguments(subparser)
+    return parser
+
+
+def _fail(error: BatonError, status: int) -> int:
+    message = " ".join(error.message.split())
+    print(f"baton: error: {message}", file=sys.stderr)  # noqa: T201  # the command line speaks
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The line to the router of a running cluster, for commands that ask it something over its own Unix socket."""
+
+import argparse
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+
+from baton.errors import ConfigError, UnavailableError
+from baton.rpc.channel import open_channel
+from baton.rpc.v1.control_pb2_grpc import ControlStub
+from baton_cluster.launch.runtime_dir import ROUTER_SOCKET, default_dir, is_alive, running_clusters
+
+if TYPE_CHECKING:
+    from baton.rpc.v1.control_pb2_grpc import ControlAsyncStub  # exists for type checkers only
+
+ANSWER_WAIT_S = 5.0
+_Reply = TypeVar("_Reply")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which cluster, and in what form it answers."""
+    parser.add_argument("--json", action="store_true", help="for machines")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--port", type=int, help="HTTP port of a cluster on this machine")
+    which.add_argument(
+        "--runtime-dir", type=Path, metavar="DIRECTORY", help="where its sockets are"
+    )
+
+
+def router_address(arguments: argparse.Namespace) -> str:
+    """The router of the cluster that `arguments` mean; raises as `cluster_dir` does."""
+    return f"unix:{cluster_dir(arguments) / ROUTER_SOCKET}"
+
+
+async def ask(address: str, question: Callable[["ControlAsyncStub"], Awaitable[_Reply]]) -> _Reply:
+    """What the router at `address` answers.
+
+    Raises:
+        UnavailableError: It does not.
+    """
+    async with open_channel(address) as channel:
+        try:
+            return await question(ControlStub(channel))
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"the router does not answer: {error.details()}") from error
+
+
+def cluster_dir(arguments: argparse.Namespace) -> Path:
+    """The runtime directory of the named cluster, or of the only one that runs here.
+
+    Raises:
+        UnavailableError: It does not run, or none does.
+        ConfigError: Several do, and none is named.
+    """
+    port: int | None = arguments.port
+    runtime_dir: Path | None = arguments.runtime_dir
+    if runtime_dir is not None or port is not None:
+        path = runtime_dir if runtime_dir is not None else default_dir(port or 0)
+        if not is_alive(path):
+            raise UnavailableError(f"no cluster is running at {path}")
+        return path
+    running = running_clusters()
+    if not running:
+        raise UnavailableError("no cluster of this user is running here (baton serve starts one)")
+    if len(running) > 1:
+        ports = ", ".join(path.name for path in running)
+        raise ConfigError(f"several clusters are running, on ports {ports}: name one with --port")
+    return running[0]

@@ -1,0 +1,1 @@
+"""Starts the processes of a cluster on one machine and supervises them; what every child process does."""

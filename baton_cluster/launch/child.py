@@ -1,0 +1,138 @@
+"""What every child process has in common, whatever its role: lifeline, signals, logs, and how it ends.
+
+A child ends well when the launcher asks it to (SIGTERM) or has died (end of the lifeline); then its role drains what is in
+flight. It ends badly with one `fatal` status line. SIGINT is ignored: Ctrl-C is the launcher's to handle.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import uvloop
+
+from baton.errors import BatonError
+from baton.telemetry import logs
+from baton_cluster.launch.assignment import Assignment
+from baton_cluster.launch.lifeline import ChildEnd, Progress, Ready, fatal
+from baton_cluster.launch.runtime_dir import leave
+
+_PROGRESS_INTERVAL_S = 0.1
+_ORPHAN_GRACE_S = 5.0
+
+_log = logs.get_logger(__name__)
+
+
+class Child:
+    """A child process as its role sees it.
+
+    Attributes:
+        assignment: What the launcher asks of it.
+        stop: Set when the role shall finish what is in flight and return.
+    """
+
+    def __init__(self, assignment: Assignment, end: ChildEnd) -> None:
+        self.assignment = assignment
+        self.stop = asyncio.Event()
+        self._end = end
+        self._is_ready = False
+        self._last_progress: tuple[str, float] = ("", 0.0)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `ready` was called."""
+        return self._is_ready
+
+    def progress(self, what: str, done: float | None = None) -> None:
+        """Tells the launcher how far the start is; from any thread, as often as one likes."""
+        last_what, last_s = self._last_progress
+        now_s = time.monotonic()
+        if what == last_what and done != 1.0 and now_s - last_s < _PROGRESS_INTERVAL_S:
+            return
+        self._last_progress = (what, now_s)
+        self._end.send(Progress(what=what, done=done))
+
+    def ready(self) -> None:
+        """Tells the launcher that this process serves."""
+        self._is_ready = True
+        self._end.send(Ready())
+
+
+RoleMain = Callable[[Child], Awaitable[None]]
+
+
+def run(role_main: RoleMain, lifeline_fd: int, *, interruptible: bool = False) -> None:
+    """Runs `role_main` as this process; does not return. `interruptible`: Ctrl-C is its own to handle, as SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end = ChildEnd(socket.socket(fileno=lifeline_fd))
+    try:
+        assignment = end.receive()
+    except BatonError as error:
+        end.send(fatal(error))
+        sys.exit(1)
+    logs.configure(assignment.config.log, assignment.part.name)
+    stops = (signal.SIGTERM, signal.SIGINT) if interruptible else (signal.SIGTERM,)
+    status = _run_to_end(role_main, assignment, end, stops)
+    _take_leave(assignment)
+    logging.shutdown()
+    # Not sys.exit: a thread may still be loading weights or sit in a library that never returns, and what must be
+    # undone has been.
+    os._exit(status)
+
+
+def _run_to_end(
+    role_main: RoleMain, assignment: Assignment, end: ChildEnd, stops: Sequence[signal.Signals]
+) -> int:
+    # Never closed: closing waits for the threads of `asyncio.to_thread`, and one of them may be loading weights.
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    try:
+        runner.run(_live(role_main, assignment, end, stops))
+    except BatonError as error:
+        end.send(fatal(error))
+        return 1
+    except Exception as error:  # noqa: BLE001  # the outermost frame: the launcher must hear of anything
+        _log.error("process failed", cause=error)
+        end.send(fatal(BatonError(f"{assignment.part.name}: {type(error).__name__}: {error}")))
+        return 1
+    return 0
+
+
+async def _live(
+    role_main: RoleMain, assignment: Assignment, end: ChildEnd, stops: Sequence[signal.Signals]
+) -> None:
+    child = Child(assignment, end)
+    loop = asyncio.get_running_loop()
+    for number in stops:
+        loop.add_signal_handler(number, child.stop.set)
+    end.watch(lambda: _orphaned(child, loop))
+    role = asyncio.ensure_future(role_main(child))
+    stopped = asyncio.ensure_future(child.stop.wait())
+    await asyncio.wait({role, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if role.done() or child.is_ready:
+        await role
+    # Else it is asked to go while it starts: nothing is in flight, and nobody waits for what it loads.
+
+
+def _orphaned(child: Child, loop: asyncio.AbstractEventLoop) -> None:
+    """The launcher is gone: stop as if asked to, and see to it that a role that hangs does not stay for ever."""
+    try:
+        loop.call_soon_threadsafe(child.stop.set)
+    except RuntimeError:
+        return  # The loop is closed: this process is ending already.
+    time.sleep(child.assignment.config.cluster.drain_timeout_s + _ORPHAN_GRACE_S)
+    try:
+        _take_leave(child.assignment)
+    finally:
+        os._exit(1)
+
+
+def _take_leave(assignment: Assignment) -> None:
+    for socket_path in assignment.part.sockets:
+        socket_path.unlink(missing_ok=True)
+    leave(Path(assignment.config.cluster.runtime_dir), assignment.part.lock_fd)

@@ -1,0 +1,120 @@
+"""One child process as the launcher sees it: started, assigned its part, listened to, signalled, reaped."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from baton.config import env
+from baton.errors import from_code
+from baton.ids import Incarnation
+from baton_cluster.launch.assignment import Assignment
+from baton_cluster.launch.lifeline import Fatal, LauncherEnd, Progress, Ready, Status
+from baton_cluster.launch.plan import ChildPlan
+from baton_cluster.launch.supervisor import (
+    ChildExited,
+    ChildFatal,
+    ChildProgress,
+    ChildReady,
+    Event,
+)
+
+
+class ChildProcess:
+    """A running child. Whoever starts it reads `events` to the end, which reaps it.
+
+    Attributes:
+        plan: What it is.
+        incarnation: Of this start.
+        pid: Also the id of its session and process group, so that a terminal's Ctrl-C passes it by.
+    """
+
+    def __init__(
+        self,
+        plan: ChildPlan,
+        incarnation: Incarnation,
+        process: asyncio.subprocess.Process,
+        lifeline: LauncherEnd,
+    ) -> None:
+        self.plan = plan
+        self.incarnation = incarnation
+        self.pid = process.pid
+        self._process = process
+        self._lifeline = lifeline
+
+    @classmethod
+    async def start(cls, plan: ChildPlan, assignment: Assignment, *, module: str) -> "ChildProcess":
+        """Starts `python -m module` and tells it what to do.
+
+        Raises:
+            OSError: The machine refuses another process or socket.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            lifeline = await LauncherEnd.open(ours)
+            try:
+                process = await _spawn(plan, assignment, theirs.fileno(), module)
+            except OSError:
+                await lifeline.close()
+                raise
+        await lifeline.assign(assignment)
+        return cls(plan, assignment.part.incarnation, process, lifeline)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """What happens to the child, up to its exit, which is always the last."""
+        async for status in self._lifeline.statuses():
+            yield self._event(status)
+        returncode = await self._process.wait()
+        await self._lifeline.close()
+        yield ChildExited(name=self.plan.name, incarnation=self.incarnation, returncode=returncode)
+
+    def terminate(self) -> None:
+        """Asks it to end."""
+        # It may have gone by itself a moment ago; its exit is then on the way to us.
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Ends it now, and whatever it may have started, such as a compiler."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _event(self, status: Status) -> Event:
+        name, incarnation = self.plan.name, self.incarnation
+        match status:
+            case Ready():
+                return ChildReady(name=name, incarnation=incarnation)
+            case Progress():
+                return ChildProgress(
+                    name=name, incarnation=incarnation, what=status.what, done=status.done
+                )
+            case Fatal():
+                error = from_code(status.code, status.message, status.param)
+                return ChildFatal(name=name, incarnation=incarnation, error=error)
+
+
+async def _spawn(
+    plan: ChildPlan, assignment: Assignment, lifeline_fd: int, module: str
+) -> asyncio.subprocess.Process:
+    arguments = (plan.role, "--name", plan.name, "--lifeline", str(lifeline_fd))
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        pass_fds=(lifeline_fd, *assignment.inherited_fds),
+        env=env.child_environment(num_threads=plan.num_threads, import_path=_checkout()),
+        start_new_session=True,
+    )
+
+
+def _checkout() -> str | None:
+    """The directory of a checkout that Baton runs from without being installed; a child may have another path."""
+    root = Path(__file__).resolve().parents[2]
+    return str(root) if (root / "pyproject.toml").is_file() else None

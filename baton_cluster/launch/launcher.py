@@ -1,0 +1,329 @@
+"""Runs a whole cluster on this machine: binds the HTTP port, starts router and workers as processes, supervises them.
+
+The decisions are `supervisor.py`'s; here they become processes and signals. Used by `baton serve` and `baton demo`, and by
+tests and benchmarks:
+
+    async with LocalCluster(config) as cluster:
+        await client.post(f"{cluster.url}/v1/completions", json=...)
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from baton.backoff import Backoff
+from baton.config.schema import BatonConfig
+from baton.errors import BatonError, UnavailableError
+from baton.ids import Incarnation, new_incarnation
+from baton_cluster.launch import listener
+from baton_cluster.launch.child_process import ChildProcess
+from baton_cluster.launch.machine import own_cores, usable_cores
+from baton_cluster.launch.plan import (
+    ChildPlan,
+    assignment_of,
+    plan_children,
+    resolve,
+    resolve_model,
+)
+from baton_cluster.launch.runtime_dir import RuntimeDir, default_dir
+from baton_cluster.launch.supervisor import (
+    Action,
+    Announcement,
+    AnnounceReady,
+    AnnounceRecovered,
+    AnnounceRestart,
+    ChildExited,
+    ChildFatal,
+    ChildProgress,
+    ChildState,
+    Event,
+    GiveUp,
+    Kill,
+    Member,
+    Start,
+    Stop,
+    StopRequested,
+    Supervisor,
+    SupervisorPolicy,
+    Tick,
+)
+from kv_transfer.memory.cuda import devices
+
+
+class Observer(Protocol):
+    """Told what happens, to show it. Must not block."""
+
+    def progress(self, event: ChildProgress) -> None:
+        """A child gets on with its start."""
+
+    def announce(self, announcement: Announcement) -> None:
+        """Something that an operator wants to read."""
+
+
+class Unobserved:
+    """An observer for those who only want the cluster."""
+
+    def progress(self, event: ChildProgress) -> None:
+        """Nothing."""
+
+    def announce(self, announcement: Announcement) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildInfo:
+    """One child at this moment; `pid` and `incarnation` are None while it has no process."""
+
+    name: str
+    role: str
+    state: ChildState
+    pid: int | None
+    incarnation: Incarnation | None
+
+
+class LocalCluster:
+    """A cluster of processes on this machine, from `__aenter__` (it can serve) to `__aexit__` (all gone).
+
+    Args:
+        config: As loaded; what it leaves open is decided here.
+        observer: Told of progress and accidents.
+        child_module: Module that children run; speaks the protocol of `baton_cluster.launch.child`.
+    """
+
+    def __init__(
+        self,
+        config: BatonConfig,
+        *,
+        observer: Observer | None = None,
+        child_module: str = "baton_cluster.roles",
+    ) -> None:
+        self._given = config
+        self._observer = observer or Unobserved()
+        self._child_module = child_module
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._processes: dict[str, ChildProcess] = {}
+        self._listening_to: set[asyncio.Task[None]] = set()
+        self._ready = asyncio.Event()
+        self._failure: BatonError | None = None
+
+    @property
+    def config(self) -> BatonConfig:
+        """The configuration with everything decided."""
+        return self._config
+
+    @property
+    def url(self) -> str:
+        """Base URL of the HTTP surface."""
+        return self._url
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every child that is needed has been ready once and no stop was asked for during the start."""
+        return self._ready.is_set()
+
+    @property
+    def runtime_dir(self) -> Path:
+        """Directory of the cluster's sockets."""
+        return self._runtime.path
+
+    @property
+    def children(self) -> list[ChildInfo]:
+        """Every child at this moment."""
+        return [self._info(plan) for plan in self._plans.values()]
+
+    def kill(self, name: str) -> int:
+        """Kills the child's process as a crash would, and returns its pid. The supervisor starts it again."""
+        process = self._processes[name]
+        process.kill()
+        return process.pid
+
+    def request_stop(self) -> None:
+        """Begins the stop; asked a second time, kills. Returns at once."""
+        self._events.put_nowait(StopRequested())
+
+    async def wait(self) -> None:
+        """Returns when every process is gone.
+
+        Raises:
+            BatonError: The launch failed; this is why.
+        """
+        await asyncio.shield(self._supervising)
+        if self._failure is not None:
+            raise self._failure
+
+    async def __aenter__(self) -> Self:
+        """Returns when all children that are needed are ready, or a stop was asked for meanwhile (`is_ready` tells).
+
+        Raises:
+            ConfigError: The port is taken, or the runtime directory belongs to another cluster.
+            BatonError: A child could not start; everything is stopped again.
+        """
+        self._prepare()
+        self._supervising = asyncio.create_task(self._supervise(), name="supervise")
+        ready = asyncio.create_task(self._ready.wait())
+        try:
+            await asyncio.wait({self._supervising, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if self._supervising.done():
+                await self.wait()
+        except BaseException:
+            await self._end(at_once=True)
+            raise
+        finally:
+            ready.cancel()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stops what still runs and returns when nothing is left."""
+        await self._end(at_once=False)
+
+    def _prepare(self) -> None:
+        given = replace(self._given, model=resolve_model(self._given.model))
+        router = given.router
+        self._listener: socket.socket | None = listener.bind(router.host, router.port)
+        port = self._listener.getsockname()[1]
+        self._url = listener.url_of(self._listener)
+        wanted = given.cluster.runtime_dir
+        try:
+            self._runtime = RuntimeDir.claim(
+                Path(wanted).absolute() if wanted else default_dir(port)
+            )
+        except BatonError:
+            self._listener.close()
+            raise
+        self._config = resolve(
+            given, runtime_dir=self._runtime.path, port=port, cores=usable_cores()
+        )
+        if self._config.pool.enabled:
+            self._runtime.note_pool(self._config.pool.address)
+        on_cpu = self._config.engine.device == "cpu"
+        gpus = 0 if on_cpu else len(devices())
+        plans = plan_children(self._config, self._runtime, gpus, own_cores())
+        self._plans = {plan.name: plan for plan in plans}
+        self._core = self._supervisor(plans)
+
+    def _supervisor(self, plans: Sequence[ChildPlan]) -> Supervisor:
+        cluster = self._config.cluster
+        policy = SupervisorPolicy(
+            restart_backoff=Backoff(
+                first_s=cluster.restart_backoff_s, max_s=cluster.restart_backoff_max_s
+            ),
+            startup_timeout_s=cluster.startup_timeout_s,
+            drain_timeout_s=cluster.drain_timeout_s,
+        )
+        members = [
+            Member(name=plan.name, stop_rank=plan.stop_rank, is_needed=plan.is_needed)
+            for plan in plans
+        ]
+        return Supervisor(members, policy, new_incarnation=new_incarnation, now_s=time.monotonic())
+
+    async def _supervise(self) -> None:
+        try:
+            while not self._core.finished:
+                event = await self._next_event()
+                self._note(event)
+                for action in self._core.handle(event, time.monotonic()):
+                    await self._act(action)
+        finally:
+            self._stop_listening()
+            self._runtime.release()
+
+    async def _next_event(self) -> Event:
+        deadline_s = self._core.next_deadline_s()
+        wait_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        try:
+            return await asyncio.wait_for(self._events.get(), wait_s)
+        except TimeoutError:
+            return Tick()
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case ChildExited():
+                self._processes.pop(event.name, None)
+                self._runtime.forget(event.name)
+            case ChildProgress():
+                self._observer.progress(event)
+            case StopRequested():
+                # With our copy open too, clients would wait in a queue that nobody accepts from any more.
+                self._stop_listening()
+            case _:
+                return
+
+    async def _act(self, action: Action) -> None:
+        match action:
+            case Start():
+                await self._start(action)
+            case Stop():
+                self._processes[action.name].terminate()
+            case Kill():
+                self._processes[action.name].kill()
+            case GiveUp():
+                self._failure = action.error
+                self._stop_listening()
+            case AnnounceReady():
+                self._ready.set()
+                self._observer.announce(action)
+            case AnnounceRestart() | AnnounceRecovered():
+                self._observer.announce(action)
+
+    async def _start(self, action: Start) -> None:
+        plan = self._plans[action.name]
+        assert self._listener is not None, "a stopping cluster starts nothing"
+        assignment = assignment_of(
+            plan,
+            list(self._plans.values()),
+            config=self._config,
+            incarnation=action.incarnation,
+            http_fd=self._listener.fileno(),
+            lock_fd=self._runtime.lock_fd,
+        )
+        try:
+            process = await ChildProcess.start(plan, assignment, module=self._child_module)
+        except OSError as error:
+            self._never_started(action, error)
+            return
+        self._processes[action.name] = process
+        listening = asyncio.create_task(self._listen_to(process), name=f"listen {action.name}")
+        self._listening_to.add(listening)
+        listening.add_done_callback(self._listening_to.discard)
+
+    def _never_started(self, start: Start, error: OSError) -> None:
+        reason = UnavailableError(f"cannot start {start.name}: {error.strerror or error}")
+        name, incarnation = start.name, start.incarnation
+        self._events.put_nowait(ChildFatal(name=name, incarnation=incarnation, error=reason))
+        self._events.put_nowait(ChildExited(name=name, incarnation=incarnation, returncode=1))
+
+    async def _listen_to(self, process: ChildProcess) -> None:
+        async for event in process.events():
+            self._events.put_nowait(event)
+
+    async def _end(self, *, at_once: bool) -> None:
+        if not self._supervising.done():
+            self.request_stop()
+            if at_once:
+                self.request_stop()
+        await asyncio.shield(self._supervising)
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _info(self, plan: ChildPlan) -> ChildInfo:
+        process = self._processes.get(plan.name)
+        return ChildInfo(
+            name=plan.name,
+            role=plan.role,
+            state=self._core.state(plan.name),
+            pid=process.pid if process is not None else None,
+            incarnation=process.incarnation if process is not None else None,
+        )

@@ -1,0 +1,123 @@
+"""The socket between the launcher and each child, both ends of it.
+
+The launcher writes the assignment; the child answers with status lines. Neither ever closes its end while it lives, so
+end-of-file means that the other process is gone, however it died: it is how children of a killed launcher notice.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from baton.errors import BatonError
+from baton_cluster.launch.assignment import Assignment, decode, encode
+
+_MAX_MESSAGE_CHARS = 2000
+
+
+# Structs rather than dataclasses: msgspec tells the members of a union apart only by a tag on a Struct.
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="progress"):
+    """The child gets on with `what`; `done` is a share from 0 to 1 where one is known."""
+
+    what: str
+    done: float | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="ready"):
+    """The child serves."""
+
+
+class Fatal(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="fatal"):
+    """The child ends, and this is why; the fields are those of a `BatonError`."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+Status = Progress | Ready | Fatal
+
+
+def fatal(error: BatonError) -> Fatal:
+    """The status line that carries `error`, as one line of bounded length."""
+    message = " ".join(error.message.split())[:_MAX_MESSAGE_CHARS]
+    return Fatal(code=error.code, message=message, param=error.param)
+
+
+class LauncherEnd:
+    """The launcher's end, on its event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, sock: socket.socket) -> "LauncherEnd":
+        """Takes over `sock`, one of a connected pair."""
+        return cls(*await asyncio.open_connection(sock=sock))
+
+    async def assign(self, assignment: Assignment) -> None:
+        """Sends what the child waits for. A child that is gone already is noticed by its exit, not here."""
+        self._writer.write(encode(assignment))
+        try:
+            await self._writer.drain()
+        except ConnectionError:
+            return
+
+    async def statuses(self) -> AsyncIterator[Status]:
+        """What the child says, until it is gone."""
+        try:
+            while line := await self._reader.readline():
+                yield msgspec.json.decode(line, type=Status)
+        except ConnectionError:
+            return
+
+    async def close(self) -> None:
+        """Lets go; a child that still lives takes it as the launcher's death."""
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except ConnectionError:
+            return
+
+
+class ChildEnd:
+    """The child's end: blocking, for it is needed before there is an event loop and while that loop is busy loading."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._sending = threading.Lock()
+
+    def receive(self) -> Assignment:
+        """Blocks until the launcher has said what to do.
+
+        Raises:
+            ConfigError: What came is no assignment.
+        """
+        with self._sock.makefile("rb") as lines:
+            return decode(lines.readline(), lines.readline())
+
+    def send(self, status: Status) -> None:
+        """Tells the launcher; from any thread. With the launcher gone nobody needs to know."""
+        with self._sending:
+            try:
+                self._sock.sendall(msgspec.json.encode(status) + b"\n")
+            except (BrokenPipeError, ConnectionResetError):
+                return
+
+    def watch(self, launcher_gone: Callable[[], None]) -> None:
+        """Calls `launcher_gone` once, from a thread of its own, when the launcher has died."""
+        thread = threading.Thread(
+            target=self._wait_for_end, args=(launcher_gone,), name="lifeline", daemon=True
+        )
+        thread.start()
+
+    def _wait_for_end(self, launcher_gone: Callable[[], None]) -> None:
+        try:
+            while self._sock.recv(4096):
+                continue  # A later launcher may say more than we know; only its end matters.
+        except ConnectionResetError:
+            pass  # Died with our words unread: gone all the same.
+        launcher_gone()

@@ -1,0 +1,194 @@
+"""An engine without a model, for the tests of everything around it."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from baton.clock import Clock, ManualClock
+from baton.errors import EngineError
+from baton.generation import TokenLogprobs
+from baton.ids import BlockId, SeqId
+from baton_engine.host import EventFan
+from baton_engine.layer_hooks import LayerHooks
+from baton_engine.loop import EngineLoop
+from baton_engine.messages import Command, StepEvents
+from baton_engine.ports import BlockOutlet, KvSource, LayerSink
+from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.plan import Drawn, Launched, Row, StepPlan, StepResult
+from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.sequence import Sequence
+
+_MODULUS = 2**61 - 1
+_BLANK = -1
+
+
+class FakeRunner:
+    """Draws tokens from what stands in the pages, as a model would.
+
+    The "KV" of a token is a hash of the token and the KV before it, read back from the page it was written to. What is drawn
+    depends on the last KV and the sample alone: a wrong page, a lost copy or a stale block gives other tokens or raises.
+
+    Args:
+        limits: Of the engine; sizes the arena and the vocabulary.
+        sink: Told of exported pages, once per layer.
+        num_layers: How many layers the sink hears of.
+
+    Attributes:
+        pages: The arena: per page one hash per token.
+        plans: The last 1000 executed plans.
+        failing: Sequences whose rows raise.
+    """
+
+    def __init__(
+        self, limits: Limits, *, sink: LayerSink | None = None, num_layers: int = 1
+    ) -> None:
+        self._block_tokens = limits.block_tokens
+        self._vocab_size = limits.vocab_size
+        self._sink = sink
+        self._num_layers = num_layers
+        self._source: KvSource | None = None
+        self.pages = [[_BLANK] * limits.block_tokens for _ in range(limits.num_blocks)]
+        self.plans: deque[StepPlan] = deque(maxlen=1000)
+        self.failing: set[SeqId] = set()
+        self._last_drawn: tuple[tuple[Drawn, ...], ...] = ()
+
+    def fetch_from(self, source: KvSource) -> None:
+        """See StepRunner."""
+        self._source = source
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """See StepRunner. Computes as late as any GPU: when it is asked for the outcome, from what it was given here."""
+        seen = tuple(replace(row, seq=_as_it_is(row.seq)) for row in plan.rows)
+        return partial(self._compute_late, replace(plan, rows=seen))
+
+    def _compute_late(self, plan: StepPlan) -> StepResult:
+        for row, place in zip(plan.rows, plan.follows, strict=False):
+            drawn = self._last_drawn[place]
+            row.seq.tokens.append(drawn[0].token if drawn else 0)
+        self._last_drawn = ()
+        result = self.execute(plan)
+        self._last_drawn = result.drawn
+        return result
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See StepRunner."""
+        self.plans.append(plan)
+        for source, target in plan.copies:
+            self.pages[target] = list(self.pages[source])
+        hooks = LayerHooks(plan, self._source, self._sink)
+        with hooks:
+            drawn = self._run_layers(plan, hooks)
+        scores = tuple(self._score(row) for row in plan.rows)
+        lost = hooks.outcome.failed if hooks.outcome is not None else {}
+        failed = tuple(
+            (place, lost[row.seq.seq_id])
+            for place, row in enumerate(plan.rows)
+            if row.seq.seq_id in lost
+        )
+        return StepResult(drawn=drawn, scores=scores, failed=failed, fetched=hooks.outcome)
+
+    def _run_layers(self, plan: StepPlan, hooks: LayerHooks) -> tuple[tuple[Drawn, ...], ...]:
+        """All layers share one page here: it is complete once the last one has been brought."""
+        for layer_index in range(self._num_layers):
+            hooks.before(layer_index)
+        drawn = tuple(self._compute(row) for row in plan.rows)
+        for layer_index in range(self._num_layers):
+            hooks.after(layer_index)
+        return drawn
+
+    def _score(self, row: Row) -> tuple[TokenLogprobs, ...]:
+        """What stands for the log-probability of a token here: its own id, negated."""
+        scored = row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored]
+        return tuple(TokenLogprobs(logprob=-float(token), rank=1, top=()) for token in scored)
+
+    def _compute(self, row: Row) -> tuple[Drawn, ...]:
+        seq = row.seq
+        if seq.seq_id in self.failing:
+            raise EngineError(f"sequence {seq.seq_id} was told to fail")
+        kv = self._read(seq.blocks, row.start - 1) if row.start else 0
+        for position in range(row.start, row.start + row.num_tokens):
+            kv = _mix(kv, seq.tokens[position])
+            page, slot = divmod(position, self._block_tokens)
+            self.pages[seq.blocks[page]][slot] = kv
+        return tuple(Drawn(token=_mix(kv, ~s) % self._vocab_size) for s in row.samples)
+
+    def _read(self, blocks: list[BlockId], position: int) -> int:
+        page, slot = divmod(position, self._block_tokens)
+        kv = self.pages[blocks[page]][slot]
+        if kv == _BLANK:
+            raise EngineError(f"page {blocks[page]} was read where nothing was written")
+        return kv
+
+    def draw_all(self, prompt: tuple[int, ...], sample: int) -> Iterator[int]:
+        """The tokens that `sample` of `prompt` yields without end, computed apart from any page: the oracle."""
+        kv = 0
+        for token in prompt:
+            kv = _mix(kv, token)
+        while True:
+            token = _mix(kv, ~sample) % self._vocab_size
+            yield token
+            kv = _mix(kv, token)
+
+
+def _as_it_is(seq: Sequence) -> Sequence:
+    """A copy, which does not change with what is decided later."""
+    return replace(seq, tokens=list(seq.tokens), blocks=list(seq.blocks))
+
+
+def _mix(kv: int, token: int) -> int:
+    return (
+        (kv ^ (token + 0x9E3779B97F4A7C15)) * 6364136223846793005 + 1442695040888963407
+    ) % _MODULUS
+
+
+class FakeEngine:
+    """`EnginePort` over a real scheduler and a FakeRunner, stepped by hand on the caller's thread."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: FakeRunner, clock: Clock | None = None
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._fan = EventFan()
+        self._loop = EngineLoop(
+            scheduler, runner, emit=self._fan.deliver, clock=clock or ManualClock()
+        )
+        self.is_closed = False
+
+    def connect_pool(self, source: KvSource, outlet: BlockOutlet) -> None:
+        """See ThreadEngineHost."""
+        self._loop.connect_pool(source, outlet)
+
+    def generation(self, block: BlockId) -> int:
+        """See ThreadEngineHost."""
+        return self.scheduler.generation(block)
+
+    def step(self) -> bool:
+        """One turn of the loop; whether a step was computed."""
+        return self._loop.turn()
+
+    def run_until_idle(self) -> None:
+        """Steps until nothing can run before another command comes."""
+        while self.step():
+            pass
+
+    def submit(self, command: Command) -> None:
+        """See EnginePort."""
+        self._loop.submit(command)
+
+    def attach(self, owner: str, listener: Callable[[StepEvents], None]) -> None:
+        """See EnginePort."""
+        self._fan.attach(owner, listener)
+
+    def progress_s(self) -> float | None:
+        """See EnginePort."""
+        return self._loop.progress_s()
+
+    def failure(self) -> BaseException | None:
+        """See EnginePort."""
+        return self._loop.failure()
+
+    def close(self) -> None:
+        """See EnginePort."""
+        self.is_closed = True

@@ -1,0 +1,157 @@
+"""Matrix products of the CPU over weights that are smaller than what is computed in: bfloat16 as stored, or int8.
+
+A decode step reads every weight once and computes little with it, so its time is the size of the weights. Both products are
+done by C functions (matmul_bfloat16.cpp, matmul_int8.cpp) on weights that are put in their reading order once, at load. A
+row's result does not depend on the other rows of the call.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from baton.cpu_features import cpu_flags
+from baton_engine.kernels.cpu.library import load_library
+from baton_engine.kernels.reference import quantise_columns
+
+PANEL_COLUMNS = 32
+"""Output columns that lie together; must agree with tiles.h."""
+INT8_GROUP = 64
+"""Inputs that share a scale of the activations; must agree with matmul_int8.cpp."""
+
+_COMPUTED_IN = (torch.float32, torch.bfloat16)
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+def streams_bfloat16() -> bool:
+    """Whether `BFloat16Panels` is the fastest product of bfloat16 weights here: a processor with AVX-512 that multiplies no
+    bfloat16 by itself (oneDNN emulates that slowly), and a compiler.
+    """
+    native = {"amx_bf16", "avx512_bf16"} & cpu_flags()
+    return not native and "avx512f" in cpu_flags() and load_library() is not None
+
+
+def multiplies_int8() -> bool:
+    """Whether `Int8Panels` runs here: AVX-512 with VNNI, and a compiler."""
+    return "avx512_vnni" in cpu_flags() and load_library() is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BFloat16Panels:
+    """`x @ weight.T + bias` with bfloat16 weights, computed in float32: as exact as if the weights had been widened.
+
+    Attributes:
+        panels: `[ceil(out / 32), ceil(in / 2), 32, 2]` bfloat16.
+        bias: `[out]` float32.
+        inputs: Width of `x`.
+        outputs: Width of the result.
+    """
+
+    panels: torch.Tensor
+    bias: torch.Tensor | None
+    inputs: int
+    outputs: int
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> "BFloat16Panels":
+        """From `weight` `[out, in]` bfloat16, which is copied."""
+        outputs, inputs = weight.shape
+        padded = _padded(weight, 2, 0)
+        panels = padded.view(-1, PANEL_COLUMNS, padded.shape[1] // 2, 2).permute(0, 2, 1, 3)
+        wide = None if bias is None else bias.float().contiguous()
+        return cls(panels=panels.contiguous(), bias=wide, inputs=inputs, outputs=outputs)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[num_tokens, in]`, float32 or bfloat16, to `[num_tokens, out]` of the same dtype."""
+        _check(x, self.inputs)
+        output = torch.empty((x.shape[0], self.outputs), dtype=x.dtype)
+        _function("bfloat16", x.dtype, 4)(
+            x.data_ptr(),
+            self.panels.data_ptr(),
+            _address(self.bias),
+            output.data_ptr(),
+            x.shape[0],
+            self.inputs,
+            self.outputs,
+            torch.get_num_threads(),
+        )
+        return output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Panels:
+    """The same with int8 weights, a scale per output; activations are rounded to int8 per row and 64 inputs on the way in.
+
+    Attributes:
+        panels: `[ceil(out / 32), ceil(in / 64) * 16, 32, 4]` uint8, 128 more than the weights.
+        scales: `[out]` float32.
+        bias: `[out]` float32.
+        inputs: Width of `x`.
+        outputs: Width of the result.
+    """
+
+    panels: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+    inputs: int
+    outputs: int
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> "Int8Panels":
+        """From `weight` `[out, in]` of any floating dtype, which is rounded to the nearest of 255 steps per output."""
+        outputs, inputs = weight.shape
+        rounded, scales = quantise_columns(weight)
+        shifted = _padded((rounded.short() + 128).to(torch.uint8), INT8_GROUP, 128)
+        panels = shifted.view(-1, PANEL_COLUMNS, shifted.shape[1] // 4, 4).permute(0, 2, 1, 3)
+        wide = None if bias is None else bias.float().contiguous()
+        return cls(
+            panels=panels.contiguous(), scales=scales, bias=wide, inputs=inputs, outputs=outputs
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[num_tokens, in]`, float32 or bfloat16, to `[num_tokens, out]` of the same dtype."""
+        _check(x, self.inputs)
+        output = torch.empty((x.shape[0], self.outputs), dtype=x.dtype)
+        _function("int8", x.dtype, 5)(
+            x.data_ptr(),
+            self.panels.data_ptr(),
+            self.scales.data_ptr(),
+            _address(self.bias),
+            output.data_ptr(),
+            x.shape[0],
+            self.inputs,
+            self.outputs,
+            torch.get_num_threads(),
+        )
+        return output
+
+
+def _padded(weight: torch.Tensor, depth: int, filling: int) -> torch.Tensor:
+    """Columns rounded up to whole panels, inputs to whole `depth`s."""
+    outputs, inputs = weight.shape
+    rows = -(-outputs // PANEL_COLUMNS) * PANEL_COLUMNS
+    padded = torch.full((rows, -(-inputs // depth) * depth), filling, dtype=weight.dtype)
+    padded[:outputs, :inputs] = weight
+    return padded
+
+
+def _check(x: torch.Tensor, inputs: int) -> None:
+    if x.dim() != 2 or x.shape[1] != inputs or x.dtype not in _COMPUTED_IN or not x.is_contiguous():
+        raise ValueError(
+            f"x must be contiguous [num_tokens, {inputs}] of {_COMPUTED_IN}, "
+            f"not {x.dtype} of shape {list(x.shape)}"
+        )
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _function(kind: str, dtype: torch.dtype, pointers: int) -> Callable[..., None]:
+    library = load_library()
+    assert library is not None  # nothing is packed without one
+    name = f"baton_matmul_{kind}_{str(dtype).removeprefix('torch.')}"
+    function: ctypes._NamedFuncPointer = getattr(library, name)
+    function.argtypes, function.restype = [_POINTER] * pointers + [_INT] * 4, None
+    return function

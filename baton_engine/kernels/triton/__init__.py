@@ -1,0 +1,1 @@
+"""Kernels for GPUs, in Triton, each with a twin in plain torch."""

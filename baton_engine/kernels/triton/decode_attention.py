@@ -1,0 +1,219 @@
+"""Attention of decodes over KV pages on a GPU: one token per row, its context cut into pieces that are attended to at once.
+
+A program takes one piece of one row for one KV head. The query heads that share it are the rows of the matrix product, so each
+key is read once for all of them (the idea of TensorRT-LLM's XQA). A second kernel adds up the pieces of each row, weighted by
+how much of the softmax each one saw. Which pieces there are stands in `splits.Splits`: no grid depends on a length, so both can
+be captured in a CUDA graph.
+
+The torch twin is `reference.paged_attention`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from baton_engine.kernels.ports import PagedBatch
+from baton_engine.kernels.splits import PIECE_TOKENS, Splits
+from baton_engine.kernels.triton.checks import expect, expect_pages
+from baton_engine.kernels.triton.paged_tiles import LOG2_E, attend_tile
+from baton_engine.kernels.triton.prefill_attention import expect_attention
+
+_LEAST_ROWS = 16
+"""The smallest matrix instruction's."""
+
+
+@triton.jit
+def decode_attention_kernel(
+    query,
+    pages,
+    context_lens,
+    block_tables,
+    row_of_piece,
+    first_piece,
+    scales,
+    piece_sums,
+    piece_logs,
+    table_width,
+    scale,
+    window,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_tokens: tl.constexpr,
+    rows: tl.constexpr,
+    tile: tl.constexpr,
+    run: tl.constexpr,
+    width: tl.constexpr,
+    windowed: tl.constexpr,
+    scaled: tl.constexpr,
+):
+    """One piece for one KV head: its weighted values, normalised, and log2 of its weights' sum."""
+    group: tl.constexpr = heads // kv_heads
+    piece = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.load(row_of_piece + piece)
+    if row < 0:
+        return
+    context = tl.load(context_lens + row)
+    table = block_tables + row.to(tl.int64) * table_width
+    first_of_row = tl.load(first_piece + row)
+    num_pieces = tl.load(first_piece + row + 1) - first_of_row
+    start = 0
+    if windowed:  # what the window hides is not cut into pieces
+        start = tl.maximum(0, context - window) // run * run
+    runs = (context - start + run - 1) // run
+    size = (runs + num_pieces - 1) // num_pieces * run
+    begin = start + (piece - first_of_row) * size
+    end = tl.minimum(begin + size, context)
+
+    at = tl.arange(0, width)
+    member = tl.arange(0, rows)
+    present = (member < group)[:, None] & (at < head_dim)[None, :]
+    head = kv_head * group + member
+    place = (row * heads + head)[:, None] * head_dim + at[None, :]
+    queries = tl.load(query + place, mask=present, other=0.0)
+    if scaled:
+        scale = scale * tl.load(scales + kv_head * 2)
+    position = tl.zeros([rows], tl.int32) + context - 1
+    sums = tl.zeros([rows, width], tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    highest = tl.full([rows], float("-inf"), tl.float32)
+    for first in tl.range(begin, end, tile):
+        sums, total, highest = attend_tile(
+            queries, pages, table, sums, total, highest, position, first, end, scale, window,
+            kv_head, kv_heads, block_tokens, head_dim, width, tile, True, windowed,
+        )  # fmt: skip
+    # A piece may be empty, when there are more than runs to share out.
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
+    logs = tl.where(nothing, float("-inf"), highest + tl.log2(total))
+    result = sums / total[:, None]
+    if scaled:
+        result = result * tl.load(scales + kv_head * 2 + 1)
+    place = (piece.to(tl.int64) * heads + head)[:, None] * head_dim + at[None, :]
+    tl.store(piece_sums + place, result, mask=present)
+    tl.store(piece_logs + piece * heads + head, logs, mask=member < group)
+
+
+@triton.jit
+def add_pieces_kernel(
+    piece_sums,
+    piece_logs,
+    first_piece,
+    out,
+    heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    width: tl.constexpr,
+):
+    """One head of one row: its pieces in order; zeros where there are none."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    at = tl.arange(0, width)
+    begin = tl.load(first_piece + row)
+    end = tl.load(first_piece + row + 1)
+    sums = tl.zeros([width], tl.float32)
+    total = 0.0
+    highest = float("-inf")
+    for index in tl.range(0, end - begin):
+        piece = begin.to(tl.int64) + index
+        log = tl.load(piece_logs + piece * heads + head)
+        place = (piece * heads + head) * head_dim + at
+        values = tl.load(piece_sums + place, mask=at < head_dim, other=0.0)
+        now = tl.maximum(highest, log)
+        base = tl.where(now == float("-inf"), 0.0, now)
+        fading = tl.exp2(highest - base)
+        weight = tl.exp2(log - base)
+        sums = sums * fading + values * weight
+        total = total * fading + weight
+        highest = now
+    result = sums / tl.where(begin == end, 1.0, total)
+    place = (row.to(tl.int64) * heads + head) * head_dim + at
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=at < head_dim)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    batch: PagedBatch,
+    splits: Splits,
+    scale: float,
+    window: int | None,
+    scales: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `KernelSet.paged_attention`; for the leading rows of `batch` that `splits` cuts, each of one token.
+
+    A row whose context is empty attends to nothing and gets zeros.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`.
+        pages: One layer's arena, in the dtype of `query` or in float8_e4m3fn.
+        batch: Rows and their pages.
+        splits: The pieces of the leading rows' contexts.
+        scale: Multiplies the products of queries and keys; positive.
+        window: How many tokens back a token attends, itself included; None for all.
+        scales: `[num_kv_heads, 2]` float32, with pages of float8_e4m3fn: what keys and values were divided by.
+        out: Where the result goes, a new tensor if None; other rows of it are left alone.
+
+    Raises:
+        ValueError: A shape, dtype, device or number does not fit.
+    """
+    kv_heads, block_tokens, head_dim = expect_pages(pages)
+    heads = expect_attention(query, pages, batch, scale, window, scales)
+    device, decodes = pages.device, splits.num_decodes
+    if decodes > batch.context_lens.shape[0]:
+        raise ValueError(f"splits: cuts {decodes} rows of {batch.context_lens.shape[0]}")
+    pieces = splits.row_of_piece.shape[0]
+    expect("row_of_piece", splits.row_of_piece, (pieces,), torch.int32, device)
+    expect("first_piece", splits.first_piece, (decodes + 1,), torch.int32, device)
+    if out is None:
+        out = torch.empty_like(query)
+    if not decodes:
+        return out
+    piece_sums = torch.empty((pieces, heads, head_dim), dtype=torch.float32, device=device)
+    piece_logs = torch.empty((pieces, heads), dtype=torch.float32, device=device)
+    decode_attention_kernel[(pieces, kv_heads)](
+        query,
+        pages,
+        batch.context_lens,
+        batch.block_tables,
+        splits.row_of_piece,
+        splits.first_piece,
+        query if scales is None else scales,
+        piece_sums,
+        piece_logs,
+        batch.block_tables.shape[1],
+        scale * LOG2_E,
+        window or 0,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        windowed=window is not None,
+        scaled=scales is not None,
+        **decode_tile(head_dim, heads // kv_heads),
+    )
+    add_pieces_kernel[(decodes, heads)](
+        piece_sums,
+        piece_logs,
+        splits.first_piece,
+        out,
+        heads=heads,
+        head_dim=head_dim,
+        width=triton.next_power_of_2(head_dim),
+        num_warps=2,
+    )
+    return out
+
+
+def decode_tile(head_dim: int, group: int) -> dict[str, int]:
+    """Launch settings with as many bytes under way as shared memory holds for two programs per multiprocessor."""
+    return {
+        "rows": max(_LEAST_ROWS, triton.next_power_of_2(group)),
+        "tile": 32 if head_dim > 128 else PIECE_TOKENS,
+        "run": PIECE_TOKENS,
+        "width": triton.next_power_of_2(head_dim),
+        "num_warps": 4,
+        "num_stages": 3,
+    }

@@ -1,0 +1,471 @@
+"""The backend `nixl`: one-sided writes by NVIDIA's NIXL over UCX (RDMA, NVLink, TCP, or a copy between processes).
+
+The receiver registers its arena once and takes no part in a write. What a peer needs for one, NIXL's metadata and where
+the arena begins, it gets at the gate in exchange for the handle's token, sealed; the handle itself names nothing.
+
+A write is done, for its sender, when NIXL reports the transfer DONE: its UCX plugin ends every batch of puts with a flush
+of the endpoint, which completes once all of them are in the remote memory, not when the local buffer may be reused.
+Nothing needs to be said to the receiver's process about it; the commit record that follows is what it acts upon.
+
+Fencing: a remote key cannot be taken back from one peer of many, so a peer is fenced once it has left the gate or died.
+Revoking asks it to leave: its writer fails what is on its way, forgets the key and hangs up.
+
+Peers are trusted with the arena, and over TCP with more: UCX has no adapter there that checks a peer's addresses, and
+carries out what the peer asks. Between hosts without RDMA that are not trusted alike use `ucx`, which checks each page.
+"""
+
+import importlib
+import logging
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.block_ids import Numbers
+from baton.errors import TransferError
+from baton.layout import KvLayout
+from baton.telemetry.logs import get_logger
+from kv_transfer.heads import HeadSlice, LinkPlan, plan_link
+from kv_transfer.memory.arena import ArenaSpan
+from kv_transfer.memory.attach import AttachToken, attach, has_ended, on_one_host, read_sealed, seal
+from kv_transfer.memory.region_server import RegionServer
+from kv_transfer.plan import check_pages
+from kv_transfer.ports import Push, RegionHandle
+
+MODULES = ("nixl_cu12", "nixl_cu13")
+
+
+class NixlAgent:
+    """One agent of NIXL with one registered arena; made at first use, for that takes a while.
+
+    Args:
+        arena: To register.
+        own_thread: Whether NIXL drives its transport by itself, with a thread that never sleeps and costs a core. Otherwise
+            something is done only while somebody polls a write, or calls `drive`.
+    """
+
+    def __init__(self, arena: ArenaSpan, *, own_thread: bool = False) -> None:
+        self.arena = arena
+        self._own_thread = own_thread
+        self._lock = threading.Lock()
+        self._agent: Any = None
+
+    def get(self) -> Any:
+        """The agent itself, whose API is typed nowhere. Thread-safe.
+
+        Raises:
+            TransferError: NIXL is not there, or refuses the memory.
+        """
+        with self._lock:
+            if self._agent is None:
+                self._agent = self._make()
+            return self._agent
+
+    def drive(self) -> None:
+        """Does what peers wait for."""
+        self.get().get_new_notifs()
+
+    def _make(self) -> Any:
+        try:
+            nixl = load_nixl()
+            config = nixl.nixl_agent_config(
+                backends=["UCX"],
+                enable_prog_thread=self._own_thread,
+                # Each peer has a thread of its own here, and all of them share the agent.
+                sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            )
+            agent = nixl.nixl_agent(f"baton-{secrets.token_hex(8)}", config)
+            whole = (self.arena.address, self.arena.size_bytes, self.arena.device or 0, "")
+            agent.register_memory([whole], memory_kind(self.arena.device))
+        except Exception as error:
+            raise TransferError(f"NIXL cannot be used: {error!r}") from error
+        return agent
+
+
+def load_nixl() -> ModuleType:
+    """NIXL's Python package, whichever CUDA generation it is built for.
+
+    Raises:
+        ImportError: None is installed.
+    """
+    for name in MODULES:
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        if "NIXL_LOG_LEVEL" not in os.environ:
+            # It greets on standard output, which is no place for a library.
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+        return found
+    raise ImportError("no NIXL: pip install baton-serve[nixl]")
+
+
+def memory_kind(device: int | None) -> str:
+    """What NIXL calls the memory of a GPU, or the host's."""
+    return "DRAM" if device is None else "VRAM"
+
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """An arena and how pages lie in it."""
+
+    arena: ArenaSpan
+    layout: KvLayout
+    num_blocks: int
+
+    def blocks(self, slices: list[tuple[int, int]]) -> npt.NDArray[np.uint64]:
+        """One row per layer and (offset, length) in a page: first address, length, device, stride, count."""
+        page = self.layout.page_layer_bytes
+        rows = []
+        for layer in range(len(self.layout.layers)):
+            begin = self.arena.address + self.layout.layer_offset(layer, self.num_blocks)
+            for offset, length in slices:
+                rows.append((begin + offset, length, self.arena.device or 0, page, self.num_blocks))
+        return np.array(rows, dtype=np.uint64)
+
+
+class NixlPages:
+    """Both arenas as NIXL's prepared lists of pages, and the writes between them.
+
+    A list holds, for each layer, for each slice of a page that the pair shares, all pages; NIXL joins neighbours itself.
+    """
+
+    def __init__(
+        self, agent: Any, metadata: bytes, here: Side, there: Side, plan: LinkPlan
+    ) -> None:
+        self._agent = agent
+        self._here = here
+        self._there = there
+        self._plan = plan
+        try:
+            self._peer = agent.add_remote_agent(metadata)
+            agent.make_connection(self._peer)
+            self._source = agent.prep_xfer_dlist(
+                "", here.blocks(_parts(plan, _source)), memory_kind(here.arena.device)
+            )
+            self._target = agent.prep_xfer_dlist(
+                self._peer, there.blocks(_parts(plan, _target)), memory_kind(there.arena.device)
+            )
+        except Exception as error:
+            raise TransferError(f"NIXL refuses the peer: {error!r}") from error
+
+    def post(self, push: Push) -> tuple[Any, bool]:
+        """Starts a write; gives its request and whether it is done already.
+
+        Raises:
+            TransferError: It names a layer or page that one of the two has not got; nothing is written then.
+        """
+        if len(push.source) != len(push.target):
+            raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
+        target_layer = self._plan.target_layer(push.layer_index)
+        source = check_pages(push.source, self._here.num_blocks)
+        target = check_pages(push.target, self._there.num_blocks)
+        request = self._agent.make_prepped_xfer(
+            "WRITE",
+            self._source,
+            self._rows(push.layer_index, source, self._here.num_blocks),
+            self._target,
+            self._rows(target_layer, target, self._there.num_blocks),
+        )
+        return request, self._is_done(self._agent.transfer(request))
+
+    def poll(self, request: Any) -> bool:
+        """Whether a write is done.
+
+        Raises:
+            TransferError: It failed.
+        """
+        return self._is_done(self._agent.check_xfer_state(request))
+
+    def release(self, request: Any) -> None:
+        """Gives a request back; one that is still on its way is cancelled where the transport can."""
+        try:
+            self._agent.release_xfer_handle(request)
+        except Exception as error:  # noqa: BLE001  # NIXL's errors have no base class; the agent keeps what it could not cancel
+            _log.debug("NIXL keeps a request", reason=repr(error))
+
+    def forget_peer(self) -> None:
+        """Disconnects: nothing is written to the peer from here on."""
+        for prepared in (self._source, self._target):
+            self._agent.release_dlist_handle(prepared)
+        try:
+            self._agent.remove_remote_agent(self._peer)
+        except Exception as error:  # noqa: BLE001  # as above; a peer that died has been removed already
+            _log.debug("NIXL had forgotten a peer", reason=repr(error))
+
+    def _rows(self, layer: int, pages: Numbers, num_blocks: int) -> npt.NDArray[np.int32]:
+        """Indices into a prepared list, slice by slice."""
+        parts = len(self._plan.slices)
+        first = (layer * parts + np.arange(parts, dtype=np.int32)) * num_blocks
+        rows: npt.NDArray[np.int32] = np.add.outer(first, pages.astype(np.int32)).ravel()
+        return rows
+
+    @staticmethod
+    def _is_done(state: str) -> bool:
+        if state == "ERR":
+            raise TransferError("NIXL reports a failed write")
+        return state == "DONE"
+
+
+def _source(part: HeadSlice) -> tuple[int, int]:
+    return part.source_offset, part.length
+
+
+def _target(part: HeadSlice) -> tuple[int, int]:
+    return part.target_offset, part.length
+
+
+def _parts(plan: LinkPlan, place: Callable[[HeadSlice], tuple[int, int]]) -> list[tuple[int, int]]:
+    return [place(part) for part in plan.slices]
+
+
+_CLOSE_TIMEOUT_S = 5.0
+_MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3
+_IDLE_POLL_S = 0.5
+
+Done = Callable[[TransferError | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    push: Push
+    done: Done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OnItsWay:
+    request: Any
+    done: Done
+
+
+class NixlWriter:
+    """An open way into one peer's arena, with the thread that posts writes and waits for them."""
+
+    def __init__(self, pages: NixlPages, connection: socket.socket) -> None:
+        self._pages = pages
+        self._connection = connection
+        connection.setblocking(False)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._on_their_way: deque[_OnItsWay] = deque()
+        self._give_up_at_s: float | None = None
+        self._lost = False
+        self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
+        self._thread.start()
+
+    def push(self, push: Push, done: Done) -> None:
+        """Queues a write; `done` is called from the writer's thread."""
+        if self._lost:
+            done(TransferError("the peer's memory has been let go"))
+            return
+        self._jobs.put(_Job(push=push, done=done))
+
+    def close(self) -> None:
+        """Waits until everything queued is written, for a few seconds at most, then lets go of the peer's arena. Blocks."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._lost and self._serve_once():
+            pass
+        self._lost = True
+        self._fail_all()
+        self._pages.forget_peer()
+        self._connection.close()
+        self._fail_all()  # Whatever was queued while the peer was being forgotten.
+
+    def _serve_once(self) -> bool:
+        """One job or one look at what is on its way; False once closed and nothing is."""
+        if has_ended(self._connection):
+            self._lost = True
+        elif self._give_up_at_s is None:
+            self._take_job()
+        elif not self._on_their_way:
+            return False
+        elif time.monotonic() > self._give_up_at_s:
+            self._lost = True
+        if self._on_their_way and not self._lost:
+            self._wait()
+        return True
+
+    def _take_job(self) -> None:
+        try:
+            # Waits for a job unless there are writes to look after; wakes at times to see whether the peer is there.
+            job = self._jobs.get(block=not self._on_their_way, timeout=_IDLE_POLL_S)
+        except queue.Empty:
+            return
+        if job is None:
+            self._give_up_at_s = time.monotonic() + _CLOSE_TIMEOUT_S
+            return
+        self._post(job)
+
+    def _post(self, job: _Job) -> None:
+        try:
+            job.push.await_ready()
+            job.push.check_lease()
+            request, is_done = self._pages.post(job.push)
+        except TransferError as error:
+            job.done(error)
+        except Exception as error:  # noqa: BLE001  # NIXL's errors have no base class
+            job.done(TransferError(f"NIXL refuses a write: {error!r}"))
+        else:
+            if is_done:
+                self._pages.release(request)
+                job.done(None)
+            else:
+                self._on_their_way.append(_OnItsWay(request=request, done=job.done))
+
+    def _wait(self) -> None:
+        """Looks at all writes on their way until one is over or a job waits, ever more rarely."""
+        pause_s = _MIN_POLL_S
+        while not self._settle() and self._jobs.empty() and pause_s < _MAX_POLL_S:
+            time.sleep(pause_s)
+            pause_s *= 2
+
+    def _settle(self) -> bool:
+        before = len(self._on_their_way)
+        for _ in range(before):
+            write = self._on_their_way.popleft()
+            try:
+                if not self._pages.poll(write.request):
+                    self._on_their_way.append(write)
+                    continue
+                error = None
+            except Exception as fault:  # noqa: BLE001  # NIXL's errors have no base class
+                error = TransferError(f"a write failed: {fault!r}")
+            self._pages.release(write.request)
+            write.done(error)
+        return len(self._on_their_way) < before
+
+    def _fail_all(self) -> None:
+        lost = TransferError("the peer let go of its memory or died")
+        while self._on_their_way:
+            write = self._on_their_way.popleft()
+            self._pages.release(write.request)
+            write.done(lost)
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            if job is not None:
+                job.done(lost)
+
+
+BACKEND = "nixl"
+_MAGIC = b"BNXL\x01"
+_WELCOME = struct.Struct(">QQi")  # address, size in bytes, device (-1: host memory)
+_HOST = -1
+_DRIVE_PERIOD_S = 1e-3
+
+
+class NixlReceiver:
+    """A decode worker's arena, registered for one-sided writes."""
+
+    def __init__(self, arena: ArenaSpan, *, address: str, num_blocks: int) -> None:
+        """Opens the gate; the arena is registered when the first peer comes.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        self._driven = on_one_host(address)
+        self._agent = NixlAgent(arena, own_thread=not self._driven)
+        self._num_blocks = num_blocks
+        self._closed = threading.Event()
+        self._driver: threading.Thread | None = None
+        self._gate = RegionServer(address, self._welcome)
+
+    def handle(self) -> RegionHandle:
+        """A handle that lets one peer in once."""
+        invitation = AttachToken(token=self._gate.grant(), address=self._gate.address)
+        return RegionHandle(
+            backend=BACKEND, opaque=invitation.pack(_MAGIC), num_blocks=self._num_blocks
+        )
+
+    def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
+        """Asks the peer to leave; calls `gone` once it has, or died."""
+        self._gate.revoke(AttachToken.unpack(handle.opaque, _MAGIC).token, gone)
+
+    def close(self) -> None:
+        """Refuses later peers."""
+        self._gate.close()
+        self._closed.set()
+        if self._driver is not None:
+            self._driver.join()
+
+    def _welcome(self, peer: socket.socket, token: bytes) -> None:
+        arena = self._agent.arena
+        device = _HOST if arena.device is None else arena.device
+        place = _WELCOME.pack(arena.address, arena.size_bytes, device)
+        welcome = place + self._agent.get().get_agent_metadata()
+        if self._driven and self._driver is None:
+            self._driver = threading.Thread(target=self._drive, name="kv-receiver", daemon=True)
+            self._driver.start()
+        peer.sendall(seal(welcome, token))
+
+    def _drive(self) -> None:
+        """Greets new peers. On one host their writes do not need this process, unless the system forbids copying between
+        processes: they are carried out here then, and this is often enough to keep a socket's buffer from running full.
+        """
+        while not self._closed.wait(_DRIVE_PERIOD_S):
+            if self._gate.inside():
+                self._agent.drive()
+
+
+class NixlSender:
+    """A prefill worker's arena, registered as the source of writes."""
+
+    def __init__(self, arena: ArenaSpan, *, num_blocks: int) -> None:
+        self._agent = NixlAgent(arena)
+        self._num_blocks = num_blocks
+
+    def connect(
+        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+    ) -> "NixlWriter":
+        """Loads the peer's metadata. Blocks for at most a few seconds.
+
+        Raises:
+            IncompatibleError: The layouts cannot be matched; names the field.
+            TransferError: The handle is not ours, is refused, or leads to a region of another size.
+        """
+        there = layout if peer is None else peer
+        plan = plan_link(layout, there)
+        if handle.backend != BACKEND:
+            raise TransferError("not a handle of the nixl backend")
+        invitation = AttachToken.unpack(handle.opaque, _MAGIC)
+        self._agent.arena.check_holds(layout, self._num_blocks)
+        connection = attach(invitation)
+        try:
+            welcome = read_sealed(connection, invitation.token)
+            target = _parse(welcome, there.region_bytes(handle.num_blocks))
+            here = Side(arena=self._agent.arena, layout=layout, num_blocks=self._num_blocks)
+            far = Side(arena=target, layout=there, num_blocks=handle.num_blocks)
+            pages = NixlPages(self._agent.get(), welcome[_WELCOME.size :], here, far, plan)
+        except TransferError:
+            connection.close()
+            raise
+        return NixlWriter(pages, connection)
+
+
+def _parse(welcome: bytes, size_bytes: int) -> ArenaSpan:
+    """Where the peer's arena lies.
+
+    Raises:
+        TransferError: It is not of the size that its handle promised.
+    """
+    if len(welcome) <= _WELCOME.size:
+        raise TransferError("the peer's welcome is too short")
+    address, found, device = _WELCOME.unpack_from(welcome)
+    if found != size_bytes:
+        raise TransferError(f"the peer's region has {found} bytes, expected {size_bytes}")
+    return ArenaSpan(address=address, size_bytes=found, device=None if device == _HOST else device)

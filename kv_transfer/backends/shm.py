@@ -1,0 +1,155 @@
+"""The backend for two workers on one host: the sender maps the receiver's region and copies pages into it.
+
+One copy per page, made by a thread of its own so that neither the engine nor the event loop waits for memory.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.errors import TransferError
+from baton.layout import KvLayout
+from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.memory.attach import TOKEN_BYTES
+from kv_transfer.memory.pages import Pages, copy_rows, layer_pages, load_library
+from kv_transfer.memory.shared_region import Attachment, SharedRegion, attach_region, serve_region
+from kv_transfer.plan import check_pages
+from kv_transfer.ports import Push, RegionHandle
+
+BACKEND = "shm"
+_MAGIC = b"BSHM\x01"
+
+
+class ShmReceiver:
+    """A decode worker's arena, open to peers that hold a handle."""
+
+    def __init__(self, region: SharedRegion, *, path: str, num_blocks: int) -> None:
+        """Serves the region's descriptor on the Unix socket `path`.
+
+        Raises:
+            OSError: The socket cannot be bound.
+        """
+        self._path = path
+        self._gate = serve_region(region, path)
+        self._num_blocks = num_blocks
+
+    def handle(self) -> RegionHandle:
+        """A handle that lets one peer attach once."""
+        opaque = _MAGIC + self._gate.grant() + self._path.encode()
+        return RegionHandle(backend=BACKEND, opaque=opaque, num_blocks=self._num_blocks)
+
+    def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
+        """Calls `gone` once the peer has unmapped the region or died."""
+        token, _ = _parse(handle)
+        self._gate.revoke(token, gone)
+
+    def attached(self) -> int:
+        """How many peers map the region now."""
+        return self._gate.inside()
+
+    def close(self) -> None:
+        """Refuses later peers and removes the socket file."""
+        self._gate.close()
+
+
+class ShmSender:
+    """A prefill worker's arena, from which pages are copied to peers."""
+
+    def __init__(self, arena: memoryview, *, num_blocks: int) -> None:
+        self._arena = arena
+        self._num_blocks = num_blocks
+
+    def connect(
+        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+    ) -> "ShmWriter":
+        """Maps the peer's region. Blocks for at most a few seconds.
+
+        Raises:
+            IncompatibleError: The layouts cannot be matched; names the field.
+            TransferError: The handle is not ours, resolves to nothing, or to a region of another size.
+        """
+        there = layout if peer is None else peer
+        plan = plan_link(layout, there)
+        token, path = _parse(handle)
+        load_library()  # not at the first push
+        local = layer_pages(self._arena, layout, self._num_blocks)
+        remote = attach_region(path, token, there.region_bytes(handle.num_blocks))
+        target = layer_pages(remote.region.memoryview, there, handle.num_blocks)
+        return ShmWriter(local, target, plan, remote)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    push: Push
+    done: Callable[[TransferError | None], None]
+
+
+class ShmWriter:
+    """An open way into one peer's region, with the thread that copies."""
+
+    def __init__(
+        self, local: list[Pages], target: list[Pages], plan: LinkPlan, remote: Attachment
+    ) -> None:
+        self._local = local
+        self._target = target
+        self._plan = plan
+        self._remote = remote
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._copy_all, name="kv-pusher", daemon=True)
+        self._thread.start()
+
+    def push(self, push: Push, done: Callable[[TransferError | None], None]) -> None:
+        """Queues a write; `done` is called from the copying thread, in the order of the pushes."""
+        self._jobs.put(_Job(push=push, done=done))
+
+    def close(self) -> None:
+        """Waits until everything queued is written, then unmaps and lets the peer know. Blocks."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+            self._target.clear()
+            self._remote.close()
+
+    def _copy_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.push.check_lease()
+                copy_pages(job.push, self._local, self._target, self._plan)
+            except TransferError as error:
+                job.done(error)
+            except Exception as error:  # noqa: BLE001  # one bad push must not end the thread and hang all others
+                job.done(TransferError(f"copying pages failed: {error!r}"))
+            else:
+                job.done(None)
+
+
+def copy_pages(push: Push, source: list[Pages], target: list[Pages], plan: LinkPlan) -> None:
+    """Carries out a push between the layers of two regions that this process maps.
+
+    Raises:
+        TransferError: It names a layer or a page that one of the two has not got; nothing is written then.
+    """
+    if len(push.source) != len(push.target):
+        raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
+    target_layer = plan.target_layer(push.layer_index)
+    here, there = source[push.layer_index], target[target_layer]
+    sources, targets = check_pages(push.source, len(here)), check_pages(push.target, len(there))
+    for part in plan.slices:
+        copy_rows(here[:, part.source], there[:, part.target], sources, targets)
+
+
+def _parse(handle: RegionHandle) -> tuple[bytes, str]:
+    """Token and socket path of a handle.
+
+    Raises:
+        TransferError: It is another backend's, or malformed.
+    """
+    begin, end = len(_MAGIC), len(_MAGIC) + TOKEN_BYTES
+    if (
+        handle.backend != BACKEND
+        or not handle.opaque.startswith(_MAGIC)
+        or len(handle.opaque) <= end
+    ):
+        raise TransferError("not a handle of the shm backend")
+    return handle.opaque[begin:end], handle.opaque[end:].decode(errors="replace")

@@ -1,0 +1,1 @@
+"""The backend `ucx`: `worker.py` says how it works."""

@@ -1,0 +1,274 @@
+"""The sending half of the backend `ucx` (`ucx.py`): a thread per peer that sends frames and hears what became of them."""
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from baton.errors import TransferError
+from baton.layout import KvLayout
+from kv_transfer.backends.ucx.frames import Frame, frames_of, head_of, rows_of
+from kv_transfer.backends.ucx.ucp import Request, places_of
+from kv_transfer.backends.ucx.worker import (
+    ANSWER,
+    BACKEND,
+    MAGIC,
+    UcxContext,
+    UcxWorker,
+    body_tag,
+    head_tag,
+)
+from kv_transfer.heads import LinkPlan, plan_link
+from kv_transfer.memory.arena import ArenaSpan
+from kv_transfer.memory.attach import AttachToken, attach, on_one_host, read_sealed
+from kv_transfer.memory.pages import Pages, layer_pages
+from kv_transfer.ports import Push, RegionHandle
+
+_WINDOW = 4
+"""Frames of one sender on their way."""
+_CLOSE_TIMEOUT_S = 5.0
+_LOOK_AROUND_S = 0.5
+
+Done = Callable[[TransferError | None], None]
+
+
+class UcxSender:
+    """A prefill worker's arena, from which pages are sent."""
+
+    def __init__(self, arena: ArenaSpan, *, num_blocks: int) -> None:
+        self._arena = arena
+        self._num_blocks = num_blocks
+
+    def connect(
+        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+    ) -> "UcxWriter":
+        """Opens a way to the peer. Blocks for at most a few seconds.
+
+        Raises:
+            IncompatibleError: The layouts cannot be matched; names the field.
+            TransferError: The handle is not ours or is refused.
+        """
+        plan = plan_link(layout, layout if peer is None else peer)
+        if handle.backend != BACKEND:
+            raise TransferError("not a handle of the ucx backend")
+        invitation = AttachToken.unpack(handle.opaque, MAGIC)
+        local = layer_pages(self._arena.host_view, layout, self._num_blocks)
+        connection = attach(invitation)
+        try:
+            address = read_sealed(connection, invitation.token)
+            worker = UcxWorker(UcxContext())
+            worker.connect(address, same_host=on_one_host(invitation.address))
+        except TransferError:
+            connection.close()
+            raise
+        way = _Way(
+            worker=worker,
+            connection=connection,
+            head_tag=head_tag(invitation.token),
+            body_tag=body_tag(invitation.token),
+            target_blocks=handle.num_blocks,
+        )
+        return UcxWriter(local, plan, way)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """How one peer is reached."""
+
+    worker: UcxWorker
+    connection: socket.socket
+    head_tag: int
+    body_tag: int
+    target_blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A push; `unanswered` counts its frames on their way."""
+
+    push: Push
+    done: Done
+    unanswered: int = 0
+    all_sent: bool = False
+    error: TransferError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OnItsWay:
+    job: _Job
+    requests: tuple[Request, Request]
+
+
+class UcxWriter:
+    """An open way to one peer, with the thread that sends frames and hears what became of them."""
+
+    def __init__(self, local: list[Pages], plan: LinkPlan, way: _Way) -> None:
+        self._local = local
+        self._plan = plan
+        self._way = way
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._frames: Iterator[Frame] = iter(())
+        self._current: _Job | None = None
+        self._on_their_way: dict[int, _OnItsWay] = {}
+        self._answered: list[Request] = []  # which UCX has not finished with here
+        self._heard = bytearray()
+        self._number = 0
+        self._give_up_at_s: float | None = None
+        self._lost: TransferError | None = None
+        self._lock = threading.Lock()
+        way.connection.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
+        self._thread.start()
+
+    def push(self, push: Push, done: Done) -> None:
+        """Queues a write; `done` is called from the writer's thread."""
+        with self._lock:
+            if self._lost is None:
+                self._jobs.put(_Job(push=push, done=done))
+                os.eventfd_write(self._wake, 1)
+                return
+        done(self._lost)
+
+    def close(self) -> None:
+        """Waits until everything queued is written, for a few seconds at most, then leaves the peer. Blocks."""
+        with self._lock:
+            if self._lost is None:
+                self._jobs.put(None)
+                os.eventfd_write(self._wake, 1)
+        self._thread.join()
+
+    def _run(self) -> None:
+        worker, others = self._way.worker, [self._wake, self._way.connection.fileno()]
+        error = TransferError("the way to the peer was closed")
+        try:
+            while not self._is_over():
+                worker.progress()
+                self._hear()
+                self._send_what_fits()
+                if self._on_their_way or self._give_up_at_s is None:
+                    worker.wait(others, _LOOK_AROUND_S, in_haste=bool(self._on_their_way))
+        except TransferError as fault:
+            error = fault
+        except Exception as fault:  # noqa: BLE001  # ucxx raises what UCX says; nobody may wait for ever for it
+            error = TransferError(f"UCX cannot send: {fault!r}")
+        self._end(error)
+
+    def _is_over(self) -> bool:
+        """Whether everything is written after `close`.
+
+        Raises:
+            TransferError: It is not, and nobody waits any longer.
+        """
+        if self._give_up_at_s is None:
+            return False
+        if time.monotonic() > self._give_up_at_s:
+            raise TransferError(
+                "the peer did not take what was sent before the way to it was closed"
+            )
+        return not self._on_their_way and self._current is None
+
+    def _hear(self) -> None:
+        """The receiver's answers; and UCX's own news of frames that cannot arrive."""
+        self._answered = [request for request in self._answered if not request.done()]
+        for entry in self._on_their_way.values():
+            for request in entry.requests:
+                request.done()
+        with suppress(BlockingIOError):
+            while True:
+                heard = self._listen()
+                if not heard:
+                    raise TransferError("the peer let go of its memory or died")
+                self._heard += heard
+        size = len(self._heard) // ANSWER.size * ANSWER.size
+        for number, refused in ANSWER.iter_unpack(self._heard[:size]):
+            if refused or number not in self._on_their_way:
+                raise TransferError("the peer refused what was sent")
+            entry = self._on_their_way.pop(number)
+            self._answered += entry.requests
+            entry.job.unanswered -= 1
+            _finish(entry.job)
+        del self._heard[:size]
+
+    def _listen(self) -> bytes:
+        try:
+            return self._way.connection.recv(4096)
+        except ConnectionError:
+            return b""
+
+    def _send_what_fits(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while len(self._on_their_way) < _WINDOW and (frame := self._next_frame()) is not None:
+            assert self._current is not None
+            try:
+                self._current.push.check_lease()
+            except TransferError as error:
+                self._current.error, self._frames = error, iter(())
+                continue
+            self._send(frame, self._current)
+
+    def _send(self, frame: Frame, job: _Job) -> None:
+        way, self._number = self._way, self._number + 1
+        head = head_of(frame, self._number)
+        requests = (
+            way.worker.send(way.head_tag, places_of(head), head),
+            way.worker.send(way.body_tag, rows_of(frame, self._local)),
+        )
+        self._on_their_way[self._number] = _OnItsWay(job=job, requests=requests)
+        job.unanswered += 1
+
+    def _next_frame(self) -> Frame | None:
+        while True:
+            frame = next(self._frames, None)
+            if frame is not None:
+                return frame
+            if self._current is not None:
+                self._current.all_sent = True
+                _finish(self._current)
+                self._current = None
+            if not self._next_job():
+                return None
+
+    def _next_job(self) -> bool:
+        """Begins the next push that can be begun; False when none waits."""
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            if job is None:
+                self._give_up_at_s = time.monotonic() + _CLOSE_TIMEOUT_S
+                return False
+            blocks = self._way.target_blocks
+            try:
+                self._frames = frames_of(job.push, self._local, self._plan, target_blocks=blocks)
+            except TransferError as error:
+                job.done(error)
+            else:
+                self._current = job
+                return True
+        return False
+
+    def _end(self, error: TransferError) -> None:
+        """The thread's last act: nothing is read or sent any more, and whoever still waits for a push hears of it."""
+        self._way.worker.close()
+        with self._lock:
+            self._lost = error
+        waiting = {id(entry.job): entry.job for entry in self._on_their_way.values()}
+        if self._current is not None:
+            waiting[id(self._current)] = self._current
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            if job is not None:
+                waiting[id(job)] = job
+        for job in waiting.values():
+            job.done(error)
+        self._way.connection.close()
+        os.close(self._wake)
+
+
+def _finish(job: _Job) -> None:
+    if job.all_sent and not job.unanswered:
+        job.done(job.error)

@@ -1,0 +1,148 @@
+"""The peer's side of a receiver's door (`gate.py`): the invitation that a handle carries, and how to enter by it."""
+
+import hashlib
+import hmac
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Self
+
+from baton.errors import TransferError
+
+TOKEN_BYTES = 32
+DETACH = b"farewell"
+"""What a peer says before it leaves where its connection's end alone proves nothing (`gate.py`)."""
+UNIX = "unix:"
+_CONNECT_TIMEOUT_S = 10.0
+_LENGTH = struct.Struct(">I")
+_MAX_WELCOME_BYTES = 1 << 20
+_SEAL_BYTES = 32
+# A host that is gone without a word: known after two silent seconds and five unanswered probes.
+_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 7000}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachToken:
+    """What a backend's handle consists of: where the gate is, and the token that opens it once."""
+
+    token: bytes
+    address: str
+
+    def pack(self, magic: bytes) -> bytes:
+        """As a handle's opaque bytes."""
+        return magic + self.token + self.address.encode()
+
+    @classmethod
+    def unpack(cls, opaque: bytes, magic: bytes) -> Self:
+        """The inverse.
+
+        Raises:
+            TransferError: It is another backend's, or malformed.
+        """
+        begin, end = len(magic), len(magic) + TOKEN_BYTES
+        if not opaque.startswith(magic) or len(opaque) <= end:
+            raise TransferError("not a handle of this backend")
+        return cls(token=opaque[begin:end], address=opaque[end:].decode(errors="replace"))
+
+
+def attach(invitation: AttachToken) -> socket.socket:
+    """Connects to a gate and shows the token. Blocks for at most a few seconds; so do reads of what is returned.
+
+    Raises:
+        TransferError: Nobody serves there.
+    """
+    address = invitation.address
+    try:
+        connection = _connect(address)
+    except (OSError, ValueError, OverflowError) as error:
+        raise TransferError(f"the peer's memory at {address} cannot be reached: {error}") from error
+    try:
+        connection.sendall(invitation.token)
+    except OSError as error:
+        connection.close()
+        raise TransferError(f"the peer at {address} hung up: {error}") from error
+    return connection
+
+
+def on_one_host(address: str) -> bool:
+    """Whether only processes of this host can reach the gate at `address`."""
+    return address.startswith(UNIX)
+
+
+def seal(blob: bytes, token: bytes) -> bytes:
+    """A welcome message of bytes that the peer hands to its transport, which would trust them blindly."""
+    return _LENGTH.pack(len(blob)) + blob + _mac(blob, token)
+
+
+def read_sealed(connection: socket.socket, token: bytes) -> bytes:
+    """The peer's side of `seal`: bytes that come, whole, from whoever made the token.
+
+    Raises:
+        TransferError: The token was refused, or the message is not what the receiver sent.
+    """
+    try:
+        (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+        if length > _MAX_WELCOME_BYTES:
+            raise TransferError(f"a welcome of {length} bytes")
+        blob, mac = _read(connection, length), _read(connection, _SEAL_BYTES)
+    except OSError as error:
+        raise TransferError(f"the peer did not answer: {error}") from error
+    if not hmac.compare_digest(mac, _mac(blob, token)):
+        raise TransferError("the peer's welcome is not the receiver's")
+    return blob
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other side hung up. For non-blocking connections on which nothing else is sent."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def detach(connection: socket.socket) -> None:
+    """Nothing is written to the peer's memory any more, from here on."""
+    try:
+        connection.send(DETACH)
+    except OSError:
+        return  # The peer is gone, and its memory with it.
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Lets the kernel notice within seconds that the host at the other end is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _connect(address: str) -> socket.socket:
+    if not address.startswith(UNIX):
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S)
+        keep_alive(connection)
+        return connection
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(_CONNECT_TIMEOUT_S)
+    try:
+        connection.connect(address.removeprefix(UNIX))
+    except (OSError, ValueError):
+        connection.close()
+        raise
+    return connection
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        if not part:
+            raise TransferError("the peer refused the token")
+        found += part
+    return bytes(found)
+
+
+def _mac(blob: bytes, token: bytes) -> bytes:
+    return hashlib.blake2b(blob, key=token, digest_size=_SEAL_BYTES).digest()

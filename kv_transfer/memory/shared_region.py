@@ -1,0 +1,211 @@
+"""Shared memory in which a worker's KV arenas live, so that a peer on the same host can write into them.
+
+A region is an anonymous file (memfd): it has no name anywhere, so nothing is left behind whatever is killed. Its size is
+sealed: a peer that could shrink it would make the owner's next access a SIGBUS. The descriptor reaches peers through a
+region server, which also knows when they have unmapped it (`serve_region`, `attach_region`).
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from baton.errors import OutOfMemoryError, TransferError
+from kv_transfer.memory.attach import AttachToken, attach
+from kv_transfer.memory.region_server import RegionServer
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_CGROUP_UNLIMITED = 1 << 60
+_MOST_POPULATED_BYTES = 16 << 30
+
+
+class SharedRegion:
+    """One mapped, sealed memfd. The owner creates it, peers attach to it by descriptor.
+
+    Closing drops the descriptor and this mapping; views that others still hold keep the memory alive until they go.
+    """
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """Maps `fd` and takes ownership of it; use `create` or `attach`."""
+        self._fd = fd
+        # Without this the first push to every page of a peer would pay for a page fault. About 80 ms per GiB.
+        populate = mmap.MAP_POPULATE if size_bytes <= _MOST_POPULATED_BYTES else 0
+        self._mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | populate)
+        self._view = memoryview(self._mapping)
+        self._closed = False
+
+    @classmethod
+    def create(cls, size_bytes: int) -> "SharedRegion":
+        """A new zeroed region whose memory is taken now, not at first touch.
+
+        Raises:
+            OutOfMemoryError: The machine or its cgroup has not got that much.
+        """
+        available = available_bytes()
+        if size_bytes > available:
+            raise _out_of_memory(size_bytes, available)
+        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, size_bytes)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+                raise _out_of_memory(size_bytes, available) from error
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, size_bytes: int) -> "SharedRegion":
+        """Maps a peer's region and takes ownership of `fd`.
+
+        Raises:
+            TransferError: It is not of that size, or its owner could still shrink it.
+        """
+        try:
+            found = os.fstat(fd).st_size
+            if found != size_bytes:
+                raise TransferError(f"the peer's region has {found} bytes, expected {size_bytes}")
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise TransferError("the peer's region is not sealed against resizing")
+            return cls(fd, size_bytes)
+        except (OSError, TransferError) as error:
+            os.close(fd)
+            if isinstance(error, OSError):
+                raise TransferError(f"the peer's region cannot be mapped: {error}") from error
+            raise
+
+    @property
+    def fd(self) -> int:
+        """Descriptor to hand to peers; stays this object's."""
+        return self._fd
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the region."""
+        return len(self._mapping)
+
+    @property
+    def memoryview(self) -> memoryview:
+        """The region's bytes, writable."""
+        return self._view
+
+    def close(self) -> None:
+        """Drops the descriptor and the mapping; harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self._fd)
+        try:
+            self._view.release()
+            self._mapping.close()
+        except BufferError:
+            # Somebody (an engine's tensors) still looks at the bytes; the mapping goes with the last such view.
+            return
+
+
+def available_bytes() -> int:
+    """Memory that can be taken now: the machine's, or what its cgroups leave if that is less."""
+    return min(psutil.virtual_memory().available, _cgroup_bytes_left())
+
+
+def _cgroup_bytes_left() -> int:
+    """What the tightest cgroup on the way to the root leaves (v2, or v1's memory controller)."""
+    left = _CGROUP_UNLIMITED
+    for folder in _cgroup_folders():
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, used = _number(folder / limit_name), _number(folder / used_name)
+            if limit is not None and used is not None:
+                left = min(left, max(limit - used, 0))
+    return left
+
+
+def _cgroup_folders() -> list[Path]:
+    """This process's memory cgroup folders, innermost first; empty where there are none."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = Path("/sys/fs/cgroup") / controllers
+        folder = root / path.lstrip("/")
+        folders += [folder, *(p for p in folder.parents if p.is_relative_to(root))]
+    return folders
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _out_of_memory(asked: int, available: int) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"KV pages of {asked} bytes ({asked / 2**30:.2f} GiB) were asked for, "
+        f"{available} bytes ({available / 2**30:.2f} GiB) are available",
+        param="kv_cache_memory_bytes",
+    )
+
+
+_ATTACHED = b"A"
+
+
+def serve_region(region: SharedRegion, path: str) -> RegionServer:
+    """Serves the region's descriptor on the Unix socket `path`.
+
+    Raises:
+        OSError: The socket cannot be bound.
+    """
+
+    def give(peer: socket.socket, _token: bytes) -> None:
+        socket.send_fds(peer, [_ATTACHED], [region.fd])
+
+    return RegionServer(f"unix:{path}", give)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment:
+    """A peer's mapped region. Closing it tells the owner that nothing more will be written."""
+
+    region: SharedRegion
+    connection: socket.socket
+
+    def close(self) -> None:
+        """Unmaps first: the owner may reuse the memory as soon as the connection ends."""
+        self.region.close()
+        self.connection.close()
+
+
+def attach_region(path: str, token: bytes, size_bytes: int) -> Attachment:
+    """Gets and maps the region that `token` stands for. Blocks for at most a few seconds.
+
+    Raises:
+        TransferError: Nobody serves there, the token is refused, or the region is not of that size.
+    """
+    connection = attach(AttachToken(token=token, address=f"unix:{path}"))
+    try:
+        answer, fds, _, _ = socket.recv_fds(connection, len(_ATTACHED), 1)
+        if answer != _ATTACHED or len(fds) != 1:
+            raise TransferError("the peer refused the region's token")
+        region = SharedRegion.attach(fds[0], size_bytes)
+    except OSError as error:
+        connection.close()
+        raise TransferError(f"the peer's region at {path} cannot be reached: {error}") from error
+    except TransferError:
+        connection.close()
+        raise
+    return Attachment(region=region, connection=connection)

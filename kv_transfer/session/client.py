@@ -1,0 +1,258 @@
+"""The hand-off's control messages over gRPC: one stream per pair of workers carries all their transfers.
+
+The prefill worker dials (`PeerSession`), the decode worker serves (`session_service.py`). Both are thin: they agree on
+identities, layout and backend at the handshake, turn protobuf into messages of `messages.py` and back, and report the
+stream's end. What a message means is decided by `ledger.py` and `outbox.py`.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+import grpc
+
+from baton.clock import Clock
+from baton.errors import BatonError, TransferError, WorkerLostError
+from baton.ids import BlockId, WorkerIdentity
+from baton.rpc.channel import open_channel
+from baton.rpc.reports import failure_from_proto
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import transfer_pb2 as pb
+from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
+from kv_transfer.lease import WriteLease
+from kv_transfer.memory.page_hash import Hashing
+from kv_transfer.messages import Heartbeat, ToDecode, ToPrefill
+from kv_transfer.ports import KvSender
+from kv_transfer.session.connection import OpenedSession, PeerConnection
+from kv_transfer.session.convert import SessionTerms, reply_from_proto, request_to_proto
+from kv_transfer.session.handshake import Accepted, Endpoint, greet, read_accepted
+from kv_transfer.session.seal import SessionSeal
+from kv_transfer.ticket import region_digest
+
+_HANDSHAKE_TIMEOUT_S = 10.0
+
+
+class SessionListener(Protocol):
+    """What a prefill worker hears of one session. Called on the event loop."""
+
+    def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
+        """The handshake succeeded and the peer's region is mapped."""
+
+    def on_unreachable(self, peer: WorkerIdentity, backend: str, error: TransferError) -> None:
+        """The peer's region cannot be written to by the backend that it chose; the next one is tried."""
+
+    def on_message(self, peer: WorkerIdentity, message: ToPrefill) -> None:
+        """The peer says something."""
+
+    def on_lost(self, peer: WorkerIdentity, error: BatonError) -> None:
+        """The session is over, or never came up. The last call."""
+
+
+class PeerSession:
+    """A prefill worker's session with one decode worker."""
+
+    def __init__(
+        self,
+        *,
+        here: Endpoint,
+        peer: WorkerIdentity,
+        address: str,
+        senders: Mapping[str, KvSender],
+        listener: SessionListener,
+        hashes: Hashing,
+        clock: Clock,
+        number: int,
+        spare: BlockId | None = None,
+    ) -> None:
+        """Starts dialling; must be called on the event loop.
+
+        Args:
+            here: This worker.
+            peer: The decode worker meant; another incarnation at the address is refused.
+            address: Its Transfer service.
+            senders: Backends by name, preferred first.
+            listener: Told of everything that happens.
+            hashes: Of the local arena, by every rule that it can be hashed by.
+            clock: Monotonic.
+            number: Of this worker's sessions with this peer; each has a greater one.
+            spare: A page of the local arena to try the link with; without one it is measured on real pages only.
+        """
+        self._here = here
+        self._peer = peer
+        self._address = address
+        self._senders = senders
+        self._way = PeerConnection(
+            peer=peer, layout=here.layout, senders=senders, hashes=hashes, spare=spare
+        )
+        self._listener = listener
+        self._clock = clock
+        self._number = number
+        self._offers: asyncio.Queue[Accepted] = asyncio.Queue()
+        self._lease: WriteLease | None = None
+        self._terms: SessionTerms | None = None
+        self._beats: dict[int, float] = {}
+        key = here.office.session_key(here.identity, peer, number, here.layout.digest())
+        self._seal = SessionSeal(key, prefills=True)
+        self._outgoing: asyncio.Queue[pb.TransferRequest] = asyncio.Queue()
+        self._letting_go = False
+        self._task = asyncio.create_task(self._run(), name=f"transfer-session {peer}")
+
+    def send(self, message: ToDecode) -> None:
+        """Queues a message; lost without a trace if the session breaks, which `on_lost` tells."""
+        self._outgoing.put_nowait(request_to_proto(message))
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended and the peer's region is let go."""
+        return self._task.done()
+
+    async def close(self) -> None:
+        """Ends the session and waits until no push is on its way; `on_lost` has been called afterwards."""
+        if not self._letting_go:
+            self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        error: BatonError = WorkerLostError(f"the session with {self._peer} was closed")
+        channel = open_channel(self._address)
+        try:
+            await self._talk(pb_grpc.TransferStub(channel).Session(self._requests()))
+        except BatonError as fault:
+            error = fault
+        except grpc.aio.AioRpcError as fault:
+            error = WorkerLostError(f"the session with {self._peer} broke: {fault.details()}")
+        except TimeoutError:
+            error = WorkerLostError(f"{self._peer} did not answer at {self._address}")
+        finally:
+            self._letting_go = True
+            if self._lease is not None:
+                self._lease.end()
+            # The peer may be alive and reuse our target pages once it knows that we have let go of its region. Pushes
+            # of this session finish first; only then does the region's connection close.
+            self._listener.on_lost(self._peer, error)
+            await asyncio.shield(self._let_go(channel))
+
+    async def _let_go(self, channel: grpc.aio.Channel) -> None:
+        await self._way.let_go()
+        await channel.close(None)
+
+    async def _requests(self) -> AsyncIterator[common_pb2.Signed]:
+        hello = greet(self._here, self._peer, list(self._senders), self._number)
+        yield self._here.office.seal_opening(pb.TransferRequest(open=hello))
+        while True:
+            yield self._seal.seal(await self._outgoing.get())
+
+    async def _talk(
+        self, call: grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
+    ) -> None:
+        asked_s = self._clock.now_s()
+        replies = self._unsealed(call)
+        try:
+            async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
+                reply = await anext(replies, None)
+            if reply is None:
+                raise WorkerLostError(f"{self._peer} hung up before it answered")
+            self._offers.put_nowait(self._agreed(reply, asked_s))
+            await self._keep_up(replies)
+        finally:
+            call.cancel()
+
+    async def _unsealed(
+        self, call: grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
+    ) -> AsyncIterator[pb.TransferReply]:
+        async for signed in call:
+            yield self._seal.open(signed, pb.TransferReply())
+
+    async def _keep_up(self, replies: AsyncIterator[pb.TransferReply]) -> None:
+        """Maps the region, renews the lease and listens, all at once, until one of them fails.
+
+        Beats do not wait for the region: mapping it, by one backend or another, may take longer than a lease.
+        """
+        tasks = [
+            asyncio.create_task(part)
+            for part in (self._find_way(), self._beat(), self._listen(replies))
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
+
+    async def _beat(self) -> None:
+        """One heartbeat for everything that this session writes.
+
+        Raises:
+            WorkerLostError: The peer has not answered for a whole lease.
+        """
+        assert self._lease is not None
+        for number in itertools.count(1):
+            self._beats[number] = self._clock.now_s()
+            self.send(Heartbeat(number=number))
+            await asyncio.sleep(self._lease.beat_interval_s)
+            if self._lease.expired():
+                raise WorkerLostError(f"{self._peer} does not answer heartbeats")
+
+    def _answered(self, number: int) -> None:
+        assert self._lease is not None
+        sent_s = self._beats.get(number)
+        if sent_s is not None:
+            self._lease.renew(sent_s)
+            self._beats = {n: s for n, s in self._beats.items() if n > number}
+
+    async def _listen(self, replies: AsyncIterator[pb.TransferReply]) -> None:
+        assert self._terms is not None
+        async for reply in replies:
+            match reply.WhichOneof("reply"):
+                case "heartbeat":
+                    self._answered(reply.heartbeat.number)
+                case "accepted" | "refused":
+                    self._offers.put_nowait(self._offered(reply))
+                case _:
+                    self._listener.on_message(self._peer, reply_from_proto(reply, self._terms))
+        raise WorkerLostError(f"{self._peer} ended the session")
+
+    def _agreed(self, reply: pb.TransferReply, asked_s: float) -> Accepted:
+        """What the peer accepted; the lease counts from before it can have counted itself."""
+        accepted = self._offered(reply)
+        self._lease = WriteLease(self._clock, accepted.lease_s, asked_s)
+        return accepted
+
+    def _offered(self, reply: pb.TransferReply) -> Accepted:
+        """A region to write to. Whatever is granted from here on is bound to it."""
+        if reply.WhichOneof("reply") == "refused":
+            raise failure_from_proto(reply.refused)
+        accepted = read_accepted(reply.accepted, self._here, self._peer, self._senders)
+        self._terms = SessionTerms(
+            office=self._here.office,
+            target=self._peer,
+            layout_digest=self._here.layout.content_digest(),
+            region=region_digest(accepted.handle.opaque),
+            lease_s=accepted.lease_s,
+        )
+        return accepted
+
+    async def _find_way(self) -> None:
+        """Tries one backend after the other, as the peer offers them.
+
+        Raises:
+            IncompatibleError: None works.
+        """
+        assert self._lease is not None
+        while True:
+            accepted = await self._offers.get()
+            try:
+                opened = await self._way.open(accepted, self._lease)
+            except TransferError as error:
+                self._give_way(accepted.handle.backend, error)
+            else:
+                self._listener.on_open(self._peer, opened)
+                return
+
+    def _give_way(self, backend: str, error: TransferError) -> None:
+        self._listener.on_unreachable(self._peer, backend, error)
+        unreachable = pb.RegionUnreachable(backend=backend, reason=error.message)
+        self._outgoing.put_nowait(pb.TransferRequest(unreachable=unreachable))

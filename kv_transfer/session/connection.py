@@ -1,0 +1,212 @@
+"""A prefill worker's connection to the region of one peer: mapped by the backend that the peer chose, probed, measured, closed.
+
+Belongs to one session (`client.py`), which says which region it is and for how long it may be written to. Once it is open, pages
+are hashed by a thread of its own, beside the one with which the backend copies: pages are hashed while those before them are copied.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from baton.errors import IncompatibleError, LeaseExpiredError, TransferError
+from baton.ids import BlockId, WorkerIdentity
+from baton.layout import KvLayout
+from baton.telemetry.logs import get_logger
+from kv_transfer.heads import LinkPlan
+from kv_transfer.lease import WriteLease
+from kv_transfer.memory.page_hash import Checksum, Hashes, Hashing, PageHashes
+from kv_transfer.ports import KvSender, KvWriter, Push
+from kv_transfer.session.handshake import Accepted, no_hash, no_way
+from kv_transfer.session.link_speed import LinkSpeed, MeasuredWriter, probe_link
+
+Done = Callable[[TransferError | None, Hashes | None], None]
+"""Called from any thread once a push has landed, with the hashes of what was pushed, or cannot land."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    push: Push
+    done: Done
+
+
+class PageWriter:
+    """An open way into one peer's region, as the prefill worker uses it.
+
+    Args:
+        writer: The backend's; owned from now on.
+        lease: No push begins once it is over.
+        link: What is written of each page.
+        hashes: Of the local arena; None where the session does without checksums.
+    """
+
+    def __init__(
+        self, writer: KvWriter, *, lease: WriteLease, link: LinkPlan, hashes: PageHashes | None
+    ) -> None:
+        self._writer = writer
+        self._lease = lease
+        self._parts = () if link.whole_pages else tuple(part.source for part in link.slices)
+        self._hashes = hashes
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="kv-hasher", daemon=True)
+        self._thread.start()
+
+    def push(self, push: Push, done: Done) -> None:
+        """Queues a write and returns at once."""
+        self._jobs.put(_Job(push=push, done=done))
+
+    def close(self) -> None:
+        """Answers everything that is queued, then lets go of the region. Blocks; nothing is written afterwards."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+        self._writer.close()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._start(job)
+            except TransferError as error:
+                job.done(error, None)
+            except Exception as error:  # noqa: BLE001  # one bad push must not end the thread and hang all others
+                job.done(TransferError(f"pushing pages failed: {error!r}"), None)
+
+    def _start(self, job: _Job) -> None:
+        # Asked again by the backend right before it copies; here it saves the hashing.
+        if not self._lease.holds():
+            raise LeaseExpiredError("the lease on the peer's pages is over")
+        push, hashes, done = replace(job.push, lease=self._lease), None, job.done
+        if self._hashes is not None:
+            push.await_ready()
+            hashes = self._hashes.of_layer(push.layer_index, push.source, self._parts)
+        self._writer.push(push, lambda error: done(error, None if error else hashes))
+
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedSession:
+    """What a prefill worker has once a session is up.
+
+    Attributes:
+        pusher: Writes into the peer's region.
+        region_blocks: Pages of that region that may be granted.
+        link: What is written of each page.
+        speed: Of the way there, as it is measured.
+        checksums: Whether commits have to carry them.
+    """
+
+    pusher: PageWriter
+    region_blocks: int
+    link: LinkPlan
+    speed: LinkSpeed
+    checksums: bool
+
+
+class PeerConnection:
+    """For the event loop; whatever blocks runs in threads."""
+
+    def __init__(
+        self,
+        *,
+        peer: WorkerIdentity,
+        layout: KvLayout,
+        senders: Mapping[str, KvSender],
+        hashes: Hashing,
+        spare: BlockId | None,
+    ) -> None:
+        """Nothing is mapped yet.
+
+        Args:
+            peer: Whose region it is.
+            layout: Of the local arena.
+            senders: Backends by name.
+            hashes: Of the local arena, by every rule that it can be hashed by.
+            spare: A page of it to try the link with; without one it is measured on real pages only.
+        """
+        self._peer = peer
+        self._layout = layout
+        self._senders = senders
+        self._hashes = hashes
+        self._spare = spare
+        self._tried: list[str] = []
+        self._connecting: asyncio.Task[KvWriter] | None = None
+        self._pusher: PageWriter | None = None
+
+    async def open(self, accepted: Accepted, lease: WriteLease) -> OpenedSession:
+        """Maps the region and tries the way out.
+
+        Raises:
+            IncompatibleError: The peer offers a backend again that did not work: it has no other.
+            TransferError: The region cannot be mapped, or the way carries nothing.
+        """
+        backend = accepted.handle.backend
+        if backend in self._tried:
+            raise no_way(self._tried)
+        self._tried.append(backend)
+        hashes = self._by(accepted.checksum)
+        # Shielded: a writer that is still being made when the session ends has to be closed all the same.
+        connect = asyncio.to_thread(
+            self._senders[backend].connect, accepted.handle, self._layout, accepted.layout
+        )
+        self._connecting = asyncio.create_task(connect)
+        connected = await asyncio.shield(self._connecting)
+        writer = MeasuredWriter(connected, LinkSpeed(backend=backend), accepted.link)
+        await self._try_out(writer, accepted, lease)
+        self._pusher = PageWriter(
+            writer,
+            lease=lease,
+            link=accepted.link,
+            hashes=hashes,
+        )
+        return OpenedSession(
+            pusher=self._pusher,
+            region_blocks=accepted.num_blocks,
+            link=accepted.link,
+            speed=writer.link,
+            checksums=hashes is not None,
+        )
+
+    def _by(self, rule: Checksum | None) -> PageHashes | None:
+        """What hashes pages by the peer's rule; None where it wants no checksums.
+
+        Raises:
+            IncompatibleError: The local arena cannot be hashed by it.
+        """
+        if rule is None:
+            return None
+        if rule not in self._hashes:
+            raise no_hash(rule, self._hashes)
+        return self._hashes[rule]
+
+    async def let_go(self) -> None:
+        """Waits until nothing more is written, then closes whatever was mapped."""
+        if self._connecting is None:
+            return
+        try:
+            writer = await self._connecting
+        except (TransferError, IncompatibleError):
+            _log.debug("the peer's region was never mapped", peer=str(self._peer))
+        else:
+            await asyncio.to_thread((self._pusher or writer).close)
+
+    async def _try_out(self, writer: MeasuredWriter, accepted: Accepted, lease: WriteLease) -> None:
+        if self._spare is None or accepted.spare is None:
+            return
+        trial = partial(
+            probe_link,
+            writer,
+            accepted.link,
+            source=self._spare,
+            target=accepted.spare,
+            lease=lease,
+        )
+        try:
+            await asyncio.to_thread(trial)
+        except TransferError:
+            await asyncio.shield(asyncio.to_thread(writer.close))
+            self._connecting = None
+            raise

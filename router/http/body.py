@@ -1,0 +1,103 @@
+"""Bodies from outside: bounded while they are read, checked while they are parsed."""
+
+import re
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from baton.errors import CancelledByPeerError, InvalidRequestError, PayloadTooLargeError
+from baton.telemetry.logs import get_logger
+from router.http.account import account_of
+from router.http.errors import from_validation
+
+_Body = TypeVar("_Body", bound=BaseModel)
+_LENGTH_DIGITS = 15
+_log = get_logger(__name__)
+
+
+async def read_body(request: Request, schema: type[_Body], max_bytes: int) -> _Body:
+    """Reads a request's JSON as `schema`. Nesting deeper than 200, NaN, half surrogate pairs and bytes that are not
+    UTF-8 are refused by the parser.
+
+    Raises:
+        PayloadTooLargeError: More than `max_bytes`; the rest is not read.
+        InvalidRequestError: Not JSON, or not what `schema` allows.
+    """
+    return parse_body(await read_bounded(request, max_bytes), schema)
+
+
+def parse_body(raw: bytes, schema: type[_Body]) -> _Body:
+    """The same for bytes that have been read.
+
+    Raises:
+        InvalidRequestError: As above, or it is made of too many parts.
+    """
+    check_parts(raw)
+    try:
+        body = schema.model_validate_json(raw)
+    except ValidationError as error:
+        raise from_validation(error) from None
+    if body.model_extra:
+        _log.debug("ignoring unknown fields", count=len(body.model_extra))
+    return body
+
+
+async def read_bounded(request: Request, max_bytes: int) -> bytes:
+    """The body's bytes; kept in the account where the tenant's audit holds content.
+
+    Raises:
+        PayloadTooLargeError: More than `max_bytes`; the rest is not read.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and (len(declared) > _LENGTH_DIGITS or int(declared) > max_bytes):
+        raise _too_large(max_bytes)
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise CancelledByPeerError("The client left while it sent its request.") from error
+    raw = b"".join(chunks)
+    account = account_of(request)
+    if account.keeps_content:
+        account.asked = raw.decode("utf-8", "replace")
+    return raw
+
+
+def _too_large(max_bytes: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"The request body is larger than {max_bytes} bytes.")
+
+
+MAX_CONTAINERS = 65_536
+"""Arrays and objects. The largest that anybody needs: thousands of messages with parts and tools."""
+
+MAX_ELEMENTS = 3_000_000
+"""Of all arrays and objects together: a prompt of two million token ids, and room for the rest."""
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+def check_parts(raw: bytes) -> None:
+    """Refuses what is made of too many parts.
+
+    What stands inside strings looks the same at first sight, so a second look without them is taken where there is much of
+    it. Bytes that are no JSON may pass; the parser refuses those.
+
+    Raises:
+        InvalidRequestError: There are too many.
+    """
+    if _fits(raw):
+        return
+    if not _fits(_STRING.sub(b"", raw)):
+        raise InvalidRequestError(
+            f"The body holds more than {MAX_CONTAINERS} arrays and objects, or more than {MAX_ELEMENTS} elements."
+        )
+
+
+def _fits(raw: bytes) -> bool:
+    return raw.count(b"[") + raw.count(b"{") <= MAX_CONTAINERS and raw.count(b",") <= MAX_ELEMENTS

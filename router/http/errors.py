@@ -1,0 +1,183 @@
+"""Every error in the shape that clients know, whatever went wrong and where: OpenAI's, or Anthropic's under its own paths."""
+
+from math import ceil
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails as Complaint
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from baton.errors import (
+    BatonError,
+    InvalidRequestError,
+    OverloadedError,
+    RouteNotFoundError,
+    UnsupportedParameterError,
+    disposition,
+)
+from baton.telemetry.logs import get_logger
+from router.http.account import note_error
+from router.http.fields import UNSUPPORTED
+
+RETRY_AFTER_S = 1
+"""What a client is told to wait where nothing better is known; it backs off further by itself."""
+
+_log = get_logger(__name__)
+_JSON = "application/json"
+
+
+class ErrorDetails(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(BaseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorDetails
+
+
+def error_responses(
+    *statuses: int, schema: type[BaseModel] = ErrorReply
+) -> dict[int | str, dict[str, Any]]:
+    """For FastAPI's description of an endpoint: 401 and 500, which each may answer, and `statuses`."""
+    return {status: {"model": schema} for status in sorted({401, 500, *statuses})}
+
+
+def error_response(error: BatonError, path: str = "") -> Response:
+    """The HTTP answer to one error, for a client that asked for `path`."""
+    row = disposition(error)
+    headers = {}
+    if row.http in (429, 503) and (row.retryable or isinstance(error, OverloadedError)):
+        headers["Retry-After"] = str(ceil(error.retry_after_s or RETRY_AFTER_S))
+    if row.http == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(error_body(error, path), row.http, headers, media_type=_JSON)
+
+
+def from_validation(error: ValidationError) -> InvalidRequestError:
+    """The first complaint of pydantic, with the name of the field it is about."""
+    errors = error.errors(include_url=False, include_input=False)
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequestError(f"The body is not JSON: {first['ctx']['error']}")
+    param = first.get("ctx", {}).get("param") or _param(first["loc"])
+    message = _message([e for e in errors if _param(e["loc"]) == _param(first["loc"])])
+    known = UnsupportedParameterError if first["type"] == UNSUPPORTED else InvalidRequestError
+    return known(f"{param}: {message}" if param else message, param=param)
+
+
+def _message(errors: list[Complaint]) -> str:
+    """One sentence about one field. A field of several types has a complaint for each; the one that got past the type
+    check is about what the client meant."""
+    meant = [e["msg"] for e in errors if not e["type"].endswith("_type")]
+    return meant[0] if meant else ", or: ".join(dict.fromkeys(e["msg"] for e in errors))
+
+
+def _param(location: tuple[int | str, ...]) -> str | None:
+    """`messages[0].content` from pydantic's path. Below a field that may have several types pydantic names the type it
+    tried; for those the field's own name says enough."""
+    if not location:
+        return None
+    name = str(location[0])
+    if name != "messages":
+        return name
+    for step in location[1:3]:
+        name += f"[{step}]" if isinstance(step, int) else f".{step}"
+    return name
+
+
+def install(app: FastAPI) -> None:
+    """Lets `app` answer all its errors in this shape."""
+    app.add_exception_handler(BatonError, _on_baton_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_exception)
+
+
+async def _on_baton_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BatonError)
+    note_error(request.scope, error)
+    if disposition(error).http >= 500:
+        _log.warning(
+            "a request failed", path=request.scope["path"], code=error.code, why=error.message
+        )
+    return error_response(error, request.scope["path"])
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: an unknown path, or a method that the path does not have."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.scope["path"]
+    if error.status_code == 405:
+        text = f"{method} is not allowed here."
+    else:
+        text = f"There is no {method} {path[:200]} here."
+    body = error_body(RouteNotFoundError(text), path)
+    response = Response(body, error.status_code, media_type=_JSON)
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    if error.status_code == 405:
+        response.headers["Allow"] = ", ".join(sorted(_methods(request)))
+    return response
+
+
+def _methods(request: Request) -> set[str]:
+    """What the path can be asked with. Each method is a route of its own; Starlette names those of the first only."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.path_regex.match(request.scope["path"]):
+            found |= route.methods or set()
+    return found
+
+
+async def _on_exception(request: Request, _error: Exception) -> Response:
+    """A bug of ours. Starlette raises it on to the server, which logs it with its traceback."""
+    error = BatonError("unexpected")
+    note_error(request.scope, error)
+    return error_response(error, request.scope["path"])
+
+
+ANTHROPIC_PATHS = "/v1/messages"
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's type of an error by its status; `api_error` for all others."""
+
+
+def error_details(error: BatonError) -> ErrorDetails:
+    """What OpenAI's clients are told. Faults of our own show no internals."""
+    row = disposition(error)
+    message = error.message if row.openai_type != "server_error" else "Internal server error."
+    return ErrorDetails(message=message, type=row.openai_type, param=error.param, code=error.code)
+
+
+def error_body(error: BatonError, path: str = "") -> bytes:
+    """The JSON of one error, for a client that asked for `path`."""
+    if path.startswith(ANTHROPIC_PATHS):
+        return anthropic_error(error)
+    return msgspec.json.encode({"error": error_details(error).model_dump()})
+
+
+def anthropic_error(error: BatonError) -> bytes:
+    """`{"type": "error", "error": {"type", "message"}}`; the field's name is part of the message already."""
+    kind = _ANTHROPIC_TYPES.get(disposition(error).http, "api_error")
+    fields = {"type": kind, "message": error_details(error).message}
+    return msgspec.json.encode({"type": "error", "error": fields})

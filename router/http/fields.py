@@ -1,0 +1,136 @@
+"""What the fields of requests are made of: bounds, types that carry them, and the ways in which a field is refused.
+
+Ranges are checked while the body is parsed, by name. Parsing is strict (a bool is no number, a number no string, NaN is
+nothing). Unknown fields are ignored, as servers of these protocols do; fields that are known and would change the answer,
+but are not served, are refused by name with the code `unsupported_parameter`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_CHOICES = 128
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 512
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 1024
+MAX_PROMPT_TOKENS = 2**21
+"""Ends the parsing of absurd prompts early; the model's own limit is checked after it."""
+MAX_PROMPT_LOGPROBS = 2**17
+"""Figures about one request's prompts: each token's, and those of the likeliest in its place."""
+MAX_TOOLS = 128
+MAX_NAME_LENGTH = 1024
+MAX_METADATA = 16
+MAX_TEMPLATE_KWARGS = 64
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
+Name = Annotated[str, Field(max_length=MAX_NAME_LENGTH)]
+JsonObject = dict[str, JsonValue]
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=64)],
+        Annotated[str, Field(max_length=512)],
+    ],
+    Field(max_length=MAX_METADATA),
+]
+
+REFUSED = "refused"
+UNSUPPORTED = "unsupported"
+"""Types of the complaints below, as `router.http.errors` reads them."""
+
+
+class Part(BaseModel):
+    """Any object within a body. What it has besides its fields is ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Body(BaseModel):
+    """Any request body."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+
+    @model_validator(mode="after")
+    def _refuse_unserved(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name in UNSERVED and value not in UNSERVED[name]:
+                raise unsupported(name)
+        return self
+
+
+UNSERVED: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "best_of": (0, 1),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "prompt_embeds": (),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "use_beam_search": (False,),
+}
+"""Fields that are not served where they are not declared, each with the values (besides null) that ask for nothing."""
+
+ELSEWHERE: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "functions": ([],),
+    "input": (),
+    "instructions": ("",),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
+    "max_tokens": (),
+    "messages": (),
+    "n": (1,),
+    "prompt": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "stop_sequences": ([],),
+    "system": ("",),
+    "text": ({}, {"format": {"type": "text"}}),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+"""The same of fields that other endpoints serve: who confuses two endpoints is told."""
+
+
+def refusal(param: str, message: str) -> PydanticCustomError:
+    """A complaint about field `param` from a check that looks at more than one field."""
+    return PydanticCustomError(REFUSED, "{message}", {"message": message, "param": param})
+
+
+def unsupported(
+    param: str, message: str = "This server does not support it."
+) -> PydanticCustomError:
+    """The same about a field, or a value of it, that is right but not served here."""
+    return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message, "param": param})
+
+
+def only(param: str, value: Any, *served: object) -> None:
+    """Refuses what is neither null nor one of `served`.
+
+    Raises:
+        PydanticCustomError: Unsupported.
+    """
+    if value is not None and value not in served:
+        raise unsupported(param)

@@ -1,0 +1,116 @@
+"""Where requests and replies meet the operator's guardrails, and where what is shown is kept for the audit."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from baton.errors import InvariantError
+from router.guardrails.chain import GuardChain, OutputChain
+from router.guardrails.ports import Ask, GuardedText
+from router.http.account import RequestAccount
+from router.openai.job_run import Delta
+from router.templates.chat_template import ChatMessage
+
+MAX_KEPT_CHARS = 1_000_000
+"""Of one choice, for the audit."""
+
+
+async def checked_messages(
+    messages: Sequence[ChatMessage],
+    guards: GuardChain,
+    account: RequestAccount,
+    param: str = "messages",
+) -> list[ChatMessage]:
+    """The conversation as it may go on.
+
+    Args:
+        messages: As the template is to see them.
+        guards: The operator's checks.
+        account: The request's.
+        param: The field that they came in.
+
+    Raises:
+        ContentRefusedError: It may not.
+        UnavailableError: A guardrail failed.
+    """
+    if not guards.active:
+        return list(messages)
+    texts = [GuardedText(role=m["role"], text=m["content"]) for m in messages]
+    passed = await _checked(texts, guards, account, param)
+    return [{**message, "content": text} for message, text in zip(messages, passed, strict=True)]
+
+
+async def checked_prompts(
+    prompts: Sequence[str], guards: GuardChain, account: RequestAccount
+) -> list[str]:
+    """The prompts as they may go on.
+
+    Raises:
+        ContentRefusedError: They may not.
+        UnavailableError: A guardrail failed.
+    """
+    if not guards.active:
+        return list(prompts)
+    texts = [GuardedText(role="prompt", text=prompt) for prompt in prompts]
+    return await _checked(texts, guards, account, "prompt")
+
+
+async def checked_deltas(
+    batches: AsyncGenerator[list[Delta], None], guards: GuardChain, account: RequestAccount
+) -> AsyncGenerator[list[Delta], None]:
+    """What of `batches` may be shown; kept in `account` where the tenant's audit holds content.
+
+    Raises:
+        ContentRefusedError: A guardrail refuses the rest.
+        UnavailableError: A guardrail failed.
+        InvariantError: What was asked never came past the guardrails.
+    """
+    ask = account.ask
+    if guards.active and ask is None:
+        raise InvariantError("a request came past the guardrails unseen")
+    watching: dict[int, OutputChain | None] = {}
+    async with aclosing(batches):
+        async for batch in batches:
+            if ask is not None:
+                batch = await _shown(batch, watching, guards, ask)
+            if account.keeps_content:
+                _keep(batch, account)
+            if batch:
+                yield batch
+
+
+async def _checked(
+    texts: Sequence[GuardedText], guards: GuardChain, account: RequestAccount, param: str
+) -> list[str]:
+    ask = Ask(tenant_id=account.tenant.tenant_id, model=account.model, texts=tuple(texts))
+    account.ask = await guards.check_input(ask, param)
+    return [text.text for text in account.ask.texts]
+
+
+async def _shown(
+    batch: Sequence[Delta],
+    watching: dict[int, OutputChain | None],
+    guards: GuardChain,
+    ask: Ask,
+) -> list[Delta]:
+    shown: list[Delta] = []
+    for delta in batch:
+        if delta.index not in watching:
+            watching[delta.index] = guards.watch_output(ask)
+        chain = watching[delta.index]
+        passed = delta if chain is None else await _passed(delta, chain)
+        if passed.text or passed.tokens or passed.finish is not None:
+            shown.append(passed)
+    return shown
+
+
+async def _passed(delta: Delta, chain: OutputChain) -> Delta:
+    """The delta with the text that may be shown. Tokens and log-probabilities would tell the text that may not."""
+    text = await chain.piece(delta.text, last=delta.finish is not None)
+    return delta if text == delta.text else replace(delta, text=text, tokens=[], logged=[])
+
+
+def _keep(batch: Sequence[Delta], account: RequestAccount) -> None:
+    for delta in batch:
+        kept = account.answered.get(delta.index, "")
+        account.answered[delta.index] = kept + delta.text[: MAX_KEPT_CHARS - len(kept)]

@@ -1,0 +1,109 @@
+"""POST /tokenize and POST /detokenize: a text as the model's tokens, and tokens as text."""
+
+from typing import Self
+
+from pydantic import BaseModel, Field, model_validator
+from starlette.requests import Request
+
+from router.http.account import account_of
+from router.http.body import read_body
+from router.http.fields import MAX_PROMPT_TOKENS, Body, Tokens, refusal
+from router.openai.conversation import (
+    Messages,
+    TemplateArguments,
+    check_template_arguments,
+    conversation_of,
+)
+from router.openai.model_limits import check_text, check_vocabulary
+from router.openai.prompt import conversation_tokens
+from router.openai.serving import Serving
+from router.ports import ServedModel
+from router.templates.chat_template import Conversation
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: of a prompt or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    return_token_strs: bool | None = None
+
+    def as_conversation(self) -> Conversation:
+        """The conversation, where it is one."""
+        return conversation_of(
+            self.messages or (),
+            add_generation_prompt=self.add_generation_prompt,
+            continue_last=self.continue_final_message,
+            arguments=self.chat_template_kwargs or {},
+        )
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise refusal("prompt", "Exactly one of prompt and messages is needed.")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refusal("continue_final_message", "Not together with add_generation_prompt.")
+        check_template_arguments(self.chat_template_kwargs)
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Tokens = Field(max_length=MAX_PROMPT_TOKENS)
+
+
+class Tokenized(BaseModel):
+    """Reply of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    """Reply of POST /detokenize."""
+
+    prompt: str
+
+
+async def tokenize(request: Request, serving: Serving) -> Tokenized:
+    """The token ids of a prompt or a conversation."""
+    body = await read_body(request, TokenizeRequest, serving.max_body_bytes)
+    if body.model is not None:
+        serving.require_name(body.model, account_of(request))
+    model = await serving.require_model()
+    tokens = await _token_ids(body, serving, model)
+    texts = serving.tokenizer.token_texts(tokens) if body.return_token_strs else None
+    return Tokenized(
+        count=len(tokens), max_model_len=model.max_model_len, tokens=tokens, token_strs=texts
+    )
+
+
+async def _token_ids(body: TokenizeRequest, serving: Serving, model: ServedModel) -> list[int]:
+    if body.prompt is not None:
+        check_text(body.prompt, model, serving.tokenizer, "prompt")
+        special = body.add_special_tokens is not False
+        return await serving.tokenizer.encode(body.prompt, add_special_tokens=special)
+    return await conversation_tokens(
+        body.as_conversation(),
+        model,
+        serving.tokenizer,
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+
+
+async def detokenize(request: Request, serving: Serving) -> Detokenized:
+    """The text of token ids."""
+    body = await read_body(request, DetokenizeRequest, serving.max_body_bytes)
+    if body.model is not None:
+        serving.require_name(body.model, account_of(request))
+    check_vocabulary(body.tokens, await serving.require_model(), "tokens")
+    return Detokenized(prompt=await serving.tokenizer.decode(body.tokens))

@@ -1,0 +1,170 @@
+"""Text into token ids: the first thing that happens to a request, and the last place that sees its text as a whole.
+
+The tokenizer and its chat template come from the model's directory (`router.text.pretrained`). Threads may share the Rust
+tokenizer. Long prompts take long, so encoding and rendering run in a few threads of their own and never on the event loop.
+Templates render in jinja2's immutable sandbox, for a bounded time.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import jinja2
+
+from baton.errors import InvalidRequestError
+from router.templates.chat_template import ChatMessage, ChatTemplate, Rendering
+from router.templates.time_cap import TimeCap, TimeCapError
+from router.text.detokenizer import Detokenizer
+from router.text.pretrained import PretrainedTokenizer, read_tokenizer
+from router.text.token_bytes import ByteDecoder, ByteTable, PieceTable, TokenDecoder, is_byte_level
+
+_Result = TypeVar("_Result")
+
+MAX_TEMPLATE_S = 10.0
+"""How long a chat template may take for one conversation."""
+
+MAX_RENDERED_CHARS = 64 * 1024 * 1024
+"""What it may make of one conversation."""
+
+_TEMPLATE_FAULTS = (
+    *(jinja2.TemplateError, TypeError, ValueError, AttributeError),
+    *(ArithmeticError, LookupError, RecursionError, MemoryError),
+)
+"""What a template may run into. It is the model's, so these are no faults of ours."""
+
+
+class Tokenizer:
+    """One model's tokenizer, for one event loop and any number of requests.
+
+    Attributes:
+        backend: The Rust tokenizer; `router.text.detokenizer` decodes with it.
+        special_ids: Ids whose text is not shown to clients.
+        pieces: The bytes that each single token stands for.
+        longest_token: Characters of the longest token as the vocabulary spells it; none stands for more.
+    """
+
+    def __init__(
+        self,
+        pretrained: PretrainedTokenizer,
+        *,
+        threads: int = 2,
+        template_s: float = MAX_TEMPLATE_S,
+        max_chars: int = MAX_RENDERED_CHARS,
+    ) -> None:
+        backend = pretrained.backend
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.pieces = PieceTable(backend, added)
+        self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        self._chat_template = (
+            ChatTemplate(pretrained.chat_template, pretrained.special_tokens, max_chars)
+            if pretrained.chat_template
+            else None
+        )
+        self._byte_table = ByteTable(backend, self.special_ids) if is_byte_level(backend) else None
+        self._time_cap = TimeCap(template_s)
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        *,
+        threads: int = 2,
+        template_s: float = MAX_TEMPLATE_S,
+        max_chars: int = MAX_RENDERED_CHARS,
+    ) -> "Tokenizer":
+        """Reads the tokenizer of a model's directory (a hub snapshot is one). Blocks; call it at start.
+
+        Raises:
+            ModelLoadError: There is none, or it cannot be read.
+        """
+        pretrained = read_tokenizer(directory)
+        return cls(pretrained, threads=threads, template_s=template_s, max_chars=max_chars)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that have a text lie below this."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`. Special tokens written out in it become those tokens, as in vLLM."""
+        return await self._in_thread(lambda: self._encode(text, add_special_tokens))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        rendering: Rendering | None = None,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation, rendered by the model's chat template (`router.templates.chat_template`).
+
+        Raises:
+            InvalidRequestError: There is no template, or it refuses these messages.
+        """
+        how = rendering or Rendering()
+        return await self._in_thread(
+            lambda: self._encode(self._render(messages, how), add_special_tokens)
+        )
+
+    async def decode_steps(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each token adds to those before it; all together they are the text, without special tokens."""
+        return await self._in_thread(lambda: self._decode_steps(token_ids))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included."""
+        return await self._in_thread(
+            lambda: self.backend.decode(list(token_ids), skip_special_tokens=False)
+        )
+
+    def decoder(self, *, skip_special: bool = True) -> TokenDecoder:
+        """Turns the tokens of one sample into text while they come; special tokens have none unless they are wanted."""
+        if not skip_special:
+            return Detokenizer(self.backend, frozenset())
+        if self._byte_table is not None:
+            return ByteDecoder(self._byte_table)
+        return Detokenizer(self.backend, self.special_ids)
+
+    def token_texts(self, token_ids: Iterable[int]) -> list[str]:
+        """Each token as the vocabulary spells it; an id without a token is empty."""
+        return [self.backend.id_to_token(i) or "" for i in token_ids]
+
+    def close(self) -> None:
+        """Ends the threads; what they have begun is finished."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._time_cap.close()
+
+    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _decode_steps(self, token_ids: Sequence[int]) -> list[str]:
+        detokenizer = self.decoder()
+        steps = [detokenizer.push(token) for token in token_ids]
+        return [*steps[:-1], steps[-1] + detokenizer.finish()] if steps else []
+
+    def _render(self, messages: Sequence[ChatMessage], how: Rendering) -> str:
+        template = self._chat_template
+        if template is None:
+            raise InvalidRequestError(
+                "This model has no chat template; send the prompt to /v1/completions.",
+                param="messages",
+            )
+        try:
+            return self._time_cap.run(lambda: template.render(messages, how))
+        except TimeCapError as error:
+            raise InvalidRequestError(
+                "The model's chat template takes too long for these messages.", param="messages"
+            ) from error
+        except _TEMPLATE_FAULTS as error:
+            raise InvalidRequestError(
+                f"The model's chat template refuses these messages: {error}", param="messages"
+            ) from error

@@ -1,0 +1,48 @@
+"""A router's control service that answers what it is told to, in a runtime directory of its own."""
+
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+
+from baton.rpc.v1 import control_pb2, control_pb2_grpc
+from baton_cluster.launch.runtime_dir import RuntimeDir
+
+
+class FakeControl(control_pb2_grpc.ControlServicer):
+    """Args:
+    status: What it says of its cluster.
+    explained: What it knows of requests, by their ids.
+    """
+
+    def __init__(
+        self,
+        status: control_pb2.StatusReply | None = None,
+        explained: dict[str, control_pb2.ExplainReply] | None = None,
+    ) -> None:
+        self._status = status
+        self._explained = explained or {}
+
+    def Status(self, request, context):  # noqa: N802  # as gRPC names it
+        return self._status
+
+    def Drain(self, request, context):  # noqa: N802
+        raise NotImplementedError
+
+    def Explain(self, request, context):  # noqa: N802
+        return self._explained.get(request.request_id, control_pb2.ExplainReply())
+
+
+@contextmanager
+def answering(control: FakeControl, path: Path) -> Iterator[RuntimeDir]:
+    """The directory at `path` as the router's that `control` plays."""
+    runtime = RuntimeDir.claim(path)
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    control_pb2_grpc.add_ControlServicer_to_server(control, server)
+    server.add_insecure_port(runtime.socket_address("router"))
+    server.start()
+    yield runtime
+    server.stop(None).wait()
+    runtime.release()

@@ -1,0 +1,74 @@
+import io
+import json
+from collections.abc import Iterator
+
+import pytest
+from google.protobuf.json_format import Parse
+from rich.console import Console
+
+from baton.rpc.v1 import control_pb2 as pb
+from baton_cluster.cli.explain import render
+from baton_cluster.cli.main import main
+from baton_cluster.launch.runtime_dir import RuntimeDir
+from tests.baton_cluster.cli.fake_control import FakeControl, answering
+
+REPLY = pb.ExplainReply(
+    known=True,
+    policy="predictive",
+    kind="on_decode",
+    prefill_worker="decode-0",
+    decode_worker="decode-0",
+    tokens=100,
+    held_by_prefill=80,
+    held_by_decode=80,
+    output_tokens=32,
+    decisions=1,
+    why="the least predicted seconds",
+    considered=[pb.ConsideredPair(prefill_worker="decode-0", decode_worker="decode-0", cost=0.5)],
+    predicted=pb.PredictedTimes(queue_s=0.25, prefill_s=0.125, tbt_s=0.02),
+)
+
+
+@pytest.fixture
+def router(home) -> Iterator[RuntimeDir]:
+    with answering(FakeControl(explained={"cmpl-1": REPLY}), home / "run") as runtime:
+        yield runtime
+
+
+def shown(reply: pb.ExplainReply) -> str:
+    console = Console(width=200, file=io.StringIO(), force_terminal=False)
+    for part in render(reply, "cmpl-1"):
+        console.print(part)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_people_see_who_why_and_how_long():
+    text = shown(REPLY)
+    assert "decode on decode-0" in text
+    assert "predicted to be better" in text
+    assert "250.0 ms" in text
+    assert "80 were believed" in text
+
+
+def test_a_request_that_ended_shows_what_was_measured():
+    ended = pb.ExplainReply()
+    ended.CopyFrom(REPLY)
+    ended.measured.first_token_s = 0.75
+    assert "750.0 ms" in shown(ended)
+    assert "750.0 ms" not in shown(REPLY)
+
+
+def test_the_command_asks_the_router(router, capsys):
+    assert main(["explain", "cmpl-1", "--runtime-dir", str(router.path), "--json"]) == 0
+    assert Parse(capsys.readouterr().out, pb.ExplainReply()) == REPLY
+
+
+def test_the_json_is_an_object_with_the_fields_of_the_message(router, capsys):
+    main(["explain", "cmpl-1", "--runtime-dir", str(router.path), "--json"])
+    assert json.loads(capsys.readouterr().out)["kind"] == "on_decode"
+
+
+def test_an_unknown_request_is_one_line(router, capsys):
+    assert main(["explain", "cmpl-2", "--runtime-dir", str(router.path)]) == 1
+    assert "does not know cmpl-2" in capsys.readouterr().err

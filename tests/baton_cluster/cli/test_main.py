@@ -1,0 +1,185 @@
+import io
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from baton.ids import Incarnation
+from baton_cluster.cli import demo
+from baton_cluster.cli.demo import Outcome
+from baton_cluster.cli.main import main
+from baton_cluster.cli.progress import StartDisplay
+from baton_cluster.launch.launcher import ChildInfo
+from baton_cluster.launch.supervisor import (
+    AnnounceReady,
+    AnnounceRestart,
+    ChildProgress,
+    ChildState,
+)
+from tests.baton_cluster.cli.test_chat import TIMING
+
+
+def error_of(capsys, *argv: str) -> tuple[int, str]:
+    try:
+        status = main(argv)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("baton: error: ")
+    assert shown.err.count("\n") == 1
+    return status, shown.err.removeprefix("baton: error: ").rstrip()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--port", "abc"], "--port: expected int, got 'abc'"),
+        (["serve", "--port", "70000"], "--port: must be from 0 to 65535, not 70000"),
+        (["serve", "--block-size", "24"], "--block-size: must be a power of two"),
+        (["serve", "--kv-cache-memory-bytes", "lots"], "--kv-cache-memory: expected a size"),
+        (["serve", "--dtype", "int4"], "--dtype: must be auto, float32, float16 or bfloat16"),
+        (["serve", "--policy", "x"], "--policy: must be predictive, prefix_affinity"),
+        (["serve", "--prefill-workers", "0"], "the cluster needs a prefill and a decode worker"),
+        (["serve", "-f", "/absent.yaml"], "/absent.yaml: no such file or directory"),
+        (["serve", "--runtime-dir", "/" + "x" * 120], "too long for a Unix socket"),
+        (["serve", "--host", "192.0.2.1"], "192.0.2.1 is no address of this machine"),
+        (["serve", "--prot", "1"], "unrecognized arguments: --prot"),
+        (["sevre"], "invalid choice: 'sevre'"),
+        ([], "the following arguments are required: COMMAND"),
+        (["status", "--port", "x"], "argument --port: invalid int value: 'x'"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_status_2(capsys, argv, message):
+    status, shown = error_of(capsys, *argv)
+    assert status == 2
+    assert message in shown
+
+
+def test_a_model_that_is_not_there_is_one_line_and_status_1(capsys):
+    assert error_of(capsys, "serve", "/absent") == (1, "/absent: no such directory")
+
+
+def test_a_taken_port_is_one_line(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        status, shown = error_of(capsys, "serve", "--port", port)
+    assert status == 2
+    assert shown.startswith(f"port {port} on 127.0.0.1 is taken")
+
+
+def test_the_environment_is_read_and_checked(capsys, monkeypatch):
+    monkeypatch.setenv("BATON_ENGINE_BLOCK_SIZE", "7")
+    status, shown = error_of(capsys, "serve")
+    assert status == 2
+    assert shown.startswith("BATON_ENGINE_BLOCK_SIZE: must be a power of two")
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert re.fullmatch(r"baton \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def serve_fakes(home, *argv: str) -> subprocess.Popen[str]:
+    """`baton serve` with children that only pretend; prints to one stream."""
+    code = (
+        "import sys, functools, baton_cluster.cli.serve as serve, baton_cluster.cli.main as cli;"
+        "serve.LocalCluster = functools.partial("
+        "serve.LocalCluster, child_module='tests.baton_cluster.fake_role');"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "serve", *argv, "--port", "0"]
+    command += ["--runtime-dir", str(home / "run")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_serve_prints_one_line_when_ready_and_stops_on_sigterm(home):
+    with serve_fakes(home, "none", "--served-model-name", "tiny") as process:
+        assert process.stdout is not None
+        lines: list[str] = []
+        while not lines or "ready" not in lines[-1]:
+            lines.append(process.stdout.readline())
+        ready = r"baton: ready on http://127\.0\.0\.1:\d+ \(model tiny, 1 prefill \+ 1 decode\)\n"
+        assert re.fullmatch(ready, lines[-1])
+        assert "baton: decode-0: loading weights\n" in lines
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == ""
+        assert process.wait(30) == 0
+    assert not (home / "run").exists()
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_and_status_1(home):
+    with serve_fakes(home, "decode-0:fatal") as process:
+        output = process.communicate(timeout=30)[0]
+    errors = [line for line in output.splitlines() if not line.endswith("loading weights")]
+    assert errors == ["baton: error: no config.json in /nowhere"]
+    assert process.returncode == 1
+    assert not (home / "run").exists()
+
+
+def test_a_stop_during_the_start_is_no_error(home):
+    with serve_fakes(home, "decode-0:loads-for-ever") as process:
+        assert process.stdout is not None
+        while "decode-0: loading" not in process.stdout.readline():
+            continue
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert "ready" not in process.stdout.read()
+
+
+def progress(what: str, done: float | None) -> ChildProgress:
+    return ChildProgress(name="decode-0", incarnation=Incarnation(1), what=what, done=done)
+
+
+def test_off_a_terminal_progress_is_a_line_per_stage():
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with StartDisplay(console) as display:
+        for done in (0.1, 0.5, 1.0):
+            display.progress(progress("loading weights", done))
+        display.progress(progress("preparing kernels", None))
+        display.announce(AnnounceReady())
+        display.progress(progress("loading weights", 0.1))
+    assert console.file.getvalue() == (  # type: ignore[attr-defined]
+        "baton: decode-0: loading weights\nbaton: decode-0: preparing kernels\n"
+    )
+
+
+def test_on_a_terminal_progress_is_one_moving_line():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with StartDisplay(console) as display:
+        display.progress(progress("loading weights", 0.4))
+        display.announce(AnnounceRestart(name="decode-0", after_s=0.5, reason="was killed"))
+
+
+def test_the_demo_shows_who_did_what_and_where_the_time_went():
+    outcome = Outcome(timing=TIMING, ttft_s=0.0421)
+    children = [
+        ChildInfo(
+            name=name,
+            role=name,
+            state=ChildState.READY,
+            pid=pid,
+            incarnation=Incarnation(0xBEEF),
+        )
+        for name, pid in (("router", 11), ("prefill-0", 12), ("decode-0", 13))
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(demo.render(outcome, children))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for fact in (
+        "prefill-0: 9 tokens, 1 of them cached",
+        "decode-0: 10 tokens, 1286 tokens/s",
+        "11 pages, 12 B",
+        "5.0 ms",
+        "42.1 ms",
+        "process 13",
+        "incarnation beef",
+    ):
+        assert fact in shown
+    assert max(map(len, shown.splitlines())) <= 80

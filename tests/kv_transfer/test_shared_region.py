@@ -1,0 +1,59 @@
+import os
+
+import pytest
+
+from baton.errors import OutOfMemoryError, TransferError
+from kv_transfer.memory import shared_region
+from kv_transfer.memory.shared_region import SharedRegion
+
+
+def test_a_region_is_zeroed_and_writable():
+    region = SharedRegion.create(8192)
+    assert bytes(region.memoryview) == bytes(8192)
+    region.memoryview[5] = 7
+    assert region.memoryview[5] == 7
+    region.close()
+
+
+def test_two_mappings_of_one_region_see_the_same_bytes():
+    region = SharedRegion.create(4096)
+    other = SharedRegion.attach(os.dup(region.fd), 4096)
+    region.memoryview[100:104] = b"page"
+    assert bytes(other.memoryview[100:104]) == b"page"
+    other.close()
+    region.close()
+
+
+@pytest.mark.parametrize("size", [0, 4095, 8192])
+def test_a_region_cannot_be_resized_by_anyone(size: int):
+    region = SharedRegion.create(4096)
+    with pytest.raises(PermissionError):
+        os.ftruncate(region.fd, size)
+    region.close()
+
+
+def test_an_unsealed_file_is_refused():
+    fd = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    with pytest.raises(TransferError, match="sealed"):
+        SharedRegion.attach(fd, 4096)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+
+
+def test_more_memory_than_there_is_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shared_region, "available_bytes", lambda: 1000)
+    with pytest.raises(OutOfMemoryError, match=r"4096 bytes .* 1000 bytes"):
+        SharedRegion.create(4096)
+
+
+def test_what_is_available_is_bounded_by_the_machine():
+    assert 0 < shared_region.available_bytes() < 1 << 60
+
+
+def test_views_outlive_the_region_that_they_came_from():
+    region = SharedRegion.create(4096)
+    view = memoryview(region.memoryview)
+    region.close()
+    view[0] = 1
+    assert view[0] == 1

@@ -1,0 +1,151 @@
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from router.http.streaming import ClientGoneError, EventStream, while_connected
+from router.openai.job_run import merged
+
+
+async def _never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def _ignore() -> None:
+    pass
+
+
+async def test_a_stream_makes_its_next_piece_only_when_the_last_one_is_sent():
+    made = 0
+    unsent: list[int] = []
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        nonlocal made
+        for _ in range(5):
+            made += 1
+            yield b"data: x\n\n"
+
+    sent = 0
+
+    async def send(message: Message) -> None:
+        nonlocal sent
+        await asyncio.sleep(0)
+        if message.get("body"):
+            sent += 1
+            unsent.append(made - sent)
+
+    await EventStream(pieces(), _ignore)({"path": "/"}, _never, send)
+    assert (sent, unsent) == (5, [0] * 5)
+
+
+async def test_a_stream_whose_client_leaves_is_closed_before_its_response_returns():
+    waiting, left, closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"data: x\n\n"
+            waiting.set()
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    async def receive() -> Message:
+        await waiting.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    await EventStream(pieces(), left.set)({"path": "/"}, receive, send)
+    assert closed.is_set()
+    assert left.is_set()
+
+
+async def test_work_is_cancelled_when_the_client_leaves():
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def receive() -> Message:
+        await started.wait()
+        return {"type": "http.disconnect"}
+
+    async def work() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(ClientGoneError):
+        await while_connected(receive, work(), _ignore)
+    assert cancelled.is_set()
+
+
+async def test_work_that_ends_is_answered_though_the_client_is_silent():
+    async def work() -> int:
+        return 7
+
+    assert await while_connected(_never, work(), _ignore) == 7
+
+
+async def test_a_server_that_stops_cancels_the_work():
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    serving = asyncio.create_task(while_connected(_never, work(), _ignore))
+    await started.wait()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert cancelled.is_set()
+
+
+async def _numbers(first: int, closed: list[int], gate: asyncio.Event) -> AsyncGenerator[int, None]:
+    try:
+        yield first
+        await gate.wait()
+        yield first + 1
+    finally:
+        closed.append(first)
+
+
+async def test_merged_sources_all_come_through():
+    closed: list[int] = []
+    gate = asyncio.Event()
+    gate.set()
+    sources = [_numbers(first, closed, gate) for first in (10, 20, 30)]
+    assert sorted([n async for n in merged(sources)]) == [10, 11, 20, 21, 30, 31]
+    assert sorted(closed) == [10, 20, 30]
+
+
+async def test_closing_merged_sources_closes_each():
+    closed: list[int] = []
+    stream = merged([_numbers(first, closed, asyncio.Event()) for first in (10, 20)])
+    assert {await anext(stream), await anext(stream)} == {10, 20}
+    await stream.aclose()
+    assert sorted(closed) == [10, 20]
+
+
+async def test_a_fault_of_one_source_closes_the_others_and_is_raised():
+    closed: list[int] = []
+
+    def fault() -> int:
+        raise RuntimeError("broken")
+
+    async def broken() -> AsyncGenerator[int, None]:
+        yield fault()
+
+    stream: Any = merged([_numbers(10, closed, asyncio.Event()), broken()])
+    with pytest.raises(RuntimeError, match="broken"):
+        async for _ in stream:
+            pass
+    assert closed == [10]
