@@ -36,7 +36,7 @@ from baton_engine.models.loader import load_decoder
 from baton_engine.ports import ArenaMemory, LayerSink
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import Limits
-from baton_engine.scheduling.policy import SchedulingPolicy
+from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.scheduler import Scheduler
 
 CPU_BLOCK_TOKENS = 16
@@ -184,7 +184,7 @@ def _graphs(
         return DecodeGraphs(
             decoder,
             arena,
-            most_rows=limits.seats,
+            most_rows=limits.max_running,
             table_width=limits.num_blocks_for(limits.max_model_len),
             backend=CudaGraphs(),
         )

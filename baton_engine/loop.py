@@ -173,7 +173,7 @@ class EngineLoop:
         events = self._drain()
         if self._is_closing:
             return None
-        plan, started = self._scheduler.schedule()
+        plan, started = self._scheduler.schedule(self._clock.now_s())
         self._tell(self._scheduler.step, events + started)
         return None if plan is None else self._hand_over(plan)
 
@@ -209,7 +209,9 @@ class EngineLoop:
         self._busy_since_s = now_s = self._clock.now_s()
         seconds = self._times.ended(plan, begun_s=begun.begun_s, now_s=now_s)
         self._scheduler.measured(plan, result, seconds)
-        events = self._fail_rows(plan, result) + self._scheduler.apply(plan, result)
+        events = self._fail_rows(plan, result) + self._scheduler.update_from_output(
+            plan, result, now_s
+        )
         self._tell(plan.step, events, always=bool(plan.follows))
         self._publish()
 

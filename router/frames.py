@@ -19,7 +19,7 @@ from baton.rpc.reports import blocks_from_proto, failure_from_proto, load_from_p
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import worker_pb2 as pb
 from kv_transfer.ticket import shown
-from router.actions import (
+from router.dispatch.actions import (
     AskForSnapshot,
     SendAction,
     SendCancel,

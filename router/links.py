@@ -16,7 +16,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.hello import PROTOCOL_VERSION, WorkerHello, hello_from_proto
 from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.telemetry.logs import get_logger
-from router.actions import SendAction
+from router.dispatch.actions import SendAction
 from router.events import Heard, RoleChanged, WorkerJoined
 from router.events import WorkerLost as WorkerLostEvent
 from router.frames import command_of, events_of

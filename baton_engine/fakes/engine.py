@@ -16,8 +16,8 @@ from baton_engine.messages import Command, StepEvents
 from baton_engine.ports import BlockOutlet, KvSource, LayerSink
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.plan import Drawn, Launched, Row, StepPlan, StepResult
+from baton_engine.scheduling.request import Sequence
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_engine.scheduling.sequence import Sequence
 
 _MODULUS = 2**61 - 1
 _BLANK = -1

@@ -174,12 +174,12 @@ def test_prefilled_here_and_decoded_there(engines, alone):
     target.tell(*others(4), Reserve(seq_id=ASKED, prompt=WANTED))
     blocks: list[int] = []
     while not source.tokens(ASKED):
-        plan, events = source.scheduler.schedule()
+        plan, events = source.scheduler.schedule(0.0)
         source.events += events
         assert plan is not None
         rows = [row for row in plan.rows if row.seq.seq_id == ASKED]
         blocks = list(rows[0].seq.blocks) if rows else blocks
-        source.events += source.scheduler.apply(plan, source.runner.execute(plan))
+        source.events += source.scheduler.update_from_output(plan, source.runner.execute(plan), 0.0)
     for _ in range(3):
         target.step()
     hand_over(source, target, ASKED, blocks)
