@@ -21,8 +21,15 @@ from kv_transfer.ledger.ledger import (
     SessionLost,
     SessionOpened,
 )
-from kv_transfer.ledger.outbox import FromDecode, HandOver, PeerDown, PeerUp, PushDone, Send
-from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.ledger.outbox import (
+    FromDecode,
+    HandOver,
+    PeerDown,
+    PeerUp,
+    PushDone,
+    Send,
+    StartPush,
+)
 from kv_transfer.ledger.transfer import EndSession, ToPeer, VerifyPages
 from kv_transfer.ticket import Permit
 

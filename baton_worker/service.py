@@ -42,8 +42,7 @@ from baton_worker.metrics import WorkerMetrics
 from baton_worker.ports import ReceivingHalf, SendingHalf
 from baton_worker.routers import Routers
 from baton_worker.spans import LegSpans
-from kv_transfer.ledger.outbox import Send
-from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.ledger.outbox import Send, StartPush
 from kv_transfer.ledger.transfer import EndSession, ToPeer, VerifyPages
 from kv_transfer.ticket import TicketOffice
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from baton.errors import BatonError, InvariantError, LeaseExpiredError, TransferError
 from baton.ids import BlockId, WorkerIdentity, XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from baton_engine.messages import (
     Abort,
     Failed,
@@ -36,7 +37,6 @@ from baton_worker.messages import (
     WorkerAction,
 )
 from kv_transfer.ledger.outbox import (
-    Exported,
     FirstTokensDrawn,
     FromDecode,
     GivenUp,
@@ -50,7 +50,6 @@ from kv_transfer.ledger.outbox import (
     PushDone,
     Started,
 )
-from kv_transfer.plan import Export
 from kv_transfer.ticket import Permit
 
 _NO_BLOCK = BlockId(-1)
@@ -200,13 +199,14 @@ class SendingHandOffs:
                 continue
             if event.layer_index == 0:
                 self._outgoing[leg.xfer_id].exported(export)
-            pages = Export(
+            write = PageWrite(
+                xfer_id=leg.xfer_id,
                 layer_index=event.layer_index,
                 first_block=export.first_block,
                 source=export.blocks,
                 ready=event.done,
             )
-            actions += self._carry_out(Exported(xfer_id=leg.xfer_id, export=pages), now_s)
+            actions += self._carry_out(write, now_s)
         return actions
 
     def _put(self, event: PromptPut, now_s: float) -> list[WorkerAction]:

@@ -25,8 +25,7 @@ from baton_worker.messages import (
 from baton_worker.metrics import WorkerMetrics
 from baton_worker.ports import PromptStore
 from kv_transfer.backends.registry import offered
-from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send
-from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
 from kv_transfer.memory.page_hash import Hashes, Hashing
 from kv_transfer.messages import GrantRefused, ToPrefill
 from kv_transfer.ports import KvSender
@@ -134,7 +133,7 @@ class PageSender:
 
     def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
         """The session with `peer` is up."""
-        self._pushers[peer] = opened.pusher
+        self._pushers[peer] = opened.writer
         self._links.opened(peer, opened.speed)
         up = PeerUp(
             peer=peer,
@@ -190,12 +189,12 @@ class PageSender:
 
     def _push(self, action: StartPush) -> None:
         """Writes pages to a receiving worker, on a thread of its own."""
-        post, xfer_id, push_id = self._post, action.push.xfer_id, action.push_id
+        post, xfer_id, push_id = self._post, action.write.xfer_id, action.write.push_id
 
         def done(error: TransferError | None, hashes: Hashes | None) -> None:
             post(PushDone(xfer_id=xfer_id, push_id=push_id, error=error, hashes=hashes))
 
-        self._pushers[action.peer].push(action.push, done)
+        self._pushers[action.peer].push(action.write, done)
 
     def _put(self, action: PutPrompt) -> None:
         assert self._pool is not None

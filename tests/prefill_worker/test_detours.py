@@ -30,8 +30,7 @@ from baton_worker.messages import (
     StreamGone,
     StreamId,
 )
-from kv_transfer.ledger.outbox import FromDecode, PeerUp, Send
-from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.ledger.outbox import FromDecode, PeerUp, Send, StartPush
 from kv_transfer.messages import Granted, Quiesced
 from kv_transfer.plan import Grant
 from prefill_worker.hand_offs import SendingHandOffs
