@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.blocks import BlockReport
 from baton.errors import IncompatibleError, InvariantError
@@ -117,14 +117,19 @@ class WorkerView(WorkerRecord):
 
     def __post_init__(self) -> None:
         hello, layout = self.hello, self.hello.layout
-        self.can_prefill = hello.role.prefills_for_others
-        self.can_decode = hello.role.decodes
-        self.takes_kv = self.can_decode and bool(hello.transfer_address)
+        self.take_role(hello.role)
         self.capacity_tokens = hello.num_blocks * layout.block_tokens
         self.max_sequences = hello.max_num_seqs
         self.pool_slot = NO_SLOT
         self.kv_token_bytes = layout.page_bytes / layout.block_tokens
         self.forecast_address = ctypes.addressof(self.forecast)
+
+    def take_role(self, role: Role) -> None:
+        """It takes the legs of `role` from now on."""
+        self.hello = replace(self.hello, role=role)
+        self.can_prefill = role.prefills_for_others
+        self.can_decode = role.decodes
+        self.takes_kv = self.can_decode and bool(self.hello.transfer_address)
 
     @property
     def identity(self) -> WorkerIdentity:
@@ -275,6 +280,13 @@ class ClusterView:
         self._count_workers()
         return worker
 
+    def change_role(self, identity: WorkerIdentity, role: Role) -> None:
+        """A worker takes other kinds of legs from now on; what it holds and has learned stays."""
+        worker = self._workers.get(identity.worker_id)
+        if worker is not None and worker.identity == identity:
+            worker.take_role(role)
+            self._count_workers()
+
     def report_blocks(self, identity: WorkerIdentity, report: BlockReport) -> bool:
         """Takes a worker's report on its blocks; whether it has to send a snapshot because something was missed."""
         return self._index.apply(identity, report) is ReportOutcome.GAP
@@ -348,7 +360,7 @@ class ClusterView:
         return min(silent_s + self._silence_timeout_s, stalled_s + self._stall_timeout_s)
 
     def _count_workers(self) -> None:
-        """Somebody came or went."""
+        """A worker came, went or changed its role."""
         self._everybody = tuple(self._workers.values())
         self._ready_until_s = float("-inf")
         self._layouts = None
