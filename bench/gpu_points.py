@@ -8,7 +8,7 @@ import torch
 from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId
 from baton_engine.cache.arena import KvArena
-from baton_engine.graphs import DecodeGraphs, GraphBackend
+from baton_engine.cuda_graphs import DecodeGraphs, GraphBackend
 from baton_engine.models.config import kv_layout
 from baton_engine.models.decoder import Decoder, DecoderInput
 from baton_engine.models.inputs import InputBuilder

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from baton.errors import EngineError, InvariantError
 from baton.ids import WorkerIdentity
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from baton_engine.messages import (
     Abort,
     Failed,
@@ -20,7 +21,6 @@ from baton_engine.messages import (
     Sampled,
 )
 from kv_transfer.ledger.outbox import (
-    Exported,
     FirstTokensDrawn,
     FromDecode,
     GivenUp,
@@ -34,7 +34,6 @@ from kv_transfer.ledger.outbox import (
     PushDone,
     Started,
 )
-from kv_transfer.plan import Export
 from prefill_worker.detours import Detours
 from prefill_worker.legs import Leg, LegState, LegTable
 from prefill_worker.messages import (
@@ -162,13 +161,14 @@ class PrefillLifecycle:
                 continue
             if event.layer_index == 0:
                 leg.exported(export)
-            pages = Export(
+            write = PageWrite(
+                xfer_id=leg.xfer_id,
                 layer_index=event.layer_index,
                 first_block=export.first_block,
                 source=export.blocks,
                 ready=event.done,
             )
-            actions += self._transfer(Exported(xfer_id=leg.xfer_id, export=pages), now_s)
+            actions += self._transfer(write, now_s)
         return actions
 
     def _started(self, event: PrefillStarted, now_s: float) -> list[PrefillAction]:

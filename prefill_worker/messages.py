@@ -10,8 +10,15 @@ from baton.pages import Ready
 from baton.rpc.frames import StreamId
 from baton_engine.messages import Command, SeqEvent
 from baton_engine.ports import PageExport
-from kv_transfer.ledger.outbox import FromDecode, HandOver, PeerDown, PeerUp, PushDone, Send
-from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.ledger.outbox import (
+    FromDecode,
+    HandOver,
+    PeerDown,
+    PeerUp,
+    PushDone,
+    Send,
+    StartPush,
+)
 from kv_transfer.ticket import Permit
 
 

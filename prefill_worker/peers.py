@@ -8,8 +8,7 @@ from baton.errors import BatonError, TransferError
 from baton.ids import BlockId, WorkerIdentity
 from baton.telemetry.logs import get_logger
 from kv_transfer.backends.registry import offered
-from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send
-from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
 from kv_transfer.memory.page_hash import Hashes, Hashing
 from kv_transfer.messages import GrantRefused, ToPrefill
 from kv_transfer.ports import KvSender
@@ -88,12 +87,12 @@ class DecodePeers:
 
     def push(self, action: StartPush) -> None:
         """Writes pages to one of them, on a thread of its own."""
-        post, xfer_id, push_id = self._post, action.push.xfer_id, action.push_id
+        post, xfer_id, push_id = self._post, action.write.xfer_id, action.write.push_id
 
         def done(error: TransferError | None, hashes: Hashes | None) -> None:
             post(PushDone(xfer_id=xfer_id, push_id=push_id, error=error, hashes=hashes))
 
-        self._pushers[action.peer].push(action.push, done)
+        self._pushers[action.peer].push(action.write, done)
 
     async def close(self) -> None:
         """Ends every session; waits until no push is on its way."""
@@ -102,7 +101,7 @@ class DecodePeers:
 
     def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
         """The session with `peer` is up."""
-        self._pushers[peer] = opened.pusher
+        self._pushers[peer] = opened.writer
         self._links.opened(peer, opened.speed)
         up = PeerUp(
             peer=peer,

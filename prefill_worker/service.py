@@ -24,8 +24,7 @@ from baton.telemetry.tracing import NotTraced, Tracer
 from baton.telemetry.worker import WorkerMetrics
 from baton_engine.messages import StepEvents
 from baton_engine.ports import EnginePort
-from kv_transfer.ledger.outbox import PushDone, Send
-from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.ledger.outbox import PushDone, Send, StartPush
 from kv_transfer.memory.page_hash import Hashing
 from kv_transfer.ports import KvSender
 from kv_transfer.session.handshake import Endpoint

@@ -18,8 +18,7 @@ from baton.layout import KvLayout
 from baton.rpc.frames import StreamId
 from baton_engine.messages import Prefill, PrefillStarted, Release, Released, Sampled
 from baton_engine.ports import PageExport
-from kv_transfer.ledger.outbox import FromDecode, PeerUp, Send
-from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.ledger.outbox import FromDecode, PeerUp, Send, StartPush
 from kv_transfer.messages import Granted, Quiesced
 from kv_transfer.plan import Grant
 from prefill_worker.lifecycle import PrefillLifecycle

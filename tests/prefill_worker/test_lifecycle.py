@@ -27,8 +27,7 @@ from baton.layout import KvLayout
 from baton.rpc.frames import StreamId
 from baton_engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released, Sampled
 from baton_engine.ports import PageExport
-from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send
-from kv_transfer.ledger.shipment import StartPush
+from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
 from kv_transfer.messages import AbortRequest, Commit, Committed, Granted, Quiesced, Reserve
 from kv_transfer.plan import Grant
 from prefill_worker.lifecycle import PrefillLifecycle
@@ -196,7 +195,7 @@ class LifeMachine(RuleBasedStateMachine):
                     self.open.discard(action.leg_id)
 
     def outstanding(self, xfer_id: XferId) -> bool:
-        return any(push.push.xfer_id == xfer_id for push in self.pushes)
+        return any(push.write.xfer_id == xfer_id for push in self.pushes)
 
     def tell(self, event) -> None:
         self.act(self.core.handle(event, 0.0))
@@ -327,7 +326,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     def land(self, push: StartPush, error: TransferError | None) -> None:
         self.pushes.remove(push)
-        self.tell(PushDone(xfer_id=push.push.xfer_id, push_id=push.push_id, error=error))
+        self.tell(PushDone(xfer_id=push.write.xfer_id, push_id=push.write.push_id, error=error))
 
     @rule(back=st.integers(0, 3))
     def router_cancels(self, back: int) -> None:
@@ -338,7 +337,7 @@ class LifeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pushes)
     @rule()
     def router_cancels_what_is_being_written(self) -> None:
-        leg = int(self.pushes[0].push.xfer_id[1:])
+        leg = int(self.pushes[0].write.xfer_id[1:])
         self.tell(Cancel(stream=STREAM, leg_id=LegId(leg)))
         self.open.discard(leg)
 
@@ -356,7 +355,7 @@ class LifeMachine(RuleBasedStateMachine):
         self.stream_ends()
         while self.pushes:
             push = self.pushes.pop()
-            self.tell(PushDone(xfer_id=push.push.xfer_id, push_id=push.push_id))
+            self.tell(PushDone(xfer_id=push.write.xfer_id, push_id=push.write.push_id))
         while self.answers:
             self.engine_released()
         assert not self.seqs, "the engine kept a sequence of an ended leg"

@@ -16,7 +16,7 @@ from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId
 from baton.layout import KvLayout
 from baton_engine.cache.arena import KvArena
-from baton_engine.graphs import DecodeGraphs, Scored, bucket_sizes
+from baton_engine.cuda_graphs import DecodeGraphs, Scored, bucket_sizes
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.kernels.splits import SplitRule
