@@ -25,6 +25,7 @@ from baton_worker.service import WorkerService
 from kv_transfer.ticket import TicketOffice
 from router.generator import ClusterGenerator
 from router.ports import GenerationRequest, Timing
+from router.service import compose, running
 from tests.baton_worker.test_streams import HELLO
 from tests.decode_worker.cluster import (
     SECRET,
@@ -120,28 +121,24 @@ async def test_a_hybrid_worker_becomes_decode_and_hybrid_again_under_requests_an
     tmp_path: Path,
 ):
     async with two(tmp_path, Role.HYBRID, Role.HYBRID) as both:
-        addresses = [both.p.address, both.d.address]
-        generator = ClusterGenerator(RouterConfig(), addresses, SECRET)
-        generator.start()
-        try:
-            while len(generator.view.workers) < 2:
-                await generator.worker_joined()
-            view = generator.view.find(WorkerId("w1"))
+        parts = compose(RouterConfig(), [both.p.address, both.d.address], SECRET)
+        async with running(parts):
+            while len(parts.view.workers) < 2:
+                await parts.discovery.next_worker()
+            view = parts.view.find(WorkerId("w1"))
             assert view is not None
-            clients = Clients(generator, both.p)
+            clients = Clients(parts.generator, both.p)
             await clients.more(2 * CLIENTS)
             for role in (Role.DECODE, Role.HYBRID, Role.PREFILL, Role.HYBRID):
                 reply = await set_role(both.d, role)
                 assert (reply.changed, reply.role) == (True, role_to_proto(role))
                 await clients.more(3 * CLIENTS)
                 assert view.hello.role is role
-            assert generator.view.find(WorkerId("w1")) is view, "the same incarnation"
+            assert parts.view.find(WorkerId("w1")) is view, "the same incarnation"
             await clients.stop()
-            while generator.in_flight():  # noqa: ASYNC110  # P's account of the last hand-offs
+            while parts.generator.in_flight():  # noqa: ASYNC110  # P's account of the last hand-offs
                 await asyncio.sleep(0.01)
-            generator.check_integrity()
-        finally:
-            await generator.close()
+            parts.generator.check_integrity()
         assert roles_heard(both.to_d)[0] is Role.HYBRID
         assert roles_heard(both.to_d)[-1] is Role.HYBRID
 
