@@ -17,7 +17,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, EngineError
 from baton.generation import WorkerLoad
 from baton_engine.messages import Command, SeqEvent, StepEvents
-from baton_engine.ports import BlockOutlet, KvSource
+from baton_engine.ports import BlockSink, KvSource
 from baton_engine.scheduling.plan import Launched, Row, StepPlan, StepResult, StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
 
@@ -108,9 +108,9 @@ class EngineLoop:
         self._busy_since_s: float | None = None
         self._failure: BaseException | None = None
         self._is_closing = False
-        self._outlet: BlockOutlet | None = None
+        self._outlet: BlockSink | None = None
 
-    def connect_pool(self, source: KvSource, outlet: BlockOutlet) -> None:
+    def connect_pool(self, source: KvSource, outlet: BlockSink) -> None:
         """Blocks are fetched from `source` and offered to `outlet` from now on. Before `run`."""
         self._scheduler.fetch_from(source)
         self._runner.fetch_from(source)

@@ -74,7 +74,7 @@ class PublishQueue:
         return self._dropped
 
     def offer(self, pages: Sequence[PublishedPage]) -> None:
-        """See BlockOutlet."""
+        """See BlockSink."""
         with self._lock:
             room = (self._pages.maxlen or 0) - len(self._pages)
             self._dropped += max(0, len(pages) - room)

@@ -15,10 +15,9 @@ from baton_engine.host import ThreadEngineHost
 from baton_engine.kernels import select
 from baton_engine.kernels.cpu.matmul import multiplies_int8, streams_bfloat16
 from baton_engine.kernels.select import check_deterministic
-from baton_engine.layers.fixed_rows import ROWS, fix_rows
-from baton_engine.layers.linear import Linear, pack
 from baton_engine.messages import Generate, Prefill, Release, Reserve, Sampled, StepEvents
 from baton_engine.models.config import load_spec, pinned
+from baton_engine.models.linear import ROWS, Linear, fix_rows, pack
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.baton_engine.whole_engine import WholeEngine, hand_over
 

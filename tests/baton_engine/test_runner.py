@@ -287,7 +287,7 @@ def test_a_row_that_cannot_be_computed_is_an_engine_error(models, tokens, blocks
 
 @pytest.mark.parametrize("slice_bytes", [1, 64 * 1024 * 1024], ids=["token by token", "at once"])
 def test_prompt_logprobs_are_within_1e_4_of_transformers(models, slice_bytes, monkeypatch):
-    monkeypatch.setattr("baton_engine.sampling.prompt_scores.MAX_LOGITS_BYTES", slice_bytes)
+    monkeypatch.setattr("baton_engine.sampling.logprobs.MAX_LOGITS_BYTES", slice_bytes)
     path = models("qwen3")
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=3)
     prompts = random_prompts(4, 90, seed=5)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from baton.generation import SamplingParams, TokenLogprobs
 from baton_engine.sampling.adjust import adjust, collect_changes
+from baton_engine.sampling.draws import uniforms
 from baton_engine.sampling.filters import collect_filters, drop_unlikely
 from baton_engine.sampling.sampler import Sampler
-from baton_engine.sampling.streams import uniforms
 from baton_engine.scheduling.plan import Drawn, Row
 from baton_engine.staging import DeviceStaging, StagedBatch
 from tests.baton_engine.sequences import sequence
