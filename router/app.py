@@ -33,7 +33,7 @@ from router.openai.respond import Responder
 from router.openai.responses import Responses
 from router.openai.sampling import SamplingDefaults
 from router.openai.tokenization import Detokenized, Tokenization, Tokenized
-from router.ports import Generator
+from router.ports import Generator, RouterStatus
 from router.routing.explanation import DecisionLog
 from router.slo import SloBook
 from router.telemetry.collectors import RouteDecisions
@@ -64,6 +64,7 @@ class AppSettings:
 def create_app(
     settings: AppSettings,
     generator: Generator,
+    status: RouterStatus,
     tokenizer: Tokenizer,
     registry: CollectorRegistry,
     clock: Clock | None = None,
@@ -76,6 +77,7 @@ def create_app(
     Args:
         settings: Names, keys and limits.
         generator: Makes tokens.
+        status: Shown by /health, /ready, /load and /metrics.
         tokenizer: The served model's.
         registry: Where the router's metrics go, and what /metrics shows.
         clock: Measures what clients wait for.
@@ -86,7 +88,7 @@ def create_app(
     tenancy = tenancy or simple(settings.router.api_keys, clock or MonotonicClock())
     metrics = RouterMetrics(registry, settings.model_names[0])
     slo_book = SloBook(settings.router.slo_classes)
-    metrics.watch(generator, slo_book.names)
+    metrics.watch(status, slo_book.names)
     decisions = decisions or DecisionLog("")
     registry.register(RouteDecisions(decisions))
     app_clock = clock or MonotonicClock()
@@ -136,7 +138,7 @@ def create_app(
     stored.install(app)
     _add_models(app, catalog)
     _add_counting(app, Tokenization(bodies, catalog, prompts, tokenizer), messages)
-    operations.install(app, generator, settings.version, registry)
+    operations.install(app, status, settings.version, registry)
     return app
 
 

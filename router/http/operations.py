@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from baton.errors import UnavailableError
 from baton.telemetry.metrics import render
 from router.http.errors import error_responses
-from router.ports import Overview, WorkerReport
+from router.ports import RouterStatus, WorkerReport
 
 
 class WorkerLoadReply(BaseModel):
@@ -30,19 +30,19 @@ class WorkerLoadReply(BaseModel):
 
 
 class LoadReply(BaseModel):
-    """Reply of GET /load. `waiting` are requests in line, by the name of their class; `in_flight` counts them too."""
+    """Reply of GET /load. `waiting` are queued requests, by the name of their class; `in_flight` counts them too."""
 
     in_flight: int
     waiting: dict[str, int]
     workers: list[WorkerLoadReply]
 
 
-def load(overview: Overview) -> LoadReply:
+def load(status: RouterStatus) -> LoadReply:
     """What is going on now."""
     return LoadReply(
-        in_flight=overview.in_flight(),
-        waiting=dict(overview.waiting()),
-        workers=[_worker(report) for report in overview.workers()],
+        in_flight=status.in_flight(),
+        waiting=dict(status.waiting()),
+        workers=[_worker(report) for report in status.workers()],
     )
 
 
@@ -62,26 +62,26 @@ def _worker(report: WorkerReport) -> WorkerLoadReply:
     )
 
 
-def install(app: FastAPI, overview: Overview, version: str, registry: CollectorRegistry) -> None:
+def install(app: FastAPI, status: RouterStatus, version: str, registry: CollectorRegistry) -> None:
     """Adds the paths that probes, balancers and dashboards ask for."""
 
     @app.get("/health", responses=error_responses(503))
     async def get_health() -> dict[str, str]:
         """Alive, and what the workers send is being moved. Says nothing about whether there are workers."""
-        if not overview.healthy():
+        if not status.healthy():
             raise UnavailableError("The links to the workers make no progress.")
         return {"status": "ok"}
 
     @app.get("/ready", responses=error_responses(503))
     async def get_ready() -> dict[str, str]:
         """Whether a request could be served now."""
-        if not overview.ready():
+        if not status.ready():
             raise UnavailableError("No prefill and decode pair and no hybrid worker is ready.")
         return {"status": "ready"}
 
     @app.get("/load", responses=error_responses())
     async def get_load() -> LoadReply:
-        return load(overview)
+        return load(status)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics() -> Response:
