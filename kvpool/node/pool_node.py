@@ -226,9 +226,9 @@ class PoolNode:
         sick, refuses = self._health.sick(now_s), store.ledger.refuses
         if sick and refuses is None:
             _log.error("too many blocks were altered in memory: the node takes no new ones")
-            store.ledger.refuse(RefusalReason.SICK)
+            store.ledger.refuses = RefusalReason.SICK
         elif not sick and refuses is RefusalReason.SICK:
-            store.ledger.refuse(None)
+            store.ledger.refuses = None
 
     def take_changes(self) -> BlockChanges | None:
         """Which blocks came to be held and which were given up since the last call; None for none."""
@@ -290,7 +290,7 @@ class PoolNode:
         """Takes no new blocks, says good-bye to the directory, lets go of memory and disk."""
         if self._store is None or self._member is None:
             return
-        self._store.ledger.refuse(RefusalReason.DRAINING)
+        self._store.ledger.refuses = RefusalReason.DRAINING
         await self._member.retire(self.state())
         if self._peers is not None:
             await self._peers.close()

@@ -129,7 +129,7 @@ class PartFetcher:
             return None
         now_s = self._clock.now_s()
         ledger.commit(put_id, sums, now_s, coming.owners, coming.block_bytes)
-        ledger.demand.read(part.keys, now_s)
+        ledger.read_frequency.read(part.keys, now_s)
         self._store.carry_out()
         return coming if all(sums) else None
 

@@ -123,7 +123,7 @@ class Peering:
         )
         self._replicator = Replicator(
             ReplicationPolicy(
-                store.ledger.demand, reads=pool.replicate_reads, most=pool.max_replicas
+                store.ledger.read_frequency, reads=pool.replicate_reads, most=pool.max_replicas
             ),
             self._neighbours,
             block_bytes=slab.slot_bytes,
