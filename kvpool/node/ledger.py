@@ -1,4 +1,4 @@
-"""A pool node's ledger: what lies where, who may write and read it, whose it is, and what is evicted when room is short.
+"""A pool node's ledger: what lies where, which worker may write and read it, whose it is, and what is evicted.
 
     writer   reserve ──▶ slots to write to ──▶ commit ──▶ held           in memory, then on the disk, then gone
     reader   lease   ──▶ blocks that stay where they are ──▶ release
@@ -10,8 +10,8 @@ What names slots, and for how long:
 
     put      slots RESERVED until commit or abandon; too late, it is a *zombie*: its writer may be dead, or stopped and about to
              go on. Its blocks are forgotten at once, its slots are QUARANTINED until the writer says that it has stopped, is
-             known to be gone, or as much time again has passed. What another node writes has no time of its own: whoever
-             fetches it knows when that node has stopped (`kvpool.peers.receiver`), and ends the put then.
+             known to be gone, or as much time again has passed. What another node writes has no time of its own: the
+             fetcher knows when that node has stopped (`kvpool.peers.receiver`), and ends the put then.
     lease    slots in use until it is released, or its time is over
     copy     between memory and disk: both slots in use until the shell has answered, whatever happens to the block meanwhile
 
