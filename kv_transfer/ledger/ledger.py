@@ -154,6 +154,13 @@ class _Ended:
     error: BatonError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Overdue:
+    """In a transfer's story: it waited for too long."""
+
+    error: BatonError
+
+
 class TransferLedger:
     """Pure: no sockets, no clock, no engine. Time comes in as `now_s` (monotonic seconds).
 
@@ -431,7 +438,7 @@ class TransferLedger:
         # Of what the router never announced there is no leg to be told.
         ends = transfer.abort if transfer.state is _S.ASKED else transfer.fail
         told = ends(error_of_wait, now_s)
-        return [*actions, *self._kept(transfer, f"overdue: {error_of_wait}", told, now_s)]
+        return [*actions, *self._kept(transfer, _Overdue(error=error_of_wait), told, now_s)]
 
     def _cut_off(self, session: SessionId, error: BatonError) -> list[LedgerAction]:
         """Once per session, for fencing takes as long as it takes: a stopped process may wake up."""
@@ -458,12 +465,12 @@ class TransferLedger:
     def _kept(
         self,
         transfer: Transfer,
-        event: LedgerEvent | ToDecode | str,
+        event: "LedgerEvent | ToDecode | _Overdue",
         actions: list[LedgerAction],
         now_s: float,
     ) -> list[LedgerAction]:
         """What followed of an event, which is logged and may have been the transfer's last."""
-        self._log.record(transfer.xfer_id, now_s, event, actions)
+        self._log.record_kinds(transfer.xfer_id, now_s, event, actions)
         if transfer.over:
             self._shut(transfer.xfer_id, transfer.error or TransferError(_OVER), now_s)
         return actions
