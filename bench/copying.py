@@ -23,10 +23,11 @@ from baton.block_ids import BlockIds
 from baton.errors import TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from bench.perftools import TOOLS, Region
 from kv_transfer.backends.registry import open_receivers, open_senders
 from kv_transfer.memory.shared_region import SharedRegion
-from kv_transfer.ports import KvWriter, Push, RegionHandle
+from kv_transfer.ports import KvWriter, RegionHandle
 
 _TIMEOUT_S = 120.0
 
@@ -73,11 +74,11 @@ def measure(copying: Copying, backends: Sequence[str]) -> dict[str, float]:
     return rates
 
 
-def push_of_all(num_pages: int, seed: int) -> Push:
+def push_of_all(num_pages: int, seed: int) -> PageWrite:
     """All pages in random order on both sides."""
     rng = random.Random(seed)
     source, target = (rng.sample(range(num_pages), num_pages) for _ in range(2))
-    return Push(
+    return PageWrite(
         xfer_id=XferId("bench"),
         layer_index=0,
         source=BlockIds(map(BlockId, source)),
@@ -132,7 +133,7 @@ class _PlainCopies:
         self._memcpy(self._target, self._source, self._num_bytes)
         return time.perf_counter() - began_s
 
-    def pages(self, push: Push) -> float:
+    def pages(self, push: PageWrite) -> float:
         """The same pages as the push."""
         began_s = time.perf_counter()
         memcpy, size = self._memcpy, self._page_bytes
@@ -141,7 +142,7 @@ class _PlainCopies:
         return time.perf_counter() - began_s
 
 
-def pushing(writer: KvWriter, push: Push) -> Way:
+def pushing(writer: KvWriter, push: PageWrite) -> Way:
     """Pushes and waits until the bytes are there."""
 
     def copy() -> float:

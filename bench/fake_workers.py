@@ -11,17 +11,9 @@ from baton.ids import Incarnation, LayerName, Role, WorkerId, WorkerIdentity, Xf
 from baton.layout import KvLayout
 from baton.rpc.channel import bind, new_server
 from baton.rpc.hello import WorkerHello
-from baton.rpc.v1 import (
-    common_pb2,
-    decode_pb2,
-    decode_pb2_grpc,
-    prefill_pb2,
-    prefill_pb2_grpc,
-    transfer_pb2,
-)
+from baton.rpc.v1 import common_pb2, transfer_pb2, worker_pb2, worker_pb2_grpc
 
-DecodeContext = grpc.aio.ServicerContext[decode_pb2.DecodeCommand, decode_pb2.DecodeFrame]
-PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillCommand, prefill_pb2.PrefillFrame]
+WorkerContext = grpc.aio.ServicerContext[worker_pb2.Command, worker_pb2.Frame]
 
 
 def addresses(directory: Path, decoders: int = 1) -> tuple[str, ...]:
@@ -61,18 +53,18 @@ def hellos(
 
 def first_token(
     leg_id: int, token: int, *, queue_s: float = 0.0, prefill_s: float = 0.0
-) -> prefill_pb2.PrefillFrame:
+) -> worker_pb2.Frame:
     """The frame of a prompt that is computed and handed over."""
-    return prefill_pb2.PrefillFrame(
-        first_tokens=[
-            prefill_pb2.FirstTokens(
+    return worker_pb2.Frame(
+        prefilled=[
+            worker_pb2.Prefilled(
                 leg_id=leg_id,
-                tokens=[common_pb2.SampledToken(token=token)],
+                first_tokens=[common_pb2.SampledToken(token=token)],
                 queue_s=queue_s,
                 prefill_s=prefill_s,
             )
         ],
-        handed_off=[prefill_pb2.HandedOff(leg_id=leg_id, blocks_sent=1, bytes_sent=1)],
+        handed_off=[worker_pb2.HandedOff(leg_id=leg_id, blocks_sent=1, bytes_sent=1)],
     )
 
 
@@ -82,22 +74,22 @@ def transfer_of(permit: common_pb2.Signed) -> XferId:
 
 
 async def serve_prefill(
-    directory: Path, prefill: prefill_pb2_grpc.PrefillServicer
+    directory: Path, prefill: worker_pb2_grpc.WorkerServicer
 ) -> grpc.aio.Server:
     """Starts it; it serves for as long as what is returned is kept."""
     server = new_server()
-    prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server)
+    worker_pb2_grpc.add_WorkerServicer_to_server(prefill, server)
     bind(server, addresses(directory)[0])
     await server.start()
     return server
 
 
 async def serve_decode(
-    directory: Path, decode: decode_pb2_grpc.DecodeServicer, number: int = 0
+    directory: Path, decode: worker_pb2_grpc.WorkerServicer, number: int = 0
 ) -> grpc.aio.Server:
     """The same for the decode worker of that number."""
     server = new_server()
-    decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
+    worker_pb2_grpc.add_WorkerServicer_to_server(decode, server)
     bind(server, addresses(directory, number + 1)[-1])
     await server.start()
     return server

@@ -9,54 +9,44 @@ import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 import uvloop
 
-from baton.rpc.frames import HEARTBEAT_S
+from baton.rpc.block_feed import HEARTBEAT_S
 from baton.rpc.hello import WorkerHello, hello_to_proto
-from baton.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from bench.fake_workers import (
-    DecodeContext,
-    PrefillContext,
-    hellos,
-    serve_decode,
-    serve_prefill,
-    transfer_of,
-)
+from baton.rpc.v1 import worker_pb2, worker_pb2_grpc
+from bench.fake_workers import WorkerContext, hellos, serve_decode, serve_prefill, transfer_of
 from bench.pacing import Pace, PacedDecoder, PacedPrefiller, PacedPrompt, PacedSequence
 
-_Frame = TypeVar("_Frame", prefill_pb2.PrefillFrame, decode_pb2.DecodeFrame)
 
-
-class _Prefill(prefill_pb2_grpc.PrefillServicer):
+class _Prefill(worker_pb2_grpc.WorkerServicer):
     def __init__(self, hello: WorkerHello, prefiller: PacedPrefiller) -> None:
         self._hello = hello
         self._prefiller = prefiller
 
     async def Serve(  # type: ignore[override]  # noqa: N802  # the stub's name
-        self, request_iterator: AsyncIterator[prefill_pb2.PrefillCommand], context: PrefillContext
+        self, request_iterator: AsyncIterator[worker_pb2.Command], context: WorkerContext
     ) -> None:
-        await context.write(prefill_pb2.PrefillFrame(hello=hello_to_proto(self._hello)))
-        frames: asyncio.Queue[prefill_pb2.PrefillFrame] = asyncio.Queue()
+        await context.write(worker_pb2.Frame(hello=hello_to_proto(self._hello)))
+        frames: asyncio.Queue[worker_pb2.Frame] = asyncio.Queue()
 
-        def heartbeat() -> prefill_pb2.PrefillFrame:
-            return prefill_pb2.PrefillFrame(load=self._prefiller.load())
+        def heartbeat() -> worker_pb2.Frame:
+            return worker_pb2.Frame(load=self._prefiller.load())
 
         await _serve_frames(frames, heartbeat, context.write, self._read(request_iterator, frames))
 
     async def _read(
         self,
-        commands: AsyncIterator[prefill_pb2.PrefillCommand],
-        frames: asyncio.Queue[prefill_pb2.PrefillFrame],
+        commands: AsyncIterator[worker_pb2.Command],
+        frames: asyncio.Queue[worker_pb2.Frame],
     ) -> None:
         clock = asyncio.get_running_loop().time
         async for command in commands:
             if command.WhichOneof("command") == "cancel":
                 self._prefiller.cancelled.add((id(frames), command.cancel.leg_id))
-            elif command.WhichOneof("command") == "submit":
-                request = command.submit.request
-                xfer_id = transfer_of(command.submit.permit)
+            elif command.WhichOneof("command") == "prefill":
+                request = command.prefill.request
+                xfer_id = transfer_of(command.prefill.permit)
                 tokens = len(request.prompt_tokens) // 4  # 32-bit numbers
                 self._prefiller.pending_tokens += tokens
                 self._prefiller.prompts.put_nowait(
@@ -64,26 +54,26 @@ class _Prefill(prefill_pb2_grpc.PrefillServicer):
                 )
 
 
-class _Decode(decode_pb2_grpc.DecodeServicer):
+class _Decode(worker_pb2_grpc.WorkerServicer):
     def __init__(self, hello: WorkerHello, decoder: PacedDecoder) -> None:
         self._hello = hello
         self._decoder = decoder
 
     async def Serve(  # type: ignore[override]  # noqa: N802  # the stub's name
-        self, request_iterator: AsyncIterator[decode_pb2.DecodeCommand], context: DecodeContext
+        self, request_iterator: AsyncIterator[worker_pb2.Command], context: WorkerContext
     ) -> None:
-        await context.write(decode_pb2.DecodeFrame(hello=hello_to_proto(self._hello)))
-        frames: asyncio.Queue[decode_pb2.DecodeFrame] = asyncio.Queue()
+        await context.write(worker_pb2.Frame(hello=hello_to_proto(self._hello)))
+        frames: asyncio.Queue[worker_pb2.Frame] = asyncio.Queue()
 
-        def heartbeat() -> decode_pb2.DecodeFrame:
-            return decode_pb2.DecodeFrame(load=self._decoder.load())
+        def heartbeat() -> worker_pb2.Frame:
+            return worker_pb2.Frame(load=self._decoder.load())
 
         await _serve_frames(frames, heartbeat, context.write, self._read(request_iterator, frames))
 
     async def _read(
         self,
-        commands: AsyncIterator[decode_pb2.DecodeCommand],
-        frames: asyncio.Queue[decode_pb2.DecodeFrame],
+        commands: AsyncIterator[worker_pb2.Command],
+        frames: asyncio.Queue[worker_pb2.Frame],
     ) -> None:
         legs: dict[int, PacedSequence] = {}
         async for command in commands:
@@ -91,9 +81,9 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
                 sequence = legs.pop(command.cancel.leg_id, None)
                 if sequence is not None:
                     sequence.gone = True
-            elif command.WhichOneof("command") == "expect":
-                request = command.expect.request
-                xfer_id = transfer_of(command.expect.permit)
+            elif command.WhichOneof("command") == "receive":
+                request = command.receive.request
+                xfer_id = transfer_of(command.receive.permit)
                 sequence = PacedSequence(request.leg_id, request.sampling.max_tokens, frames)
                 legs[request.leg_id] = sequence
                 self._decoder.expect(xfer_id, sequence)
@@ -103,15 +93,15 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
                     request.leg_id, request.sampling.max_tokens, frames, position=0
                 )
                 legs[request.leg_id] = sequence
-                prefilled = decode_pb2.LocalPrefill(leg_id=request.leg_id)
-                frames.put_nowait(decode_pb2.DecodeFrame(prefilled=[prefilled]))
+                prefilled = worker_pb2.Prefilled(leg_id=request.leg_id)
+                frames.put_nowait(worker_pb2.Frame(prefilled=[prefilled]))
                 self._decoder.waiting.append(sequence)
 
 
 async def _serve_frames(
-    frames: asyncio.Queue[_Frame],
-    heartbeat: Callable[[], _Frame],
-    write: Callable[[_Frame], Awaitable[None]],
+    frames: asyncio.Queue[worker_pb2.Frame],
+    heartbeat: Callable[[], worker_pb2.Frame],
+    write: Callable[[worker_pb2.Frame], Awaitable[None]],
     reading: Awaitable[None],
 ) -> None:
     """Writes frames and heartbeats while commands are read."""

@@ -9,7 +9,7 @@ import json
 from collections import deque
 from dataclasses import asdict, dataclass, field
 
-from baton.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.rpc.v1 import common_pb2, worker_pb2
 from bench.fake_workers import first_token
 
 TOKEN = 100
@@ -44,7 +44,7 @@ class PacedPrompt:
     leg_id: int
     tokens: int
     xfer_id: str
-    frames: asyncio.Queue[prefill_pb2.PrefillFrame]
+    frames: asyncio.Queue[worker_pb2.Frame]
     came_s: float
 
 
@@ -54,7 +54,7 @@ class PacedSequence:
 
     leg_id: int
     max_tokens: int
-    frames: asyncio.Queue[decode_pb2.DecodeFrame]
+    frames: asyncio.Queue[worker_pb2.Frame]
     position: int = 1
     gone: bool = False
 
@@ -107,9 +107,9 @@ class PacedDecoder:
             if not sequence.gone:
                 self.running.append(sequence)
         self.steps += bool(self.running)
-        frames: dict[asyncio.Queue[decode_pb2.DecodeFrame], decode_pb2.DecodeFrame] = {}
+        frames: dict[asyncio.Queue[worker_pb2.Frame], worker_pb2.Frame] = {}
         for sequence in self.running:
-            frame = frames.setdefault(sequence.frames, decode_pb2.DecodeFrame())
+            frame = frames.setdefault(sequence.frames, worker_pb2.Frame())
             frame.leg_ids.append(sequence.leg_id)
             frame.samples.append(0)
             frame.tokens.append(TOKEN)

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from baton.pages import PageWrite
 from kv_transfer.backends.nixl import load_nixl
 from kv_transfer.backends.ucx.ucp import Places
 from kv_transfer.backends.ucx.worker import UcxContext, UcxWorker
 from kv_transfer.memory.shared_region import SharedRegion
-from kv_transfer.ports import Push
 
 _TAG = 1
 _TIMEOUT_S = 120.0
@@ -44,12 +44,12 @@ class Region:
     page_bytes: int
 
 
-Tool = Callable[[Region, Push], AbstractContextManager[Callable[[], float] | None]]
+Tool = Callable[[Region, PageWrite], AbstractContextManager[Callable[[], float] | None]]
 """Opens a way to move the region's pages once, which gives the seconds that took; None where the tool is not here."""
 
 
 @contextmanager
-def _ucx_perftest(region: Region, _push: Push) -> Iterator[Callable[[], float] | None]:
+def _ucx_perftest(region: Region, _push: PageWrite) -> Iterator[Callable[[], float] | None]:
     binary = _find_perftest()
     if binary is None:
         yield None
@@ -112,7 +112,7 @@ def _ask_until_served(command: list[str], environment: Mapping[str, str]) -> str
 
 
 @contextmanager
-def _ucx_loop(region: Region, push: Push) -> Iterator[Callable[[], float] | None]:
+def _ucx_loop(region: Region, push: PageWrite) -> Iterator[Callable[[], float] | None]:
     here, there = get_context("spawn").Pipe()
     child = get_context("spawn").Process(
         target=_receive, args=(there, len(region.memory), region.page_bytes, push), daemon=True
@@ -142,7 +142,7 @@ def _ucx_loop(region: Region, push: Push) -> Iterator[Callable[[], float] | None
         worker.close()
 
 
-def _receive(asked: Connection, size_bytes: int, page_bytes: int, push: Push) -> None:
+def _receive(asked: Connection, size_bytes: int, page_bytes: int, push: PageWrite) -> None:
     """The other process of `_ucx_loop`."""
     region = SharedRegion.create(size_bytes)
     address = np.frombuffer(region.memoryview, dtype=np.uint8).ctypes.data
@@ -168,7 +168,7 @@ def _places(begin: int, page_bytes: int, pages: Sequence[int]) -> Places:
 
 
 @contextmanager
-def _nixl_loop(region: Region, push: Push) -> Iterator[Callable[[], float] | None]:
+def _nixl_loop(region: Region, push: PageWrite) -> Iterator[Callable[[], float] | None]:
     here, there = get_context("spawn").Pipe()
     child = get_context("spawn").Process(
         target=_own_region, args=(there, len(region.memory)), daemon=True

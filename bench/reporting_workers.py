@@ -13,7 +13,7 @@ from baton.layout import KvLayout
 from baton.rpc.block_feed import MAX_KEYS_PER_REPORT
 from baton.rpc.hello import WorkerHello
 from baton.rpc.reports import blocks_to_proto
-from baton.rpc.v1 import decode_pb2, prefill_pb2
+from baton.rpc.v1 import worker_pb2
 from baton.tokens import PackedTokens
 from router.ports import ServedModel
 
@@ -76,9 +76,7 @@ class ReportingWorker:
     def _frame(self, **fields: bytes | bool) -> bytes:
         self._seq += 1
         blocks = blocks_to_proto(BlockReport(seq=self._seq, **fields))  # type: ignore[arg-type]
-        if self.hello.role.decodes:
-            return decode_pb2.DecodeFrame(blocks=blocks).SerializeToString()
-        return prefill_pb2.PrefillFrame(blocks=blocks).SerializeToString()
+        return worker_pb2.Frame(blocks=blocks).SerializeToString()
 
 
 class LongTexts:

@@ -13,16 +13,16 @@ from baton.clock import MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.generation import WorkerLoad
 from baton.ids import BlockKey, Incarnation, RequestId, WorkerId, WorkerIdentity
-from baton.rpc.v1 import decode_pb2, prefill_pb2
+from baton.rpc.v1 import worker_pb2
 from bench.reporting_workers import MODEL, SECRET, ReportingWorker
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.dispatch.actions import SendAction, SendExpect, SendGenerate, SendPrefill
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
-from router.events import ClientGone, Heard, LoadReported, StepTokens, Submitted, WorkerJoined
+from router.events import ClientGone, LoadReported, StepTokens, Submitted, WorkerJoined
 from router.fake import FakeGenerator
-from router.frames import decode_command, decode_events, prefill_command, prefill_events
+from router.frames import command_of, events_of
 from router.http.account import RequestAccount
 from router.limits.local import LocalLimiter
 from router.limits.ports import GrantId
@@ -119,12 +119,7 @@ class RouterCore:
     def hear(self, worker: ReportingWorker, frame: bytes) -> None:
         """A worker's frame came."""
         identity = worker.hello.identity
-        events: Sequence[Heard]
-        if worker.hello.role.decodes:
-            events = decode_events(identity, decode_pb2.DecodeFrame.FromString(frame))
-        else:
-            events = prefill_events(identity, prefill_pb2.PrefillFrame.FromString(frame))
-        for event in events:
+        for event in events_of(identity, worker_pb2.Frame.FromString(frame)):
             if isinstance(event, StepTokens):
                 raise RuntimeError("nothing is generated here")
             actions = self.dispatcher.handle(event, time.monotonic())
@@ -162,8 +157,6 @@ def _tokenizer() -> Tokenizer:
 
 
 def _command(action: SendAction) -> bytes:
-    if isinstance(action, SendPrefill):
-        return prefill_command(action).SerializeToString()
-    if isinstance(action, SendExpect | SendGenerate):
-        return decode_command(action).SerializeToString()
+    if isinstance(action, SendPrefill | SendExpect | SendGenerate):
+        return command_of(action).SerializeToString()
     raise RuntimeError(f"not how a request begins: {action}")

@@ -15,12 +15,11 @@ import uvloop
 from tokenizers import Tokenizer
 
 from baton.ids import WorkerId
-from baton.rpc.frames import HEARTBEAT_S
+from baton.rpc.block_feed import HEARTBEAT_S
 from baton.rpc.hello import WorkerHello, hello_to_proto
-from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from bench.fake_workers import (
-    DecodeContext,
-    PrefillContext,
+    WorkerContext,
     first_token,
     hellos,
     serve_decode,
@@ -77,17 +76,17 @@ class _Handover:
             batch.join(sequence)
 
 
-class _Prefill(prefill_pb2_grpc.PrefillServicer):
+class _Prefill(worker_pb2_grpc.WorkerServicer):
     def __init__(self, hello: WorkerHello, handover: _Handover, first_token: int) -> None:
         self._hello = hello
         self._handover = handover
         self._first_token = first_token
 
     async def Serve(  # type: ignore[override]  # noqa: N802  # the stub's name
-        self, request_iterator: AsyncIterator[prefill_pb2.PrefillCommand], context: PrefillContext
+        self, request_iterator: AsyncIterator[worker_pb2.Command], context: WorkerContext
     ) -> None:
-        await context.write(prefill_pb2.PrefillFrame(hello=hello_to_proto(self._hello)))
-        answers: asyncio.Queue[prefill_pb2.PrefillFrame] = asyncio.Queue()
+        await context.write(worker_pb2.Frame(hello=hello_to_proto(self._hello)))
+        answers: asyncio.Queue[worker_pb2.Frame] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._read(request_iterator, answers)),
             asyncio.create_task(_beat(answers)),
@@ -101,23 +100,23 @@ class _Prefill(prefill_pb2_grpc.PrefillServicer):
 
     async def _read(
         self,
-        commands: AsyncIterator[prefill_pb2.PrefillCommand],
-        answers: asyncio.Queue[prefill_pb2.PrefillFrame],
+        commands: AsyncIterator[worker_pb2.Command],
+        answers: asyncio.Queue[worker_pb2.Frame],
     ) -> None:
         async for command in commands:
-            if command.WhichOneof("command") == "submit":
-                answers.put_nowait(first_token(command.submit.request.leg_id, self._first_token))
-                xfer_id = transfer_of(command.submit.permit)
+            if command.WhichOneof("command") == "prefill":
+                answers.put_nowait(first_token(command.prefill.request.leg_id, self._first_token))
+                xfer_id = transfer_of(command.prefill.permit)
                 self._handover.done(xfer_id)
 
 
-async def _beat(answers: asyncio.Queue[prefill_pb2.PrefillFrame]) -> None:
+async def _beat(answers: asyncio.Queue[worker_pb2.Frame]) -> None:
     while True:
-        answers.put_nowait(prefill_pb2.PrefillFrame(load=common_pb2.WorkerLoad()))
+        answers.put_nowait(worker_pb2.Frame(load=common_pb2.WorkerLoad()))
         await asyncio.sleep(HEARTBEAT_S)
 
 
-class _Decode(decode_pb2_grpc.DecodeServicer):
+class _Decode(worker_pb2_grpc.WorkerServicer):
     def __init__(
         self, hello: WorkerHello, handover: _Handover, text: Sequence[int], step_s: float
     ) -> None:
@@ -128,9 +127,9 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
         self._step_s = step_s
 
     async def Serve(  # type: ignore[override]  # noqa: N802  # the stub's name
-        self, request_iterator: AsyncIterator[decode_pb2.DecodeCommand], context: DecodeContext
+        self, request_iterator: AsyncIterator[worker_pb2.Command], context: WorkerContext
     ) -> None:
-        await context.write(decode_pb2.DecodeFrame(hello=hello_to_proto(self._hello)))
+        await context.write(worker_pb2.Frame(hello=hello_to_proto(self._hello)))
         reading = asyncio.create_task(self._read(request_iterator))
         clock = asyncio.get_running_loop().time
         told_s = 0.0
@@ -146,17 +145,17 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
         finally:
             reading.cancel()
 
-    async def _read(self, commands: AsyncIterator[decode_pb2.DecodeCommand]) -> None:
+    async def _read(self, commands: AsyncIterator[worker_pb2.Command]) -> None:
         async for command in commands:
             if command.WhichOneof("command") == "cancel":
                 self._batch.running.pop(command.cancel.leg_id, None)
-            elif command.WhichOneof("command") == "expect":
-                request = command.expect.request
-                xfer_id = transfer_of(command.expect.permit)
+            elif command.WhichOneof("command") == "receive":
+                request = command.receive.request
+                xfer_id = transfer_of(command.receive.permit)
                 sequence = _Sequence(request.leg_id, 1, request.sampling.max_tokens)
                 self._handover.expect(xfer_id, sequence, self._batch)
 
-    async def _next_frame(self) -> decode_pb2.DecodeFrame:
+    async def _next_frame(self) -> worker_pb2.Frame:
         """The next step's, or an empty one when there is nothing to do for a while."""
         batch = self._batch
         if not batch.running:
@@ -164,7 +163,7 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
             with suppress(TimeoutError):
                 await asyncio.wait_for(batch.news.wait(), HEARTBEAT_S)
         running, text = list(batch.running.values()), self._text
-        frame = decode_pb2.DecodeFrame(
+        frame = worker_pb2.Frame(
             leg_ids=[sequence.leg_id for sequence in running],
             samples=[0] * len(running),
             tokens=[text[(s.leg_id + s.position) % len(text)] for s in running],

@@ -55,6 +55,14 @@ class RouterControl(pb_grpc.ControlServicer):
         drained = await self._generator.drain(request.timeout_s)
         return pb.DrainReply(drained=drained, left=self._generator.in_flight())
 
+    async def SetRole(  # noqa: N802
+        self,
+        request: pb.SetRoleRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext[pb.SetRoleRequest, pb.SetRoleReply],
+    ) -> pb.SetRoleReply:
+        """Refused: a role is a worker's."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a router has no role: ask a worker")
+
     async def Explain(  # noqa: N802
         self,
         request: pb.ExplainRequest,

@@ -149,7 +149,7 @@ class FakeEngine:
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self._listener: Callable[[StepEvents], None] = lambda told: None
+        self._listener: Callable[[StepEvents], None] = _ignore
         self._loop = EngineLoop(
             scheduler,
             runner,
@@ -194,3 +194,7 @@ class FakeEngine:
     def close(self) -> None:
         """See EnginePort."""
         self.is_closed = True
+
+
+def _ignore(told: StepEvents) -> None:
+    """Until a listener is attached."""

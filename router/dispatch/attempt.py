@@ -216,7 +216,7 @@ class Leg:
 
     def cancel(self) -> SendCancel:
         """The command that makes its worker forget it."""
-        return SendCancel(worker=self.worker.identity, service=self.service, leg_id=self.leg_id)
+        return SendCancel(worker=self.worker.identity, leg_id=self.leg_id)
 
     def _count_prompt_out(self) -> None:
         self.worker.prefills -= self.prefill_tokens > 0

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from baton.blocks import BlockReport
 from baton.errors import IncompatibleError, InvariantError
-from baton.ids import WorkerId, WorkerIdentity
+from baton.ids import Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.hello import WorkerHello
 from router.breaker import Breaker
@@ -102,6 +102,13 @@ class ClusterView:
         self._count_workers()
         return worker
 
+    def change_role(self, identity: WorkerIdentity, role: Role) -> None:
+        """A worker takes other kinds of legs from now on; what it holds and has learned stays."""
+        worker = self._workers.get(identity.worker_id)
+        if worker is not None and worker.identity == identity:
+            worker.take_role(role)
+            self._count_workers()
+
     def report_blocks(self, identity: WorkerIdentity, report: BlockReport) -> bool:
         """Takes a worker's report on its blocks; whether it has to send a snapshot because something was missed."""
         return self._index.apply(identity, report) is Heard.GAP
@@ -175,7 +182,7 @@ class ClusterView:
         return min(silent_s + self._silence_timeout_s, stalled_s + self._stall_timeout_s)
 
     def _count_workers(self) -> None:
-        """Somebody came or went."""
+        """A worker came, went or changed its role."""
         self._everybody = tuple(self._workers.values())
         self._ready_until_s = float("-inf")
         self._layouts = None

@@ -5,7 +5,7 @@ beyond them: the work of other routers.
 """
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.generation import WorkerLoad
 from baton.ids import Role, WorkerIdentity
@@ -72,14 +72,19 @@ class WorkerView(WorkerNumbers):
 
     def __post_init__(self) -> None:
         hello, layout = self.hello, self.hello.layout
-        self.can_prefill = hello.role.prefills_for_others
-        self.can_decode = hello.role.decodes
-        self.takes_kv = self.can_decode and bool(hello.transfer_address)
+        self.take_role(hello.role)
         self.capacity_tokens = hello.num_blocks * layout.block_tokens
         self.max_sequences = hello.max_num_seqs
         self.pool_slot = NO_SLOT
         self.kv_token_bytes = layout.page_bytes / layout.block_tokens
         self.forecast_address = ctypes.addressof(self.forecast)
+
+    def take_role(self, role: Role) -> None:
+        """It takes the legs of `role` from now on."""
+        self.hello = replace(self.hello, role=role)
+        self.can_prefill = role.prefills_for_others
+        self.can_decode = role.decodes
+        self.takes_kv = self.can_decode and bool(self.hello.transfer_address)
 
     @property
     def identity(self) -> WorkerIdentity:

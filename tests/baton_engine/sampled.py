@@ -1,5 +1,6 @@
 """A step's columns of sampled tokens by sequence, for tests that look at one of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.generation import TokenLogprobs, TokenSample
@@ -43,3 +44,18 @@ def by_sequence(sampled: SampledTokens | None) -> list[Sampled]:
 def all_events(told: StepEvents) -> list[Event]:
     """What one message of the engine tells, sampled tokens last."""
     return [*told.events, *by_sequence(told.sampled)]
+
+
+def columns(seq_id: SeqId, tokens: Sequence[TokenSample]) -> SampledTokens:
+    """The columns of one sequence's tokens."""
+    return SampledTokens(
+        seq_ids=[seq_id] * len(tokens),
+        samples=[token.sample for token in tokens],
+        tokens=[token.token for token in tokens],
+        finish_reasons=[token.finish for token in tokens],
+        logprobs={
+            place: token.logprobs
+            for place, token in enumerate(tokens)
+            if token.logprobs is not None
+        },
+    )

@@ -20,7 +20,6 @@ from baton_engine.messages import (
     Failed,
     Generate,
     PrefillStarted,
-    SeqEvent,
     StepEvents,
 )
 from baton_engine.models.config import kv_layout, load_spec
@@ -33,7 +32,7 @@ from kvpool.fake import FakePool
 from kvpool.host_pages import HostPages
 from kvpool.pooled_engine import PooledEngine, PromptKeys
 from kvpool.worker_metrics import PoolMetrics
-from tests.baton_engine.sampled import Sampled
+from tests.baton_engine.sampled import Event, Sampled, all_events
 from tests.baton_engine.tiny_models import make_model
 from tests.kvpool.agent_world import SOON_S
 from tests.kvpool.arena_world import TIMEOUT_S

@@ -14,7 +14,6 @@ from router.events import (
     HandedOff,
     LoadReported,
     LocallyPrefilled,
-    Service,
     StepTokens,
     WorkerJoined,
     WorkerLost,
@@ -56,7 +55,7 @@ def generate(link, max_tokens=2) -> SendGenerate:
 
 
 @pytest.mark.parametrize("role", Role)
-async def test_the_greeting_tells_which_streams_a_worker_has(tmp_path, role):
+async def test_the_greeting_tells_what_a_worker_is(tmp_path, role):
     async with running(tmp_path, w=role) as workers, linked(workers["w"]) as (link, events):
         joined = await events.get()
         assert joined == WorkerJoined(hello=workers["w"].hello, address=workers["w"].address)
@@ -98,13 +97,11 @@ async def test_a_prefill_leg_brings_first_tokens_then_the_hand_off_then_the_load
         assert isinstance(load, LoadReported)
 
 
-async def test_a_cancel_goes_to_the_stream_of_its_service(tmp_path):
+async def test_a_cancel_reaches_the_worker(tmp_path):
     async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
         await events.get()
-        for service in Service:
-            cancel = SendCancel(worker=link.hello.identity, service=service, leg_id=LegId(9))
-            link.send(cancel)
-            assert await workers["w"].cancelled.get() == 9
+        link.send(SendCancel(worker=link.hello.identity, leg_id=LegId(9)))
+        assert await workers["w"].cancelled.get() == 9
 
 
 async def test_a_killed_worker_is_lost_and_its_next_start_is_another_worker(tmp_path):

@@ -31,6 +31,9 @@ class FakeControl(control_pb2_grpc.ControlServicer):
     def Drain(self, request, context):  # noqa: N802
         raise NotImplementedError
 
+    def SetRole(self, request, context):  # noqa: N802
+        raise NotImplementedError
+
     def Explain(self, request, context):  # noqa: N802
         return self._explained.get(request.request_id, control_pb2.ExplainReply())
 
