@@ -34,7 +34,7 @@ from router.openai.responses import responses
 from router.openai.sampling import SamplingDefaults
 from router.openai.serving import Serving
 from router.openai.tokenization import Detokenized, Tokenized, detokenize, tokenize
-from router.ports import Generator
+from router.ports import Generator, RouterStatus
 from router.routing.explanation import DecisionLog
 from router.slo import SloBook
 from router.telemetry.collectors import RouteDecisions
@@ -65,6 +65,7 @@ class AppSettings:
 def create_app(
     settings: AppSettings,
     generator: Generator,
+    status: RouterStatus,
     tokenizer: Tokenizer,
     registry: CollectorRegistry,
     clock: Clock | None = None,
@@ -77,6 +78,7 @@ def create_app(
     Args:
         settings: Names, keys and limits.
         generator: Makes tokens.
+        status: Shown by /health, /ready, /load and /metrics.
         tokenizer: The served model's.
         registry: Where the router's metrics go, and what /metrics shows.
         clock: Measures what clients wait for.
@@ -87,7 +89,7 @@ def create_app(
     tenancy = tenancy or simple(settings.router.api_keys, clock or MonotonicClock())
     metrics = RouterMetrics(registry, settings.model_names[0])
     slo_book = SloBook(settings.router.slo_classes)
-    metrics.watch(generator, slo_book.names)
+    metrics.watch(status, slo_book.names)
     decisions = decisions or DecisionLog("")
     registry.register(RouteDecisions(decisions))
     serving = Serving(
@@ -120,7 +122,7 @@ def create_app(
     stored.install(app)
     _add_models(app, serving)
     _add_counting(app, serving)
-    _add_operations(app, serving, settings.version)
+    _add_operations(app, status, registry, settings.version)
     return app
 
 
@@ -205,28 +207,30 @@ def _add_counting(app: FastAPI, serving: Serving) -> None:
         return await count_tokens(request, serving)
 
 
-def _add_operations(app: FastAPI, serving: Serving, version: str) -> None:
+def _add_operations(
+    app: FastAPI, status: RouterStatus, registry: CollectorRegistry, version: str
+) -> None:
     @app.get("/health", responses=error_responses(503))
     async def get_health() -> dict[str, str]:
         """Alive, and what the workers send is being moved. Says nothing about whether there are workers."""
-        if not serving.generator.healthy():
+        if not status.healthy():
             raise UnavailableError("The links to the workers make no progress.")
         return {"status": "ok"}
 
     @app.get("/ready", responses=error_responses(503))
     async def get_ready() -> dict[str, str]:
         """Whether a request could be served now."""
-        if not serving.generator.ready():
+        if not status.ready():
             raise UnavailableError("No prefill and decode pair and no hybrid worker is ready.")
         return {"status": "ready"}
 
     @app.get("/load", responses=error_responses())
     async def get_load() -> LoadReply:
-        return load(serving.generator)
+        return load(status)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics() -> Response:
-        text, content_type = render(serving.metrics.registry)
+        text, content_type = render(registry)
         return Response(text, headers={"Content-Type": content_type})
 
     @app.get("/version")

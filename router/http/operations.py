@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel
 
-from router.ports import Overview, WorkerReport
+from router.ports import RouterStatus, WorkerReport
 
 
 class WorkerLoadReply(BaseModel):
@@ -24,19 +24,19 @@ class WorkerLoadReply(BaseModel):
 
 
 class LoadReply(BaseModel):
-    """Reply of GET /load. `waiting` are requests in line, by the name of their class; `in_flight` counts them too."""
+    """Reply of GET /load. `waiting` are queued requests, by the name of their class; `in_flight` counts them too."""
 
     in_flight: int
     waiting: dict[str, int]
     workers: list[WorkerLoadReply]
 
 
-def load(overview: Overview) -> LoadReply:
+def load(status: RouterStatus) -> LoadReply:
     """What is going on now."""
     return LoadReply(
-        in_flight=overview.in_flight(),
-        waiting=dict(overview.waiting()),
-        workers=[_worker(report) for report in overview.workers()],
+        in_flight=status.in_flight(),
+        waiting=dict(status.waiting()),
+        workers=[_worker(report) for report in status.workers()],
     )
 
 

@@ -16,7 +16,7 @@ from baton.telemetry.metrics import (
     TOKEN_LATENCY_BUCKETS_S,
 )
 from baton.telemetry.tally import Tally
-from router.ports import Generator, Timing
+from router.ports import RouterStatus, Timing
 
 
 class RouterMetrics:
@@ -41,11 +41,11 @@ class RouterMetrics:
         self._define_counters()
         self._define_histograms()
 
-    def watch(self, generator: Generator, slo_classes: Iterable[str]) -> None:
-        """Reads what is in flight and in line from `generator` whenever the metrics are scraped."""
-        self._in_flight.set_function(generator.in_flight)
+    def watch(self, status: RouterStatus, slo_classes: Iterable[str]) -> None:
+        """Reads what is in flight and in line from `status` whenever the metrics are scraped."""
+        self._in_flight.set_function(status.in_flight)
         for name in slo_classes:
-            waiting = partial(_waiting_in, generator, name)
+            waiting = partial(_waiting_in, status, name)
             self._queue_length.labels(self._model_name, name).set_function(waiting)
 
     def rejected(self, tenant_class: str, reason: str) -> None:
@@ -172,5 +172,5 @@ class RouterMetrics:
         return histogram.labels(self._model_name)
 
 
-def _waiting_in(generator: Generator, slo_class: str) -> float:
-    return generator.waiting().get(slo_class, 0)
+def _waiting_in(status: RouterStatus, slo_class: str) -> float:
+    return status.waiting().get(slo_class, 0)
