@@ -28,14 +28,7 @@ from kvpool.client.publisher import Placed, PoolWriter, PublishQueue
 from kvpool.client.read_leases import ReadLeases
 from kvpool.client.reader import PoolReader
 from kvpool.messages import BlockLease, HeldBlock
-<<<<<<< HEAD
-from kvpool.publish_queue import PublishQueue
-from kvpool.read_leases import ReadLeases
-from kvpool.reader import PoolReader
-from kvpool.writer import Placed, PoolWriter
 from tests.baton_engine.sampled import Event, Sampled, all_events
-=======
->>>>>>> main
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.kvpool.client.arena_world import Desk, Gated
 

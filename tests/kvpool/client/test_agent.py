@@ -27,20 +27,12 @@ from baton_engine.models.loader import load_decoder
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.scheduler import Scheduler
-<<<<<<< HEAD:tests/kvpool/test_agent.py
-from kvpool.agent import PoolAgent
-from kvpool.fake import FakePool
-from kvpool.host_pages import HostPages
-from kvpool.pooled_engine import PooledEngine, PromptKeys
-from kvpool.worker_metrics import PoolMetrics
-from tests.baton_engine.sampled import Event, Sampled, all_events
-=======
 from kvpool.client.agent import PoolAgent
 from kvpool.client.arena_pages import HostPages
 from kvpool.client.metrics import PoolMetrics
 from kvpool.client.pooled_engine import PooledEngine, PromptKeys
 from kvpool.fakes.pool import FakePool
->>>>>>> main:tests/kvpool/client/test_agent.py
+from tests.baton_engine.sampled import Event, Sampled, all_events
 from tests.baton_engine.tiny_models import make_model
 from tests.kvpool.client.agent_world import SOON_S
 from tests.kvpool.client.arena_world import TIMEOUT_S
