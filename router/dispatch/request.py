@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from baton.errors import InvariantError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import RequestId
-from router.events import FirstTokensArrived, HandedOff, LocallyPrefilled
+from router.dispatch.events import FirstTokensArrived, HandedOff, LocallyPrefilled
 from router.ports import Timing
 from router.routing.memory import Prints
 from router.routing.policy import Pair
