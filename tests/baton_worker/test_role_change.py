@@ -49,7 +49,7 @@ async def set_role(worker: Node, role: Role, timeout_s: float = 30.0) -> control
 
 
 def roles_heard(router: Router) -> list[Role]:
-    return [hello_from_proto(f.hello).role for f in router.frames if f.HasField("hello")]
+    return [hello_from_proto(f.hello).role for f in router.workers.frames if f.HasField("hello")]
 
 
 async def is_now(router: Router, role: Role) -> None:
