@@ -1,40 +1,25 @@
-"""One request's jobs while they run: tokens of several prompts and samples become deltas of numbered choices."""
+"""The generation requests of one HTTP request while they run: tokens of several prompts and samples become deltas of numbered
+choices.
+"""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from baton.clock import Clock
 from baton.errors import EngineError, OverloadedError
 from baton.generation import FinishReason, TokenLogprobs, TokenSample
 from router.openai.replies import PromptTokensDetails, Usage
-from router.openai.serving import Serving
-from router.ports import GenerationRequest, Timing, Tokens
+from router.openai.requests import DrawingBody
+from router.ports import GenerationRequest, Generator, Timing, Tokens
+from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request_span import RequestSpan
 from router.text.detokenizer import StopStrings
-from router.text.tokenizer import Tokenizer
+from router.text.token_bytes import TokenDecoder
 
 _Item = TypeVar("_Item")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextOptions:
-    """What of a sample's tokens becomes text.
-
-    Attributes:
-        stops: Stop strings.
-        include_stop: Whether what ended the sample (stop string or stop token) is shown.
-        min_tokens: Stop strings are not looked for in this many tokens.
-        skip_special: Whether special tokens are left out of the text.
-        silent: No token is wanted at all: the first one drawn ends the sample and is not told of.
-    """
-
-    stops: Sequence[str] = ()
-    include_stop: bool = False
-    min_tokens: int = 0
-    skip_special: bool = True
-    silent: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -60,18 +45,29 @@ class Delta:
 class Choice:
     """The text of one sample, while it grows.
 
+    Args:
+        index: The choice's number.
+        decoder: Makes text of its tokens.
+        body: What its client asked for: stop strings, and whether what ended the sample is shown.
+        silent: No token is wanted at all: the first one that is drawn ends the sample and is not told.
+
     Attributes:
         num_tokens: Tokens generated, hidden ones included.
         finish: Why it ended; None while it runs.
     """
 
-    def __init__(self, index: int, tokenizer: Tokenizer, options: TextOptions) -> None:
+    def __init__(
+        self, index: int, decoder: TokenDecoder, body: DrawingBody, *, silent: bool
+    ) -> None:
         self.num_tokens = 0
         self.finish: FinishReason | None = None
         self._index = index
-        self._options = options
-        self._decoder = tokenizer.decoder(skip_special=options.skip_special)
-        self._stops = StopStrings(options.stops, include=options.include_stop)
+        self._decoder = decoder
+        self._silent = silent
+        self._shows_stop = bool(body.include_stop_str_in_output)
+        self._min_tokens = body.min_tokens or 0
+        self._has_stops = bool(body.stops)
+        self._stops = StopStrings(body.stops, include=self._shows_stop)
         self._decoded_length = 0
         self._text = ""
         self._tokens: list[int] = []
@@ -86,14 +82,14 @@ class Choice:
         """Takes the next token. One that was under way when a stop string matched is dropped."""
         if self.finish is not None:
             return
-        if self._options.silent:
+        if self._silent:
             self.finish = FinishReason.LENGTH
             return
         self.num_tokens += 1
         self._tokens.append(sample.token)
         if sample.logprobs is not None:
             self._logged.append(LoggedToken(sample, self._decoded_length))
-        if sample.finish is not FinishReason.STOP or self._options.include_stop:
+        if sample.finish is not FinishReason.STOP or self._shows_stop:
             self._show(self._decoder.push(sample.token))
         if sample.finish is not None:
             self._show(self._decoder.finish())
@@ -115,10 +111,10 @@ class Choice:
 
     def _show(self, text: str) -> None:
         self._decoded_length += len(text)
-        if not self._options.stops:
+        if not self._has_stops:
             self._text += text
             return
-        watched = self.num_tokens > self._options.min_tokens
+        watched = self.num_tokens > self._min_tokens
         self._text += self._stops.push(text) if watched else text
 
 
@@ -127,28 +123,39 @@ def token_ids(deltas: Sequence[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.tokens]
 
 
-class JobRun:
-    """One job and its choices. Run it once.
+class GenerationRun:
+    """One generation request and its choices. Run it once.
+
+    Args:
+        request: What is generated.
+        choices: Its samples' texts, by sample.
+        generator: Generates it.
+        metrics: Counts what its client gets.
+        clock: The router's.
 
     Attributes:
-        job: What is generated.
+        request: What is generated.
         timing: Where its time went; None until it ended.
-        arrived_s: When its request came, on the serving clock: what its client waits for is counted from here.
+        arrived_s: When its HTTP request came, on the clock: what its client waits for is counted from here.
         prompt_logprobs: Of the prompt's tokens from the second on, once the first token is there and if they are wanted.
     """
 
     def __init__(
-        self, job: GenerationRequest, serving: Serving, options: TextOptions, first_index: int
+        self,
+        request: GenerationRequest,
+        choices: Mapping[int, Choice],
+        generator: Generator,
+        metrics: RouterMetrics,
+        clock: Clock,
     ) -> None:
-        self.job = job
+        self.request = request
         self.timing: Timing | None = None
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        self._serving = serving
-        self._choices = {
-            sample: Choice(first_index + place, serving.tokenizer, options)
-            for place, sample in enumerate(job.prompt.samples)
-        }
-        self.arrived_s = serving.clock.now_s()
+        self.arrived_s = clock.now_s()
+        self._choices = choices
+        self._generator = generator
+        self._metrics = metrics
+        self._clock = clock
         self._span: RequestSpan | None = None
         self._last_token_s: dict[int, float] = {}
 
@@ -158,14 +165,14 @@ class JobRun:
         return sum(choice.num_tokens for choice in self._choices.values())
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
-        """What the choices gained, event by event. Closing it cancels the job.
+        """What the choices gained, event by event. Closing it cancels the generation.
 
         Raises:
             BatonError: As `Generator.generate`, or a choice was left without an end.
         """
-        submitted_s, fault = self._serving.clock.now_s(), None
+        submitted_s, fault = self._clock.now_s(), None
         try:
-            async with aclosing(self._serving.generator.generate(self.job)) as events:
+            async with aclosing(self._generator.generate(self.request)) as events:
                 async for event in events:
                     if isinstance(event, Timing):
                         self._finish(event, submitted_s)
@@ -176,37 +183,37 @@ class JobRun:
         except BaseException as error:
             fault = error
             if isinstance(error, OverloadedError):
-                self._serving.metrics.rejected(self.job.tenant.tenant_class, error.reason)
+                self._metrics.rejected(self.request.tenant.tenant_class, error.reason)
             raise
         finally:
             self._end_span(fault)
 
     def join_session(self, name: str) -> None:
-        """The job belongs to the session of that name; the one that its body names counts only without it."""
+        """The request belongs to the session of that name; the one that its body names counts only without it."""
         if name:
-            self.job = replace(self.job, session=name)
+            self.request = replace(self.request, session=name)
 
     def trace(self, span: RequestSpan) -> None:
         """Its own span, under which the workers' come."""
         self._span = span
-        self.job = replace(self.job, trace_parent=span.trace_parent)
+        self.request = replace(self.request, trace_parent=span.trace_parent)
 
     def _finish(self, timing: Timing, submitted_s: float) -> None:
         self.timing = timing
-        total_s = self._serving.clock.now_s() - self.arrived_s
-        self._serving.metrics.job_finished(timing, self.job.slo.name, total_s)
+        total_s = self._clock.now_s() - self.arrived_s
+        self._metrics.job_finished(timing, self.request.slo.name, total_s)
         if self._span is not None:
             self._span.routed(timing, submitted_s)
 
     def _end_span(self, fault: BaseException | None) -> None:
         if self._span is not None:
             finishes = [choice.finish for choice in self._choices.values()]
-            self._span.end(self.job, self.output_tokens, finishes, fault)
+            self._span.end(self.request, self.output_tokens, finishes, fault)
 
     def _take(self, event: Tokens) -> list[Delta]:
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
-        now_s = self._serving.clock.now_s()
+        now_s = self._clock.now_s()
         if len(event.samples) == 1:  # nearly always
             (sample,) = event.samples
             choice = self._choices[sample.sample]
@@ -226,22 +233,22 @@ class JobRun:
         choice.push(sample)
         if choice.finish is None:
             return
-        self._serving.metrics.sample_finished(choice.finish)
+        self._metrics.sample_finished(choice.finish)
         if sample.finish is None:
-            self._serving.generator.stop_sample(self.job.request_id, sample.sample)
+            self._generator.stop_sample(self.request.request_id, sample.sample)
 
     def _measure(self, sample: int, now_s: float) -> None:
         last_s = self._last_token_s.get(sample)
         if last_s is not None:
-            self._serving.metrics.next_token(now_s - last_s)
+            self._metrics.next_token(now_s - last_s)
         elif not self._last_token_s:
-            self._serving.metrics.first_token(now_s - self.arrived_s)
+            self._metrics.first_token(now_s - self.arrived_s)
         self._last_token_s[sample] = now_s
 
 
-def usage_of(runs: Sequence[JobRun]) -> Usage:
-    """Token counts over all jobs of a request."""
-    prompt_tokens = sum(len(run.job.prompt.prompt_tokens) for run in runs)
+def usage_of(runs: Sequence[GenerationRun]) -> Usage:
+    """Token counts over all runs of a request."""
+    prompt_tokens = sum(len(run.request.prompt.prompt_tokens) for run in runs)
     output_tokens = sum(run.output_tokens for run in runs)
     cached = sum(run.timing.reused_tokens for run in runs if run.timing is not None)
     return Usage(
