@@ -35,11 +35,7 @@ from router.routing.view import ClusterView
 from router.slo import STANDARD, SloBook
 from router.telemetry.metrics import RouterMetrics
 from router.tenants.tenant import ANONYMOUS, Caller
-<<<<<<< HEAD
-from router.text.tokenizer import Tokenizer
 from router.workers.frames import command_of, events_of
-=======
->>>>>>> main
 
 
 class _Measured(Placement):
