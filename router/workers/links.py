@@ -1,11 +1,11 @@
-"""The link to one worker: a gRPC stream, opened again whenever it breaks.
+"""The links to all workers: to each a gRPC stream, opened again whenever it breaks.
 
 Frames become events for the dispatcher, its actions become commands. When the stream breaks the worker is lost to the
 dispatcher, and the worker drops the legs that it had of this router.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -16,10 +16,10 @@ from baton.rpc.channel import open_channel
 from baton.rpc.hello import PROTOCOL_VERSION, WorkerHello, hello_from_proto
 from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.telemetry.logs import get_logger
-from router.dispatch.actions import SendAction
-from router.events import Heard, RoleChanged, WorkerJoined
-from router.events import WorkerLost as WorkerLostEvent
-from router.frames import command_of, events_of
+from router.dispatch.actions import RefuseWorker, SendAction
+from router.dispatch.events import Heard, RoleChanged, WorkerJoined
+from router.dispatch.events import WorkerLost as WorkerLostEvent
+from router.workers.frames import command_of, events_of
 
 _log = get_logger(__name__)
 
@@ -52,7 +52,7 @@ class LinkTiming:
 
 
 class WorkerLink:
-    """Keeps one address connected, whoever lives there.
+    """Keeps one address connected, whichever worker lives there.
 
     Args:
         address: gRPC address of a worker.
@@ -189,6 +189,60 @@ class WorkerLink:
         if frame is None:
             raise IncompatibleError("the stream ended without a greeting")
         return _checked(frame.hello), call
+
+
+class Membership:
+    """All links, from a fixed list of addresses; the greeting tells which worker lives behind an address.
+
+    Args:
+        addresses: gRPC addresses of workers, with or without a worker at the moment.
+        sink: Takes the links' events, on the event loop.
+        timing: How links wait.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        sink: Callable[[Heard], None],
+        *,
+        timing: LinkTiming | None = None,
+    ) -> None:
+        self.links = tuple(WorkerLink(address, sink, timing=timing) for address in addresses)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins to connect, in the background."""
+        self._tasks = [asyncio.create_task(link.run(), name=link.address) for link in self.links]
+        for task in self._tasks:
+            task.add_done_callback(_report_death)
+
+    async def close(self) -> None:
+        """Hangs up everywhere; workers drop what this router has there."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def send(self, action: SendAction) -> None:
+        """Queues a command for its worker."""
+        for link in self.links:
+            if link.hello is not None and link.hello.identity == action.worker:
+                link.send(action)
+                return
+
+    def refuse(self, action: RefuseWorker) -> None:
+        """Hangs up on a worker."""
+        for link in self.links:
+            if link.address == action.address:
+                link.refuse(action.error)
+
+    def healthy(self) -> bool:
+        """Whether every link is still looked after."""
+        return all(not task.done() for task in self._tasks)
+
+
+def _report_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("a link died", cause=task.exception(), address=task.get_name())
 
 
 async def _write(call: Call, queue: asyncio.Queue[worker_pb2.Command]) -> None:

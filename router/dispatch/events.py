@@ -1,6 +1,6 @@
 """What happens to requests: what the pure core is told (`router.dispatch`). What it has done about it is `router.dispatch.actions`.
 
-Events come from clients (through `router.generator`) and from workers (through `router.links`).
+Events come from clients (through `router.generator`) and from workers (through `router.workers.links`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from baton.rpc.hello import WorkerHello
 from router.ports import GenerationRequest
 
 
-class Service(Enum):
+class Stage(Enum):
     """Which part of a request a leg runs: the prompt for another worker, or what is decoded."""
 
     PREFILL = "prefill"

@@ -28,7 +28,7 @@ from router.dispatch.actions import (
     SendPrefill,
     SendReassign,
 )
-from router.events import (
+from router.dispatch.events import (
     BlocksReported,
     DecodeTokens,
     Event,

@@ -8,7 +8,7 @@ import pytest
 from baton.generation import Prompt, SamplingParams
 from baton.ids import LegId, RequestId, Role
 from router.dispatch.actions import SendCancel, SendGenerate, SendPrefill
-from router.events import (
+from router.dispatch.events import (
     DecodeTokens,
     FirstTokensArrived,
     HandedOff,
@@ -19,7 +19,7 @@ from router.events import (
     WorkerJoined,
     WorkerLost,
 )
-from router.links import LinkState, LinkTiming, WorkerLink
+from router.workers.links import LinkState, LinkTiming, WorkerLink
 from tests.kv_transfer.permits import permit
 from tests.router.grpc_workers import FakeWorker, running
 from tests.router.workers import drawn
@@ -158,7 +158,7 @@ async def test_a_worker_that_becomes_another_one_in_mid_stream_is_hung_up_on(tmp
 
 
 async def test_failed_attempts_leave_no_task_behind(tmp_path, caplog):
-    caplog.set_level(logging.DEBUG, logger="router.links")
+    caplog.set_level(logging.DEBUG, logger="router.workers.links")
     absent = FakeWorker("w", Role.DECODE, tmp_path, {})
     async with linked(absent):
         while sum(record.message == "no worker" for record in caplog.records) < 3:  # noqa: ASYNC110
