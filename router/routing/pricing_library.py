@@ -1,23 +1,14 @@
-"""`pricing.c`, built at first use as the prefix table's hot part is."""
+"""`pricing.c` as Python calls it."""
 
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
-from baton.native import CannotBuildError, Library, build
+from baton import native
 from baton.telemetry.logs import get_logger
 from router.routing.weighing import SHORTLIST
 
 _log = get_logger(__name__)
-
-_LIBRARY = Library(
-    name="pricing",
-    compiler="cc",
-    sources=(Path(__file__).with_name("pricing.c"),),
-    # Without contraction every operation is rounded as Python rounds it, so that both ways choose alike.
-    flags=("-O3", "-march=native", "-ffp-contract=off", "-fwrapv"),
-)
 
 
 class SideRecord(ctypes.Structure):
@@ -122,10 +113,10 @@ class WeighedRecord(ctypes.Structure):
 
 @cache
 def pricing_library() -> ctypes.CDLL | None:
-    """The functions, typed; None where they cannot be built, and the reason is logged, once."""
+    """The functions, typed; None where they are not built, and the reason is logged, once."""
     try:
-        library = ctypes.CDLL(str(build(_LIBRARY)))
-    except (OSError, CannotBuildError) as error:
+        library = native.load(native.PRICING)
+    except native.NotBuiltError as error:
         _log.warning("workers are priced without C functions", reason=str(error))
         return None
     pointer, number, seconds = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double

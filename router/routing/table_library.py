@@ -1,10 +1,9 @@
-"""The table's hot part in C: built at first use, once per machine and version, in about a tenth of a second."""
+"""The table's hot part in C."""
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
-from baton.native import CannotBuildError, Library, build
+from baton import native
 from baton.telemetry.logs import get_logger
 from router.routing.held import HeldBySlot
 from router.routing.memory import Memory, Places, Prints, Split
@@ -13,13 +12,6 @@ from router.routing.sources import Sources
 from router.routing.table import HotPart
 
 _log = get_logger(__name__)
-
-_LIBRARY = Library(
-    name="block-table",
-    compiler="cc",
-    sources=(Path(__file__).with_name("table.c"),),
-    flags=("-O3", "-march=native"),
-)
 
 
 class NativeHotPart:
@@ -64,9 +56,9 @@ class NativeHotPart:
 
 @cache
 def hot_part() -> HotPart:
-    """In C where it can be built; elsewhere in Python, and the reason is logged, once."""
+    """In C where it is built; elsewhere in Python, and the reason is logged, once."""
     try:
-        return NativeHotPart(ctypes.CDLL(str(build(_LIBRARY))))
-    except (OSError, CannotBuildError) as error:
+        return NativeHotPart(native.load(native.BLOCK_TABLE))
+    except native.NotBuiltError as error:
         _log.warning("the prefix index does without its C functions", reason=str(error))
         return PlainHotPart()

@@ -29,7 +29,7 @@ LOCAL = LocalPrefill(max_tokens=2000, max_stall_s=0.5)
 def native() -> NativeWeigher:
     library = pricing_library()
     if library is None:
-        pytest.skip("no C compiler")
+        pytest.skip("the C functions are not built")
     return NativeWeigher(library)
 
 
