@@ -54,11 +54,13 @@ class StoryLog:
         self._entries.append((str(about), now_s, describe(event), told))
 
     def story(self, about: object) -> tuple[StoryEntry, ...]:
-        """What is left of the events about `about`, oldest first; nothing for one that nobody knows."""
+        """What is left of the events about `about`, oldest first; nothing for an unknown one. May be called from any thread."""
         wanted = str(about)
         return tuple(
             StoryEntry(at_s=at_s, event=event, actions=actions)
-            for known, at_s, event, actions in self._entries
+            for known, at_s, event, actions in list(
+                self._entries
+            )  # a copy: its owner may log meanwhile
             if known == wanted
         )
 

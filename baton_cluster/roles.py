@@ -36,7 +36,7 @@ from kv_transfer.ticket import TicketOffice
 
 if TYPE_CHECKING:
     from baton_engine.build import BuiltEngine
-    from baton_engine.kernels.pages import PageKernels
+    from baton_engine.cache.arena import PageKernels
     from baton_engine.ports import EnginePort
     from prefill_worker.sink import TransferSink
 

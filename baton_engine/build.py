@@ -10,13 +10,12 @@ import torch
 from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
-from baton_engine.cache.arena import KvArena
+from baton_engine.cache.arena import KvArena, PageKernels, page_kernels
 from baton_engine.cache.budget import Demand, affordable_on_cpu, affordable_on_gpu, num_blocks
 from baton_engine.compiling import check_compile, compile_glue
+from baton_engine.cuda_graphs import CudaGraphs, DecodeGraphs
 from baton_engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
-from baton_engine.graphs import CudaGraphs, DecodeGraphs
 from baton_engine.host import ThreadEngineHost
-from baton_engine.kernels.pages import PageKernels, page_kernels
 from baton_engine.kernels.ports import BatchInvariant
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.kernels.select import check_deterministic, check_quantization, choose_kv_dtype
@@ -33,10 +32,10 @@ from baton_engine.models.config import (
 )
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
-from baton_engine.ports import ArenaMemory, LayerSink
+from baton_engine.ports import ArenaAllocator, LayerSink
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import Limits
-from baton_engine.scheduling.policy import SchedulingPolicy
+from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.scheduler import Scheduler
 
 CPU_BLOCK_TOKENS = 16
@@ -67,7 +66,7 @@ def build_engine(
     config: EngineConfig,
     *,
     secret: bytes,
-    memory: ArenaMemory,
+    memory: ArenaAllocator,
     sink: LayerSink | None,
     progress: Progress,
     gpu: int = 0,
@@ -184,7 +183,7 @@ def _graphs(
         return DecodeGraphs(
             decoder,
             arena,
-            most_rows=limits.seats,
+            most_rows=limits.max_running,
             table_width=limits.num_blocks_for(limits.max_model_len),
             backend=CudaGraphs(),
         )

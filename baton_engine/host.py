@@ -11,7 +11,7 @@ from baton.errors import InvariantError
 from baton.ids import BlockId
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, SeqEvent, StepEvents
-from baton_engine.ports import BlockOutlet, KvSource
+from baton_engine.ports import BlockSink, KvSource
 from baton_engine.scheduling.plan import StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
 
@@ -106,7 +106,7 @@ class ThreadEngineHost:
                 logger.warning("the engine runs on any core, not on %s: %s", self._cores, error)
         self._loop.run()
 
-    def connect_pool(self, source: KvSource, outlet: BlockOutlet) -> None:
+    def connect_pool(self, source: KvSource, outlet: BlockSink) -> None:
         """Blocks are fetched from `source`, and full pages offered to `outlet`. Before `start`."""
         self._loop.connect_pool(source, outlet)
 

@@ -17,7 +17,7 @@ from baton_engine.ports import KvSource, LayerSink
 from baton_engine.scheduling.plan import StepPlan
 
 
-class LayerHooks:
+class KvLayerHooks:
     """A context: fetches run inside it, and nothing writes to their pages once it is left.
 
     Args:
@@ -45,11 +45,11 @@ class LayerHooks:
         self.outcome: FetchOutcome | None = None
 
     @property
-    def between_layers(self) -> "LayerHooks | None":
+    def between_layers(self) -> "KvLayerHooks | None":
         """What the decoder has to call between layers: None where nobody takes part, which lets it compute all at once."""
         return self if self._source is not None or self._sink is not None else None
 
-    def __enter__(self) -> "LayerHooks":
+    def __enter__(self) -> "KvLayerHooks":
         if self._source is not None:
             self._source.begin(self._plan.fetches)
         return self

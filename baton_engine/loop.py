@@ -17,7 +17,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, EngineError
 from baton.generation import WorkerLoad
 from baton_engine.messages import Command, SeqEvent, StepEvents
-from baton_engine.ports import BlockOutlet, KvSource
+from baton_engine.ports import BlockSink, KvSource
 from baton_engine.scheduling.plan import Launched, Row, StepPlan, StepResult, StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
 
@@ -108,9 +108,9 @@ class EngineLoop:
         self._busy_since_s: float | None = None
         self._failure: BaseException | None = None
         self._is_closing = False
-        self._outlet: BlockOutlet | None = None
+        self._outlet: BlockSink | None = None
 
-    def connect_pool(self, source: KvSource, outlet: BlockOutlet) -> None:
+    def connect_pool(self, source: KvSource, outlet: BlockSink) -> None:
         """Blocks are fetched from `source` and offered to `outlet` from now on. Before `run`."""
         self._scheduler.fetch_from(source)
         self._runner.fetch_from(source)
@@ -173,7 +173,7 @@ class EngineLoop:
         events = self._drain()
         if self._is_closing:
             return None
-        plan, started = self._scheduler.schedule()
+        plan, started = self._scheduler.schedule(self._clock.now_s())
         self._tell(self._scheduler.step, events + started)
         return None if plan is None else self._hand_over(plan)
 
@@ -209,7 +209,9 @@ class EngineLoop:
         self._busy_since_s = now_s = self._clock.now_s()
         seconds = self._times.ended(plan, begun_s=begun.begun_s, now_s=now_s)
         self._scheduler.measured(plan, result, seconds)
-        events = self._fail_rows(plan, result) + self._scheduler.apply(plan, result)
+        events = self._fail_rows(plan, result) + self._scheduler.update_from_output(
+            plan, result, now_s
+        )
         self._tell(plan.step, events, always=bool(plan.follows))
         self._publish()
 

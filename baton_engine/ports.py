@@ -68,7 +68,7 @@ class KvSource(Protocol):
         """The sequence needs nothing more, or is gone. Right at any moment, also for one that nobody knows."""
 
 
-class BlockOutlet(Protocol):
+class BlockSink(Protocol):
     """Takes pages that hold a full block from now on, to copy them elsewhere. Must not block and must not raise."""
 
     def offer(self, pages: Sequence[PublishedPage]) -> None:
@@ -97,7 +97,7 @@ class ArenaBytes(Protocol):
         """The bytes themselves where they are host memory."""
 
 
-class ArenaMemory(Protocol):
+class ArenaAllocator(Protocol):
     """Gives the bytes in which the KV arenas live."""
 
     def allocate(self, size_bytes: int, gpu: int | None = None) -> ArenaBytes:

@@ -9,14 +9,14 @@ from baton.errors import BatonError, EngineError
 from baton.generation import TokenLogprobs
 from baton.pages import FetchOutcome
 from baton_engine.cache.arena import KvArena
+from baton_engine.cuda_graphs import DecodeGraphs
 from baton_engine.device import computing_on, layer_marker, wait_for
-from baton_engine.graphs import DecodeGraphs
-from baton_engine.layer_hooks import LayerHooks
+from baton_engine.layer_hooks import KvLayerHooks
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.inputs import InputBuilder, Unseen
 from baton_engine.ports import KvSource, LayerSink
 from baton_engine.sampling.draws import choose_draw
-from baton_engine.sampling.prompt_scores import PromptScorer
+from baton_engine.sampling.logprobs import PromptScorer
 from baton_engine.sampling.sampler import Draws, Sampler
 from baton_engine.scheduling.plan import Drawn, Launched, Row, StepPlan, StepResult
 
@@ -120,7 +120,7 @@ class ModelRunner:
         self, plan: StepPlan, unseen: Unseen | None
     ) -> tuple[torch.Tensor, FetchOutcome | None]:
         step = self._inputs.build(plan.rows, unseen=unseen)
-        hooks = LayerHooks(plan, self._source, self._sink, self._mark)
+        hooks = KvLayerHooks(plan, self._source, self._sink, self._mark)
         with hooks:
             hidden = self._model.hidden(step, self._arena, hooks.between_layers)
         return hidden, hooks.outcome

@@ -17,7 +17,7 @@ from statistics import fmean, quantiles
 from baton.generation import NO_SLO, Prompt, SamplingParams, SloTargets
 from baton.ids import SeqId
 from baton_engine.scheduling.limits import Limits
-from baton_engine.scheduling.policy import SchedulingPolicy
+from baton_engine.scheduling.ordering import SchedulingPolicy
 from bench.report import Report
 from bench.simulated_engine import Life, SimulatedEngine, StepSpeed
 

@@ -5,16 +5,18 @@ from dataclasses import dataclass
 import torch
 
 from baton_engine.kernels.ports import BatchInvariant, KernelSet
-from baton_engine.layers.attention import PagedSelfAttention
-from baton_engine.layers.embedding import Embedding, LanguageHead
-from baton_engine.layers.fixed_rows import KernelRows
-from baton_engine.layers.linear import Linear, Projection
-from baton_engine.layers.mlp import GatedMlp
-from baton_engine.layers.norm import RmsNorm
-from baton_engine.layers.rotary import RotaryEmbedding
 from baton_engine.models.config import ModelSpec
-from baton_engine.models.decoder import Decoder, DecoderLayer
-from baton_engine.models.rope import RopeSpec
+from baton_engine.models.decoder import (
+    Decoder,
+    DecoderLayer,
+    Embedding,
+    GatedMlp,
+    LanguageHead,
+    PagedSelfAttention,
+    RmsNorm,
+)
+from baton_engine.models.linear import KernelRows, Linear, Projection
+from baton_engine.models.rotary import RopeSpec, RotaryEmbedding
 
 _EPS = 1e-5
 _STD = 0.02

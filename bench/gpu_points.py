@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.generation import SamplingParams
+from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId
 from baton_engine.cache.arena import KvArena
-from baton_engine.graphs import DecodeGraphs, GraphBackend
+from baton_engine.cuda_graphs import DecodeGraphs, GraphBackend
 from baton_engine.models.config import kv_layout
 from baton_engine.models.decoder import Decoder, DecoderInput
 from baton_engine.models.inputs import InputBuilder
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.plan import Row, StepPlan
-from baton_engine.scheduling.sequence import Sequence
+from baton_engine.scheduling.request import Mode, Request
 from bench.gpu_models import GpuShape
 from bench.gpu_timing import Timer
 
@@ -189,23 +189,16 @@ class ModelBench:
         needed = -(-context // self._block_tokens)
         order = torch.randperm(self._num_blocks, generator=torch.Generator().manual_seed(0))
         pages = [BlockId(page) for page in order[: batch * needed].tolist()]
-        tokens = [1] * context
-        return tuple(
-            Row(
-                seq=Sequence(
-                    seq_id=SeqId(str(row)),
-                    sample=0,
-                    params=_PARAMS,
-                    tokens=tokens,
-                    prompt_len=context,
-                    blocks=pages[row * needed : (row + 1) * needed],
-                ),
-                start=context - num_tokens,
-                num_tokens=num_tokens,
-                samples=(0,),
+        prompt = Prompt(prompt_tokens=(1,) * context, sampling=_PARAMS)
+        rows = []
+        for index in range(batch):
+            request = Request(seq_id=SeqId(str(index)), mode=Mode.GENERATE, prompt=prompt)
+            seq = request.first_sequence()
+            seq.blocks += pages[index * needed : (index + 1) * needed]
+            rows.append(
+                Row(seq=seq, start=context - num_tokens, num_tokens=num_tokens, samples=(0,))
             )
-            for row in range(batch)
-        )
+        return tuple(rows)
 
 
 def _buffer(memory: torch.Tensor) -> memoryview | torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 
 from baton.config.rules import KV_DTYPES
 from baton_engine.compiling import compile_glue
-from baton_engine.graphs import CudaGraphs
+from baton_engine.cuda_graphs import CudaGraphs
 from baton_engine.kernels.ports import KernelSet
 from baton_engine.kernels.select import choose_kv_dtype, select_kernels
 from bench.gpu_models import GPU_SHAPES, GpuShape, random_decoder

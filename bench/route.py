@@ -51,7 +51,7 @@ class _Times:
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
     """All figures."""
     rng = Random(0)
-    router = RouterCore(arguments.policy)
+    core = RouterCore(arguments.policy)
     workers = [
         ReportingWorker(number, Role.PREFILL if number < arguments.workers // 2 else Role.DECODE)
         for number in range(arguments.workers)
@@ -60,60 +60,60 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     give_out(workers, texts, arguments.blocks, rng)
     snapshots = [(worker, frame) for worker in workers for frame in worker.snapshot()]
     bodies = [texts.prompt() for _ in range(arguments.bodies)]
-    figures = _load_index(router, workers, snapshots)
+    figures = _load_index(core, workers, snapshots)
     nodes = arguments.pool_nodes
     for number in range(nodes):
-        router.watch(1 + number, workers[number::nodes], texts.keys)
-    figures |= _serve(router, workers, bodies, arguments, rng)
-    router.index.check_integrity()
+        core.watch(1 + number, workers[number::nodes], texts.keys)
+    figures |= _serve(core, workers, bodies, arguments, rng)
+    core.index.check_integrity()
     return figures
 
 
 def _load_index(
-    router: RouterCore,
+    core: RouterCore,
     workers: list[ReportingWorker],
     snapshots: list[tuple[ReportingWorker, bytes]],
 ) -> dict[str, float]:
     process, times = psutil.Process(), _Times()
     for worker in workers:
-        router.join(worker)
+        core.join(worker)
     before = process.memory_info().rss
     for worker, frame in snapshots:
-        times.take("snapshot", lambda w=worker, f=frame: router.hear(w, f))  # type: ignore[misc]
-    grown, blocks = process.memory_info().rss - before, len(router.index)
+        times.take("snapshot", lambda w=worker, f=frame: core.hear(w, f))  # type: ignore[misc]
+    grown, blocks = process.memory_info().rss - before, len(core.index)
     return {
         "indexed_blocks": blocks,
-        "index_bytes_per_block": router.index.size_bytes / blocks,
+        "index_bytes_per_block": core.index.size_bytes / blocks,
         "index_rss_bytes_per_block": grown / blocks,
-        "snapshot_us_per_block": 1e6 * sum(times.spent_s["snapshot"]) / router.index.counts.events,
+        "snapshot_us_per_block": 1e6 * sum(times.spent_s["snapshot"]) / core.index.counts.events,
     }
 
 
 def _serve(
-    router: RouterCore,
+    core: RouterCore,
     workers: list[ReportingWorker],
     bodies: list[bytes],
     arguments: argparse.Namespace,
     rng: Random,
 ) -> dict[str, float]:
     """Requests one after the other, and between them as many reports as are due."""
-    times, before = _Times(), router.index.counts.events
+    times, before = _Times(), core.index.counts.events
     holders = [worker for worker in workers if worker.texts]
     begun_s = time.monotonic()
     for number in range(arguments.requests):
-        while router.index.counts.events - before < arguments.events_per_s * (
+        while core.index.counts.events - before < arguments.events_per_s * (
             time.monotonic() - begun_s
         ):
             worker = rng.choice(holders)
             frame = worker.change(rng)
-            times.take("report", lambda w=worker, f=frame: router.hear(w, f))  # type: ignore[misc]
+            times.take("report", lambda w=worker, f=frame: core.hear(w, f))  # type: ignore[misc]
         raw, request_id = bodies[number % len(bodies)], RequestId(f"cmpl-{number}")
-        job = times.take("read", lambda r=raw, i=request_id: router.read(r, i))  # type: ignore[misc]
-        times.take("begin", lambda j=job: router.begin(j))  # type: ignore[misc]
-        router.end(job)
+        job = times.take("read", lambda r=raw, i=request_id: core.read(r, i))  # type: ignore[misc]
+        times.take("begin", lambda j=job: core.begin(j))  # type: ignore[misc]
+        core.end(job)
     elapsed_s = time.monotonic() - begun_s
-    events = router.index.counts.events - before
-    spent, decisions_s = times.spent_s, router.placement.decisions_s
+    events = core.index.counts.events - before
+    spent, decisions_s = times.spent_s, core.placement.decisions_s
     requests_s = [read + begin for read, begin in zip(spent["read"], spent["begin"], strict=True)]
     percentiles = quantiles(decisions_s, n=100)
     return {

@@ -15,10 +15,11 @@ from baton.generation import WorkerLoad
 from baton.ids import BlockKey, Incarnation, RequestId, WorkerId, WorkerIdentity
 from baton.rpc.v1 import decode_pb2, prefill_pb2
 from bench.reporting_workers import MODEL, SECRET, ReportingWorker
-from router.actions import SendAction, SendExpect, SendGenerate, SendPrefill
-from router.admission.pace import LearnedPace
-from router.admission.room import WorkerRoom
-from router.dispatch import Dispatcher
+from router.admission.capacity import MeasuredSpeed, WorkerCapacity
+from router.dispatch.actions import SendAction, SendExpect, SendGenerate, SendPrefill
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.placement import Placement
+from router.dispatch.retry import RetryPolicy
 from router.events import ClientGone, Heard, LoadReported, StepTokens, Submitted, WorkerJoined
 from router.fake import FakeGenerator
 from router.frames import decode_command, decode_events, prefill_command, prefill_events
@@ -30,9 +31,7 @@ from router.openai.context import ReplyHead, RequestContext, Wanted, plan_runs
 from router.openai.model_limits import completion_limit
 from router.openai.sampling import SamplingDefaults
 from router.openai.serving import Serving
-from router.placement import Placement
-from router.ports import GenerationJob
-from router.restarts import Patience
+from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
@@ -73,10 +72,10 @@ class RouterCore:
             policy=policy_named(policy),
             secret=SECRET,
             rng=Random(0),
-            room=WorkerRoom(view, LearnedPace(), prefill_window_tokens=window_tokens),
+            capacity=WorkerCapacity(view, MeasuredSpeed(), prefill_window_tokens=window_tokens),
         )
         self.placement.decisions_s = []
-        self.dispatcher = Dispatcher(view=view, placement=self.placement, patience=Patience())
+        self.dispatcher = Dispatcher(view=view, placement=self.placement, policy=RetryPolicy())
         self._serving = Serving(
             model_names=("bench",),
             created_s=0,
@@ -132,7 +131,7 @@ class RouterCore:
             if actions:
                 raise RuntimeError(f"the index wants {actions}")
 
-    def read(self, raw: bytes, request_id: RequestId) -> GenerationJob:
+    def read(self, raw: bytes, request_id: RequestId) -> GenerationRequest:
         """A request's body came."""
         body = read_completion(raw)
         wanted = Wanted(limit=completion_limit(body), samples=body.num_samples)
@@ -147,12 +146,12 @@ class RouterCore:
         (run,) = plan_runs(order, body, prompts, wanted)  # type: ignore[arg-type]  # token ids
         return run.job
 
-    def begin(self, job: GenerationJob) -> list[bytes]:
+    def begin(self, job: GenerationRequest) -> list[bytes]:
         """The commands that begin a job, as bytes."""
-        actions = self.dispatcher.handle(Submitted(job=job), time.monotonic())
+        actions = self.dispatcher.handle(Submitted(request=job), time.monotonic())
         return [_command(action) for action in actions]  # type: ignore[arg-type]
 
-    def end(self, job: GenerationJob) -> None:
+    def end(self, job: GenerationRequest) -> None:
         """Its client left."""
         self.dispatcher.handle(ClientGone(request_id=job.request_id), time.monotonic())
 

@@ -16,12 +16,20 @@ from bench.simulated_decode import DecodeWorker
 from bench.simulated_prefill import PrefillWorker
 from bench.simulation import BlockCache, Hardware, Room, Text, Timeline
 from bench.trace import TracedRequest
-from router.actions import Action, Emit, Fail, Finish, SendExpect, SendGenerate, SendPrefill
-from router.dispatch import Dispatcher
+from router.dispatch.actions import (
+    Action,
+    Emit,
+    Fail,
+    Finish,
+    SendExpect,
+    SendGenerate,
+    SendPrefill,
+)
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.placement import Placement
+from router.dispatch.retry import RetryPolicy
 from router.events import BlocksReported, Event, Submitted, TimePassed, WorkerJoined
-from router.placement import Placement
-from router.ports import GenerationJob
-from router.restarts import Patience
+from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
@@ -119,7 +127,7 @@ class _Run:
             secret=_SECRET,
             rng=Random(seed),
         )
-        self._core = Dispatcher(view=view, placement=placement, patience=Patience())
+        self._core = Dispatcher(view=view, placement=placement, policy=RetryPolicy())
         self._build(hardware)
         for number, (request, text) in enumerate(zip(requests, texts, strict=True)):
             self._timeline.after(
@@ -199,7 +207,9 @@ class _Run:
             sampling=SamplingParams(max_tokens=request.output_tokens),
         )
         self._feed(
-            Submitted(job=GenerationJob(request_id=request_id, prompt=prompt, deadline_s=_NEVER_S))
+            Submitted(
+                request=GenerationRequest(request_id=request_id, prompt=prompt, deadline_s=_NEVER_S)
+            )
         )
 
     def _report(self) -> None:

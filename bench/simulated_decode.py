@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from baton.generation import FinishReason, TokenSample, WorkerLoad
 from baton.ids import LegId, WorkerIdentity, XferId
 from bench.simulation import BlockCache, Room, Speed, Text
-from router.actions import SendExpect, SendGenerate
+from router.dispatch.actions import SendExpect, SendGenerate
 from router.events import BlocksReported, DecodeTokens, LoadReported, LocallyPrefilled
 
 _TOKEN = 7

@@ -7,12 +7,11 @@ from baton.generation import Prompt
 from baton.ids import LayerName, SeqId
 from baton.layout import KvLayout
 from baton_engine.messages import Generate, Sampled
-from baton_engine.scheduling.fetch_rule import attended_pairs
 from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import Drawn, StepPlan, StepResult
-from baton_engine.scheduling.policy import SchedulingPolicy
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_engine.scheduling.step_cost import is_decode
+from baton_engine.scheduling.step_cost import attended_pairs, is_decode
 
 _TOKEN = 1
 
@@ -115,7 +114,7 @@ class SimulatedEngine:
 
     def step(self) -> bool:
         """One step, and its time passes; False if there is nothing to do."""
-        plan, _ = self._scheduler.schedule()
+        plan, _ = self._scheduler.schedule(self.now_s)
         if plan is None:
             return False
         seconds = self._speed.of(plan)
@@ -125,7 +124,7 @@ class SimulatedEngine:
             drawn=tuple(tuple(Drawn(token=_TOKEN) for _ in row.samples) for row in plan.rows)
         )
         self._scheduler.measured(plan, result, seconds)
-        for event in self._scheduler.apply(plan, result):
+        for event in self._scheduler.update_from_output(plan, result, self.now_s):
             if isinstance(event, Sampled):
                 self.lives[event.seq_id].tokens_s.append(self.now_s)
         return True

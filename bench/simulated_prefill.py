@@ -6,7 +6,7 @@ from baton.generation import WorkerLoad
 from baton.ids import WorkerIdentity, XferId
 from bench.simulated_decode import DecodeWorker, drawn
 from bench.simulation import BlockCache, Link, Room, Speed, Text
-from router.actions import SendPrefill
+from router.dispatch.actions import SendPrefill
 from router.events import BlocksReported, FirstTokensArrived, HandedOff, LoadReported
 
 

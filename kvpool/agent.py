@@ -89,7 +89,7 @@ class PoolAgent:
 
     @property
     def outlet(self) -> PublishQueue:
-        """For the engine (`baton_engine.ports.BlockOutlet`)."""
+        """For the engine (`baton_engine.ports.BlockSink`)."""
         return self._publisher.queue
 
     async def start(self) -> None:

@@ -8,7 +8,7 @@ from baton.pages import PublishedPage
 
 
 class PublishQueue:
-    """A `baton_engine.ports.BlockOutlet` that forgets the oldest pages when there are too many: they are the ones most likely to have
+    """A `baton_engine.ports.BlockSink` that forgets the oldest pages when there are too many: they are the ones most likely to have
     been handed out again. Pages themselves are not held; see `PublishedPage.generation`.
 
     Offered to by one thread, taken from by another.
@@ -33,7 +33,7 @@ class PublishQueue:
         return self._dropped
 
     def offer(self, pages: Sequence[PublishedPage]) -> None:
-        """See BlockOutlet."""
+        """See BlockSink."""
         with self._lock:
             room = (self._pages.maxlen or 0) - len(self._pages)
             self._dropped += max(0, len(pages) - room)

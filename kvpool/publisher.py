@@ -39,7 +39,7 @@ class Publisher:
         metrics: Counts.
 
     Attributes:
-        queue: Where the engine leaves its pages (`baton_engine.ports.BlockOutlet`).
+        queue: Where the engine leaves its pages (`baton_engine.ports.BlockSink`).
     """
 
     def __init__(

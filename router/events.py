@@ -1,4 +1,4 @@
-"""What happens to requests: what the pure core is told (`router.dispatch`). What it has done about it is `router.actions`.
+"""What happens to requests: what the pure core is told (`router.dispatch`). What it has done about it is `router.dispatch.actions`.
 
 Events come from clients (through `router.generator`) and from workers (through `router.links`).
 """
@@ -12,7 +12,7 @@ from baton.errors import BatonError
 from baton.generation import FinishReason, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import LegId, RequestId, WorkerIdentity
 from baton.rpc.hello import WorkerHello
-from router.ports import GenerationJob
+from router.ports import GenerationRequest
 
 
 class Service(Enum):
@@ -24,9 +24,9 @@ class Service(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """A client's job arrived."""
+    """A client's request was admitted."""
 
-    job: GenerationJob
+    request: GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

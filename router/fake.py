@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError
 from baton.generation import FinishReason, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import RequestId, Role, WorkerId
-from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing, Tokens, WorkerReport
+from router.ports import (
+    GenerationEvent,
+    GenerationRequest,
+    ServedModel,
+    Timing,
+    Tokens,
+    WorkerReport,
+)
 from router.slo import Slo
 from router.tenants.tenant import Tenant
 
@@ -26,10 +33,10 @@ class FakeGenerator:
         gate: Opened by the test.
         paused: Set when something waits at `gate`.
         logprob_of: Log-probabilities of drawn tokens that have another one than all others.
-        refusal: Raised by `knock`.
+        refusal: Raised by `check_capacity`.
         is_ready: What `ready` answers.
         is_healthy: What `healthy` answers.
-        jobs: Every job that was started.
+        requests: Every request that was started.
         stopped: What `stop_sample` was told.
         cancelled: Jobs that were closed before their end, in that order.
     """
@@ -48,40 +55,42 @@ class FakeGenerator:
     refusal: BatonError | None = None
     is_ready: bool = True
     is_healthy: bool = True
-    jobs: list[GenerationJob] = field(default_factory=list)
+    requests: list[GenerationRequest] = field(default_factory=list)
     stopped: list[tuple[RequestId, int]] = field(default_factory=list)
     cancelled: asyncio.Queue[RequestId] = field(default_factory=asyncio.Queue)
     _running: set[RequestId] = field(default_factory=set)
 
-    def knock(self, tenant: Tenant, slo: Slo) -> None:  # noqa: ARG002  # the same for everybody
+    def check_capacity(self, tenant: Tenant, slo: Slo) -> None:  # noqa: ARG002  # the same for everybody
         """Raises `refusal` if there is one."""
         if self.refusal is not None:
             raise self.refusal
 
-    async def generate(self, job: GenerationJob) -> AsyncGenerator[GenerationEvent, None]:
-        """Plays the script for one job."""
-        self.jobs.append(job)
-        self._running.add(job.request_id)
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Plays the script for one request."""
+        self.requests.append(request)
+        self._running.add(request.request_id)
         ended = False
         try:
             output_tokens = 0
-            scores = self._prompt_logprobs(job)
-            for step, samples in enumerate(self._steps(job)):
+            scores = self._prompt_logprobs(request)
+            for step, samples in enumerate(self._steps(request)):
                 await self._before(step)
-                wanted = tuple(s for s in samples if (job.request_id, s.sample) not in self.stopped)
+                wanted = tuple(
+                    s for s in samples if (request.request_id, s.sample) not in self.stopped
+                )
                 if wanted:
                     output_tokens += len(wanted)
                     yield Tokens(samples=wanted, prompt_logprobs=scores)
                     scores = None
             ended = True
-            yield _timing(job, output_tokens)
+            yield _timing(request, output_tokens)
         except BatonError:
             ended = True
             raise
         finally:
-            self._running.discard(job.request_id)
+            self._running.discard(request.request_id)
             if not ended:
-                self.cancelled.put_nowait(job.request_id)
+                self.cancelled.put_nowait(request.request_id)
 
     def stop_sample(self, request_id: RequestId, sample: int) -> None:
         """Remembers it; the sample gets nothing more."""
@@ -118,7 +127,7 @@ class FakeGenerator:
         ]
 
     def waiting(self) -> dict[str, int]:
-        """Nobody: every job is begun at once."""
+        """None: every request is begun at once."""
         return {}
 
     async def _before(self, step: int) -> None:
@@ -136,20 +145,20 @@ class FakeGenerator:
         top = tuple((token + rank, own - rank) for rank in range(count))
         return TokenLogprobs(logprob=own, rank=1, top=top)
 
-    def _prompt_logprobs(self, job: GenerationJob) -> tuple[TokenLogprobs, ...] | None:
-        count = job.prompt.sampling.prompt_logprobs
+    def _prompt_logprobs(self, request: GenerationRequest) -> tuple[TokenLogprobs, ...] | None:
+        count = request.prompt.sampling.prompt_logprobs
         if count is None:
             return None
-        scores = (self._logprobs(token, count) for token in job.prompt.prompt_tokens[1:])
+        scores = (self._logprobs(token, count) for token in request.prompt.prompt_tokens[1:])
         return tuple(score for score in scores if score is not None)
 
-    def _steps(self, job: GenerationJob) -> list[list[TokenSample]]:
-        lanes = [self._lane(job, sample) for sample in job.prompt.samples]
+    def _steps(self, request: GenerationRequest) -> list[list[TokenSample]]:
+        lanes = [self._lane(request, sample) for sample in request.prompt.samples]
         longest = max(len(lane) for lane in lanes)
         return [[lane[i] for lane in lanes if i < len(lane)] for i in range(longest)]
 
-    def _lane(self, job: GenerationJob, sample: int) -> list[TokenSample]:
-        limit = job.prompt.sampling.max_tokens
+    def _lane(self, request: GenerationRequest, sample: int) -> list[TokenSample]:
+        limit = request.prompt.sampling.max_tokens
         tokens = list(self.script[sample % len(self.script)])
         if self.eos_token is not None:
             tokens.append(self.eos_token)
@@ -160,14 +169,14 @@ class FakeGenerator:
             TokenSample(
                 sample=sample,
                 token=token,
-                logprobs=self._logprobs(token, job.prompt.sampling.logprobs),
+                logprobs=self._logprobs(token, request.prompt.sampling.logprobs),
                 finish=finish if i == last else None,
             )
             for i, token in enumerate(cut)
         ]
 
 
-def _timing(job: GenerationJob, output_tokens: int) -> Timing:
+def _timing(request: GenerationRequest, output_tokens: int) -> Timing:
     return Timing(
         prefill_worker="prefill-0",
         decode_worker="decode-0",
@@ -179,8 +188,8 @@ def _timing(job: GenerationJob, output_tokens: int) -> Timing:
         unhidden_s=0.0005,
         decode_s=0.02,
         total_s=0.0311,
-        prompt_tokens=len(job.prompt.prompt_tokens),
-        cached_tokens=len(job.prompt.prompt_tokens) // 2,
+        prompt_tokens=len(request.prompt.prompt_tokens),
+        cached_tokens=len(request.prompt.prompt_tokens) // 2,
         output_tokens=output_tokens,
         blocks_sent=1,
         bytes_sent=4096,

@@ -18,7 +18,7 @@ from baton.rpc.generation import (
 from baton.rpc.reports import blocks_from_proto, failure_from_proto, load_from_proto
 from baton.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
 from kv_transfer.ticket import shown
-from router.actions import (
+from router.dispatch.actions import (
     AskForSnapshot,
     SendCancel,
     SendExpect,

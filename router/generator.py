@@ -7,15 +7,15 @@ from random import Random
 
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
-from baton.errors import DrainingError, InvariantError, OverloadedError
+from baton.errors import DeadlineError, DrainingError, InvariantError, OverloadedError
 from baton.ids import RequestId
 from baton.telemetry.logs import get_logger
-from router.actions import Action, Emit, Fail, Finish, RefuseWorker, WorkerSuspected
-from router.admission.pace import LearnedPace
-from router.admission.room import WorkerRoom
-from router.arrivals import Arrivals
-from router.clockwork import Clockwork
-from router.dispatch import Dispatcher
+from router.admission.admission import Admission, queue_limits
+from router.admission.capacity import MeasuredSpeed, WorkerCapacity
+from router.dispatch.actions import Action, Emit, Fail, Finish, RefuseWorker, WorkerSuspected
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.placement import Placement
+from router.dispatch.retry import RetryCounters, RetryPolicy
 from router.events import (
     ClientGone,
     Event,
@@ -34,12 +34,10 @@ from router.events import (
     WorkerLost,
 )
 from router.inboxes import Inboxes
-from router.intake import Doors, Intake, line_limits
 from router.links import LinkTiming
 from router.membership import Membership
-from router.placement import Placement
-from router.ports import GenerationEvent, GenerationJob, ServedModel, Timing, WorkerReport
-from router.restarts import Patience, Restarts
+from router.model_discovery import ModelDiscovery
+from router.ports import GenerationEvent, GenerationRequest, ServedModel, Timing, WorkerReport
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
 from router.routing.local import LocalPrefill
@@ -47,8 +45,9 @@ from router.routing.policies import policy_named
 from router.routing.view import ClusterView
 from router.slo import Slo
 from router.tenants.tenant import Tenant
+from router.timer import PeriodicTimer
 
-_MAKE_ROOM = (
+_FREES_CAPACITY = (
     ClientGone,
     FirstTokensArrived,
     LocallyPrefilled,
@@ -59,7 +58,7 @@ _MAKE_ROOM = (
     WorkerJoined,
     WorkerLost,
 )
-"""Events after which workers may have room for who waits. A job that ends is followed by its client's leaving."""
+"""Events after which workers may have room for a queued request. A request that ends is followed by `ClientGone`."""
 
 _log = get_logger(__name__)
 
@@ -72,7 +71,7 @@ class ClusterGenerator:
         worker_addresses: gRPC addresses of workers.
         secret: The cluster secret, 32 bytes.
         clock: Monotonic.
-        patience: Bounds of retrying and waiting; `config.max_attempts` holds unless given.
+        retry_policy: Bounds of retrying and waiting; `config.max_attempts` holds unless given.
         link_timing: How links wait.
 
     Raises:
@@ -86,7 +85,7 @@ class ClusterGenerator:
         secret: bytes,
         *,
         clock: Clock | None = None,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
         link_timing: LinkTiming | None = None,
     ) -> None:
         self._clock = clock or MonotonicClock()
@@ -96,8 +95,8 @@ class ClusterGenerator:
             max_tokens=config.local_prefill_tokens, max_stall_s=config.local_prefill_stall_s
         )
         self.decisions = DecisionLog(config.policy)
-        room = WorkerRoom(
-            self.view, LearnedPace(), prefill_window_tokens=config.prefill_window_tokens
+        capacity = WorkerCapacity(
+            self.view, MeasuredSpeed(), prefill_window_tokens=config.prefill_window_tokens
         )
         placement = Placement(
             view=self.view,
@@ -106,47 +105,46 @@ class ClusterGenerator:
             secret=secret,
             rng=Random(),
             log=self.decisions,
-            room=room,
+            capacity=capacity,
         )
-        patience = patience or Patience(max_attempts=config.max_attempts)
-        self._dispatcher = Dispatcher(view=self.view, placement=placement, patience=patience)
-        self._arrivals = Arrivals(patience.worker_wait_s)
+        policy = retry_policy or RetryPolicy(max_attempts=config.max_attempts)
+        self._dispatcher = Dispatcher(view=self.view, placement=placement, policy=policy)
+        self._discovery = ModelDiscovery(policy.worker_wait_s)
         self.membership = Membership(worker_addresses, self._hear, timing=link_timing)
         self._inboxes = Inboxes(max_bytes=config.max_queued_bytes_per_client, clock=self._clock)
-        doors = Doors(submit=self._submit, refuse=self._inboxes.end)
-        self.intake = Intake(room, line_limits(config), doors, self._clock)
+        self.admission = Admission(capacity, queue_limits(config), self._clock)
         self._choosing_s: dict[RequestId, float] = {}
         self._draining = False
         self._idle = asyncio.Event()
-        self._clockwork = Clockwork(self._tick, self._clock)
+        self._timer = PeriodicTimer(self._tick, self._clock)
 
     def start(self) -> None:
         """Connects to the workers in the background."""
         self._idle.set()
-        self._clockwork.start()
+        self._timer.start()
         self.membership.start()
 
-    def end_jobs(self) -> None:
-        """Ends every job with an error."""
+    def end_requests(self) -> None:
+        """Ends every request with an error."""
         for request_id in self._inboxes.open_ids():
             self._inboxes.end(request_id, DrainingError("the router is stopping"))
-            self.intake.leave(request_id)
+            self.admission.leave(request_id)
             self._feed(ClientGone(request_id=request_id))
 
     async def close(self) -> None:
-        """Ends what is left and hangs up."""
-        self.end_jobs()
+        """Ends what is left and disconnects."""
+        self.end_requests()
         await self.membership.close()
-        await self._clockwork.close()
+        await self._timer.close()
 
     async def worker_joined(self) -> None:
         """Returns when the next worker has joined, or none is worth waiting for because the router stops."""
-        await self._arrivals.next()
+        await self._discovery.next_worker()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes no new jobs and waits for those in flight; whether all ended in time."""
+        """Takes no new requests and waits for those in flight; whether all ended in time."""
         self._draining = True
-        self._arrivals.end()
+        self._discovery.end()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -154,34 +152,37 @@ class ClusterGenerator:
             return False
         return True
 
-    def knock(self, tenant: Tenant, slo: Slo) -> None:
+    def check_capacity(self, tenant: Tenant, slo: Slo) -> None:
         """See `router.ports.Generator`."""
         if self._draining:
             raise DrainingError("the router is stopping")
-        self.intake.knock(tenant, slo)
+        self.admission.check_capacity(tenant, slo)
 
-    async def generate(self, job: GenerationJob) -> AsyncGenerator[GenerationEvent, None]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """See `router.ports.Generator`."""
         if self._draining:
             raise DrainingError("the router is stopping")
-        if job.request_id in self._inboxes:
-            raise InvariantError(f"{job.request_id} is in flight already")
-        inbox = self._inboxes.open(job.request_id)
+        if request.request_id in self._inboxes:
+            raise InvariantError(f"{request.request_id} is in flight already")
+        inbox = self._inboxes.open(request.request_id)
         self._idle.clear()
         try:
-            self.intake.offer(job)
+            self.admission.offer(request)
+            self._admit()
             while True:
                 event = await inbox.next()
                 if isinstance(event, Timing):
-                    self.intake.finished(job, event.output_tokens)
-                    yield replace(event, route_s=event.route_s + self._choosing_s[job.request_id])
+                    self.admission.finished(request, event.output_tokens)
+                    yield replace(
+                        event, route_s=event.route_s + self._choosing_s[request.request_id]
+                    )
                     return
                 yield event
         finally:
-            self._inboxes.close(job.request_id)
-            self._choosing_s.pop(job.request_id, None)
-            self.intake.leave(job.request_id)
-            self._feed(ClientGone(request_id=job.request_id))
+            self._inboxes.close(request.request_id)
+            self._choosing_s.pop(request.request_id, None)
+            self.admission.leave(request.request_id)
+            self._feed(ClientGone(request_id=request.request_id))
             if not self._inboxes:
                 self._rest()
 
@@ -191,29 +192,29 @@ class ClusterGenerator:
 
     async def model(self, *, wait: bool = False) -> ServedModel | None:
         """What the connected workers can all serve, or the last ones could."""
-        return await self._arrivals.model(wait=wait)
+        return await self._discovery.model(wait=wait)
 
     def ready(self) -> bool:
-        """Whether a worker that decodes takes new jobs; where nobody else prefills, it does."""
+        """Whether a worker that decodes takes new requests; where no other prefills, it does."""
         usable = self.view.usable(self._clock.now_s())
         return not self._draining and any(worker.hello.role.decodes for worker in usable)
 
     def healthy(self) -> bool:
-        """Whether the clockwork of waits and deadlines runs and every link is looked after."""
-        return self._clockwork.healthy() and self.membership.healthy()
+        """Whether the timer of waits and deadlines runs and so does every link."""
+        return self._timer.healthy() and self.membership.healthy()
 
     def in_flight(self) -> int:
-        """Jobs accepted and not finished, those in line included."""
-        return self._dispatcher.in_flight + sum(self.intake.waiting().values())
+        """Requests accepted and not finished, queued ones included."""
+        return self._dispatcher.in_flight + sum(self.admission.waiting().values())
 
     def waiting(self) -> Mapping[str, int]:
-        """Jobs in line, by the name of their SLO class."""
-        return self.intake.waiting()
+        """Queued requests, by the name of their SLO class."""
+        return self.admission.waiting()
 
     @property
-    def restarts(self) -> Restarts:
-        """How often attempts at jobs were lost and made again."""
-        return self._dispatcher.restarts
+    def retry_counters(self) -> RetryCounters:
+        """How often attempts were lost and made again."""
+        return self._dispatcher.retry_counters
 
     def workers(self) -> list[WorkerReport]:
         """See `router.ports.Overview`."""
@@ -230,12 +231,12 @@ class ClusterGenerator:
         ]
 
     def check_integrity(self) -> None:
-        """Raises `InvariantError` unless jobs, legs and the workers' counts agree."""
+        """Raises `InvariantError` unless requests, legs and the workers' counts agree."""
         self._dispatcher.check_integrity()
-        self.intake.check_integrity()
+        self.admission.check_integrity()
 
     def _rest(self) -> None:
-        """Nothing is in flight: time to look whether the books are in order."""
+        """Nothing is in flight: time to check that all counts agree."""
         self._idle.set()
         try:
             self.check_integrity()
@@ -244,15 +245,23 @@ class ClusterGenerator:
 
     def _tick(self) -> None:
         self._feed(TimePassed())
-        self.intake.time_passed()
+        for request_id in self.admission.expire():
+            late = DeadlineError("The request's deadline passed, or was about to, while it waited.")
+            self._inboxes.end(request_id, late)
+        self._admit()
 
-    def _submit(self, job: GenerationJob) -> None:
+    def _admit(self) -> None:
+        """Begins the queued requests that there is room for."""
+        for request in self.admission.admissible():
+            self._submit(request)
+
+    def _submit(self, request: GenerationRequest) -> None:
         started_s = self._clock.now_s()
-        self._feed(Submitted(job=job))
-        self._choosing_s[job.request_id] = self._clock.now_s() - started_s
+        self._feed(Submitted(request=request))
+        self._choosing_s[request.request_id] = self._clock.now_s() - started_s
 
     def _hear(self, heard: Heard) -> None:
-        """What links say: steps the short way, everything else as events."""
+        """What links say: steps to `advance`, everything else as events."""
         if not isinstance(heard, StepTokens):
             self._feed(heard)
             return
@@ -268,14 +277,16 @@ class ClusterGenerator:
         try:
             actions = self._dispatcher.handle(event, self._clock.now_s())
         except InvariantError as error:
-            _log.error("an invariant is broken", cause=error)
-            actions = self._dispatcher.give_up(event, error)
+            _log.error("an invariant is broken", cause=error, story=error.story_text)
+            actions = self._dispatcher.give_up(event, error, self._clock.now_s())
         for action in actions:
             self._perform(action)
         if isinstance(event, WorkerJoined):
-            self._arrivals.joined([worker.hello for worker in self.view.workers] or [event.hello])
-        if isinstance(event, _MAKE_ROOM):
-            self.intake.let_in()
+            self._discovery.worker_joined(
+                [worker.hello for worker in self.view.workers] or [event.hello]
+            )
+        if isinstance(event, _FREES_CAPACITY):
+            self._admit()
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -288,7 +299,7 @@ class ClusterGenerator:
                 self.membership.refuse(action)
             case WorkerSuspected():
                 _log.warning(
-                    "worker fell silent, its requests go on elsewhere",
+                    "worker fell silent, its requests continue elsewhere",
                     worker=str(action.worker),
                     silent_s=round(action.silent_s, 1),
                 )

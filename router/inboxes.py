@@ -11,11 +11,11 @@ from baton.clock import Clock
 from baton.errors import BatonError
 from baton.generation import plain_token
 from baton.ids import RequestId
-from router.actions import Emit
+from router.dispatch.actions import Emit
+from router.dispatch.dispatcher import Advance
 from router.event_gap import EventGap
 from router.inbox import Inbox
 from router.ports import Timing
-from router.steps import Advance
 
 
 class Inboxes:

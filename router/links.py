@@ -17,7 +17,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.hello import PROTOCOL_VERSION, WorkerHello, hello_from_proto
 from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.telemetry.logs import get_logger
-from router.actions import AskForSnapshot, SendAction, SendCancel, SendPrefill
+from router.dispatch.actions import AskForSnapshot, SendAction, SendCancel, SendPrefill
 from router.events import Heard, Service, WorkerJoined
 from router.events import WorkerLost as WorkerLostEvent
 from router.frames import decode_command, decode_events, prefill_command, prefill_events

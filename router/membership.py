@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from baton.telemetry.logs import get_logger
-from router.actions import RefuseWorker, SendAction
+from router.dispatch.actions import RefuseWorker, SendAction
 from router.events import Heard
 from router.links import LinkTiming, WorkerLink
 

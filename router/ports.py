@@ -15,17 +15,17 @@ from router.tenants.tenant import ANONYMOUS, Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationJob:
-    """One prompt to be generated; a request with several prompts makes several jobs.
+class GenerationRequest:
+    """One prompt to be generated; an HTTP request with several prompts makes several of these.
 
     Attributes:
-        request_id: Names the job in logs, traces and `stop_sample`; unique among the jobs in flight.
+        request_id: Names it in logs, traces and `stop_sample`; unique among the requests in flight.
         prompt: What to generate; `samples` holds the indices of all samples wanted.
-        deadline_s: Seconds from its arrival until the job is given up.
+        deadline_s: Seconds from its arrival until it is given up.
         tenant: On whose account it is.
         session: What the client calls the session that it belongs to; empty if it names none.
         slo: What it was promised.
-        waited_s: How long it has been waiting in line since it arrived; set when it is let in.
+        waited_s: How long it waited in the admission queue; set when it is admitted.
         trace_parent: The request's own span; empty when it is not traced.
     """
 
@@ -40,7 +40,7 @@ class GenerationJob:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds from when it was let in until it is given up."""
+        """Seconds from its admission until it is given up."""
         return self.deadline_s - self.waited_s
 
 
@@ -50,7 +50,7 @@ class Tokens:
 
     Attributes:
         samples: Their new tokens, in order.
-        prompt_logprobs: With a job's first tokens, where it asks for them: one entry per prompt token from the second on.
+        prompt_logprobs: With a request's first tokens, where it asks for them: one entry per prompt token from the second on.
     """
 
     samples: tuple[TokenSample, ...]
@@ -59,21 +59,21 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Where the time of one job went; the last event of a job. The fields are the keys of the JSON that clients see.
+    """Where the time of one request went; the last event of a request. The fields are the keys of the JSON that clients see.
 
     Attributes:
-        prefill_worker: Who prefilled.
-        decode_worker: Who decoded; equal to `prefill_worker` on a hybrid worker.
-        admission_s: Waiting in line until there was room on the workers.
+        prefill_worker: Name of the worker that prefilled.
+        decode_worker: Name of the worker that decoded; equal to `prefill_worker` on a hybrid worker.
+        admission_s: Waiting in the admission queue until the workers had capacity.
         route_s: Choosing the pair.
         queue_s: Waiting in the prefill worker before the first chunk.
         prefill_s: From the first chunk to the first token.
-        first_token_s: From the job's arrival at the router to its first token.
+        first_token_s: From the request's arrival at the router to its first token.
         handoff_s: From the first pushed page to the commit that the decode worker answered.
         unhidden_s: The part of the hand-off that the decode worker waited for after the first token.
         decode_queue_s: From the end of the hand-off to the decode worker's own first token: waiting for its turn, and a step.
         decode_s: From the first token to the last.
-        total_s: From the job's arrival to its last token.
+        total_s: From the request's arrival to its last token.
         prompt_tokens: Tokens of the prompt.
         cached_tokens: Those whose KV the prefill worker's own cache held.
         output_tokens: Generated tokens over all samples.
@@ -107,7 +107,7 @@ class Timing:
 
     @property
     def reused_tokens(self) -> int:
-        """Tokens of the prompt that were not computed for this job."""
+        """Tokens of the prompt that were not computed for this request."""
         return self.cached_tokens + self.pooled_tokens
 
 
@@ -156,10 +156,10 @@ class Overview(Protocol):
         """Whether the links to workers make progress: false when events wait and nothing moves them."""
 
     def in_flight(self) -> int:
-        """Jobs accepted and not finished, those in line included."""
+        """Requests accepted and not finished, queued ones included."""
 
     def waiting(self) -> Mapping[str, int]:
-        """Jobs in line, by the name of their SLO class."""
+        """Queued requests, by the name of their SLO class."""
 
     def workers(self) -> Sequence[WorkerReport]:
         """The connected workers."""
@@ -168,15 +168,15 @@ class Overview(Protocol):
 class Generator(Overview, Protocol):
     """Turns prompts into tokens with whatever workers there are. Used from one event loop."""
 
-    def knock(self, tenant: Tenant, slo: Slo) -> None:
-        """Whether a job of this tenant and class might be taken now: to be asked before work is put into a prompt.
+    def check_capacity(self, tenant: Tenant, slo: Slo) -> None:
+        """Whether a request of this tenant and class might be taken now: to be asked before its body is read and tokenized.
 
         Raises:
-            DrainingError: None is: the router stops.
-            OverloadedError: The line is full for it.
+            DrainingError: The router stops.
+            OverloadedError: The admission queue is full for it.
         """
 
-    def generate(self, job: GenerationJob) -> AsyncGenerator[GenerationEvent, None]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Yields `Tokens` until every sample has finished (`finish` set, or `stop_sample`), then one `Timing`.
 
         Closing the generator early cancels all legs. A consumer that reads slowly is served slowly: what waits for it
@@ -186,11 +186,11 @@ class Generator(Overview, Protocol):
             UnavailableError: No worker can serve this now.
             OverloadedError: Refused up front.
             DeadlineError: `deadline_s` passed.
-            BatonError: Any other fault of the job.
+            BatonError: Any other fault of the request.
         """
 
     def stop_sample(self, request_id: RequestId, sample: int) -> None:
         """No more tokens of this sample are wanted; it counts as finished. Unknown or finished ones are ignored."""
 
     async def model(self, *, wait: bool = False) -> ServedModel | None:
-        """What is served, or None until a worker said hello; with `wait` that is given as long as a job would wait."""
+        """What is served, or None until a worker said hello; with `wait` that is given as long as a request would wait."""

@@ -27,16 +27,16 @@ from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer
 from baton.version import version
 from router.admin.app import create_admin_app
+from router.admin.pool_client import PoolAdminClient
+from router.admission.share_exchange import sharing
 from router.app import AppSettings, create_app
 from router.control import RouterControl
 from router.generator import ClusterGenerator
 from router.http.head_limit import BoundedHeadProtocol
 from router.links import LinkState
 from router.openai.sampling import SamplingDefaults, read_defaults
-from router.pool_desk import PoolDesk
 from router.pool_watch import watching
-from router.sharing import sharing
-from router.telemetry.collectors import IndexMetrics, RestartMetrics, WorkerLoads
+from router.telemetry.collectors import IndexMetrics, RetryMetrics, WorkerLoads
 from router.tenancy import Tenancy, open_tenancy
 from router.text.model_files import model_files, revision_of
 from router.text.tokenizer import Tokenizer
@@ -104,10 +104,10 @@ async def run(
     try:
         async with (
             open_tenancy(config, registry) as tenancy,
-            sharing(config.tenants, generator.intake),
+            sharing(config.tenants, generator.admission),
             watching(pool_addresses, generator.view.pools),
             _control(config, generator, control_address),
-            _admin(config, tenancy, PoolDesk(pool_addresses)),
+            _admin(config, tenancy, PoolAdminClient(pool_addresses)),
             _http(
                 _app(config, generator, loaded, registry, tenancy, tracer),
                 config,
@@ -117,8 +117,8 @@ async def run(
         ):
             await server.stopped_by(stop)
             if not await generator.drain(config.cluster.drain_timeout_s):
-                _log.warning("jobs cut off by the stop", in_flight=generator.in_flight())
-                generator.end_jobs()
+                _log.warning("requests cut off by the stop", in_flight=generator.in_flight())
+                generator.end_requests()
     finally:
         await generator.close()
         loaded.tokenizer.close()
@@ -159,7 +159,7 @@ def _app(
         revision=loaded.revision,
     )
     registry.register(IndexMetrics(generator.index))
-    registry.register(RestartMetrics(generator.restarts, settings.model_names[0]))
+    registry.register(RetryMetrics(generator.retry_counters, settings.model_names[0]))
     registry.register(WorkerLoads(generator.view, settings.model_names[0]))
     return create_app(
         settings,
@@ -221,7 +221,9 @@ async def _http(
 
 
 @asynccontextmanager
-async def _admin(config: BatonConfig, tenancy: Tenancy, pool: PoolDesk) -> AsyncIterator[None]:
+async def _admin(
+    config: BatonConfig, tenancy: Tenancy, pool: PoolAdminClient
+) -> AsyncIterator[None]:
     """Serves operators inside, where there is a port for them."""
     admin = config.admin
     if admin.port is None:

@@ -1,9 +1,12 @@
-"""The memory that KV pages live in: one arena per layer, laid over bytes that somebody else owns.
+"""The memory that KV pages live in: one arena per layer, laid over bytes that it does not own.
 
-The bytes come from `ArenaMemory`, shared with other processes where pages are handed over; nothing is copied.
+The bytes come from `ArenaAllocator`, shared with other processes where pages are handed over; nothing is copied.
 """
 
+import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +15,10 @@ from baton.ids import BlockId
 from baton.layout import KvLayout
 from baton_engine.kernels.reference import copy_pages
 from baton_engine.staging import DeviceStaging, StagedBatch
+
+if TYPE_CHECKING:
+    from baton_engine.kernels.triton.page_move import PageKernel
+    from baton_engine.kernels.triton.page_sum import PageSums
 
 _DTYPES = {
     "float32": torch.float32,
@@ -87,3 +94,27 @@ def _as_tensor(buffer: memoryview | torch.Tensor) -> torch.Tensor:
     return (
         buffer if isinstance(buffer, torch.Tensor) else torch.frombuffer(buffer, dtype=torch.uint8)
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageKernels:
+    """The kernels by which pages of an arena on a GPU are moved and checked, for the worker that hands them over.
+
+    Attributes:
+        mover: Copies scattered pages (a `kv_transfer.backends.cuda_ipc.PageMover`).
+        sums: Hashes pages by `word_sum` (a `kv_transfer.memory.page_hash.PageHashes`).
+    """
+
+    mover: "PageKernel"
+    sums: "PageSums"
+
+
+def page_kernels(arena: KvArena) -> PageKernels | None:
+    """The kernels of an arena on a GPU; None for one in host memory, and without Triton: the driver's own copies serve there."""
+    if arena.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from baton_engine.kernels.triton.page_move import PageKernel
+    from baton_engine.kernels.triton.page_sum import PageSums
+
+    layers = [arena.page_bytes(index) for index in range(len(arena.layout.layers))]
+    return PageKernels(mover=PageKernel(arena.device), sums=PageSums(layers))

@@ -10,14 +10,14 @@ from baton.errors import EngineError
 from baton.generation import TokenLogprobs
 from baton.ids import BlockId, SeqId
 from baton_engine.host import EventFan
-from baton_engine.layer_hooks import LayerHooks
+from baton_engine.layer_hooks import KvLayerHooks
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, StepEvents
-from baton_engine.ports import BlockOutlet, KvSource, LayerSink
+from baton_engine.ports import BlockSink, KvSource, LayerSink
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.plan import Drawn, Launched, Row, StepPlan, StepResult
+from baton_engine.scheduling.request import Sequence
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_engine.scheduling.sequence import Sequence
 
 _MODULUS = 2**61 - 1
 _BLANK = -1
@@ -76,7 +76,7 @@ class FakeRunner:
         self.plans.append(plan)
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
-        hooks = LayerHooks(plan, self._source, self._sink)
+        hooks = KvLayerHooks(plan, self._source, self._sink)
         with hooks:
             drawn = self._run_layers(plan, hooks)
         scores = tuple(self._score(row) for row in plan.rows)
@@ -88,7 +88,7 @@ class FakeRunner:
         )
         return StepResult(drawn=drawn, scores=scores, failed=failed, fetched=hooks.outcome)
 
-    def _run_layers(self, plan: StepPlan, hooks: LayerHooks) -> tuple[tuple[Drawn, ...], ...]:
+    def _run_layers(self, plan: StepPlan, hooks: KvLayerHooks) -> tuple[tuple[Drawn, ...], ...]:
         """All layers share one page here: it is complete once the last one has been brought."""
         for layer_index in range(self._num_layers):
             hooks.before(layer_index)
@@ -156,7 +156,7 @@ class FakeEngine:
         )
         self.is_closed = False
 
-    def connect_pool(self, source: KvSource, outlet: BlockOutlet) -> None:
+    def connect_pool(self, source: KvSource, outlet: BlockSink) -> None:
         """See ThreadEngineHost."""
         self._loop.connect_pool(source, outlet)
 

@@ -105,7 +105,7 @@ class FakeSource:
 
 
 class FakeOutlet:
-    """`BlockOutlet` over a FakePool: copies at once, or when told to.
+    """`BlockSink` over a FakePool: copies at once, or when told to.
 
     Attributes:
         offered: Pages that wait for `copy_all`; empty while `eager`.
@@ -120,7 +120,7 @@ class FakeOutlet:
         self.eager = True
 
     def offer(self, pages: Sequence[PublishedPage]) -> None:
-        """See BlockOutlet."""
+        """See BlockSink."""
         self.offered += pages
         if self.eager:
             self.copy_all()

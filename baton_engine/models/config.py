@@ -16,7 +16,7 @@ from baton.ids import LayerName
 from baton.layout import DTYPE_BYTES, KvLayout
 from baton_engine.models.checkpoint import fingerprint, read_checkpoint
 from baton_engine.models.json_fields import JsonFields, read_json_fields
-from baton_engine.models.rope import RopeScaling, RopeSpec
+from baton_engine.models.rotary import RopeScaling, RopeSpec
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",

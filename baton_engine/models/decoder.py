@@ -1,4 +1,4 @@
-"""One decoder for every family served: they differ only in a few flags of the `ModelSpec`.
+"""One decoder for every family served: they differ only in a few flags of the `ModelSpec`. Its parts stand first.
 
 The runner calls it once per step with the flat tokens of all rows; it writes their KV into the arena as it goes and gives
 logits for the rows that sample.
@@ -9,17 +9,115 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
 from baton_engine.cache.arena import KvArena
 from baton_engine.kernels.cpu.layers import CpuLayers, Flow
-from baton_engine.kernels.ports import KernelSet, PagedBatch
-from baton_engine.layers.attention import PagedSelfAttention
-from baton_engine.layers.embedding import Embedding, LanguageHead
-from baton_engine.layers.mlp import GatedMlp
-from baton_engine.layers.norm import RmsNorm
-from baton_engine.layers.rotary import RotaryEmbedding
+from baton_engine.kernels.ports import HeadNorms, KernelSet, PagedBatch, Rotation
 from baton_engine.models.config import ModelSpec
-from baton_engine.sampling.greedy import greedy_tokens
+from baton_engine.models.linear import Projection
+from baton_engine.models.rotary import RotaryEmbedding
+from baton_engine.sampling.draws import greedy_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """The embedding matrix, `[vocab, hidden]`."""
+
+    weight: torch.Tensor
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Vectors `[num_tokens, hidden]` of token ids `[num_tokens]`."""
+        return functional.embedding(tokens, self.weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageHead:
+    """The output head.
+
+    With tied embeddings its weights are those of the embedding; where products want them packed, a second copy of them,
+    since a packed matrix gives no single row: that memory buys about half the time of the product in decode.
+    """
+
+    project: Projection
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits `[num_rows, vocab]` float32 of the rows that sample, and of no others."""
+        return self.project(hidden).float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RmsNorm:
+    """Scales rows to root mean square 1, then by `weight` `[hidden]`."""
+
+    weight: torch.Tensor
+    eps: float
+    kernels: KernelSet
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of `x` `[num_tokens, hidden]`."""
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Adds `x` to `residual` in place and returns the norm of the sum."""
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedSelfAttention:
+    """Grouped-query attention with rotary positions.
+
+    Attributes:
+        qkv: Queries, keys and values in one matrix, `[(num_heads + 2 * num_kv_heads) * head_dim, hidden]`.
+        output: Back to the hidden size.
+        norms: Per-head norms, where the model has them.
+        scale: Of the products of queries and keys.
+        window: Sliding window in tokens; None for none.
+        scales: Where pages hold 8 bits: what keys and values are divided by, `[num_kv_heads, 2]` float32.
+    """
+
+    qkv: Projection
+    output: Projection
+    norms: HeadNorms | None
+    scale: float
+    window: int | None
+    kernels: KernelSet
+    scales: torch.Tensor | None = None
+
+    def __call__(
+        self, x: torch.Tensor, rotation: Rotation, pages: torch.Tensor, batch: PagedBatch
+    ) -> torch.Tensor:
+        """Writes the tokens' keys and values into `pages`, then attends.
+
+        Args:
+            x: `[num_tokens, hidden]`.
+            rotation: Of the tokens' positions.
+            pages: This layer's arena, `[num_blocks, num_kv_heads, 2, block_tokens, head_dim]`.
+            batch: Rows and their pages.
+
+        Returns:
+            `[num_tokens, hidden]`.
+        """
+        query = self.kernels.rotate_and_store(
+            self.qkv(x), rotation, self.norms, pages, batch.slots, self.scales
+        )
+        attended = self.kernels.paged_attention(
+            query, pages, batch, self.scale, self.window, self.scales
+        )
+        return self.output(attended.flatten(1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMlp:
+    """`down(silu(gate(x)) * up(x))`, with gate and up fused into one matrix `[2 * intermediate, hidden]`."""
+
+    gate_up: Projection
+    down: Projection
+    kernels: KernelSet
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[num_tokens, hidden]` to the same shape."""
+        return self.down(self.kernels.silu_mul(self.gate_up(x)))
 
 
 class LayerHooks(Protocol):

@@ -14,17 +14,20 @@ from baton.errors import ModelLoadError
 from baton_engine.kernels.cpu.matmul import streams_bfloat16
 from baton_engine.kernels.ports import HeadNorms, KernelSet
 from baton_engine.kernels.select import select_kernels
-from baton_engine.layers.attention import PagedSelfAttention
-from baton_engine.layers.embedding import Embedding, LanguageHead
-from baton_engine.layers.fixed_rows import pack_fixed
-from baton_engine.layers.linear import Linear, Projection, pack
-from baton_engine.layers.mlp import GatedMlp
-from baton_engine.layers.norm import RmsNorm
-from baton_engine.layers.rotary import RotaryEmbedding
 from baton_engine.models.checkpoint import Checkpoint, OpenFile, open_safetensors, read_checkpoint
 from baton_engine.models.config import ModelSpec
-from baton_engine.models.decoder import Decoder, DecoderLayer
+from baton_engine.models.decoder import (
+    Decoder,
+    DecoderLayer,
+    Embedding,
+    GatedMlp,
+    LanguageHead,
+    PagedSelfAttention,
+    RmsNorm,
+)
 from baton_engine.models.kv_scales import layer_scales
+from baton_engine.models.linear import Linear, Projection, pack, pack_fixed
+from baton_engine.models.rotary import RotaryEmbedding
 from baton_engine.models.whole_layers import whole_layers
 
 _EMBEDDING = "model.embed_tokens.weight"

@@ -1,7 +1,8 @@
-"""Random draws of a step: by inverting the cumulative distribution of what a row's filters leave, at one uniform number.
+"""How a step's tokens are drawn from its scores: each row's likeliest, or at random.
 
-That number depends on (seed, sample, position) only (`streams`), so a draw is the same in every batch and after every retry; on
-every device too, except where the number falls on the edge between two tokens within the rounding of an exponential.
+A random draw inverts the cumulative distribution of what a row's filters leave at one uniform number, which depends on (seed, sample,
+position) only. No generator holds state, so a draw is the same in every batch, on every worker and after every retry; on every
+device too, except where the number falls on the edge between two tokens within the rounding of an exponential.
 """
 
 from collections.abc import Sequence
@@ -11,11 +12,53 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from baton_engine.sampling.filters import Filters, collect_filters, drop_unlikely, filters
-from baton_engine.sampling.streams import uniforms
 from baton_engine.scheduling.plan import Row
 from baton_engine.staging import StagedArray, StagedBatch
+
+NO_TOKEN = -1
+"""Stands for a token where none can be drawn."""
+
+
+def greedy_tokens(scores: torch.Tensor) -> torch.Tensor:
+    """The highest of each row of `scores` `[num_rows, vocab]`, the lowest id among equals; `NO_TOKEN` of a row that is not finite.
+
+    Returns:
+        `[num_rows]` int64 on the device.
+    """
+    highest, tokens = scores.max(-1)
+    # One not-a-number makes the maximum one. Told on the device: it comes to the host with the tokens.
+    return tokens.where(highest.isfinite(), NO_TOKEN)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_WORD = 0xFFFF_FFFF_FFFF_FFFF
+
+
+def uniforms(seeds: list[int], samples: list[int], positions: list[int]) -> NDArray[np.float64]:
+    """One number in [0, 1) per entry, with 53 random bits.
+
+    Args:
+        seeds: Any integers; taken modulo 2**64.
+        samples: Index of the sample, from 0.
+        positions: Index in the text of the token being drawn.
+    """
+    mixed = _splitmix(np.array([seed & _WORD for seed in seeds], np.uint64))
+    mixed = _splitmix(mixed ^ np.array(samples, np.uint64))
+    mixed = _splitmix(mixed ^ np.array(positions, np.uint64))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One step of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    words = words + _GOLDEN
+    words = (words ^ (words >> np.uint64(30))) * _MIX_1
+    words = (words ^ (words >> np.uint64(27))) * _MIX_2
+    return words ^ (words >> np.uint64(31))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

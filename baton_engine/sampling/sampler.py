@@ -10,8 +10,14 @@ import numpy as np
 import torch
 
 from baton_engine.sampling.adjust import ScoreChanges, adjust, changes_scores, collect_changes
-from baton_engine.sampling.draws import DrawKernel, RandomRows, collect_random, draw_with_torch
-from baton_engine.sampling.greedy import NO_TOKEN, greedy_tokens
+from baton_engine.sampling.draws import (
+    NO_TOKEN,
+    DrawKernel,
+    RandomRows,
+    collect_random,
+    draw_with_torch,
+    greedy_tokens,
+)
 from baton_engine.sampling.logprobs import logprob_table, read_logprobs
 from baton_engine.scheduling.plan import Drawn, Row
 from baton_engine.staging import DeviceStaging, StagedArray, StagedBatch

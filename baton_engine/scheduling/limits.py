@@ -27,7 +27,7 @@ class Limits:
     vocab_size: int
 
     @property
-    def seats(self) -> int:
+    def max_running(self) -> int:
         """Samples admitted at once. Never more than the token budget: each then gets at least one token per step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
@@ -57,8 +57,10 @@ class Limits:
             return InvalidRequestError(message, param="prompt")
         if not prompt.samples or len(set(prompt.samples)) != len(prompt.samples):
             return InvalidRequestError("samples must be one or more different indices", param="n")
-        if len(prompt.samples) > self.seats:
-            return InvalidRequestError(f"at most {self.seats} samples can run at once", param="n")
+        if len(prompt.samples) > self.max_running:
+            return InvalidRequestError(
+                f"at most {self.max_running} samples can run at once", param="n"
+            )
         if prompt.output_tokens and len(prompt.samples) > 1:
             return InvalidRequestError("only a single sample can be resumed", param="n")
         if prompt.sampling.max_tokens <= len(prompt.output_tokens):

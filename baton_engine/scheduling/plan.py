@@ -9,7 +9,7 @@ from baton.generation import TokenLogprobs
 from baton.ids import BlockId
 from baton.pages import FetchOutcome, PageFetch
 from baton_engine.ports import KvSource, PageExport
-from baton_engine.scheduling.sequence import Sequence
+from baton_engine.scheduling.request import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

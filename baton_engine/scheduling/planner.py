@@ -1,102 +1,307 @@
-"""Puts the next step together: a place for the next token of everybody who runs, then chunks of prompts, then newcomers."""
+"""Plans the next step: a place for the next token of every running sequence, then chunks of prompts, then admission.
 
+`StepPlanner` decides, `Admission` admits what waits, `StepDraft` is the step while it is put together.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from math import ceil
+
+from baton.block_ids import BlockIds
 from baton.errors import InvariantError
-from baton_engine.messages import SeqEvent
-from baton_engine.scheduling.admission import Admission
-from baton_engine.scheduling.draft import StepDraft
+from baton.pages import PageFetch
+from baton_engine.messages import PrefillStarted, Reserved, SeqEvent
+from baton_engine.ports import PageExport
+from baton_engine.scheduling.kv_cache_manager import Copy, KvCacheManager
 from baton_engine.scheduling.limits import Limits
-from baton_engine.scheduling.order import ORDERS
-from baton_engine.scheduling.pacing import Pacing
-from baton_engine.scheduling.pager import Copy, Pager
-from baton_engine.scheduling.policy import SchedulingPolicy
-from baton_engine.scheduling.precedence import PRECEDENCES
-from baton_engine.scheduling.request import Branch, State
-from baton_engine.scheduling.roster import Roster
+from baton_engine.scheduling.ordering import (
+    PREEMPTION_ORDERS,
+    PREFILL_ORDERINGS,
+    PrefillOrder,
+    SchedulingPolicy,
+)
+from baton_engine.scheduling.plan import Row, StepPlan
+from baton_engine.scheduling.prefill_budget import PrefillBudget, PrefillBudgets
+from baton_engine.scheduling.queues import SequenceQueues
+from baton_engine.scheduling.request import Mode, Sequence, State
 from baton_engine.scheduling.step_cost import StepCost
 
 
 class StepPlanner:
-    """Drafts steps under the token budget, and takes pages away where they run out.
+    """Drafts steps under the token budget, and preempts where pages run out.
 
     Args:
         limits: What the engine takes.
-        roster: Who waits and who runs.
-        pager: Gives the pages.
+        queues: What waits and what runs.
+        cache: Gives the pages.
         policy: Orders and bounds.
         cost: Predicts steps.
 
     Attributes:
-        admission: The door for newcomers.
+        admission: Admits what waits.
         preemptions: How often a sequence lost its pages.
     """
 
     def __init__(
         self,
         limits: Limits,
-        roster: Roster,
-        pager: Pager,
+        queues: SequenceQueues,
+        cache: KvCacheManager,
         *,
         policy: SchedulingPolicy,
         cost: StepCost,
     ) -> None:
         self._limits = limits
-        self._roster = roster
-        self._pager = pager
-        self._order = ORDERS[policy.prefill_order](cost)
-        self._precedence = PRECEDENCES[policy.preemption]
-        self._pacing = Pacing(cost, tbt_s=policy.tbt_s, floor_tokens=limits.block_tokens)
-        self.admission = Admission(roster, pager, self._order, policy.output_headroom)
+        self._queues = queues
+        self._cache = cache
+        self._prefill_order = PREFILL_ORDERINGS[policy.prefill_order](cost)
+        self._preemption_order = PREEMPTION_ORDERS[policy.preemption]
+        self._budgets = PrefillBudgets(cost, tbt_s=policy.tbt_s, floor_tokens=limits.block_tokens)
+        self.admission = Admission(queues, cache, self._prefill_order, policy.output_headroom)
         self.preemptions = 0
 
-    def draft(self) -> tuple[StepDraft, list[SeqEvent]]:
-        """The next step, and what is to be told before it runs; it has no branches if nothing can run."""
-        copies = self._place_next_tokens()
-        running = self._roster.running
-        limits = self._limits
+    def draft(self) -> "tuple[StepDraft, list[SeqEvent]]":
+        """The next step, and the events to emit before it runs; it has no sequences if nothing can run."""
+        copies = self._append_slots()
+        running = self._queues.running
         draft = StepDraft(
-            limits.max_num_batched_tokens,
-            self._pacing.allowance(running),
-            block_tokens=limits.block_tokens,
+            self._limits.max_num_batched_tokens,
+            self._budgets.budget(running),
+            block_tokens=self._limits.block_tokens,
         )
         draft.copies += copies
         draft.add_decodes(running)
         events = self._add_chunks(draft)
-        return draft, events + self.admission.let_in(draft)
+        return draft, events + self.admission.admit(draft)
 
-    def _add_chunks(self, draft: StepDraft) -> list[SeqEvent]:
-        """Goes on with prompts that were begun. A newcomer who comes before one of them is let in before him."""
-        events: list[SeqEvent] = []
-        left: list[Branch] = []
-        for branch in self._order.sorted(self._roster.prefilling):
-            events += self.admission.let_in(draft, ahead_of=branch)
-            if draft.takes_chunks:
-                draft.add_chunk(branch)
-            else:
-                left.append(branch)
-        self._order.served(draft.prompts, left)
-        return events
-
-    def _place_next_tokens(self) -> list[Copy]:
-        """Every running branch gets a place for the token it computes next, by precedence, or is preempted.
+    def _append_slots(self) -> list[Copy]:
+        """Gives every running sequence a place for the token it computes next, in preemption order, or preempts it.
 
         Samples of one prompt stand next to each other in this order, and the last of them to write needs no copy. So a page
-        that is copied from stays in use, and nobody writes a page in this step before it is copied. Who is preempted comes
-        last of all, so he was given nothing in this step yet.
+        that is copied from stays in use, and no page is written in this step before it is copied. A sequence that is preempted
+        comes last of all, so it was given nothing in this step yet.
 
         Returns:
             Pages to copy before anything is computed.
         """
         copies: list[Copy] = []
-        needy = filter(self._pager.needs_page, self._roster.running)
-        for branch in sorted(needy, key=self._precedence):
-            while branch.state is State.RUNNING and not self._pager.extend(branch, copies):
+        needy = filter(self._cache.needs_slot, self._queues.running)
+        for sequence in sorted(needy, key=self._preemption_order):
+            while sequence.state is State.RUNNING and not self._cache.append_slot(sequence, copies):
                 self._preempt_last()
         return copies
 
     def _preempt_last(self) -> None:
-        victim = self._roster.last(self._precedence)
+        victim = self._queues.preemption_victim(self._preemption_order)
         if victim is None:
-            raise InvariantError("a running sequence found no page and nobody to take one from")
-        self._pager.give_up(victim)
-        self._roster.move(victim, State.WAITING)
+            raise InvariantError("a running sequence found no page and none to preempt")
+        self._cache.preempt(victim)
+        self._queues.move(victim, State.WAITING)
         self.preemptions += 1
+
+    def _add_chunks(self, draft: "StepDraft") -> list[SeqEvent]:
+        """Goes on with prompts that were begun. What waits and comes before one of them is admitted before it."""
+        events: list[SeqEvent] = []
+        left: list[Sequence] = []
+        for sequence in self._prefill_order.sorted(self._queues.prefilling):
+            events += self.admission.admit(draft, ahead_of=sequence)
+            if draft.takes_chunks:
+                draft.add_chunk(sequence)
+            else:
+                left.append(sequence)
+        self._prefill_order.served(draft.prompts, left)
+        return events
+
+
+class Admission:
+    """Admits waiting prompts and reservations, as far as `max_num_seqs`, pages and the step's token budget go.
+
+    They are admitted one by one and get all their pages at once, so nothing waits while holding part of what it needs. Nothing
+    overtakes for room, only by the order, and for token budget, which reservations do not need.
+
+    Args:
+        queues: What waits and what runs.
+        cache: Gives the pages.
+        order: Which is next.
+        output_headroom: See `SchedulingPolicy`.
+
+    Attributes:
+        hit_tokens: Tokens of admitted sequences that were found in the prefix cache.
+        pooled_tokens: Those that are fetched from a pool.
+        query_tokens: Tokens of admitted sequences. None of them counts what comes back from a preemption.
+    """
+
+    def __init__(
+        self,
+        queues: SequenceQueues,
+        cache: KvCacheManager,
+        order: PrefillOrder,
+        output_headroom: float,
+    ) -> None:
+        self.hit_tokens = 0
+        self.pooled_tokens = 0
+        self.query_tokens = 0
+        self._queues = queues
+        self._cache = cache
+        self._order = order
+        self._output_headroom = output_headroom
+        self._refused: tuple[Sequence, int] | None = None  # the last one, and for how much room
+
+    def admit(self, draft: "StepDraft", *, ahead_of: Sequence | None = None) -> list[SeqEvent]:
+        """Admits what fits; prompts get their first chunk in `draft`. With `ahead_of`, only what comes before that one."""
+        events: list[SeqEvent] = []
+        queues, order = self._queues, self._order
+        while (sequence := queues.next_to_admit(order, prompts_too=draft.takes_chunks)) is not None:
+            if ahead_of is not None and not order.precedes(sequence, ahead_of):
+                break
+            if not self._allocate(sequence):
+                break
+            events.append(self._admit(sequence))
+            order.served([sequence], queues.reservations)
+            if draft.takes_chunks:  # else no prompt could have come in its place
+                order.served([sequence], queues.prompts)
+            if sequence.state is State.PREFILLING:
+                draft.add_chunk(sequence)
+        return events
+
+    def _allocate(self, sequence: Sequence) -> bool:
+        """Whether there was room."""
+        headroom = self._headroom(sequence)
+        room = self._cache.blocks.num_available - headroom
+        if self._refused is not None and self._refused[0] is sequence and room <= self._refused[1]:
+            return False  # saves matching a long prompt anew in every step
+        if not self._queues.has_room_for(sequence):
+            return False
+        if not self._cache.allocate(sequence, headroom=headroom):
+            self._refused = sequence, room
+            return False
+        self._refused = None
+        return True
+
+    def _headroom(self, newcomer: Sequence) -> int:
+        """Pages that must be left: one for each running sequence to grow into, so that nothing that is admitted causes a
+        preemption at once; and the share of all outputs that the operator wants.
+        """
+        headroom = len(self._queues.running)
+        if self._output_headroom <= 0.0 or not self._cache.blocks.num_used:
+            return headroom  # alone, whatever was not refused on arrival fits
+        size = self._cache.block_tokens
+        growth = sum(sequence.growth(size) for sequence in [*self._queues.admitted, newcomer])
+        return max(headroom, ceil(self._output_headroom * growth))
+
+    def _admit(self, sequence: Sequence) -> SeqEvent:
+        cached = self._cache.cached_tokens(sequence)
+        pooled = sequence.num_computed - cached
+        if not sequence.was_admitted:
+            self.hit_tokens += cached
+            self.pooled_tokens += pooled
+            self.query_tokens += len(sequence.tokens)
+        sequence.was_admitted = True
+        if sequence.awaits_kv:
+            self._queues.move(sequence, State.RESERVED)
+            return Reserved(
+                seq_id=sequence.seq_id,
+                blocks=tuple(sequence.blocks),
+                held_blocks=sequence.num_published,
+            )
+        self._queues.move(sequence, State.PREFILLING)
+        if sequence.fetch is None:
+            self._cache.settle(sequence.request)
+        return PrefillStarted(
+            seq_id=sequence.seq_id,
+            num_blocks=len(sequence.blocks),
+            cached_tokens=cached,
+            pooled_tokens=pooled,
+        )
+
+
+class StepDraft:
+    """A step while it is put together: rows under a token budget.
+
+    Args:
+        token_budget: Tokens that may be computed.
+        prefill_budget: What prompts may take of it.
+        block_tokens: Tokens per page.
+
+    Attributes:
+        tokens_left: Of the budget.
+        copies: Pages to copy before anything is computed.
+        sequences: Whose rows were added, in order.
+    """
+
+    def __init__(
+        self, token_budget: int, prefill_budget: PrefillBudget, *, block_tokens: int
+    ) -> None:
+        self.tokens_left = token_budget
+        self._prefill_budget = prefill_budget
+        self.copies: list[Copy] = []
+        self.sequences: list[Sequence] = []
+        self._rows: list[Row] = []
+        self._exports: list[PageExport] = []
+        self._fetches: list[PageFetch] = []
+        self._num_decodes = 0
+        self._block_tokens = block_tokens
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether a prompt that is added gets to compute anything."""
+        return self.tokens_left > 0 and not self._prefill_budget.is_spent
+
+    @property
+    def prompts(self) -> list[Sequence]:
+        """Those whose prompts get a chunk."""
+        return self.sequences[self._num_decodes :]
+
+    def add_decodes(self, running: SequenceOf[Sequence]) -> None:
+        """One token for each running sequence."""
+        self._rows += [
+            Row(seq=s, start=s.num_computed, num_tokens=1, samples=s.samples) for s in running
+        ]
+        self.sequences += running
+        self._num_decodes = len(running)
+        self.tokens_left -= len(running)
+
+    def add_chunk(self, sequence: Sequence) -> None:
+        """As much of a prompt as the budgets have left, if `takes_chunks`; its last chunk draws the first tokens. What it fetches
+        arrives meanwhile.
+        """
+        left = len(sequence.tokens) - sequence.num_computed
+        size = self._prefill_budget.grant(min(self.tokens_left, left), sequence.num_computed)
+        self._rows.append(
+            Row(
+                seq=sequence,
+                start=sequence.num_computed,
+                num_tokens=size,
+                samples=sequence.samples if size == left else (),
+                num_scored=sequence.request.num_scored(sequence.num_computed, size),
+            )
+        )
+        self.sequences.append(sequence)
+        self.tokens_left -= size
+        if sequence.fetch is not None:
+            self._fetches.append(sequence.fetch)
+            sequence.fetch = None
+        if sequence.request.mode is Mode.PREFILL:
+            self._export(sequence, sequence.num_computed + size)
+
+    def _export(self, sequence: Sequence, computed: int) -> None:
+        """Pages that are complete once `computed` tokens are; the first time this includes those that are cached or fetched."""
+        first = sequence.num_exported
+        is_last = computed == len(sequence.tokens)
+        end = len(sequence.blocks) if is_last else computed // self._block_tokens
+        if end == first:
+            return
+        pages = BlockIds(sequence.blocks[first:end])
+        self._exports.append(
+            PageExport(seq_id=sequence.seq_id, first_block=first, blocks=pages, last=is_last)
+        )
+        sequence.num_exported = end
+
+    def plan(self, step: int) -> StepPlan:
+        """The finished step."""
+        return StepPlan(
+            step=step,
+            rows=tuple(self._rows),
+            copies=tuple(self.copies),
+            exports=tuple(self._exports),
+            fetches=tuple(self._fetches),
+        )

@@ -1,14 +1,15 @@
-"""What the scheduler remembers of a request and of each sample's way through the engine."""
+"""A request and its sequences: what the scheduler keeps of them, and what runner and sampler read.
+
+One prompt with several samples is one sequence until its first tokens are drawn; then each sample is a sequence of its own.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from baton.errors import InvariantError
-from baton.generation import FinishReason, Prompt, SloTargets, TokenLogprobs
+from baton.generation import FinishReason, Prompt, SamplingParams, SloTargets, TokenLogprobs
 from baton.ids import BlockId, BlockKey, SeqId
 from baton.pages import PageFetch
-from baton_engine.scheduling.sequence import Sequence
 
 
 class Mode(Enum):
@@ -20,10 +21,10 @@ class Mode(Enum):
 
 
 class State(Enum):
-    """Where a branch stands.
+    """Where a sequence stands; `queues.TRANSITIONS` says how it moves.
 
     WAITING holds no page. RESERVED (pages wait for KV from elsewhere) and HANDING_OVER (pages wait to be fetched) are
-    pinned: others may be reading or writing the pages.
+    pinned: a transfer may be reading or writing the pages.
     """
 
     WAITING = auto()
@@ -32,16 +33,6 @@ class State(Enum):
     RESERVED = auto()
     HANDING_OVER = auto()
     ENDED = auto()
-
-
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.PREFILLING, State.RESERVED, State.ENDED}),
-    State.PREFILLING: frozenset({State.RUNNING, State.HANDING_OVER, State.WAITING, State.ENDED}),
-    State.RUNNING: frozenset({State.WAITING, State.ENDED}),
-    State.RESERVED: frozenset({State.RUNNING, State.ENDED}),
-    State.HANDING_OVER: frozenset({State.ENDED}),
-    State.ENDED: frozenset(),
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -55,20 +46,20 @@ class Request:
         arrival: Its number in the order of arrival.
         stop_ids: Tokens that end a sample.
         final_len: Length of prompt and output at which a sample ends.
-        branches: What of it is in the engine; empty once it is gone.
-        scores: Log-probabilities of the prompt's tokens from the second on, as far as they are computed; None when nobody
-            wants them, or no more.
+        sequences: What of it is in the engine; empty once it is gone.
+        scores: Log-probabilities of the prompt's tokens from the second on, as far as they are computed; None when they are
+            not wanted, or no longer.
         has_kv: For a reservation: whether the KV has come and decoding has started.
-        deadline_s: When its first token is due; None if none was promised.
+        deadline_s: When its first token is due; None without a target.
     """
 
     seq_id: SeqId
     mode: Mode
     prompt: Prompt
-    arrival: int
-    stop_ids: frozenset[int]
-    final_len: int
-    branches: list["Branch"] = field(default_factory=list)
+    arrival: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    final_len: int = 0
+    sequences: list["Sequence"] = field(default_factory=list)
     scores: list[TokenLogprobs] | None = None
     has_kv: bool = False
     deadline_s: float | None = None
@@ -80,29 +71,22 @@ class Request:
         return max(0, min(num_tokens, len(self.prompt.prompt_tokens) - 1 - start))
 
     def keep_scores(self, start: int, scores: Iterable[TokenLogprobs]) -> None:
-        """Adds what a row that began at `start` found; a row computed again after a preemption replaces what it found before."""
+        """Adds the scores of a row that began at `start`; a row computed again after a preemption replaces its former ones."""
         assert self.scores is not None
         self.scores[start:] = scores
 
-    def hand_out_scores(self) -> tuple[TokenLogprobs, ...]:
-        """All of them, once: the prompt is computed, and nobody asks again if it has to be computed anew."""
+    def take_scores(self) -> tuple[TokenLogprobs, ...]:
+        """All of them, once: they are not computed again if the prompt is."""
         assert self.scores is not None
         scores, self.scores = tuple(self.scores), None
         return scores
 
-    def undivided(self) -> "Branch":
-        """The branch that stands for all samples while they are one prompt."""
+    def first_sequence(self) -> "Sequence":
+        """The sequence that stands for all samples while they share the prompt."""
         prompt = self.prompt
-        leader = Sequence(
-            seq_id=self.seq_id,
-            sample=prompt.samples[0],
-            params=prompt.sampling,
-            tokens=list(prompt.tokens),
-            prompt_len=len(prompt.prompt_tokens),
-        )
-        return Branch(request=self, seq=leader, samples=prompt.samples)
+        return Sequence(request=self, samples=prompt.samples, tokens=list(prompt.tokens))
 
-    def finish_of(self, token: int, length: int) -> FinishReason | None:
+    def finish_reason(self, token: int, length: int) -> FinishReason | None:
         """Why a sample ends with `token` as the last of its `length` tokens, or None when it goes on."""
         if token in self.stop_ids:
             return FinishReason.STOP
@@ -110,38 +94,58 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
-class Branch:
-    """One running text of a request: all its samples while they are one prompt, then each sample on its own.
+class Sequence:
+    """One sample's text with its pages and state. Owned and changed by the scheduler; runner and sampler only read it.
 
     Attributes:
         request: What it belongs to.
-        seq: The tokens and pages, as the runner sees them.
-        samples: Samples drawn from the next row of logits.
-        state: Where it stands; changed by the roster only.
-        keys: Keys of the leading full blocks of `seq.tokens`, as far as they were needed.
+        samples: Samples drawn from the next row of logits: several only while they share the prompt.
+        tokens: Prompt and generated tokens so far.
+        blocks: Pages in order; page i holds the KV of tokens [i * block_tokens, (i + 1) * block_tokens). Any entry may change
+            between two steps: copy on write, or an equal page that was there first taking the place of this one's own.
+        num_computed: Leading tokens whose KV is in the pages.
+        state: Where it stands; changed by `SequenceQueues` only.
+        keys: Keys of the leading full blocks of `tokens`, as far as they were needed.
         num_published: Leading pages that are held in the prefix tree.
-        num_brought: Leading full pages whose KV was not computed here but brought, from a pool or another engine.
+        num_external: Leading full pages whose KV was not computed here but came from a pool or another engine.
         fetch: What is to be fetched in its first step, until that is planned.
-        num_exported: Leading pages that were handed to the layer sink.
-        parked: Own pages whose place an equal shared page took while a transfer may still read them.
+        num_exported: Leading pages that were reported to the `LayerSink`.
+        retained: Own pages that an equal shared page replaced while a transfer may still read them.
         shares_tail: Whether the last page may be referenced by a sibling that will write into it too.
         was_admitted: Whether it held pages before, so that its prefix is not counted twice.
-        overtaken: How often somebody who came later got his turn while this one got nothing.
+        overtaken: How often one that came later had its turn while this one had none.
     """
 
     request: Request
-    seq: Sequence
     samples: tuple[int, ...]
+    tokens: list[int]
+    blocks: list[BlockId] = field(default_factory=list)
+    num_computed: int = 0
     state: State = State.WAITING
     keys: list[BlockKey] = field(default_factory=list)
     num_published: int = 0
-    num_brought: int = 0
+    num_external: int = 0
     fetch: PageFetch | None = None
     num_exported: int = 0
-    parked: list[BlockId] = field(default_factory=list)
+    retained: list[BlockId] = field(default_factory=list)
     shares_tail: bool = False
     was_admitted: bool = False
     overtaken: int = 0
+
+    @property
+    def seq_id(self) -> SeqId:
+        """The engine's name for its request."""
+        return self.request.seq_id
+
+    @property
+    def sample(self) -> int:
+        """Index of its (first) sample; part of the random stream."""
+        return self.samples[0]
+
+    @property
+    def params(self) -> SamplingParams:
+        """How tokens are drawn."""
+        return self.request.prompt.sampling
 
     @property
     def slo(self) -> SloTargets:
@@ -149,14 +153,31 @@ class Branch:
         return self.request.prompt.slo
 
     @property
-    def lost_pages(self) -> bool:
-        """Whether it was let in before and waits again."""
+    def prompt_len(self) -> int:
+        """How many of `tokens` were the client's prompt; what follows counts as generated."""
+        return len(self.request.prompt.prompt_tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far, here and (before a resumption) elsewhere."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the next token's scores depend on which tokens came before, apart from the model."""
+        params = self.params
+        penalises = bool(params.presence_penalty or params.frequency_penalty)
+        return penalises or params.repetition_penalty != 1.0
+
+    @property
+    def was_preempted(self) -> bool:
+        """Whether it was admitted before and waits again."""
         return self.was_admitted and self.state is State.WAITING
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Order of arrival."""
-        return self.request.arrival, self.seq.sample
+    def arrival(self) -> tuple[int, int]:
+        """Its place in the order of arrival."""
+        return self.request.arrival, self.samples[0]
 
     @property
     def awaits_kv(self) -> bool:
@@ -174,20 +195,20 @@ class Branch:
         """Pages that its output may take beyond those of its prompt, or those it has: none where it is not generated here."""
         if self.request.mode is Mode.PREFILL:
             return 0
-        length = len(self.seq.tokens)
-        held = len(self.seq.blocks) or -(-length // block_tokens)
+        length = len(self.tokens)
+        held = len(self.blocks) or -(-length // block_tokens)
         final = max(held, -(-(self.request.final_len - 1) // block_tokens))
         if len(self.samples) == 1:
             return final - held + self.shares_tail
         full = length // block_tokens  # which the samples will share; the rest each has for itself
         return (final - full) * len(self.samples) - (held - full)
 
-    def check_integrity(self, block_tokens: int) -> None:
-        """Raises InvariantError unless the pages are what the state demands."""
-        seq = self.seq
-        if self.state is State.WAITING and (seq.blocks or seq.num_computed):
-            raise InvariantError(f"{seq.seq_id} waits and holds pages")
-        if seq.num_computed > len(seq.blocks) * block_tokens:
-            raise InvariantError(f"{seq.seq_id} has computed more than its pages hold")
-        if self.state is State.RUNNING and seq.num_computed != len(seq.tokens) - 1:
-            raise InvariantError(f"{seq.seq_id} runs without the KV of its text")
+    def broken_invariant(self, block_tokens: int) -> str | None:
+        """Why the pages are not what the state demands; None if they are."""
+        if self.state is State.WAITING and (self.blocks or self.num_computed):
+            return f"{self.seq_id} waits and holds pages"
+        if self.num_computed > len(self.blocks) * block_tokens:
+            return f"{self.seq_id} has computed more than its pages hold"
+        if self.state is State.RUNNING and self.num_computed != len(self.tokens) - 1:
+            return f"{self.seq_id} runs without the KV of its text"
+        return None

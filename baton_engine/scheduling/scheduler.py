@@ -1,19 +1,28 @@
-"""Decides what runs in the next step, and turns what was drawn into events: the engine's head, beside the runner's hands.
+"""Decides what runs in the next step, and turns what was drawn into events.
 
-A step: running decodes first, one token each; then chunks of prompts, begun ones and newcomers in one order (`order`), under
-what is left of the token budget and of the time that those who decode can spare (`pacing`). When pages run out, the last by
-precedence (`precedence`) that nobody else reads gives all of its pages back and recomputes later (vLLM's preemption by
-recompute), in chunks under the same budget, so that those still running go on decoding.
+A step: running sequences decode first, one token each; then chunks of prompts, begun ones and new ones in one order
+(`ordering`), under what is left of the token budget and of the time that decodes can spare (`prefill_budget`). When pages run
+out, the last in preemption order that no transfer touches gives all of its pages back and is recomputed later (vLLM's preemption
+by recompute), in chunks under the same budget, so that those still running go on decoding.
+
+    handle(command)  →  schedule() → StepPlan  →  the runner computes it  →  update_from_output(plan, result) → events
 """
 
 from collections.abc import Iterable
 
 from baton.blocks import BlockChanges
 from baton.errors import BatonError, InvalidRequestError, InvariantError, TransferError
-from baton.generation import Prompt, WorkerLoad
+from baton.generation import (
+    FinishReason,
+    Prompt,
+    TokenLogprobs,
+    TokenSample,
+    WorkerLoad,
+)
 from baton.ids import BlockId, SeqId
 from baton.layout import KvLayout
 from baton.pages import PublishedPage
+from baton.story import StoryEntry, StoryLog
 from baton_engine.cache.blocks import BlockManager
 from baton_engine.messages import (
     Abort,
@@ -25,22 +34,19 @@ from baton_engine.messages import (
     Release,
     Released,
     Reserve,
+    Sampled,
     SeqEvent,
     Start,
 )
 from baton_engine.ports import KvSource
-from baton_engine.scheduling.ahead import Lookahead
-from baton_engine.scheduling.flights import Flight, Flights
-from baton_engine.scheduling.harvest import Harvest
+from baton_engine.scheduling.in_flight import InFlightStep, InFlightSteps, plan_ahead
+from baton_engine.scheduling.kv_cache_manager import KvCacheManager
 from baton_engine.scheduling.limits import Limits
-from baton_engine.scheduling.pager import Pager
-from baton_engine.scheduling.plan import StepPlan, StepResult
+from baton_engine.scheduling.ordering import SchedulingPolicy
+from baton_engine.scheduling.plan import Drawn, StepPlan, StepResult
 from baton_engine.scheduling.planner import StepPlanner
-from baton_engine.scheduling.policy import SchedulingPolicy
-from baton_engine.scheduling.request import Mode, Request, State
-from baton_engine.scheduling.requests import RequestBook
-from baton_engine.scheduling.roster import Roster
-from baton_engine.scheduling.sequence import Sequence
+from baton_engine.scheduling.queues import SequenceQueues
+from baton_engine.scheduling.request import Mode, Request, Sequence, State
 from baton_engine.scheduling.step_cost import StepCost
 
 
@@ -48,8 +54,8 @@ class Scheduler:
     """Continuous batching over one arena of pages.
 
     Pure: no torch, no clock, no thread. Its owner calls `handle` for each command, then `schedule`; a plan that comes back
-    must be executed and given to `apply` (rows that could not be computed to `fail` before) ahead of anything else but
-    `plan_ahead`.
+    must be executed and given to `update_from_output` (rows that could not be computed to `fail` before) ahead of anything else
+    but `plan_ahead`.
 
     Rows that are being exported are never preempted, nor are pages pinned for a hand-over: a transfer may be reading or
     writing them.
@@ -60,7 +66,7 @@ class Scheduler:
         secret: The cluster secret, 32 bytes; keys the blocks.
         eos_ids: The model's end-of-sequence tokens.
         enable_prefix_caching: Whether full pages are shared and kept for later prompts.
-        policy: In which order, within which time, and who gives way.
+        policy: In which order, within which time, and which sequence is preempted.
     """
 
     def __init__(
@@ -76,23 +82,20 @@ class Scheduler:
         if limits.block_tokens != layout.block_tokens:
             raise ValueError("limits and layout disagree on the tokens per page")
         self._limits = limits
+        self._eos_ids = frozenset(eos_ids)
         self._blocks = BlockManager(limits.num_blocks)
-        self._pager = Pager(
+        self._cache = KvCacheManager(
             self._blocks, layout=layout, secret=secret, share_prefixes=enable_prefix_caching
         )
-        self._roster = Roster(limits.seats)
-        self._requests = RequestBook(limits, self._roster, self._pager, eos_ids)
+        self._stories = StoryLog()
+        self._queues = SequenceQueues(limits.max_running, self._stories)
         self._cost = StepCost()
         self._planner = StepPlanner(
-            limits,
-            self._roster,
-            self._pager,
-            policy=policy or SchedulingPolicy(),
-            cost=self._cost,
+            limits, self._queues, self._cache, policy=policy or SchedulingPolicy(), cost=self._cost
         )
-        self._harvest = Harvest(self._requests, self._roster, self._pager, limits.block_tokens)
-        self._lookahead = Lookahead(self._roster, self._pager)
-        self._flights = Flights(self._blocks)
+        self._in_flight = InFlightSteps(self._blocks)
+        self._requests: dict[SeqId, Request] = {}
+        self._arrivals = 0
         self._steps = 0
 
     @property
@@ -107,15 +110,19 @@ class Scheduler:
 
     def fetch_from(self, source: KvSource) -> None:
         """From now on blocks are fetched from `source` where that is predicted to be quicker than computing them."""
-        self._pager.fetch_from(source)
+        self._cache.fetch_from(source)
 
     def note_published(self) -> None:
-        """From now on `take_published` has something to tell."""
-        self._pager.note_published()
+        """From now on `take_published` returns pages."""
+        self._cache.note_published()
 
     def take_published(self) -> list[PublishedPage]:
         """Full pages that were computed here and came to be shared since the last call."""
-        return self._pager.take_published()
+        return self._cache.take_published()
+
+    def take_block_changes(self) -> BlockChanges | None:
+        """Which full blocks came to be held and which were given up since the last call; None for none."""
+        return self._blocks.take_changes()
 
     def generation(self, block: BlockId) -> int:
         """See `BlockManager.generation`. May be called from any thread."""
@@ -124,119 +131,203 @@ class Scheduler:
     def measured(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Learns from how long a step took."""
         self._cost.measured(plan, seconds)
-        if self._pager.fetching is not None:
-            self._pager.fetching.measured(plan, result, seconds)
+        if self._cache.fetching is not None:
+            self._cache.fetching.measured(plan, result, seconds)
 
     def handle(self, command: Command, now_s: float) -> list[SeqEvent]:
-        """Takes one command; returns what is to be told at once.
+        """Takes one command; returns the events to emit at once.
 
         Args:
             command: What is asked.
-            now_s: When it came, in monotonic seconds: promised times count from here.
+            now_s: When it came, in monotonic seconds: deadlines count from here.
 
         Raises:
             InvariantError: A step is in flight.
         """
-        if self._flights:
+        if self._in_flight:
             raise InvariantError("a command came while a step was in flight")
+        self._queues.now_s = now_s
         match command:
             case Generate():
-                return self._arrive(command.seq_id, Mode.GENERATE, command.prompt, now_s)
+                return self._arrive(command.seq_id, Mode.GENERATE, command.prompt)
             case Prefill():
-                return self._arrive(command.seq_id, Mode.PREFILL, command.prompt, now_s)
+                return self._arrive(command.seq_id, Mode.PREFILL, command.prompt)
             case Reserve():
-                return self._arrive(command.seq_id, Mode.RESERVE, command.prompt, now_s)
+                return self._arrive(command.seq_id, Mode.RESERVE, command.prompt)
             case Start():
                 return self._start(command)
             case Release() | Abort():
-                return self._release(command.seq_id)
+                return self._release(command)
             case FlushCache():
                 self._blocks.flush()
                 return []
 
-    def _arrive(self, seq_id: SeqId, mode: Mode, prompt: Prompt, now_s: float) -> list[SeqEvent]:
+    def _arrive(self, seq_id: SeqId, mode: Mode, prompt: Prompt) -> list[SeqEvent]:
         if (known := self._requests.get(seq_id)) is not None:
             # The two cannot be told apart by their events, so neither may go on.
-            return self._end_with(known, InvariantError(f"sequence {seq_id} was submitted twice"))
+            story = self._stories.story(seq_id)
+            error = InvariantError(f"sequence {seq_id} was submitted twice", story=story)
+            return self._end_with(known, error)
         refusal = self._limits.refusal(prompt, decodes_here=mode is not Mode.PREFILL)
         if refusal is not None:
-            if self._pager.fetching is not None:
-                self._pager.fetching.forget(seq_id)
+            self._stories.record(seq_id, self._queues.now_s, f"{mode.name}: refused, {refusal}")
+            if self._cache.fetching is not None:
+                self._cache.fetching.forget(seq_id)
             return [Failed(seq_id=seq_id, error=refusal)]
-        self._requests.open(seq_id, mode, prompt, now_s)
+        ttft_s = prompt.slo.ttft_s
+        request = Request(
+            seq_id=seq_id,
+            mode=mode,
+            prompt=prompt,
+            arrival=self._arrivals,
+            stop_ids=self._stop_ids(prompt),
+            final_len=self._limits.final_len(prompt),
+            scores=_no_scores_yet(prompt, mode),
+            deadline_s=None if ttft_s is None else self._queues.now_s + ttft_s,
+        )
+        self._arrivals += 1
+        self._requests[seq_id] = request
+        self._queues.add(request.first_sequence(), State.WAITING)
         return []
+
+    def _stop_ids(self, prompt: Prompt) -> frozenset[int]:
+        sampling = prompt.sampling
+        eos_ids = frozenset() if sampling.ignore_eos else self._eos_ids
+        return eos_ids.union(sampling.stop_token_ids)
 
     def _start(self, command: Start) -> list[SeqEvent]:
         request = self._requests.get(command.seq_id)
         if request is None:
             return []  # aborted while the KV was on its way
-        leader = request.branches[0]
-        if leader.state is not State.RESERVED:
-            error = InvariantError(f"sequence {request.seq_id} holds no reservation to start from")
-            return self._end_with(request, error)
+        sequence = request.sequences[0]
+        if sequence.state is not State.RESERVED:
+            story = self._stories.story(request.seq_id)
+            message = f"sequence {request.seq_id} holds no reservation to start from"
+            return self._end_with(request, InvariantError(message, story=story))
         wrong = self._limits.wrong_start(request.prompt, command.first_tokens)
         if wrong is not None:
             return self._end_with(request, InvalidRequestError(wrong))
-        leader.seq.num_computed = len(leader.seq.tokens)
+        sequence.num_computed = len(sequence.tokens)
         request.has_kv = True
-        leader.num_brought = len(leader.seq.tokens) // self._limits.block_tokens
-        self._pager.publish(leader)
-        self._harvest.fan_out(leader, command.first_tokens)
+        sequence.num_external = len(sequence.tokens) // self._limits.block_tokens
+        self._cache.publish(sequence)
+        self._fan_out(sequence, command.first_tokens)
         return []
 
-    def _release(self, seq_id: SeqId) -> list[SeqEvent]:
-        request = self._requests.get(seq_id)
+    def _release(self, command: Release | Abort) -> list[SeqEvent]:
+        request = self._requests.get(command.seq_id)
         if request is None:
             return []
-        self._requests.end(request)
-        return [Released(seq_id=seq_id)]
+        self._stories.record(command.seq_id, self._queues.now_s, type(command).__name__)
+        self._end_all(request)
+        return [Released(seq_id=command.seq_id)]
 
-    def schedule(self) -> tuple[StepPlan | None, list[SeqEvent]]:
+    def schedule(self, now_s: float) -> tuple[StepPlan | None, list[SeqEvent]]:
         """Chooses what runs next.
 
         Returns:
-            The step (None when nothing can run before another command comes), and what is to be told before it runs:
+            The step (None when nothing can run before another command comes), and the events to emit before it runs:
             reservations that were granted, prompts that start.
         """
-        if self._flights:
+        if self._in_flight:
             raise InvariantError("a step was scheduled while another was in flight")
+        self._queues.now_s = now_s
         draft, events = self._planner.draft()
-        if not draft.branches:
+        if not draft.sequences:
             return None, events
         self._steps += 1
         plan = draft.plan(self._steps)
-        return self._flights.begin(Flight(plan=plan, branches=draft.branches)), events
+        return self._in_flight.begin(InFlightStep(plan=plan, sequences=draft.sequences)), events
 
     def plan_ahead(self) -> StepPlan | None:
-        """The step after the one in flight, to be launched before that one is applied; None where its outcome is needed first."""
-        ahead = self._lookahead.after(self._flights.only, self._steps + 1)
-        if ahead is None:
+        """The step after the one in flight, to be launched before that one's outcome is known; None where it is needed first."""
+        step = plan_ahead(self._in_flight.only, self._steps + 1, self._queues, self._cache)
+        if step is None:
             return None
         self._steps += 1
-        return self._flights.begin(ahead)
-
-    def apply(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
-        """Takes the outcome of the first step in flight. Rows whose sequence was given to `fail`, or ended in the step before,
-        are passed over.
-        """
-        flight = self._flights.end(plan)
-        return list(self._harvest.bring_in(plan, flight.branches, result))
+        return self._in_flight.begin(step)
 
     def withdraw(self, plan: StepPlan) -> None:
-        """The last step in flight, planned ahead, has no outcome; nothing computes it any more. It is planned anew."""
-        self._flights.end(plan, last=True)
+        """The last step in flight, planned ahead, has no outcome and is not computed any more. It is planned anew."""
+        self._in_flight.end(plan, last=True)
+
+    def update_from_output(
+        self, plan: StepPlan, result: StepResult, now_s: float
+    ) -> list[SeqEvent]:
+        """Takes the outcome of the first step in flight: drawn tokens, full pages, ends. Rows whose sequence was given to `fail`, or
+        ended in the step before, are passed over.
+        """
+        self._queues.now_s = now_s
+        step = self._in_flight.end(plan)
+        sampled: dict[SeqId, list[TokenSample]] = {}
+        scored: dict[SeqId, tuple[TokenLogprobs, ...]] = {}
+        for place, (row, sequence) in enumerate(zip(plan.rows, step.sequences, strict=True)):
+            drawn, request = result.drawn[place], sequence.request
+            if sequence.state is State.ENDED:
+                continue
+            if row.num_scored:
+                request.keep_scores(row.start, result.scores[place])
+            sequence.num_computed += row.num_tokens
+            if sequence.num_computed >= (sequence.num_published + 1) * self._limits.block_tokens:
+                self._cache.publish(sequence)
+            if drawn:
+                sampled.setdefault(request.seq_id, []).extend(self._append(sequence, drawn))
+                if request.scores is not None:
+                    scored[request.seq_id] = request.take_scores()
+        for fetch in plan.fetches:
+            if (fetched := self._requests.get(fetch.seq_id)) is not None:
+                self._cache.settle(fetched)
+        return [
+            Sampled(seq_id=seq_id, tokens=tuple(tokens), prompt_logprobs=scored.get(seq_id))
+            for seq_id, tokens in sampled.items()
+        ]
+
+    def _append(self, sequence: Sequence, drawn: tuple[Drawn, ...]) -> tuple[TokenSample, ...]:
+        if sequence.state is State.PREFILLING:
+            return self._end_prefill(sequence, drawn)
+        (draw,) = drawn
+        sequence.tokens.append(draw.token)
+        finish = sequence.request.finish_reason(draw.token, len(sequence.tokens))
+        if finish is not None:
+            self._end(sequence)
+        return (_sample(sequence.sample, draw, finish),)
+
+    def _end_prefill(self, sequence: Sequence, drawn: tuple[Drawn, ...]) -> tuple[TokenSample, ...]:
+        request, length = sequence.request, len(sequence.tokens) + 1
+        first_tokens = tuple(
+            _sample(sample, draw, request.finish_reason(draw.token, length))
+            for sample, draw in zip(sequence.samples, drawn, strict=True)
+        )
+        if request.mode is Mode.PREFILL:
+            self._queues.move(sequence, State.HANDING_OVER)
+        else:
+            self._fan_out(sequence, first_tokens)
+        return first_tokens
+
+    def _fan_out(self, sequence: Sequence, first_tokens: tuple[TokenSample, ...]) -> None:
+        """Lets each sample that is not finished run on its own: the first takes the prompt's pages, the others share them."""
+        going_on = [first for first in first_tokens if first.finish is None]
+        if not going_on:
+            self._end(sequence)
+            return
+        forks = [self._cache.fork(sequence, more.sample, more.token) for more in going_on[1:]]
+        first = going_on[0]
+        sequence.tokens.append(first.token)
+        self._queues.move(sequence, State.RUNNING, samples=(first.sample,))
+        for fork in forks:
+            self._queues.add(fork, State.RUNNING)
 
     def fail(self, seq: Sequence, error: BatonError) -> list[SeqEvent]:
-        """Ends the request that `seq` belongs to, because its row could not be computed; nobody else is touched. Nothing happens
+        """Ends the request that `seq` belongs to, because its row could not be computed; no other is touched. Nothing happens
         if `seq` has ended.
 
         What it read or wrote may be why: its pages are not kept, lest every later prompt that begins like it fails too. Not so
         where pages could not be brought from elsewhere: those were never published.
         """
         request = self._requests.get(seq.seq_id)
-        if request is None or all(branch.seq is not seq for branch in request.branches):
+        if request is None or all(sequence is not seq for sequence in request.sequences):
             return []
-        texts = [branch.seq.blocks for branch in request.branches]
+        texts = [sequence.blocks for sequence in request.sequences]
         events = self._end_with(request, error)
         if not isinstance(error, TransferError):
             for blocks in texts:
@@ -244,15 +335,28 @@ class Scheduler:
         return events
 
     def _end_with(self, request: Request, error: BatonError) -> list[SeqEvent]:
-        self._requests.end(request)
+        self._stories.record(request.seq_id, self._queues.now_s, f"failed: {error}")
+        self._end_all(request)
         return [Failed(seq_id=request.seq_id, error=error)]
+
+    def _end_all(self, request: Request) -> None:
+        for sequence in tuple(request.sequences):
+            self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """A sequence ends; with the last one its request does."""
+        self._cache.free(sequence)
+        self._queues.move(sequence, State.ENDED)
+        if not sequence.request.sequences:
+            del self._requests[sequence.seq_id]
+            self._cache.settle(sequence.request)
 
     def load(self) -> WorkerLoad:
         """Counts for routing and metrics; `draining` is for the service to set."""
-        roster, blocks, admission = self._roster, self._blocks, self._planner.admission
+        queues, blocks, admission = self._queues, self._blocks, self._planner.admission
         return WorkerLoad(
-            running=len(roster.running) + len(roster.prefilling),
-            waiting=roster.num_waiting,
+            running=len(queues.running) + len(queues.prefilling),
+            waiting=queues.num_waiting,
             blocks_total=blocks.num_total,
             blocks_free=blocks.num_free,
             blocks_used=blocks.num_used,
@@ -262,16 +366,35 @@ class Scheduler:
             prefix_hit_tokens=admission.hit_tokens,
             prefix_query_tokens=admission.query_tokens,
             pool_hit_tokens=admission.pooled_tokens,
-            prefill_tokens_pending=roster.prefill_tokens_pending,
-            # While anybody is here, what is lost cannot be told from what is held without looking at every page.
-            blocks_leaked=0 if self._requests or self._flights else blocks.num_used,
+            prefill_tokens_pending=queues.prefill_tokens_pending,
+            # While a request is here, what is lost cannot be told from what is held without looking at every page.
+            blocks_leaked=0 if self._requests or self._in_flight else blocks.num_used,
         )
 
-    def take_block_changes(self) -> BlockChanges | None:
-        """Which full blocks came to be held and which were given up since the last call; None for none."""
-        return self._blocks.take_changes()
+    def story(self, seq_id: SeqId) -> tuple[StoryEntry, ...]:
+        """What is remembered of a sequence: arrival, admission, preemption, hand-over, end; not its steps. From any thread."""
+        return self._stories.story(seq_id)
 
     def check_integrity(self) -> None:
-        """Raises InvariantError unless every page is accounted for and every branch is in its place. O(pages)."""
+        """Raises InvariantError unless every page is accounted for and every sequence is in its queue. O(pages)."""
         self._cost.check_integrity()
-        self._blocks.check_integrity(self._requests.check_integrity() + self._flights.pinned)
+        if not all(request.sequences for request in self._requests.values()):
+            raise InvariantError("a request without sequences is still known")
+        sequences = [s for request in self._requests.values() for s in request.sequences]
+        self._queues.check_integrity(sequences)
+        held: list[BlockId] = []
+        for sequence in sequences:
+            if (broken := sequence.broken_invariant(self._limits.block_tokens)) is not None:
+                raise InvariantError(broken, story=self._stories.story(sequence.seq_id))
+            held += sequence.blocks + sequence.retained
+        self._blocks.check_integrity(held + self._in_flight.pinned)
+
+
+def _no_scores_yet(prompt: Prompt, mode: Mode) -> list[TokenLogprobs] | None:
+    """Scores are wanted from the engine that computes the prompt, not from the one that receives its pages."""
+    wanted = prompt.sampling.prompt_logprobs is not None and mode is not Mode.RESERVE
+    return [] if wanted else None
+
+
+def _sample(sample: int, draw: Drawn, finish: FinishReason | None) -> TokenSample:
+    return TokenSample(sample=sample, token=draw.token, logprobs=draw.logprobs, finish=finish)

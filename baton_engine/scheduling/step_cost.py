@@ -1,10 +1,9 @@
-"""How long a step takes, learned from those before it: what budgets and orders are reckoned with. Pure."""
+"""How long a step takes, learned from the steps before it; budgets and orders are computed from it. Pure."""
 
 from math import sqrt
 
 from baton.errors import InvariantError
 from baton.fit import Fit
-from baton_engine.scheduling.fetch_rule import attended_pairs
 from baton_engine.scheduling.plan import Row, StepPlan
 
 _DECODE_PRIOR = (5e-3, 1e-4, 5e-8)
@@ -15,7 +14,12 @@ _PREFILL_PRIOR = (1e-3, 1e-4, 1e-8)
 attends to. In operations a pair is 1/3,000 (small models) to 1/30,000 of a token."""
 
 _LEAST_SHARE = 0.02
-"""A step with prompts in it spends at least this on them. Where less is left, its decodes are believed to be too slow."""
+"""A step with prompts in it spends at least this share on them. Where less is left, its decodes are predicted too slow."""
+
+
+def attended_pairs(num_tokens: int, start: int) -> float:
+    """Pairs of a computed token and one that it attends to, when `num_tokens` tokens follow `start` others."""
+    return num_tokens * (start + 0.5 * num_tokens)
 
 
 class StepCost:
@@ -100,7 +104,7 @@ class StepCost:
         self._decode.check_integrity()
         self._prefill.check_integrity()
         if self.prompts_s(1, 0) < 0.0:
-            raise InvariantError("computing a prompt is believed to take less than no time")
+            raise InvariantError("computing a prompt is predicted to take less than no time")
 
 
 def is_decode(row: Row) -> bool:

@@ -69,7 +69,7 @@ class GpuMemory(Protocol):
 
 
 class WorkerMemory:
-    """Gives an engine the memory of its arena (implements `baton_engine.ports.ArenaMemory`).
+    """Gives an engine the memory of its arena (implements `baton_engine.ports.ArenaAllocator`).
 
     Args:
         gpu: Opens the GPU of an index.

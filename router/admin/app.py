@@ -9,11 +9,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import AuthenticationError, ConfigError, InvalidRequestError, RouteNotFoundError
 from router import openapi
-from router.admin.pool import add_pool
+from router.admin.pool_client import PoolAdminClient
+from router.admin.pool_routes import add_pool
 from router.admin.replies import Reloaded, TenantReply, TenantUsage, tenant_reply, usage_reply
 from router.http import errors
 from router.http.auth import credential_of
-from router.pool_desk import PoolDesk
 from router.tenancy import Tenancy
 from router.tenants.keys import KeyRing, hash_key
 from router.tenants.tenant import Tenant, TenantId
@@ -21,8 +21,8 @@ from router.tenants.tenant import Tenant, TenantId
 OPEN_PATHS = frozenset({"/health"})
 
 
-class AdminGate:
-    """Lets in whoever has one of the operators' keys. Decides by `scope["path"]`, which is what routing reads.
+class AdminAuthMiddleware:
+    """Passes on requests that have one of the operators' keys. Decides by `scope["path"]`, which is what routing reads.
 
     Args:
         app: What stands behind it.
@@ -45,7 +45,7 @@ class AdminGate:
 
 
 def create_admin_app(
-    tenancy: Tenancy, api_keys: tuple[str, ...], pool: PoolDesk | None = None
+    tenancy: Tenancy, api_keys: tuple[str, ...], pool: PoolAdminClient | None = None
 ) -> FastAPI:
     """The application. It owns nothing.
 
@@ -56,10 +56,10 @@ def create_admin_app(
     """
     app = FastAPI(title="Baton operations", docs_url=None, redoc_url=None, redirect_slashes=False)
     keys = KeyRing([(hash_key(key), None) for key in api_keys])
-    app.add_middleware(AdminGate, keys=keys)
+    app.add_middleware(AdminAuthMiddleware, keys=keys)
     errors.install(app)
     _add_tenants(app, tenancy)
-    add_pool(app, pool or PoolDesk(()))
+    add_pool(app, pool or PoolAdminClient(()))
 
     @app.get("/health")
     async def get_health() -> dict[str, str]:

@@ -20,7 +20,7 @@ from router.http.fields import (
 )
 from router.openai.requests import DrawingBody
 from router.openai.tools import FunctionName
-from router.templates.chat_template import ChatMessage, Conversation, Rendering
+from router.templates.renderer import ChatMessage, Conversation
 
 
 class TextBlock(Part):
@@ -95,7 +95,7 @@ class ConversationBody(Part):
         system = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
         return Conversation(
             messages=[*system, *(message.for_template() for message in self.messages)],
-            rendering=Rendering(continue_last=self.messages[-1].role == "assistant"),
+            continue_last=self.messages[-1].role == "assistant",
         )
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from baton.errors import BatonError, RateLimitedError
 from baton.generation import Prompt
 from router.guardrails.ports import Ask
 from router.limits.ports import GrantId, Level, Levels, Limiter, LimitKind, Refused
-from router.ports import GenerationJob, Timing
+from router.ports import GenerationRequest, Timing
 from router.telemetry.metrics import RouterMetrics
 from router.tenants.suspects import Suspects
 from router.tenants.tenant import Caller, Tenant
@@ -72,7 +72,7 @@ class Run(Protocol):
     """What a account asks of a job that runs for it."""
 
     @property
-    def job(self) -> GenerationJob:
+    def job(self) -> GenerationRequest:
         """What is generated."""
 
     @property

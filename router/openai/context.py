@@ -23,7 +23,7 @@ from router.openai.model_limits import TokenLimit, check_vocabulary
 from router.openai.requests import DrawingBody
 from router.openai.sampling import sampling_params
 from router.openai.serving import Serving
-from router.ports import GenerationJob, ServedModel
+from router.ports import GenerationRequest, ServedModel
 from router.slo import Slo
 from router.tenants.tenant import Tenant
 
@@ -89,7 +89,7 @@ async def take_request(
     )
     with serving.refusals_counted(account):
         account.require_tokens(_prompt_tokens(request), limit.wanted)
-        serving.generator.knock(account.tenant, slo)
+        serving.generator.check_capacity(account.tenant, slo)
     head = ReplyHead(request_id=new_request_id(kind), created=int(time.time()), model=name)
     model = await serving.require_model()
     return RequestContext(serving=serving, account=account, head=head, slo=slo, model=model)
@@ -191,10 +191,12 @@ def _check_scores(prompts: Sequence[Prompt], wanted: Wanted) -> None:
         )
 
 
-def _job(context: RequestContext, body: DrawingBody, prompt: Prompt, number: int) -> GenerationJob:
+def _job(
+    context: RequestContext, body: DrawingBody, prompt: Prompt, number: int
+) -> GenerationRequest:
     """The first job has the request's own id, those after it a number besides."""
     request_id = context.head.request_id
-    return GenerationJob(
+    return GenerationRequest(
         request_id=RequestId(f"{request_id}-{number}") if number else request_id,
         prompt=prompt,
         deadline_s=context.serving.request_timeout_s,

@@ -15,7 +15,7 @@ from router.http.fields import (
     Part,
     refusal,
 )
-from router.templates.chat_template import Conversation, Rendering
+from router.templates.renderer import Conversation
 
 
 class TextPart(Part):
@@ -69,13 +69,11 @@ def conversation_of(
     arguments: Mapping[str, JsonValue],
 ) -> Conversation:
     """The conversation as a body with these fields means it."""
-    rendering = Rendering(
+    return Conversation(
+        messages=[message.for_template() for message in messages],
         add_generation_prompt=add_generation_prompt is not False,
         continue_last=bool(continue_last),
         arguments=arguments,
-    )
-    return Conversation(
-        messages=[message.for_template() for message in messages], rendering=rendering
     )
 
 

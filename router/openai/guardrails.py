@@ -9,7 +9,7 @@ from router.guardrails.chain import GuardChain, OutputChain
 from router.guardrails.ports import Ask, GuardedText
 from router.http.account import RequestAccount
 from router.openai.job_run import Delta
-from router.templates.chat_template import ChatMessage
+from router.templates.renderer import ChatMessage
 
 MAX_KEPT_CHARS = 1_000_000
 """Of one choice, for the audit."""

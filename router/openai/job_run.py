@@ -10,7 +10,7 @@ from baton.errors import EngineError, OverloadedError
 from baton.generation import FinishReason, TokenLogprobs, TokenSample
 from router.openai.replies import PromptTokensDetails, Usage
 from router.openai.serving import Serving
-from router.ports import GenerationJob, Timing, Tokens
+from router.ports import GenerationRequest, Timing, Tokens
 from router.telemetry.request_span import RequestSpan
 from router.text.detokenizer import StopStrings
 from router.text.tokenizer import Tokenizer
@@ -138,7 +138,7 @@ class JobRun:
     """
 
     def __init__(
-        self, job: GenerationJob, serving: Serving, options: TextOptions, first_index: int
+        self, job: GenerationRequest, serving: Serving, options: TextOptions, first_index: int
     ) -> None:
         self.job = job
         self.timing: Timing | None = None

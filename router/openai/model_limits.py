@@ -7,7 +7,7 @@ from baton.errors import InvalidRequestError, PromptTooLongError
 from baton.tokens import PackedTokens
 from router.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.ports import ServedModel
-from router.templates.chat_template import ChatMessage
+from router.templates.renderer import ChatMessage
 from router.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16

@@ -7,7 +7,7 @@ from router.openai.context import RequestContext
 from router.openai.guardrails import checked_messages
 from router.openai.model_limits import check_messages
 from router.ports import ServedModel
-from router.templates.chat_template import Conversation
+from router.templates.renderer import Conversation
 from router.text.tokenizer import Tokenizer
 
 
@@ -43,11 +43,7 @@ async def conversation_tokens(
         InvalidRequestError: The chat template refuses it.
     """
     check_messages(conversation.messages, model, tokenizer, conversation.param)
-    return await tokenizer.encode_chat(
-        conversation.messages,
-        rendering=conversation.rendering,
-        add_special_tokens=add_special_tokens,
-    )
+    return await tokenizer.encode_chat(conversation, add_special_tokens=add_special_tokens)
 
 
 _MARKS = (

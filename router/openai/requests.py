@@ -44,7 +44,7 @@ from router.openai.tools import (
     check_functions,
     check_tools,
 )
-from router.templates.chat_template import Conversation
+from router.templates.renderer import Conversation
 
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 

@@ -21,7 +21,7 @@ from router.http.fields import (
 from router.openai.conversation import TemplateArguments, check_template_arguments
 from router.openai.requests import DrawingBody, Logprobs, check_moderation
 from router.openai.tools import FunctionName, JsonObjectFormat, PlainText, check_format
-from router.templates.chat_template import ChatMessage, Conversation, Rendering
+from router.templates.renderer import ChatMessage, Conversation
 
 LOGPROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log-probabilities."""
@@ -148,8 +148,8 @@ class ResponsesRequest(DrawingBody):
         """The conversation."""
         effort = None if self.reasoning is None else self.reasoning.effort
         told = {} if effort is None else {"reasoning_effort": effort}
-        rendering = Rendering(arguments=told | (self.chat_template_kwargs or {}))
-        return Conversation(messages=self._messages(), rendering=rendering, param="input")
+        arguments = told | (self.chat_template_kwargs or {})
+        return Conversation(messages=self._messages(), arguments=arguments, param="input")
 
     def _messages(self) -> list[ChatMessage]:
         """What was said, instructions first."""

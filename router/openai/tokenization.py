@@ -18,7 +18,7 @@ from router.openai.model_limits import check_text, check_vocabulary
 from router.openai.prompt import conversation_tokens
 from router.openai.serving import Serving
 from router.ports import ServedModel
-from router.templates.chat_template import Conversation
+from router.templates.renderer import Conversation
 
 
 class TokenizeRequest(Body):

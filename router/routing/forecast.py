@@ -1,6 +1,6 @@
 """What a worker will take for its work: coefficients learned from what it took, and what the router has queued there.
 
-Every `WorkerView` has a `Forecast`. Measurements come with the messages of legs (`router.progress`) and with load
+Every `WorkerView` has a `Forecast`. Measurements come with the messages of legs (`router.dispatch.dispatcher`) and with load
 reports; the policy `predictive` reads the flat numbers, which are there so that pricing a worker takes a few
 multiplications.
 """

@@ -112,7 +112,7 @@ class Session:
     """The same workers for every request of a session, whatever their load, as long as they are there.
 
     A session is what the request's `X-Baton-Session` header names, else its `user` field, both within the tenant's scope;
-    a request with neither is of the session of its first tokens (`router.placement`), so that prompts that begin alike
+    a request with neither is of the session of its first tokens (`router.dispatch.placement`), so that prompts that begin alike
     stay together. Rendezvous hashing: all routers choose alike without talking to each other, and a worker that comes
     or goes moves only its own share.
     """

@@ -6,7 +6,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from baton.generation import WorkerLoad
-from router.restarts import Restarts, Rung
+from router.dispatch.retry import Fallback, RetryCounters
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
 from router.routing.view import ClusterView
@@ -140,42 +140,43 @@ class IndexMetrics(Collector):
         )
 
 
-class RestartMetrics(Collector):
+class RetryMetrics(Collector):
     """Reads the counts whenever the metrics are scraped.
 
     Args:
-        restarts: The dispatcher's.
+        counters: The dispatcher's.
         model_name: The served model's.
     """
 
-    def __init__(self, restarts: Restarts, model_name: str) -> None:
-        self._restarts = restarts
+    def __init__(self, counters: RetryCounters, model_name: str) -> None:
+        self._counters = counters
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """One counter for those before a first token, one for those after it, and one of how they went on."""
+        """One counter for those before a first token, one for those after it, and one of what was done instead."""
         retries = CounterMetricFamily(
             "baton_prefill_retries",
             "Attempts started again before their first token.",
             labels=("model_name",),
         )
-        retries.add_metric((self._model_name,), self._restarts.retries)
+        retries.add_metric((self._model_name,), self._counters.retries)
         yield retries
         migrations = CounterMetricFamily(
             "baton_migrations",
-            "Attempts that went on elsewhere after it.",
+            "Attempts that continued elsewhere after it.",
             labels=("model_name", "kind"),
         )
-        migrations.add_metric((self._model_name, "resumed"), self._restarts.resumptions)
+        migrations.add_metric((self._model_name, "resumed"), self._counters.resumptions)
         yield migrations
-        rungs = CounterMetricFamily(
-            "baton_handoff_rungs",
-            "What was done about hand-offs that did not come to their end.",
-            labels=("model_name", "rung"),
+        fallbacks = CounterMetricFamily(
+            "baton_handoff_fallbacks",
+            "What was done about hand-offs that did not complete.",
+            labels=("model_name", "fallback"),
         )
-        for rung in Rung:
-            rungs.add_metric((self._model_name, rung.value), self._restarts.rungs[rung])
-        yield rungs
+        for fallback in Fallback:
+            labels = (self._model_name, fallback.value)
+            fallbacks.add_metric(labels, self._counters.fallbacks[fallback])
+        yield fallbacks
 
 
 class RouteDecisions(Collector):

@@ -6,7 +6,7 @@ from baton.errors import BatonError
 from baton.generation import FinishReason
 from baton.telemetry import span_names as names
 from baton.telemetry.tracing import Attribute, OpenSpan, Tracer
-from router.ports import GenerationJob, Timing
+from router.ports import GenerationRequest, Timing
 
 
 class RequestSpan:
@@ -51,7 +51,7 @@ class RequestSpan:
 
     def end(
         self,
-        job: GenerationJob,
+        job: GenerationRequest,
         output_tokens: int,
         finishes: Iterable[FinishReason | None],
         error: BaseException | None,

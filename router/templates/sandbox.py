@@ -1,338 +1,145 @@
-"""Where chat templates run: jinja2's immutable sandbox, in which no single step makes more than it may.
+"""The process in which a model's chat template is rendered, started by `router.templates.renderer` (ADR 0015).
 
-A template comes with its model, and what it multiplies may come from a client. Operators, joins, methods and filters that make
-much of little are weighed before they run (`router.templates.sizes`); a method of a plain value that is neither weighed nor known
-to be harmless cannot be called.
+A template comes with its model, and what it multiplies may come from a client. jinja2's sandbox keeps it from the interpreter;
+limits of the operating system bound what it may use: memory, processor time, no files, no processes. This file runs by its path
+in an isolated interpreter, so it imports the standard library and jinja2 and nothing else. It talks over the stream socket that
+is its standard input; each message is its length (8 bytes, little-endian) and its bytes:
+
+    parent → child   {"source", "special_tokens", "max_chars", "limit_s", "memory_bytes"}      once
+    child → parent   nothing, when it is ready
+    parent → child   {"messages", "add_generation_prompt", "continue_last", "arguments"}       per rendering
+    child → parent   OK and the text, REFUSED and why, or EXHAUSTED and why (the child is not to be used again)
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from types import BuiltinMethodType
 from typing import Any, NoReturn
 
-from jinja2 import filters
-from jinja2.compiler import CodeGenerator, Frame
+import jinja2
+import jinja2.debug
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Concat, Node
+from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace, pass_environment
-from markupsafe import escape
+from jinja2.utils import Namespace
 
-from router.templates import sizes
-from router.templates.sizes import TemplateSizeError
+OK, REFUSED, EXHAUSTED = b"\0", b"\1", b"\2"
 
-MAX_MADE_FOLD = 32
-"""How often over a template may make the longest text that it may make, until its rendering is over."""
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Stands behind a message that the model is to continue, while it is rendered: what follows it is cut off."""
 
-_BINOP_SIZES: dict[str, Callable[[Any, Any], int]] = {
-    "*": sizes.product,
-    "**": sizes.power,
-    "%": sizes.filled,
-    "+": lambda left, right: sizes.length(left) + sizes.length(right),
-}
 
-_METHOD_SIZES: dict[str, Callable[..., int]] = {
-    "center": sizes.padded,
-    "expandtabs": sizes.untabbed,
-    "join": sizes.joined,
-    "ljust": sizes.padded,
-    "replace": sizes.replaced,
-    "rjust": sizes.padded,
-    "zfill": sizes.padded,
-}
-_PLAIN = (str, bytes, int, float, list, tuple, dict)
-_HARMLESS_METHODS = frozenset(
-    [
-        "bit_length",
-        "capitalize",
-        "casefold",
-        "copy",
-        "count",
-        "endswith",
-        "find",
-        "get",
-        "index",
-        "is_integer",
-        "isalnum",
-        "isalpha",
-        "isascii",
-        "isdecimal",
-        "isdigit",
-        "isidentifier",
-        "islower",
-        "isnumeric",
-        "isprintable",
-        "isspace",
-        "istitle",
-        "isupper",
-        "items",
-        "keys",
-        "lower",
-        "lstrip",
-        "partition",
-        "removeprefix",
-        "removesuffix",
-        "rfind",
-        "rindex",
-        "rpartition",
-        "rsplit",
-        "rstrip",
-        "split",
-        "splitlines",
-        "startswith",
-        "strip",
-        "swapcase",
-        "title",
-        "upper",
-        "values",
-    ]
+_LOADING = (
+    "{% macro m(x) %}{{ x | tojson }}{% endmacro %}{{ m('\\u00e9') }}{{ strftime_now('%d %b %Y') }}"
 )
 
 
-class _WeighingCode(CodeGenerator):
-    """Code in which `~` asks the sandbox, as the other operators do by themselves."""
-
-    def visit_Concat(self, node: Concat, frame: Frame) -> None:  # noqa: N802  # as jinja2 names it
-        """Writes a call of `TemplateSandbox.text_of`."""
-        self.write("environment.text_of((")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write("))")
-
-
-class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """The environment of one template. What is counted is counted per rendering: each has a `fresh` one.
+class ChatTemplate:
+    """One model's chat template, as `transformers` renders it. Compiled once, at its first rendering.
 
     Args:
-        max_chars: The longest text, or list, that may be made.
+        source: The template.
+        special_tokens: Texts that it is given by their names, such as `bos_token`.
+        max_chars: The longest text that it may make.
     """
 
-    intercepted_binops = frozenset(_BINOP_SIZES)
-    code_generator_class = _WeighingCode
-
-    def __init__(self, max_chars: int) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[GenerationTag, loopcontrols],
-            finalize=self._shown,
-        )
+    def __init__(self, source: str, special_tokens: Mapping[str, Any], max_chars: int) -> None:
+        self._source = source
+        self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
-        self._made = 0
-        self.filters = dict(FILTERS)
-        self.globals |= GLOBALS
-        del self.globals["lipsum"]
+        self._template: jinja2.Template | None = None
 
-    def fresh(self) -> "TemplateSandbox":
-        """The same environment for one more rendering."""
-        fresh = self.overlay()
-        fresh._made = 0
-        return fresh
-
-    def weigh(self, size: int) -> None:
-        """Counts what is about to be made.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_last: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as one text.
 
         Raises:
-            TemplateSizeError: It is too much.
+            jinja2.TemplateError: The template is not one, refuses these messages, or makes too much of them.
+            ValueError: The last message is to be continued and does not show.
+            Exception: Whatever else a template may run into.
         """
-        self._made += size
-        if size > self._max_chars or self._made > MAX_MADE_FOLD * self._max_chars:
-            raise TemplateSizeError(f"it makes more than {self._max_chars} characters")
-
-    def concat(self, pieces: Iterable[str]) -> str:
-        """Joins what a template, a macro or a block has written."""
-        made: list[str] = []
-        size = 0
-        for piece in pieces:
+        if self._template is None:
+            self._template = _environment().from_string(self._source)
+        given = self._known_roles(messages)
+        if continue_last:
+            given[-1]["content"] += _CONTINUE
+        pieces, size = [], 0
+        for piece in self._template.generate(
+            self._special_tokens | dict(arguments or {}),
+            messages=given,
+            tools=None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt and not continue_last,
+        ):
             size += len(piece)
             if size > self._max_chars:
-                self.weigh(size)
-            made.append(piece)
-        self.weigh(size)
-        return "".join(made)
+                raise SecurityError(f"it makes more than {self._max_chars} characters")
+            pieces.append(piece)
+        text = "".join(pieces)
+        return _cut_off(text, messages[-1]["content"]) if continue_last else text
 
-    def text_of(self, parts: tuple[Any, ...]) -> str:
-        """Joins the operands of `~`."""
-        self.weigh(sizes.written(parts))
-        return "".join(map(str, parts))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Calculates, once the result was weighed."""
-        self.weigh(_BINOP_SIZES[operator](left, right))
-        return super().call_binop(context, operator, left, right)
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Calls a method, once its result was weighed. The names are jinja2's: keywords may have any other."""
-        if isinstance(__obj, BuiltinMethodType) or isinstance(
-            getattr(__obj, "__self__", None), _PLAIN
-        ):
-            __self._weigh_method(__obj, args, kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format` of jinja2's sandbox, once its result was weighed."""
-        wrapped = super().wrap_str_format(value)
-        if wrapped is None:
-            return None
-
-        def weighing(*args: Any, **kwargs: Any) -> str:
-            self.weigh(sizes.formatted(value.__self__, *args, **kwargs))
-            return wrapped(*args, **kwargs)
-
-        return weighing
-
-    def _weigh_method(self, method: Any, args: Any, kwargs: Any) -> None:
-        size = _METHOD_SIZES.get(method.__name__)
-        if size is not None:
-            self.weigh(size(method.__self__, *args, **kwargs))
-        elif method.__name__ not in _HARMLESS_METHODS:
-            raise TemplateSizeError(f"{method.__name__} cannot be called here")
-
-    def _shown(self, value: Any) -> Any:
-        """What `{{ }}` is about to write; the text that it becomes is counted by `concat`."""
-        if not isinstance(value, str) and sizes.written(value) > self._max_chars:
-            raise TemplateSizeError(f"it makes more than {self._max_chars} characters")
-        return value
+    def _known_roles(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+        """`developer` is the newer name of `system`, which most templates know only."""
+        rename = "developer" not in self._source
+        return [
+            {**message, "role": "system"}
+            if rename and message["role"] == "developer"
+            else dict(message)
+            for message in messages
+        ]
 
 
-_MAX_PRECISION = 300
-_MAX_INDENT = 64
-
-_HARMLESS = (
-    *("abs", "attr", "capitalize", "count", "d", "default", "dictsort", "filesizeformat", "first"),
-    *("float", "groupby", "int", "items", "last", "length", "list", "lower", "map", "max", "min"),
-    *("random", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "sort"),
-    *("striptags", "title", "trim", "truncate", "unique", "upper", "urlencode", "wordcount"),
-)
-
-
-@pass_environment
-def _batch(
-    sandbox: "TemplateSandbox", value: Iterable[Any], linecount: int, fill_with: Any = None
-) -> Iterator[list[Any]]:
-    sandbox.weigh(linecount)
-    return filters.do_batch(value, linecount, fill_with)
+def _cut_off(text: str, last: str) -> str:
+    """`text` up to the end of the last message, or of what the template left of that."""
+    end = text.rfind(_CONTINUE.strip())
+    if end < 0 or last.strip() not in text:
+        raise ValueError("it does not show the last message, so that cannot be continued")
+    kept = text[:end]
+    # Where the blank behind the tag is gone, the template trims its messages: so is the end of this one.
+    return kept if text.startswith(_CONTINUE, end) else kept.rstrip()
 
 
-@pass_environment
-def _center(sandbox: "TemplateSandbox", value: Any, width: int = 80) -> str:
-    text = _string(sandbox, value)
-    sandbox.weigh(sizes.padded(text, width))
-    return text.center(width)
-
-
-@pass_environment
-def _escape(sandbox: "TemplateSandbox", value: Any) -> str:
-    return str(escape(_string(sandbox, value)))
-
-
-@pass_environment
-def _format(sandbox: "TemplateSandbox", value: Any, *args: Any, **kwargs: Any) -> str:
-    text = _string(sandbox, value)
-    sandbox.weigh(sizes.filled(text, kwargs or args))
-    return text % (kwargs or args)
-
-
-@pass_environment
-def _indent(
-    sandbox: "TemplateSandbox",
-    value: Any,
-    width: int | str = 4,
-    first: bool = False,
-    blank: bool = False,
-) -> str:
-    text = _string(sandbox, value)
-    step = sizes.padded("", width) if isinstance(width, int) else len(width)
-    sandbox.weigh(len(text) + (1 + len(text.splitlines())) * step)
-    return filters.do_indent(text, width, first, blank)
-
-
-@pass_environment
-def _join(
-    sandbox: "TemplateSandbox", value: Iterable[Any], d: str = "", attribute: str | None = None
-) -> str:
-    read = filters.make_attrgetter(sandbox, attribute) if attribute is not None else None
-    parts = [part if read is None else read(part) for part in value]
-    sandbox.weigh(sizes.joined(d, parts))
-    return str(d).join(map(str, parts))
-
-
-@pass_environment
-def _replace(
-    sandbox: "TemplateSandbox", value: Any, old: str, new: str, count: int | None = None
-) -> str:
-    text = _string(sandbox, value)
-    sandbox.weigh(sizes.replaced(text, str(old), str(new)))
-    return text.replace(str(old), str(new), -1 if count is None else count)
-
-
-def _round(value: float, precision: int = 0, method: str = "common") -> float:
-    if abs(precision) > _MAX_PRECISION:
-        raise TemplateSizeError(f"a number is rounded to more than {_MAX_PRECISION} places")
-    return filters.do_round(value, precision, method)  # type: ignore[arg-type]  # checks it itself
-
-
-@pass_environment
-def _string(sandbox: "TemplateSandbox", value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    sandbox.weigh(sizes.written(value))
-    return str(value)
-
-
-@pass_environment
-def _sum(
-    sandbox: "TemplateSandbox",
-    value: Iterable[Any],
-    attribute: str | int | None = None,
-    start: Any = 0,
-) -> Any:
-    if not isinstance(start, int | float):
-        raise TemplateSizeError("only numbers are summed up here")
-    return filters.sync_do_sum(sandbox, value, attribute, start)
-
-
-@pass_environment
-def _tojson(
-    sandbox: "TemplateSandbox",
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As transformers has it: plain JSON, without HTML's escapes."""
-    step = len(indent) if isinstance(indent, str) else indent or 0
-    if max(step, *map(len, separators or ("", ""))) > _MAX_INDENT:
-        raise TemplateSizeError(f"JSON is spaced by more than {_MAX_INDENT} characters")
-    sandbox.weigh(sizes.written(value))
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What `transformers` gives to chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "dict": _dict,
+        "namespace": _Namespace,
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+    }
+    return environment
 
 
-FILTERS: Mapping[str, Callable[..., Any]] = {
-    **{name: filters.FILTERS[name] for name in _HARMLESS},
-    "batch": _batch,
-    "center": _center,
-    "e": _escape,
-    "escape": _escape,
-    "forceescape": _escape,
-    "format": _format,
-    "indent": _indent,
-    "join": _join,
-    "replace": _replace,
-    "round": _round,
-    "safe": _string,
-    "string": _string,
-    "sum": _sum,
-    "tojson": _tojson,
-}
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the assistant said, for training; here its content is written as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it
+
+    def parse(self, parser: Parser) -> Node:
+        """The block's own content."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
+
+    def _written(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 class _Namespace(Namespace):
@@ -355,37 +162,110 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a namespace cannot hold {name[:40]!r}")
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    sizes.timed(form)
-    return datetime.now().strftime(form)  # local time is what templates mean
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON, without HTML's escapes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
 
-GLOBALS: Mapping[str, Callable[..., Any]] = {
-    "dict": _dict,
-    "namespace": _Namespace,
-    "raise_exception": _raise_exception,
-    "strftime_now": _strftime_now,
-}
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
 
 
-class GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant said, for who trains a model; here it is written as it is."""
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)  # local time is what templates mean
 
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it
 
-    def parse(self, parser: Parser) -> Node:
-        """The block's own content."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
+def receive(connection: socket.socket, timeout_s: float | None = None) -> bytearray | None:
+    """The next message; None at the end of the stream.
 
-    def _written(self, caller: Callable[[], str]) -> str:
-        return caller()
+    Raises:
+        TimeoutError: It did not come in time.
+    """
+    until_s = None if timeout_s is None else time.monotonic() + timeout_s
+    head = _receive_exactly(connection, 8, until_s)
+    if head is None:
+        return None
+    return _receive_exactly(connection, int.from_bytes(head, "little"), until_s)
+
+
+def _receive_exactly(
+    connection: socket.socket, size: int, until_s: float | None
+) -> bytearray | None:
+    message = bytearray(size)
+    rest = memoryview(message)
+    while rest:
+        if until_s is not None:
+            connection.settimeout(max(0.001, until_s - time.monotonic()))
+        count = connection.recv_into(rest)
+        if count == 0:
+            return None
+        rest = rest[count:]
+    return message
+
+
+def message(body: bytes, kind: bytes = b"") -> bytes:
+    """`body` as it is sent."""
+    return (len(kind) + len(body)).to_bytes(8, "little") + kind + body
+
+
+def _bound(memory_bytes: int) -> None:
+    """From here on: no more memory than this, no files, no processes."""
+    # Loads what Python and jinja2 load when it is first used, while files can be opened.
+    _environment().from_string(_LOADING).render()
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    for limit, value in (
+        (resource.RLIMIT_NOFILE, 3),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+
+
+def _allow_cpu(limit_s: float) -> None:
+    """So much processor time from now on, in case the parent is not there any more to end a rendering."""
+    used_s = time.process_time()
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used_s + limit_s) + 1, hard))
+
+
+def _answer(template: ChatTemplate, request: bytearray) -> bytes:
+    try:
+        return message(template.render(**json.loads(request)).encode(), OK)
+    except MemoryError:
+        return message(b"it needs too much memory", EXHAUSTED)
+    except Exception as error:  # noqa: BLE001  # a template may run into anything
+        why = str(error) or type(error).__name__
+        return message(why[:1000].encode(errors="replace"), REFUSED)
+
+
+def main() -> None:
+    """Renders until the parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(fileno=0)
+    first = receive(connection)
+    if first is None:
+        return
+    settings = json.loads(first)
+    template = ChatTemplate(settings["source"], settings["special_tokens"], settings["max_chars"])
+    _bound(settings["memory_bytes"])
+    connection.sendall(message(b""))
+    while (request := receive(connection)) is not None:
+        _allow_cpu(settings["limit_s"])
+        connection.sendall(_answer(template, request))
+
+
+if __name__ == "__main__":
+    main()

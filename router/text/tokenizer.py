@@ -2,7 +2,7 @@
 
 The tokenizer and its chat template come from the model's directory (`router.text.pretrained`). Threads may share the Rust
 tokenizer. Long prompts take long, so encoding and rendering run in a few threads of their own and never on the event loop.
-Templates render in jinja2's immutable sandbox, for a bounded time.
+Chat templates are rendered in processes of their own (`router.templates.renderer`).
 """
 
 import asyncio
@@ -11,28 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import jinja2
-
 from baton.errors import InvalidRequestError
-from router.templates.chat_template import ChatMessage, ChatTemplate, Rendering
-from router.templates.time_cap import TimeCap, TimeCapError
+from router.templates.renderer import (
+    MAX_RENDER_S,
+    MAX_RENDERED_CHARS,
+    Conversation,
+    TemplateRenderer,
+)
 from router.text.detokenizer import Detokenizer
 from router.text.pretrained import PretrainedTokenizer, read_tokenizer
 from router.text.token_bytes import ByteDecoder, ByteTable, PieceTable, TokenDecoder, is_byte_level
 
 _Result = TypeVar("_Result")
-
-MAX_TEMPLATE_S = 10.0
-"""How long a chat template may take for one conversation."""
-
-MAX_RENDERED_CHARS = 64 * 1024 * 1024
-"""What it may make of one conversation."""
-
-_TEMPLATE_FAULTS = (
-    *(jinja2.TemplateError, TypeError, ValueError, AttributeError),
-    *(ArithmeticError, LookupError, RecursionError, MemoryError),
-)
-"""What a template may run into. It is the model's, so these are no faults of ours."""
 
 
 class Tokenizer:
@@ -50,7 +40,7 @@ class Tokenizer:
         pretrained: PretrainedTokenizer,
         *,
         threads: int = 2,
-        template_s: float = MAX_TEMPLATE_S,
+        template_s: float = MAX_RENDER_S,
         max_chars: int = MAX_RENDERED_CHARS,
     ) -> None:
         backend = pretrained.backend
@@ -61,13 +51,17 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.pieces = PieceTable(backend, added)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-        self._chat_template = (
-            ChatTemplate(pretrained.chat_template, pretrained.special_tokens, max_chars)
+        self._renderer = (
+            TemplateRenderer(
+                pretrained.chat_template,
+                pretrained.special_tokens,
+                limit_s=template_s,
+                max_chars=max_chars,
+            )
             if pretrained.chat_template
             else None
         )
         self._byte_table = ByteTable(backend, self.special_ids) if is_byte_level(backend) else None
-        self._time_cap = TimeCap(template_s)
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
 
     @classmethod
@@ -76,7 +70,7 @@ class Tokenizer:
         directory: Path,
         *,
         threads: int = 2,
-        template_s: float = MAX_TEMPLATE_S,
+        template_s: float = MAX_RENDER_S,
         max_chars: int = MAX_RENDERED_CHARS,
     ) -> "Tokenizer":
         """Reads the tokenizer of a model's directory (a hub snapshot is one). Blocks; call it at start.
@@ -97,20 +91,16 @@ class Tokenizer:
         return await self._in_thread(lambda: self._encode(text, add_special_tokens))
 
     async def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        rendering: Rendering | None = None,
-        add_special_tokens: bool = False,
+        self, conversation: Conversation, *, add_special_tokens: bool = False
     ) -> list[int]:
-        """Token ids of a conversation, rendered by the model's chat template (`router.templates.chat_template`).
+        """Token ids of a conversation, rendered by the model's chat template (`router.templates.renderer`).
 
         Raises:
             InvalidRequestError: There is no template, or it refuses these messages.
+            UnavailableError: There is no process to render it in.
         """
-        how = rendering or Rendering()
         return await self._in_thread(
-            lambda: self._encode(self._render(messages, how), add_special_tokens)
+            lambda: self._encode(self._render(conversation), add_special_tokens)
         )
 
     async def decode_steps(self, token_ids: Sequence[int]) -> list[str]:
@@ -136,9 +126,10 @@ class Tokenizer:
         return [self.backend.id_to_token(i) or "" for i in token_ids]
 
     def close(self) -> None:
-        """Ends the threads; what they have begun is finished."""
+        """Ends the threads and the renderer; what they have begun is finished."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._time_cap.close()
+        if self._renderer is not None:
+            self._renderer.close()
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -151,20 +142,10 @@ class Tokenizer:
         steps = [detokenizer.push(token) for token in token_ids]
         return [*steps[:-1], steps[-1] + detokenizer.finish()] if steps else []
 
-    def _render(self, messages: Sequence[ChatMessage], how: Rendering) -> str:
-        template = self._chat_template
-        if template is None:
+    def _render(self, conversation: Conversation) -> str:
+        if self._renderer is None:
             raise InvalidRequestError(
                 "This model has no chat template; send the prompt to /v1/completions.",
-                param="messages",
+                param=conversation.param,
             )
-        try:
-            return self._time_cap.run(lambda: template.render(messages, how))
-        except TimeCapError as error:
-            raise InvalidRequestError(
-                "The model's chat template takes too long for these messages.", param="messages"
-            ) from error
-        except _TEMPLATE_FAULTS as error:
-            raise InvalidRequestError(
-                f"The model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+        return self._renderer.render(conversation)

@@ -22,8 +22,8 @@ from baton_engine.messages import (
 )
 from baton_engine.ports import PageExport
 from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import StepPlan
-from baton_engine.scheduling.policy import SchedulingPolicy
 from baton_engine.scheduling.scheduler import Scheduler
 
 SECRET = bytes(32)
@@ -118,7 +118,7 @@ class World:
 
     def step(self, failing_row: int | None = None) -> list[SeqEvent]:
         """One step, if anything can run; returns what was told. The row of that number, if there is one, fails."""
-        plan, events = self.scheduler.schedule()
+        plan, events = self.scheduler.schedule(self.now_s)
         if plan is not None:
             self.check_plan(plan)
             self.plans.append(plan)
@@ -128,7 +128,7 @@ class World:
             if failing_row is not None and failing_row < len(plan.rows):
                 seq = plan.rows[failing_row].seq
                 events = events + self.scheduler.fail(seq, EngineError("told to fail"))
-            events = events + self.scheduler.apply(plan, result)
+            events = events + self.scheduler.update_from_output(plan, result, self.now_s)
             if self.pool is not None:
                 self.outlet.offer(self.scheduler.take_published())
         self.scheduler.check_integrity()

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.generation import SamplingParams, TokenLogprobs
-from baton.ids import BlockId, SeqId
 from baton_engine.cache.arena import KvArena
 from baton_engine.models.config import kv_layout
 from baton_engine.models.decoder import Decoder
 from baton_engine.ports import LayerSink
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.plan import Drawn, Row, StepPlan
-from baton_engine.scheduling.sequence import Sequence
+from baton_engine.scheduling.request import Sequence
+from tests.baton_engine.sequences import sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -68,13 +68,8 @@ def make_texts(
     pages: Iterator[int] = iter(torch.randperm(sum(needed)).tolist())
     texts = [
         Text(
-            seq=Sequence(
-                seq_id=SeqId(str(i)),
-                sample=0,
-                params=params,
-                tokens=list(prompt),
-                prompt_len=len(prompt),
-                blocks=[BlockId(next(pages)) for _ in range(needed[i])],
+            seq=sequence(
+                prompt, params, seq_id=str(i), blocks=[next(pages) for _ in range(needed[i])]
             ),
             chunk=chunks[i % len(chunks)],
         )

@@ -10,7 +10,7 @@ from baton_engine.kernels.cpu.matmul import (
     streams_bfloat16,
 )
 from baton_engine.kernels.reference import linear_int8, quantise_columns
-from baton_engine.layers.linear import Linear, pack
+from baton_engine.models.linear import Linear, pack
 
 ROWS = (1, 2, 3, 4, 5, 7, 11, 12, 13, 25, 250)
 SIZES = pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (63, 31), (64, 33), (577, 300)])

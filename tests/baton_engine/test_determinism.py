@@ -15,10 +15,9 @@ from baton_engine.host import ThreadEngineHost
 from baton_engine.kernels import select
 from baton_engine.kernels.cpu.matmul import multiplies_int8, streams_bfloat16
 from baton_engine.kernels.select import check_deterministic
-from baton_engine.layers.fixed_rows import ROWS, fix_rows
-from baton_engine.layers.linear import Linear, pack
 from baton_engine.messages import Generate, Prefill, Release, Reserve, Sampled, StepEvents
 from baton_engine.models.config import load_spec, pinned
+from baton_engine.models.linear import ROWS, Linear, fix_rows, pack
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.baton_engine.whole_engine import WholeEngine, hand_over
 
@@ -174,12 +173,12 @@ def test_prefilled_here_and_decoded_there(engines, alone):
     target.tell(*others(4), Reserve(seq_id=ASKED, prompt=WANTED))
     blocks: list[int] = []
     while not source.tokens(ASKED):
-        plan, events = source.scheduler.schedule()
+        plan, events = source.scheduler.schedule(0.0)
         source.events += events
         assert plan is not None
         rows = [row for row in plan.rows if row.seq.seq_id == ASKED]
         blocks = list(rows[0].seq.blocks) if rows else blocks
-        source.events += source.scheduler.apply(plan, source.runner.execute(plan))
+        source.events += source.scheduler.update_from_output(plan, source.runner.execute(plan), 0.0)
     for _ in range(3):
         target.step()
     hand_over(source, target, ASKED, blocks)

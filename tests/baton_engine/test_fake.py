@@ -6,19 +6,13 @@ from baton.ids import BlockId, SeqId
 from baton_engine.fakes.engine import FakeRunner
 from baton_engine.ports import PageExport
 from baton_engine.scheduling.plan import Row, StepPlan
-from baton_engine.scheduling.sequence import Sequence
+from baton_engine.scheduling.request import Sequence
 from tests.baton_engine.scheduling_world import limits
+from tests.baton_engine.sequences import sequence
 
 
-def sequence(*blocks: int) -> Sequence:
-    return Sequence(
-        seq_id=SeqId("s"),
-        sample=0,
-        params=SamplingParams(),
-        tokens=[1, 2, 3, 4, 5],
-        prompt_len=5,
-        blocks=[BlockId(block) for block in blocks],
-    )
+def text(*blocks: int) -> Sequence:
+    return sequence([1, 2, 3, 4, 5], SamplingParams(), blocks=blocks)
 
 
 def plan(seq: Sequence, start: int, num_tokens: int, **rest) -> StepPlan:
@@ -28,30 +22,30 @@ def plan(seq: Sequence, start: int, num_tokens: int, **rest) -> StepPlan:
 
 def test_chunks_draw_what_the_whole_prompt_draws():
     whole, chunked = FakeRunner(limits()), FakeRunner(limits())
-    expected = whole.execute(plan(sequence(3, 5), 0, 5))
-    chunked.execute(plan(sequence(0, 1), 0, 2))
-    assert chunked.execute(plan(sequence(0, 1), 2, 3)) == expected
+    expected = whole.execute(plan(text(3, 5), 0, 5))
+    chunked.execute(plan(text(0, 1), 0, 2))
+    assert chunked.execute(plan(text(0, 1), 2, 3)) == expected
     assert expected.drawn[0][0].token == next(whole.draw_all((1, 2, 3, 4, 5), 0))
 
 
 def test_reading_a_page_that_was_never_written_raises():
     with pytest.raises(EngineError, match="nothing was written"):
-        FakeRunner(limits()).execute(plan(sequence(0, 1), 4, 1))
+        FakeRunner(limits()).execute(plan(text(0, 1), 4, 1))
 
 
 def test_the_content_of_pages_decides_what_is_drawn():
     right, wrong = FakeRunner(limits()), FakeRunner(limits())
     for runner in (right, wrong):
-        runner.execute(plan(sequence(0, 1), 0, 4))
+        runner.execute(plan(text(0, 1), 0, 4))
     wrong.pages[0][3] += 1
-    assert right.execute(plan(sequence(0, 1), 4, 1)) != wrong.execute(plan(sequence(0, 1), 4, 1))
+    assert right.execute(plan(text(0, 1), 4, 1)) != wrong.execute(plan(text(0, 1), 4, 1))
 
 
 def test_pages_are_copied_before_anything_is_computed():
     runner = FakeRunner(limits())
-    runner.execute(plan(sequence(0, 1), 0, 4))
+    runner.execute(plan(text(0, 1), 0, 4))
     before = list(runner.pages[0])
-    runner.execute(plan(sequence(0, 1), 0, 1, copies=((BlockId(0), BlockId(7)),)))
+    runner.execute(plan(text(0, 1), 0, 1, copies=((BlockId(0), BlockId(7)),)))
     assert runner.pages[7] == before
 
 
@@ -64,5 +58,5 @@ def test_the_sink_hears_of_exports_once_per_layer():
 
     export = PageExport(seq_id=SeqId("s"), first_block=0, blocks=(BlockId(0),), last=True)
     runner = FakeRunner(limits(), sink=Sink(), num_layers=2)
-    runner.execute(plan(sequence(0, 1), 0, 5, exports=(export,)))
+    runner.execute(plan(text(0, 1), 0, 5, exports=(export,)))
     assert heard == [(0, [export]), (1, [export])]

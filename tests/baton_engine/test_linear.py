@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from baton_engine.layers.linear import Linear, PackedLinear, pack
+from baton_engine.models.linear import Linear, PackedLinear, pack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -224,10 +224,10 @@ def test_an_idle_loop_wakes_up_for_a_command():
 class Broken(Scheduler):
     """Loses count as soon as it has something to do."""
 
-    def schedule(self):
+    def schedule(self, now_s):
         if self.load().waiting:
             raise InvariantError("lost count")
-        return super().schedule()
+        return super().schedule(now_s)
 
 
 def test_a_fault_of_the_scheduler_ends_the_loop_visibly():

@@ -15,7 +15,7 @@ from baton_engine.models.config import (
     load_spec,
     resolve_model,
 )
-from baton_engine.models.rope import RopeScaling
+from baton_engine.models.rotary import RopeScaling
 from tests.baton_engine.tiny_models import FAMILIES, make_model
 
 CPU = torch.device("cpu")

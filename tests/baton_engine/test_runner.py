@@ -1,5 +1,6 @@
 import json
 from collections.abc import Sequence as Exports
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
 from baton_engine.ports import PageExport
 from baton_engine.scheduling.plan import Row, StepPlan
-from baton_engine.scheduling.sequence import Sequence
+from tests.baton_engine.sequences import sequence
 from tests.baton_engine.stepping import make_runner, make_texts, run_all
 from tests.baton_engine.tiny_models import FAMILIES, make_model, random_prompts
 
@@ -278,14 +279,7 @@ def test_the_sink_hears_nothing_when_nothing_leaves(models):
 )
 def test_a_row_that_cannot_be_computed_is_an_engine_error(models, tokens, blocks, complaint):
     runner, _ = make_runner(load(models("llama")), block_tokens=4, num_blocks=3)
-    seq = Sequence(
-        seq_id=SeqId("s"),
-        sample=0,
-        params=GREEDY,
-        tokens=tokens,
-        prompt_len=len(tokens),
-        blocks=blocks,
-    )
+    seq = sequence(tokens, GREEDY, blocks=blocks)
     row = Row(seq=seq, start=0, num_tokens=len(tokens), samples=(0,))
     with pytest.raises(EngineError, match=complaint):
         runner.execute(StepPlan(step=0, rows=(row,)))
@@ -293,7 +287,7 @@ def test_a_row_that_cannot_be_computed_is_an_engine_error(models, tokens, blocks
 
 @pytest.mark.parametrize("slice_bytes", [1, 64 * 1024 * 1024], ids=["token by token", "at once"])
 def test_prompt_logprobs_are_within_1e_4_of_transformers(models, slice_bytes, monkeypatch):
-    monkeypatch.setattr("baton_engine.sampling.prompt_scores.MAX_LOGITS_BYTES", slice_bytes)
+    monkeypatch.setattr("baton_engine.sampling.logprobs.MAX_LOGITS_BYTES", slice_bytes)
     path = models("qwen3")
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=3)
     prompts = random_prompts(4, 90, seed=5)
@@ -322,7 +316,8 @@ def test_scoring_one_text_changes_no_token_of_another(models):
     beside: list[int] = []
     for params, drawn in zip(asked, (alone, beside), strict=True):
         texts, num_blocks = make_texts(prompts, params, block_tokens=16, chunks=(64,))
-        texts[0].seq.params = asked[0]
+        request = texts[0].seq.request
+        request.prompt = replace(request.prompt, sampling=asked[0])
         runner, _ = make_runner(decoder, block_tokens=16, num_blocks=num_blocks)
         run_all(runner, texts)
         drawn += [draw.token for draw in texts[0].drawn]

@@ -6,14 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.generation import SamplingParams, TokenLogprobs
-from baton.ids import SeqId
 from baton_engine.sampling.adjust import adjust, collect_changes
+from baton_engine.sampling.draws import uniforms
 from baton_engine.sampling.filters import collect_filters, drop_unlikely
 from baton_engine.sampling.sampler import Sampler
-from baton_engine.sampling.streams import uniforms
 from baton_engine.scheduling.plan import Drawn, Row
-from baton_engine.scheduling.sequence import Sequence
 from baton_engine.staging import DeviceStaging, StagedBatch
+from tests.baton_engine.sequences import sequence
 
 EOS = 0
 VOCAB = 300
@@ -21,9 +20,7 @@ VOCAB = 300
 
 def row(params: SamplingParams, *, prompt=(5,), output=(), samples=(0,)) -> Row:
     tokens = [*prompt, *output]
-    seq = Sequence(
-        seq_id=SeqId("s"), sample=samples[0], params=params, tokens=tokens, prompt_len=len(prompt)
-    )
+    seq = sequence(tokens, params, samples=samples, num_generated=len(output))
     return Row(seq=seq, start=len(tokens) - 1, num_tokens=1, samples=samples)
 
 

@@ -17,7 +17,7 @@ from baton_engine.messages import (
     Sampled,
     Start,
 )
-from baton_engine.scheduling.pager import Pager
+from baton_engine.scheduling.kv_cache_manager import KvCacheManager
 from baton_engine.scheduling.scheduler import Scheduler
 from tests.baton_engine.scheduling_world import SECRET, World, hand_over, layout, limits, prompt
 
@@ -173,7 +173,7 @@ def test_pages_that_nobody_gave_back_are_told_as_leaked_once_nobody_is_here(monk
     held = world.scheduler.load()
     assert (held.blocks_used > 0, held.blocks_leaked) == (True, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(Pager, "release", lambda self, branch: None)
+        patch.setattr(KvCacheManager, "free", lambda self, sequence: None)
         world.tell(Abort(seq_id=A))
     load = world.scheduler.load()
     assert load.blocks_leaked == load.blocks_used == held.blocks_used
@@ -563,11 +563,11 @@ def test_a_prefill_needs_room_for_its_prompt_only():
 def test_a_failed_row_ends_its_request_and_no_other():
     world = World(limits())
     world.tell(generate(A, 8), generate(B, 9))
-    plan, _ = world.scheduler.schedule()
+    plan, _ = world.scheduler.schedule(0.0)
     assert plan is not None
     result = world.runner.execute(plan)
     (failed,) = world.scheduler.fail(plan.rows[0].seq, EngineError("broken"))
-    events = world.scheduler.apply(plan, result)
+    events = world.scheduler.update_from_output(plan, result, 0.0)
     assert isinstance(failed, Failed)
     assert [event.seq_id for event in events] == [B]
     world.scheduler.check_integrity()
@@ -605,7 +605,7 @@ def test_pages_that_a_failed_text_shared_stay_with_those_that_use_them():
 def test_a_command_while_a_step_is_in_flight_is_a_broken_invariant():
     world = World(limits())
     world.tell(generate(A, 8))
-    world.scheduler.schedule()
+    world.scheduler.schedule(0.0)
     with pytest.raises(InvariantError, match="in flight"):
         world.scheduler.handle(Abort(seq_id=A), 0.0)
 
@@ -682,3 +682,23 @@ def test_the_prefilling_side_of_a_hand_over_scores_and_the_other_does_not():
     assert len(scores_of(source, A)[0]) == 9
     assert scores_of(target, A) == []
     assert target.tokens(A) == target.undisturbed(prompt(10))
+
+
+def test_the_story_of_a_sequence_has_its_moves_and_not_its_steps():
+    world = World(limits())
+    world.tell(generate(A, 20))
+    world.run()
+    told = [entry.event for entry in world.scheduler.story(A)]
+    assert told == [
+        "sample 0: GENERATE -> WAITING, 20 tokens, 0 pages",
+        "sample 0: WAITING -> PREFILLING, 20 tokens, 5 pages",
+        "sample 0: PREFILLING -> RUNNING, 21 tokens, 5 pages",
+        "sample 0: RUNNING -> ENDED, 25 tokens, 0 pages",
+    ]
+    assert world.scheduler.story(B) == ()
+
+
+def test_an_error_of_a_known_sequence_carries_its_story():
+    world = World(limits())
+    world.tell(generate(A, 20), generate(A, 20))
+    assert "GENERATE -> WAITING" in world.error_of(A).story_text

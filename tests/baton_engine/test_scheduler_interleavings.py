@@ -19,9 +19,7 @@ from baton_engine.messages import (
     Reserved,
     Sampled,
 )
-from baton_engine.scheduling.order import ORDERS
-from baton_engine.scheduling.policy import SchedulingPolicy
-from baton_engine.scheduling.precedence import PRECEDENCES
+from baton_engine.scheduling.ordering import PREEMPTION_ORDERS, PREFILL_ORDERINGS, SchedulingPolicy
 from tests.baton_engine.scheduling_world import World, hand_over, limits, prompt
 
 EOS = (3,)
@@ -42,8 +40,8 @@ ASKED = st.builds(
 POLICIES = st.builds(
     SchedulingPolicy,
     tbt_s=st.none() | st.just(0.05),
-    prefill_order=st.sampled_from(sorted(ORDERS)),
-    preemption=st.sampled_from(sorted(PRECEDENCES)),
+    prefill_order=st.sampled_from(sorted(PREFILL_ORDERINGS)),
+    preemption=st.sampled_from(sorted(PREEMPTION_ORDERS)),
     output_headroom=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
 )
 

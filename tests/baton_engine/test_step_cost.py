@@ -8,18 +8,12 @@ from baton.generation import SamplingParams
 from baton.ids import BlockId, BlockKey, SeqId
 from baton.pages import PageFetch
 from baton_engine.scheduling.plan import Row, StepPlan
-from baton_engine.scheduling.sequence import Sequence
 from baton_engine.scheduling.step_cost import StepCost
+from tests.baton_engine.sequences import sequence
 
 
 def row(start: int, num_tokens: int, *, generated: int = 0) -> Row:
-    seq = Sequence(
-        seq_id=SeqId("s"),
-        sample=0,
-        params=SamplingParams(),
-        tokens=[0] * (start + num_tokens),
-        prompt_len=start + num_tokens - generated,
-    )
+    seq = sequence([0] * (start + num_tokens), SamplingParams(), num_generated=generated)
     return Row(seq=seq, start=start, num_tokens=num_tokens, samples=())
 
 

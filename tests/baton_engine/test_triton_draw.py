@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.generation import SamplingParams
-from baton.ids import SeqId
 from baton_engine.sampling.draws import (
     RandomRows,
     collect_random,
@@ -17,8 +16,8 @@ from baton_engine.sampling.draws import (
     draw_with_triton,
 )
 from baton_engine.scheduling.plan import Row
-from baton_engine.scheduling.sequence import Sequence
 from baton_engine.staging import DeviceStaging, StagedBatch
+from tests.baton_engine.sequences import sequence
 from tests.baton_engine.triton_cases import DEVICE, kernels, needs_triton
 
 pytestmark = needs_triton
@@ -36,13 +35,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def row(seed: int, samples=(0,), **params) -> Row:
-    seq = Sequence(
-        seq_id=SeqId("s"),
-        sample=0,
-        params=SamplingParams(**{"seed": seed, **params}),
-        tokens=[1],
-        prompt_len=1,
-    )
+    seq = sequence([1], SamplingParams(**{"seed": seed, **params}), samples=samples)
     return Row(seq=seq, start=0, num_tokens=1, samples=samples)
 
 

@@ -80,13 +80,13 @@ class WholeEngine:
             self.events += self.scheduler.handle(command, 0.0)
 
     def step(self) -> bool:
-        plan, events = self.scheduler.schedule()
+        plan, events = self.scheduler.schedule(0.0)
         self.events += events
         if plan is None:
             return False
         result = self.runner.execute(plan)
         assert not result.failed
-        self.events += self.scheduler.apply(plan, result)
+        self.events += self.scheduler.update_from_output(plan, result, 0.0)
         self.scheduler.check_integrity()
         return True
 

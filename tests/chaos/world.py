@@ -24,7 +24,7 @@ from baton.ids import RequestId, Role
 from baton.rpc.channel import open_channel
 from baton.rpc.v1 import control_pb2, control_pb2_grpc
 from router.generator import ClusterGenerator
-from router.ports import GenerationJob, Timing
+from router.ports import GenerationRequest, Timing
 from tests.chaos.process import is_gone, is_stopped
 from tests.chaos.proxy import FaultProxy, fault_proxy
 from tests.chaos.relay import SessionRelay, session_relay
@@ -117,7 +117,7 @@ class World:
     async def generate(self, prompt: Prompt, deadline_s: float = 30.0) -> list[list[int]]:
         """All tokens of a prompt, by sample."""
         self._jobs += 1
-        job = GenerationJob(
+        job = GenerationRequest(
             request_id=RequestId(f"job-{self._jobs}"), prompt=prompt, deadline_s=deadline_s
         )
         texts: list[list[int]] = [[] for _ in prompt.samples]

@@ -109,9 +109,9 @@ def test_prompts_without_room_wait_in_the_pool_and_nobody_sees_more_than_a_pause
 ) -> None:
     crowd = _Crowd(cluster)
     crowd.assert_right(checkpoint)
-    assert _metric(cluster, "baton_handoff_rungs_total", rung="no_room") > 0
+    assert _metric(cluster, "baton_handoff_fallbacks_total", fallback="no_room") > 0
     assert _metric(cluster, "baton_pool_hits_total") >= PROMPT_TOKENS * 0.9
-    assert _metric(cluster, "baton_handoff_rungs_total", rung="refused") == 0
+    assert _metric(cluster, "baton_handoff_fallbacks_total", fallback="refused") == 0
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_a_worker_that_is_killed_while_prompts_wait_in_the_pool_costs_no_token(
 ) -> None:
     crowd = _Crowd(cluster)
     eventually(
-        lambda: _metric(cluster, "baton_handoff_rungs_total", rung="no_room") > 0,
+        lambda: _metric(cluster, "baton_handoff_fallbacks_total", fallback="no_room") > 0,
         "a prompt went to the pool",
         60.0,
     )
@@ -142,7 +142,7 @@ def test_what_was_preempted_comes_back_from_the_pool(
         _Crowd(cluster).assert_right(checkpoint)
         decode = next(worker for worker in cluster.workers() if worker["role"] == "decode")
         assert decode["load"]["preemptions"] > 0
-        assert _metric(cluster, "baton_handoff_rungs_total") == 0, "nobody began anew"
+        assert _metric(cluster, "baton_handoff_fallbacks_total") == 0, "nobody began anew"
         url = f"http://127.0.0.1:{metrics + 1}/metrics"
         assert _counted(url, "baton_pool_fetched_blocks_total") > 0
 

@@ -11,7 +11,7 @@ from baton.rpc.channel import bind, new_server
 from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
 from router.admin.app import create_admin_app
-from router.pool_desk import PoolDesk
+from router.admin.pool_client import PoolAdminClient
 from router.tenancy import simple
 
 OPERATOR = {"Authorization": "Bearer operator"}
@@ -53,7 +53,7 @@ async def nodes(folder, count: int) -> AsyncIterator[tuple[list[FakeNode], list[
 
 @contextlib.asynccontextmanager
 async def operator(addresses: list[str]) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_admin_app(simple((), ManualClock()), ("operator",), PoolDesk(addresses))
+    app = create_admin_app(simple((), ManualClock()), ("operator",), PoolAdminClient(addresses))
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(
         transport=transport, base_url="http://admin", headers=OPERATOR

@@ -17,7 +17,7 @@ async def test_a_conversation_is_answered_with_a_message():
         reply = MessageReply.model_validate_json((await ask(served)).content, strict=True)
         assert [block.text for block in reply.content] == ["hello there"]
         assert (reply.role, reply.model, reply.stop_reason) == ("assistant", MODEL, "end_turn")
-        prompt = len(served.generator.jobs[0].prompt.prompt_tokens)
+        prompt = len(served.generator.requests[0].prompt.prompt_tokens)
         assert reply.usage.input_tokens + reply.usage.cache_read_input_tokens == prompt
         assert reply.usage.output_tokens == len(served.generator.script[0]) + 1
 
@@ -34,7 +34,7 @@ async def test_system_and_blocks_become_the_conversation():
             system=[{"type": "text", "text": "be kind"}],
             messages=[{"role": "user", "content": blocks}],
         )
-        text = await served.tokenizer.decode(served.generator.jobs[0].prompt.prompt_tokens)
+        text = await served.tokenizer.decode(served.generator.requests[0].prompt.prompt_tokens)
         assert text == "<|system|>be kind<|end|><|user|>hi<|end|><|assistant|>"
 
 
@@ -43,7 +43,7 @@ async def test_an_answer_that_the_client_began_is_gone_on_with():
         served.says("x")
         begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
         await ask(served, messages=begun)
-        text = await served.tokenizer.decode(served.generator.jobs[0].prompt.prompt_tokens)
+        text = await served.tokenizer.decode(served.generator.requests[0].prompt.prompt_tokens)
         assert text.endswith("<|assistant|>Well")
 
 
@@ -73,7 +73,7 @@ async def test_how_tokens_are_drawn_is_passed_on():
     async with serve() as served:
         served.says("x")
         await ask(served, temperature=0.5, top_p=0.9, top_k=7, seed=3)
-        sampling = served.generator.jobs[0].prompt.sampling
+        sampling = served.generator.requests[0].prompt.sampling
         drawn = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed)
         assert drawn == (0.5, 0.9, 7, 3)
 
@@ -160,4 +160,4 @@ async def test_tokens_are_counted_as_they_would_be_sent():
             "messages": [{"role": "user", "content": "hi"}],
         }
         counted = (await served.http.post("/v1/messages/count_tokens", json=body)).json()
-        assert counted == {"input_tokens": len(served.generator.jobs[0].prompt.prompt_tokens)}
+        assert counted == {"input_tokens": len(served.generator.requests[0].prompt.prompt_tokens)}

@@ -36,7 +36,7 @@ async def test_a_tokenized_conversation_is_what_a_chat_would_send():
         served.says("x")
         await served.chat()
         reply = await served.http.post("/tokenize", json={"messages": _HI})
-        assert tuple(reply.json()["tokens"]) == served.generator.jobs[0].prompt.prompt_tokens
+        assert tuple(reply.json()["tokens"]) == served.generator.requests[0].prompt.prompt_tokens
         assert reply.json()["token_strs"] is None
 
 
@@ -169,7 +169,7 @@ async def test_a_client_that_leaves_cancels_its_job_while_nothing_is_written(str
     async with serve() as served:
         async with listening(served.app) as url:
             await _leave_when_paused(served, url, stream=stream)
-            assert await served.generator.cancelled.get() == served.generator.jobs[0].request_id
+            assert await served.generator.cancelled.get() == served.generator.requests[0].request_id
             assert served.generator.in_flight() == 0
         assert served.metric("baton_client_disconnects_total") == 1
 
@@ -185,7 +185,7 @@ async def test_a_client_that_leaves_cancels_all_prompts_of_its_request():
         ):
             await anext(reply.aiter_raw())
         cancelled = {await served.generator.cancelled.get() for _ in range(3)}
-        assert cancelled == {job.request_id for job in served.generator.jobs}
+        assert cancelled == {job.request_id for job in served.generator.requests}
 
 
 async def test_tokens_reach_the_client_while_the_rest_is_still_made():

@@ -14,7 +14,7 @@ from baton.hashing import chain_keys, root_key
 from baton.ids import RequestId, Role
 from baton_engine.messages import FlushCache
 from router.generator import ClusterGenerator
-from router.ports import GenerationJob
+from router.ports import GenerationRequest
 from router.routing.memory import prints_of
 from router.telemetry.collectors import IndexMetrics
 from tests.decode_worker.cluster import LAYOUT, LIMITS, SECRET, Node, node
@@ -43,7 +43,7 @@ async def eventually(holds: Callable[[], bool]) -> None:
 async def ask(generator: ClusterGenerator, first: int, length: int = 40) -> None:
     """Has `length` tokens of a text of its own prefilled and three drawn."""
     prompt = Prompt(prompt_tokens=text(first, length), sampling=SamplingParams(max_tokens=3))
-    job = GenerationJob(request_id=RequestId(f"r{first}"), prompt=prompt, deadline_s=TIMEOUT_S)
+    job = GenerationRequest(request_id=RequestId(f"r{first}"), prompt=prompt, deadline_s=TIMEOUT_S)
     async for _ in generator.generate(job):
         pass
 

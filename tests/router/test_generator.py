@@ -15,10 +15,10 @@ from baton.errors import (
 from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import RequestId, Role
 from baton.rpc.generation import prompt_from_proto
+from router.dispatch.retry import RetryPolicy
 from router.generator import ClusterGenerator
 from router.links import LinkTiming
-from router.ports import GenerationJob, ServedModel, Timing, Tokens
-from router.restarts import Patience
+from router.ports import GenerationRequest, ServedModel, Timing, Tokens
 from router.slo import STANDARD
 from router.tenants.tenant import ANONYMOUS
 from tests.router.grpc_workers import FakeWorker, running
@@ -30,14 +30,14 @@ pytestmark = pytest.mark.timeout(30)
 @asynccontextmanager
 async def generating(workers: dict[str, FakeWorker], *, all_here: bool = True, **router):
     """A generator over `workers`; at the end nothing may be left in flight."""
-    patience = Patience(
+    policy = RetryPolicy(
         max_attempts=3, worker_wait_s=router.pop("worker_wait_s", 10.0), retry_pause_s=0.01
     )
     generator = ClusterGenerator(
         RouterConfig(**router),
         [worker.address for worker in workers.values()],
         b"s" * 32,
-        patience=patience,
+        retry_policy=policy,
         link_timing=LinkTiming(backoff_s=0.01, backoff_max_s=0.05),
     )
     generator.start()
@@ -54,13 +54,13 @@ async def generating(workers: dict[str, FakeWorker], *, all_here: bool = True, *
 
 def job(
     name="cmpl-1", *, max_tokens=6, samples=(0,), deadline_s=20.0, tenant=ANONYMOUS
-) -> GenerationJob:
+) -> GenerationRequest:
     prompt = Prompt(
         prompt_tokens=tuple(range(10)),
         samples=samples,
         sampling=SamplingParams(max_tokens=max_tokens),
     )
-    return GenerationJob(
+    return GenerationRequest(
         request_id=RequestId(name), prompt=prompt, deadline_s=deadline_s, tenant=tenant
     )
 
@@ -278,7 +278,7 @@ async def test_a_draining_generator_finishes_what_it_has_and_takes_nothing_new(t
         with pytest.raises(DrainingError):
             await collect(generator, job("late"))
         with pytest.raises(DrainingError):
-            generator.knock(ANONYMOUS, STANDARD)
+            generator.check_capacity(ANONYMOUS, STANDARD)
         workers["h0"].gate.set()
         assert await draining
         assert (await running_job)[0][0] == model_output(0, 6)

@@ -68,7 +68,7 @@ def _streamed(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _prompt(served: Served) -> str:
-    tokens = served.generator.jobs[-1].prompt.prompt_tokens
+    tokens = served.generator.requests[-1].prompt.prompt_tokens
     return served.tokenizer.backend.decode(list(tokens), skip_special_tokens=False)
 
 
@@ -105,7 +105,7 @@ async def test_what_is_asked_can_be_refused_before_any_work():
             assert (reply.status_code, error["code"]) == (400, "content_refused")
             assert error["message"] == "Not here."
             assert error["param"] in ("messages", "prompt")
-        assert served.generator.jobs == []
+        assert served.generator.requests == []
 
 
 async def test_what_is_asked_can_be_replaced():
@@ -122,7 +122,7 @@ async def test_what_is_asked_can_be_replaced():
 async def test_token_ids_that_pass_stay_exactly_what_they_are():
     async with serve(parts=with_guard(Censor())) as served:
         await served.complete(prompt=[5, 6, 7])
-        assert served.generator.jobs[0].prompt.prompt_tokens == (5, 6, 7)
+        assert served.generator.requests[0].prompt.prompt_tokens == (5, 6, 7)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -152,7 +152,7 @@ async def test_a_guardrail_that_fails_lets_nothing_past_and_tells_nothing(caplog
     async with serve(parts=with_guard(Broken())) as served:
         reply = await served.chat(messages=_said("private words"))
         assert reply.status_code == 503
-        assert served.generator.jobs == []
+        assert served.generator.requests == []
     assert "private words" not in reply.text + caplog.text
     assert "a guardrail failed" in caplog.text
 

@@ -50,7 +50,7 @@ async def test_a_reply_says_what_is_left():
         served.says("ok")
         reply = await served.chat(KEY, max_tokens=100)
         limits = {n: v for n, v in reply.headers.items() if n.startswith("x-ratelimit")}
-        prompt = len(served.generator.jobs[0].prompt.prompt_tokens)
+        prompt = len(served.generator.requests[0].prompt.prompt_tokens)
         assert limits == {
             "x-ratelimit-limit-requests": "60",
             "x-ratelimit-remaining-requests": "59",
@@ -101,7 +101,7 @@ async def test_tokens_are_charged_as_estimated_and_settled_as_used():
         assert used < 50
         reply = await served.chat(KEY, max_tokens=250)
         assert reply.status_code == 200, "what the first one did not use came back"
-        left = (await made["limiter"].usage(served.generator.jobs[0].tenant)).levels.tokens
+        left = (await made["limiter"].usage(served.generator.requests[0].tenant)).levels.tokens
         assert left.remaining == 300 - 2 * used
 
 
@@ -113,7 +113,7 @@ async def test_tokens_beyond_the_rate_are_told_when_to_come_back():
         refused = await served.chat(KEY, max_tokens=80)
         made["clock"].advance(int(_refusal(refused) or 0))
         assert (await served.chat(KEY, max_tokens=80)).status_code == 200
-        assert len(served.generator.jobs) == 2
+        assert len(served.generator.requests) == 2
 
 
 async def test_no_more_are_in_flight_than_allowed_and_a_stream_counts_until_its_end():
@@ -134,7 +134,7 @@ async def test_what_the_cluster_failed_costs_no_tokens():
     async with serve(parts=made) as served:
         served.generator.fault = WorkerLostError("lost")
         assert (await served.chat(KEY, max_tokens=100)).status_code == 503
-        left = (await made["limiter"].usage(served.generator.jobs[0].tenant)).levels.tokens
+        left = (await made["limiter"].usage(served.generator.requests[0].tenant)).levels.tokens
         assert left.remaining == 300
 
 
@@ -181,7 +181,7 @@ async def test_a_tenant_without_tokens_is_refused_before_its_prompt_is_looked_at
         )
         made["clock"].advance(wait_s)
         assert (await served.chat(KEY, max_tokens=80)).status_code == 200
-        assert len(served.generator.jobs) == 2
+        assert len(served.generator.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -211,4 +211,4 @@ async def test_nothing_is_tokenized_for_who_could_not_be_taken(
         assert reply.status_code == status
         if status == 429:
             assert reply.headers["retry-after"] == "7"
-        assert not served.generator.jobs
+        assert not served.generator.requests

@@ -31,7 +31,7 @@ async def test_the_tenant_of_the_key_travels_with_the_job():
     async with serve(directory=directory()) as served:
         assert (await served.chat(_with("acme-key"), model="tiny-alias")).status_code == 200
         assert (await served.complete(_with("other-key"))).status_code == 200
-        acme, other = [job.tenant for job in served.generator.jobs]
+        acme, other = [job.tenant for job in served.generator.requests]
         assert (acme.tenant_id, acme.weight) == ("acme", 3)
         assert other.tenant_id == "other"
 
@@ -40,7 +40,7 @@ async def test_tenants_never_share_a_cache_scope_with_the_same_salt():
     async with serve(directory=directory()) as served:
         await served.chat(_with("acme-key"), model="tiny-alias", cache_salt="s")
         await served.chat(_with("other-key"), cache_salt="s")
-        acme, other = [job.prompt.cache_scope for job in served.generator.jobs]
+        acme, other = [job.prompt.cache_scope for job in served.generator.requests]
         assert acme != other
 
 
@@ -57,14 +57,14 @@ async def test_a_model_that_is_not_on_a_tenants_list_does_not_exist_for_it():
         assert (
             await served.http.get("/v1/models/tiny", headers=_with("acme-key"))
         ).status_code == 404
-        assert served.generator.jobs == []
+        assert served.generator.requests == []
 
 
 async def test_a_key_may_come_in_the_header_that_anthropics_clients_send():
     async with serve(directory=directory()) as served:
         reply = await served.chat({"x-api-key": "other-key"})
         assert reply.status_code == 200
-        assert served.generator.jobs[0].tenant.tenant_id == "other"
+        assert served.generator.requests[0].tenant.tenant_id == "other"
 
 
 async def test_without_a_credential_nobody_is_let_in():

@@ -95,7 +95,7 @@ def _assert_refused(reply: Any, status: int, code: str, param: str | None) -> No
 async def test_a_bad_field_is_refused_by_its_name(fields: dict[str, Any], param: str):
     async with serve() as served:
         _assert_refused(await served.chat(**fields), 400, "invalid_request", param)
-        assert served.generator.jobs == []
+        assert served.generator.requests == []
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ async def test_a_bad_field_of_a_completion_is_refused_by_its_name(
 ):
     async with serve() as served:
         _assert_refused(await served.complete(**fields), 400, "invalid_request", param)
-        assert served.generator.jobs == []
+        assert served.generator.requests == []
 
 
 _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
@@ -155,7 +155,7 @@ _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 async def test_what_is_right_but_not_served_is_refused_as_such(fields: dict[str, Any], param: str):
     async with serve() as served:
         _assert_refused(await served.chat(**fields), 400, "unsupported_parameter", param)
-        assert served.generator.jobs == []
+        assert served.generator.requests == []
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ async def test_a_field_of_another_endpoint_is_refused_and_not_ignored(path, fiel
     async with serve() as served:
         reply = await served.http.post(path, json={"model": MODEL} | fields)
         _assert_refused(reply, 400, "unsupported_parameter", param)
-        assert served.generator.jobs == []
+        assert served.generator.requests == []
 
 
 @pytest.mark.parametrize(
@@ -410,8 +410,8 @@ async def test_a_clients_request_id_is_echoed_and_used_for_nothing_else():
         served.says("x")
         reply = await served.chat({"X-Request-Id": "my-id.1"})
         assert reply.headers["x-request-id"] == "my-id.1"
-        assert "my-id" not in served.generator.jobs[0].request_id
-        assert reply.json()["id"] == served.generator.jobs[0].request_id
+        assert "my-id" not in served.generator.requests[0].request_id
+        assert reply.json()["id"] == served.generator.requests[0].request_id
 
 
 async def test_a_hostile_request_id_is_cut_and_cleaned():

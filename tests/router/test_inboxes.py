@@ -6,11 +6,11 @@ from baton.clock import ManualClock
 from baton.errors import OverloadedError
 from baton.generation import FinishReason, TokenSample, plain_token
 from baton.ids import RequestId
-from router.actions import Emit
+from router.dispatch.actions import Emit
+from router.dispatch.dispatcher import Advance
 from router.event_gap import EventGap
 from router.inboxes import Inboxes
 from router.ports import Tokens
-from router.steps import Advance
 
 A, B = RequestId("a"), RequestId("b")
 

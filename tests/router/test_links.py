@@ -7,7 +7,7 @@ import pytest
 
 from baton.generation import Prompt, SamplingParams
 from baton.ids import LegId, RequestId, Role
-from router.actions import SendCancel, SendGenerate, SendPrefill
+from router.dispatch.actions import SendCancel, SendGenerate, SendPrefill
 from router.events import (
     DecodeTokens,
     FirstTokensArrived,

@@ -20,7 +20,7 @@ async def test_a_conversation_is_answered_in_openais_shape():
         answer = ChatCompletion.model_validate_json(reply.content, strict=True)
         assert answer.choices[0].message.content == "hello world"
         assert answer.choices[0].finish_reason == "stop"
-        prompt = served.generator.jobs[0].prompt
+        prompt = served.generator.requests[0].prompt
         assert answer.usage.prompt_tokens == len(prompt.prompt_tokens)
         assert answer.usage.completion_tokens == len(served.generator.script[0]) + 1
         assert answer.usage.prompt_tokens_details.cached_tokens == len(prompt.prompt_tokens) // 2
@@ -72,7 +72,7 @@ async def test_several_choices_have_their_own_texts_and_one_job():
         served.says("one", "the second")
         answer = (await served.chat(n=2)).json()
         assert [c["message"]["content"] for c in answer["choices"]] == ["one", "the second"]
-        assert served.generator.jobs[0].prompt.samples == (0, 1)
+        assert served.generator.requests[0].prompt.samples == (0, 1)
         *chunks, _ = events((await served.chat(n=2, stream=True)).text)
         texts = ["", ""]
         for chunk in chunks:
@@ -88,7 +88,7 @@ async def test_nothing_of_or_after_a_stop_string_is_sent_and_its_sample_is_stopp
         reply = await served.chat(n=2, stop=["STOP"], stream=stream)
         assert "STOP" not in reply.text
         assert "second" not in reply.text
-        job = served.generator.jobs[0]
+        job = served.generator.requests[0]
         assert served.generator.stopped == [(job.request_id, 0)]
         assert (
             served.metric("vllm:request_success_total", model_name="tiny", finished_reason="stop")
@@ -167,7 +167,7 @@ async def test_a_request_is_passed_on_as_sampling_parameters():
             min_tokens=2,
             ignore_eos=True,
         )
-        assert served.generator.jobs[0].prompt.sampling == SamplingParams(
+        assert served.generator.requests[0].prompt.sampling == SamplingParams(
             temperature=0.5,
             top_p=0.9,
             top_k=7,
@@ -189,7 +189,7 @@ async def test_without_max_tokens_an_answer_may_use_what_the_context_leaves():
     async with serve() as served:
         served.says("x")
         await served.chat()
-        prompt = served.generator.jobs[0].prompt
+        prompt = served.generator.requests[0].prompt
         assert prompt.sampling.max_tokens == 512 - len(prompt.prompt_tokens)
 
 
@@ -198,7 +198,7 @@ async def test_without_a_seed_every_request_draws_its_own():
         served.says("x")
         for _ in range(3):
             await served.chat()
-        assert len({job.prompt.sampling.seed for job in served.generator.jobs}) == 3
+        assert len({job.prompt.sampling.seed for job in served.generator.requests}) == 3
 
 
 async def test_the_models_own_defaults_hold_where_a_request_says_nothing():
@@ -206,7 +206,7 @@ async def test_the_models_own_defaults_hold_where_a_request_says_nothing():
     async with serve(defaults=defaults) as served:
         served.says("x")
         await served.chat(top_k=-1, temperature=0)
-        sampling = served.generator.jobs[0].prompt.sampling
+        sampling = served.generator.requests[0].prompt.sampling
         assert (sampling.temperature, sampling.top_k) == (0.0, 0)
         assert (sampling.top_p, sampling.repetition_penalty) == (0.95, 1.1)
 
@@ -216,7 +216,7 @@ async def test_a_cache_salt_narrows_the_scope():
         served.says("x")
         await served.chat()
         await served.chat(cache_salt="mine")
-        plain, salted = (job.prompt.cache_scope for job in served.generator.jobs)
+        plain, salted = (job.prompt.cache_scope for job in served.generator.requests)
         assert plain == "tenant"
         assert salted not in ("tenant", "mine")
 
@@ -227,7 +227,7 @@ async def test_content_in_parts_is_joined():
         parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
         await served.chat()
         await served.chat(messages=[{"role": "user", "content": parts}])
-        first, second = (job.prompt.prompt_tokens for job in served.generator.jobs)
+        first, second = (job.prompt.prompt_tokens for job in served.generator.requests)
         assert first == second
 
 
@@ -314,7 +314,7 @@ async def test_the_models_template_is_told_what_the_client_says_for_it():
     async with serve(chat_template=template) as served:
         served.says("x")
         await served.chat(chat_template_kwargs={"mood": "sad"}, reasoning_effort="low")
-        prompt = served.generator.jobs[0].prompt.prompt_tokens
+        prompt = served.generator.requests[0].prompt.prompt_tokens
         assert await served.tokenizer.decode(prompt) == "sad low hi"
 
 
@@ -323,7 +323,7 @@ async def test_the_last_message_can_be_gone_on_with():
         served.says("x")
         begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
         await served.chat(messages=begun, continue_final_message=True)
-        text = await served.tokenizer.decode(served.generator.jobs[0].prompt.prompt_tokens)
+        text = await served.tokenizer.decode(served.generator.requests[0].prompt.prompt_tokens)
         assert text.endswith("<|assistant|>Well")
 
 
@@ -334,14 +334,14 @@ async def test_the_prompts_ids_come_once_with_those_of_the_answer(stream: bool):
         reply = await served.chat(return_token_ids=True, n=2, stream=stream)
         parts = events(reply.text)[:-1] if stream else [reply.json()]
         told = [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part]
-        assert told == [list(served.generator.jobs[0].prompt.prompt_tokens)]
+        assert told == [list(served.generator.requests[0].prompt.prompt_tokens)]
 
 
 async def test_a_conversations_tokens_can_be_scored():
     async with serve() as served:
         served.says("x")
         answer = (await served.chat(prompt_logprobs=0)).json()
-        prompt = served.generator.jobs[0].prompt.prompt_tokens
+        prompt = served.generator.requests[0].prompt.prompt_tokens
         assert [set(entry or ()) for entry in answer["prompt_logprobs"]] == [
             set(),
             *({str(token)} for token in prompt[1:]),

@@ -19,7 +19,7 @@ async def test_token_ids_are_taken_as_they_are():
     async with serve() as served:
         served.says("x")
         await served.complete(prompt=[5, 6, 7])
-        assert served.generator.jobs[0].prompt.prompt_tokens == (5, 6, 7)
+        assert served.generator.requests[0].prompt.prompt_tokens == (5, 6, 7)
 
 
 @pytest.mark.parametrize("prompts", [["first", "second"], [[5, 6], [7]]])
@@ -35,7 +35,7 @@ async def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(
         for choice in (choice for part in replies for choice in part["choices"]):
             texts[choice["index"]] += choice["text"]
         assert texts == ["a", "bb", "a", "bb"]
-        assert len({job.request_id for job in served.generator.jobs}) == 2
+        assert len({job.request_id for job in served.generator.requests}) == 2
 
 
 async def test_usage_counts_all_prompts():
@@ -62,7 +62,7 @@ async def test_sixteen_tokens_are_the_default_and_less_where_the_context_is_shor
         served.says("x")
         await served.complete(max_tokens=None)
         await served.complete(max_tokens=None, prompt=[5] * 508)
-        limits = [job.prompt.sampling.max_tokens for job in served.generator.jobs]
+        limits = [job.prompt.sampling.max_tokens for job in served.generator.requests]
         assert limits == [16, 4]
 
 
@@ -106,7 +106,7 @@ async def test_the_deadline_is_the_configured_timeout():
     async with serve(request_timeout_s=12.5) as served:
         served.says("x")
         await served.complete()
-        assert served.generator.jobs[0].deadline_s == 12.5
+        assert served.generator.requests[0].deadline_s == 12.5
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -162,7 +162,7 @@ async def test_an_echoed_prompts_tokens_are_scored_but_for_the_first(stream: boo
         lists = [part["choices"][0]["logprobs"] for part in parts]
         logprobs = {name: [v for part in lists for v in part[name]] for name in lists[0]}
         text = "".join(part["choices"][0]["text"] for part in parts)
-        prompt = served.generator.jobs[0].prompt
+        prompt = served.generator.requests[0].prompt
         assert prompt.sampling.prompt_logprobs == 1
         assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
         assert None not in logprobs["token_logprobs"][1:]
@@ -181,7 +181,7 @@ async def test_a_prompt_can_be_scored_and_nothing_else():
         choice = reply.json()["choices"][0]
         assert choice["text"] == "hello"
         assert len(choice["logprobs"]["tokens"]) == len(
-            served.generator.jobs[0].prompt.prompt_tokens
+            served.generator.requests[0].prompt.prompt_tokens
         )
 
 
@@ -229,13 +229,13 @@ async def test_of_the_best_only_as_many_as_wanted_are_shown_and_all_are_counted(
 async def test_a_prompt_can_be_cut_to_its_last_tokens(keep: int, kept: list[int]):
     async with serve() as served:
         await served.complete(prompt=[5, 6, 7], truncate_prompt_tokens=keep)
-        assert list(served.generator.jobs[0].prompt.prompt_tokens) == kept
+        assert list(served.generator.requests[0].prompt.prompt_tokens) == kept
 
 
 async def test_a_prompt_can_be_cut_to_what_the_context_leaves():
     async with serve() as served:
         await served.complete(prompt=[5] * 600, truncate_prompt_tokens=-1, max_tokens=12)
-        assert len(served.generator.jobs[0].prompt.prompt_tokens) == 500
+        assert len(served.generator.requests[0].prompt.prompt_tokens) == 500
 
 
 async def test_counts_so_far_come_with_every_chunk_when_asked_for():
@@ -261,5 +261,5 @@ async def test_a_middle_is_asked_for_in_the_models_own_way():
         marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
         served.tokenizer.backend.add_special_tokens(marks)
         await served.complete(prompt="hello", suffix="world")
-        text = await served.tokenizer.decode(served.generator.jobs[0].prompt.prompt_tokens)
+        text = await served.tokenizer.decode(served.generator.requests[0].prompt.prompt_tokens)
         assert text == "<|fim_prefix|>hello<|fim_suffix|>world<|fim_middle|>"

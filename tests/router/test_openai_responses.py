@@ -52,7 +52,7 @@ async def test_instructions_and_items_become_the_conversation():
             },
         ]
         await respond(served, input=items, instructions="be kind")
-        prompt = served.generator.jobs[0].prompt.prompt_tokens
+        prompt = served.generator.requests[0].prompt.prompt_tokens
         assert await served.tokenizer.decode(prompt) == (
             "<|system|>be kind<|end|><|user|>one<|end|><|assistant|>two<|end|><|user|>three<|end|><|assistant|>"
         )
@@ -155,7 +155,7 @@ async def test_what_cannot_be_answered_is_refused_by_its_name(fields, code, para
         reply = await respond(served, **fields)
         error = ErrorReply.model_validate_json(reply.content, strict=True).error
         assert (reply.status_code, error.code, error.param) == (400, code, param)
-        assert served.generator.jobs == []
+        assert served.generator.requests == []
 
 
 async def test_what_changes_no_answer_is_taken():

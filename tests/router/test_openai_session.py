@@ -8,7 +8,7 @@ HEADER = {"X-Baton-Session": "talk-7"}
 async def session_of(headers=None, **fields) -> str:
     async with serve() as served:
         await served.complete(headers, **fields)
-        return served.generator.jobs[0].session
+        return served.generator.requests[0].session
 
 
 async def test_the_user_field_names_the_session():

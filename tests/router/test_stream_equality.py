@@ -18,7 +18,7 @@ from baton.rpc.v1 import common_pb2, decode_pb2
 from router.events import DecodeTokens, SampleFinished, StepTokens
 from router.fake import FakeGenerator
 from router.frames import decode_events
-from router.ports import GenerationEvent, GenerationJob, Tokens
+from router.ports import GenerationEvent, GenerationRequest, Tokens
 from tests.router.served import Served, serve
 
 TEXT = st.text('ab. \n"\\\x07\u00e9\u20ac\u4f60\u2028\U0001f600', max_size=20)
@@ -30,7 +30,7 @@ class Bunched(FakeGenerator):
 
     sizes: list[int] = field(default_factory=lambda: [1])
 
-    async def generate(self, job: GenerationJob) -> AsyncGenerator[GenerationEvent, None]:
+    async def generate(self, job: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         bunch: list[Any] = []
         turn = 0
         async for event in FakeGenerator.generate(self, job):

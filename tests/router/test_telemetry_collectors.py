@@ -4,10 +4,10 @@ from prometheus_client import CollectorRegistry
 
 from baton.generation import WorkerLoad
 from baton.ids import Role
-from router.restarts import Restarts
+from router.dispatch.retry import RetryCounters
 from router.routing.index import PrefixIndex
 from router.routing.view import ClusterView
-from router.telemetry.collectors import RestartMetrics, WorkerLoads
+from router.telemetry.collectors import RetryMetrics, WorkerLoads
 from tests.router.workers import hello
 
 
@@ -55,8 +55,8 @@ def test_a_worker_that_is_gone_is_not_shown():
 
 
 def test_restarts_show_at_once_in_the_names_that_dashboards_know():
-    registry, restarts = CollectorRegistry(), Restarts()
-    registry.register(RestartMetrics(restarts, "tiny"))
+    registry, restarts = CollectorRegistry(), RetryCounters()
+    registry.register(RetryMetrics(restarts, "tiny"))
     restarts.retries, restarts.resumptions = 2, 1
     model = {"model_name": "tiny"}
     assert registry.get_sample_value("baton_prefill_retries_total", model) == 2

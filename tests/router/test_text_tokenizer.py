@@ -2,17 +2,18 @@ import contextlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tokenizers import processors
 
 from baton.errors import InvalidRequestError, ModelLoadError
-from router.templates.chat_template import Rendering
+from router.templates.renderer import Conversation
 from router.text.tokenizer import Tokenizer
 from tests.router.tiny_tokenizers import byte_fallback, byte_level, save, token_id
 
-_USER = {"role": "user", "content": "hello"}
+_USER = Conversation(messages=[{"role": "user", "content": "hello"}])
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def directory(tmp_path: Path) -> Path:
 
 async def test_a_conversation_becomes_the_tokens_of_the_rendered_template(directory: Path):
     tokenizer = Tokenizer.load(directory)
-    ids = await tokenizer.encode_chat([_USER])
+    ids = await tokenizer.encode_chat(_USER)
     text = "<|user|>hello<|end|><|assistant|>"
     assert ids == await tokenizer.encode(text, add_special_tokens=False)
     assert ids[0] == token_id(tokenizer.backend, "<|user|>")
@@ -31,25 +32,29 @@ async def test_a_conversation_becomes_the_tokens_of_the_rendered_template(direct
 
 async def test_the_generation_prompt_can_be_left_out(directory: Path):
     tokenizer = Tokenizer.load(directory)
-    with_prompt = await tokenizer.encode_chat([_USER])
+    with_prompt = await tokenizer.encode_chat(_USER)
     assert (
-        await tokenizer.encode_chat([_USER], rendering=Rendering(add_generation_prompt=False))
-        == with_prompt[:-1]
+        await tokenizer.encode_chat(replace(_USER, add_generation_prompt=False)) == with_prompt[:-1]
     )
     tokenizer.close()
 
 
 async def test_developer_is_system_for_a_template_that_knows_only_that(directory: Path):
     tokenizer = Tokenizer.load(directory)
-    system = await tokenizer.encode_chat([{"role": "system", "content": "x"}])
-    assert await tokenizer.encode_chat([{"role": "developer", "content": "x"}]) == system
+    system = await tokenizer.encode_chat(
+        Conversation(messages=[{"role": "system", "content": "x"}])
+    )
+    assert (
+        await tokenizer.encode_chat(Conversation(messages=[{"role": "developer", "content": "x"}]))
+        == system
+    )
     tokenizer.close()
 
 
 async def test_a_template_that_refuses_is_the_clients_error(directory: Path):
     tokenizer = Tokenizer.load(directory)
     with pytest.raises(InvalidRequestError, match="no tools here") as caught:
-        await tokenizer.encode_chat([{"role": "tool", "content": "x"}])
+        await tokenizer.encode_chat(Conversation(messages=[{"role": "tool", "content": "x"}]))
     assert caught.value.param == "messages"
     tokenizer.close()
 
@@ -57,7 +62,7 @@ async def test_a_template_that_refuses_is_the_clients_error(directory: Path):
 async def test_a_model_without_a_template_says_so(tmp_path: Path):
     tokenizer = Tokenizer.load(save(byte_level(), tmp_path, chat_template=None))
     with pytest.raises(InvalidRequestError, match="no chat template") as caught:
-        await tokenizer.encode_chat([_USER])
+        await tokenizer.encode_chat(_USER)
     assert caught.value.param == "messages"
     tokenizer.close()
 
@@ -71,7 +76,7 @@ async def test_special_tokens_are_added_only_where_asked(tmp_path: Path):
     plain = await tokenizer.encode("hi", add_special_tokens=False)
     first = token_id(backend, "<|system|>")
     assert await tokenizer.encode("hi", add_special_tokens=True) == [first, *plain]
-    assert first not in await tokenizer.encode_chat([_USER])
+    assert first not in await tokenizer.encode_chat(_USER)
     tokenizer.close()
 
 

@@ -45,7 +45,7 @@ async def test_what_looks_like_routing_reaches_no_job(route: str):
         one = await served.http.post(route, json=plain)
         other = await served.http.post(route, json=plain | HOSTILE, headers=HEADERS)
         assert (one.status_code, other.status_code) == (200, 200)
-        calm, attacked = served.generator.jobs
+        calm, attacked = served.generator.requests
         assert calm.prompt == attacked.prompt
         assert (calm.tenant, calm.session) == (attacked.tenant, attacked.session)
         assert attacked.request_id not in ("mine", calm.request_id)
@@ -58,7 +58,7 @@ async def test_a_salt_narrows_the_scope_of_every_way_to_ask_and_never_leaves_it(
         served.says("x")
         for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "tenant"}):
             assert (await served.http.post(route, json=plain | salt)).status_code == 200
-        bare, first, again, named = [job.prompt.cache_scope for job in served.generator.jobs]
+        bare, first, again, named = [job.prompt.cache_scope for job in served.generator.requests]
         assert first == again
         assert len({bare, first, named}) == 3
         assert all(scope.startswith("6:tenant/") for scope in (first, named))

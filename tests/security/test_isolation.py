@@ -36,5 +36,5 @@ async def test_bad_requests_between_running_streams_change_none_of_their_text():
             assert chunks.pop() == "[DONE]"
             text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
             assert text == "an answer that takes a while"
-        assert len(served.generator.jobs) == len(good)
+        assert len(served.generator.requests) == len(good)
         assert served.generator.in_flight() == 0

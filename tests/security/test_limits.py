@@ -79,7 +79,7 @@ async def test_beyond_a_bound_the_field_is_named(route: str, fields: dict[str, A
         assert reply.status_code == 400
         assert error.param is not None
         assert error.param.partition("[")[0] == param
-        assert served.generator.jobs == []
+        assert served.generator.requests == []
 
 
 async def test_a_body_beyond_the_bound_is_413_whatever_it_holds():

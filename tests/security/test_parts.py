@@ -19,7 +19,7 @@ async def test_millions_of_tiny_parts_are_refused(part: str, place: str):
         error = ErrorReply.model_validate_json(reply.content).error
         assert (reply.status_code, error.code) == (400, "invalid_request")
         assert str(MAX_CONTAINERS) in error.message
-        assert served.generator.jobs == []
+        assert served.generator.requests == []
 
 
 def test_brackets_and_commas_inside_text_are_only_text():

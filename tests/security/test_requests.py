@@ -34,7 +34,7 @@ async def test_a_cache_salt_never_names_another_tenants_scope():
         await served.chat()
         await served.chat(cache_salt="tenant")
         await served.chat(cache_salt="../other")
-        plain, *salted = [job.prompt.cache_scope for job in served.generator.jobs]
+        plain, *salted = [job.prompt.cache_scope for job in served.generator.requests]
         assert plain == "tenant"
         assert len({plain, *salted}) == 3
         assert all(scope.startswith("6:tenant/") for scope in salted)
@@ -44,7 +44,7 @@ async def test_a_long_cache_salt_is_hashed_and_still_tells_apart():
     async with serve() as served:
         for salt in ("x" * 100_000, "x" * 99_999 + "y"):
             assert (await served.chat(cache_salt=salt)).status_code == 200
-        one, other = [job.prompt.cache_scope for job in served.generator.jobs]
+        one, other = [job.prompt.cache_scope for job in served.generator.requests]
         assert one != other
         assert max(len(one), len(other)) < 200
 
@@ -95,7 +95,7 @@ async def test_a_text_of_the_longest_tokens_only_may_fill_the_context():
         served.generator.served = ServedModel(max_model_len=3, vocab_size=512)
         reply = await served.complete(prompt=longest * 2, max_tokens=1)
         assert reply.status_code == 200
-        assert served.generator.jobs[0].prompt.prompt_tokens == (vocab[longest],) * 2
+        assert served.generator.requests[0].prompt.prompt_tokens == (vocab[longest],) * 2
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ async def test_a_request_id_never_names_a_job():
     async with serve() as served:
         for _ in range(2):
             await served.chat(headers={"X-Request-Id": "mine"})
-        names = {job.request_id for job in served.generator.jobs}
+        names = {job.request_id for job in served.generator.requests}
         assert len(names) == 2
         assert "mine" not in names
 
@@ -159,7 +159,7 @@ async def test_fields_that_look_like_routing_are_not_passed_on():
     async with serve() as served:
         assert (await served.chat(seed=1)).status_code == 200
         assert (await served.chat(seed=1, **hostile)).status_code == 200
-        plain, attacked = [job.prompt for job in served.generator.jobs]
+        plain, attacked = [job.prompt for job in served.generator.requests]
         assert plain == attacked
 
 
@@ -218,4 +218,4 @@ async def test_every_way_to_ask_has_the_same_bounds(route: str):
         for fields in too_much:
             reply = await served.http.post(route, json=asked | fields)
             assert reply.status_code == 400, fields.keys()
-        assert served.generator.jobs == []
+        assert served.generator.requests == []

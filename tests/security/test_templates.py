@@ -1,11 +1,12 @@
 """Chat templates come with a model, from whoever made it; what stands in messages comes from clients."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from baton.errors import InvalidRequestError
-from router.templates.chat_template import Rendering
+from router.templates.renderer import Conversation, TemplateRenderer
 from router.text.tokenizer import Tokenizer
 from tests.router.served import serve
 from tests.router.tiny_tokenizers import byte_level, save
@@ -23,7 +24,7 @@ ESCAPES = [
 async def test_a_template_cannot_leave_its_sandbox(template: str, tmp_path: Path):
     tokenizer = Tokenizer.load(save(byte_level(), tmp_path, chat_template=template))
     with pytest.raises(InvalidRequestError) as refused:
-        await tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+        await tokenizer.encode_chat(Conversation(messages=[{"role": "user", "content": "hi"}]))
     assert refused.value.param == "messages"
     tokenizer.close()
 
@@ -38,8 +39,12 @@ async def test_a_template_without_an_end_is_stopped_and_the_next_one_is_served(t
     tokenizer = Tokenizer.load(saved, threads=1, template_s=0.2)
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="takes too long"):
-            await tokenizer.encode_chat([{"role": "user", "content": "loop"}])
-        ids = await tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+            await tokenizer.encode_chat(
+                Conversation(messages=[{"role": "user", "content": "loop"}])
+            )
+        ids = await tokenizer.encode_chat(
+            Conversation(messages=[{"role": "user", "content": "hi"}])
+        )
         assert await tokenizer.decode(ids) == "hi"
     tokenizer.close()
 
@@ -48,83 +53,99 @@ async def test_a_template_that_makes_too_much_of_little_is_refused(tmp_path: Pat
     saved = save(byte_level(), tmp_path, chat_template="{{ messages[0]['content'] * 100 }}")
     tokenizer = Tokenizer.load(saved, max_chars=1000)
     with pytest.raises(InvalidRequestError, match="more than 1000 characters"):
-        await tokenizer.encode_chat([{"role": "user", "content": "x" * 11}])
-    assert len(await tokenizer.encode_chat([{"role": "user", "content": "x"}])) > 0
+        await tokenizer.encode_chat(Conversation(messages=[{"role": "user", "content": "x" * 11}]))
+    assert (
+        len(await tokenizer.encode_chat(Conversation(messages=[{"role": "user", "content": "x"}])))
+        > 0
+    )
     tokenizer.close()
 
 
-GROWING = [
-    "{{ 'x' * 10**6 }}",
-    "{{ (10**6 * 'x') | length }}",
-    "{{ ([0] * 10**6) | length }}",
-    "{{ 10 ** (10**6) > 1 }}",
-    "{{ 10 ** 19000 * 10 ** 19000 > 1 }}",
-    "{{ range(10**9) | list }}",
-    "{{ '%1000000d' % 1 }}",
-    "{{ '%.1000000f' % 1 }}",
-    "{{ '%*d' % (1000000, 1) }}",
-    "{{ '%s%s' % ('x' * 900, 'x' * 900) }}",
-    "{{ '%1000000d' | format(1) }}",
-    "{{ '{:1000000}'.format(1) }}",
-    "{{ '{:{}}'.format(1, 1000000) }}",
-    "{{ '{0}{0}'.format('x' * 900) }}",
-    "{{ '{a:1000000}'.format_map({'a': 1}) }}",
-    "{{ 'x'.center(10**6) }}",
-    "{{ 'x'.ljust(10**6) }}",
-    "{{ 'x'.rjust(width=10**6) }}",
-    "{{ 'x'.zfill(10**6) }}",
-    "{{ '\t'.expandtabs(10**6) }}",
-    "{{ 'x'.translate({120: 'y' * 900}) }}",
-    "{{ ('x' * 900).replace('x', 'y' * 900) }}",
-    "{{ ('x' * 900).replace('', 'y' * 900) }}",
-    "{{ ('x' * 900).join(['y'] * 900) }}",
-    "{{ (1).to_bytes(10**6, 'big') | length }}",
-    "{{ ('x' | safe).center(10**6) }}",
-    "{% autoescape true %}{% set s %}x{% endset %}{{ s.center(10**6) }}{% endautoescape %}",
-    "{{ 'x' | center(10**6) }}",
-    "{{ 'x' | indent(10**6, first=true) }}",
-    "{{ ('x\n' * 400) | indent('y' * 900) }}",
-    "{{ ('x' * 900) | replace('x', 'y' * 900) }}",
-    "{{ (['x' * 900] * 900) | join }}",
-    "{{ (['x'] * 900) | join('y' * 900) }}",
-    "{{ ['x'] | map('center', 10**6) | list }}",
-    "{{ [1] | batch(10**6, 0) | list }}",
-    "{{ 2.5 | round(10**6, 'ceil') }}",
-    "{{ [[0] * 900] * 900 | sum(start=[]) }}",
-    "{{ [1] | tojson(indent=10**6) }}",
-    "{{ (['x' * 900] * 900) | tojson }}",
-    "{{ (['x' * 900] * 900) | string }}",
-    "{{ ['x' * 900] * 900 }}",
-    "{{ (['x' * 900] * 900) | escape }}",
-    "{{ strftime_now('%1000000Y') }}",
-    "{% set s = 'x' * 900 %}{% set s = s ~ s %}",
-    "{% set s = 'x' * 900 %}{% set s = s + s %}",
-    "{% set s = [0] * 900 %}{% set s = s + s %}",
-    "{% set s %}{% for i in range(900) %}{{ 'x' * 900 }}{% endfor %}{% endset %}",
-    "{% macro m() %}{% for i in range(900) %}{{ 'x' * 900 }}{% endfor %}{% endmacro %}{% set s = m() %}",
-    "{% for i in range(900) %}{% set s = 'x' * 900 %}{% endfor %}",
+LARGE = {"big": 10**10, "wide": 2 * 10**9, "much": 10**5}
+
+BOMBS = [
+    "{{ 'x' * big }}",
+    "{{ (big * 'x') | length }}",
+    "{{ ([0] * big) | length }}",
+    "{{ 10 ** (big) > 1 }}",
+    "{{ range(wide) | list }}",
+    "{{ ('%' ~ big ~ 'd') % 1 }}",
+    "{{ ('%.' ~ wide ~ 'f') % 1 }}",
+    "{{ '%*d' % (wide, 1) }}",
+    "{{ ('%' ~ wide ~ 'd') | format(1) }}",
+    "{{ ('{:' ~ big ~ '}').format(1) }}",
+    "{{ '{:{}}'.format(1, big) }}",
+    "{{ ('{a:' ~ big ~ '}').format_map({'a': 1}) }}",
+    "{{ 'x'.center(big) }}",
+    "{{ 'x'.ljust(big) }}",
+    "{{ 'x'.rjust(big) }}",
+    "{{ 'x'.zfill(big) }}",
+    "{{ '\t'.expandtabs(wide) }}",
+    "{{ ('x' * much).translate({120: 'y' * much}) }}",
+    "{{ ('x' * much).replace('x', 'y' * much) }}",
+    "{{ ('x' * much).replace('', 'y' * much) }}",
+    "{{ ('x' * much).join(['y'] * much) }}",
+    "{{ (1).to_bytes(big, 'big') | length }}",
+    "{{ ('x' | safe).center(big) }}",
+    "{% autoescape true %}{% set s %}x{% endset %}{{ s.center(big) }}{% endautoescape %}",
+    "{{ 'x' | center(big) }}",
+    "{{ 'x' | indent(big, first=true) }}",
+    "{{ ('x\n' * much) | indent('y' * much) }}",
+    "{{ ('x' * much) | replace('x', 'y' * much) }}",
+    "{{ (['x' * much] * much) | join }}",
+    "{{ (['x'] * much) | join('y' * much) }}",
+    "{{ ['x'] | map('center', big) | list }}",
+    "{{ [1] | batch(big, 0) | list }}",
+    "{{ [[0] * much] * much | sum(start=[]) }}",
+    "{{ [1] | tojson(indent=big) }}",
+    "{{ (['x' * much] * much) | tojson }}",
+    "{{ (['x' * much] * much) | string }}",
+    "{{ ['x' * much] * much }}",
+    "{{ (['x' * much] * much) | escape }}",
+    "{% set n = namespace(s='x') %}{% for i in range(99 if big else 0) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "{% set n = namespace(s='x') %}{% for i in range(99 if big else 0) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "{% set n = namespace(s=[0]) %}{% for i in range(99 if big else 0) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "{% set n = namespace(s='{}{}') %}{% for i in range(99 if big else 0) %}{% set n.s = n.s.format(n.s, n.s) %}{% endfor %}",
+    "{% set s %}{% for i in range(much) %}{{ 'x' * much }}{% endfor %}{% endset %}",
+    "{% macro m() %}{% for i in range(much) %}{{ 'x' * much }}{% endfor %}{% endmacro %}{% set s = m() %}",
+    "{% for i in range(much) %}{% for j in range(much) %}{% set s = 'x' * much %}{% endfor %}{% endfor %}",
+    # Two lists, doubly nested: one comparison, which looks at 2**60 pairs and makes nothing.
+    "{% set n = namespace(a=[], b=[]) %}{% for i in range(60 if big else 0) %}{% set n.a = [n.a, n.a] %}"
+    "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}",
 ]
 
 
-@pytest.mark.parametrize("template", GROWING)
-async def test_no_single_step_of_a_template_makes_much_of_little(template: str, tmp_path: Path):
-    saved = save(byte_level(), tmp_path, chat_template=template)
-    tokenizer = Tokenizer.load(saved, max_chars=1000)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_no_template_makes_much_of_little(bomb: str):
+    source = (
+        f"{{% if messages[0].content == 'bomb' %}}{bomb}{{% endif %}}{{{{ messages[0].content }}}}"
+    )
+    renderer = TemplateRenderer(source, {}, limit_s=1.0, max_chars=1000, memory_bytes=2**28)
     with pytest.raises(InvalidRequestError) as refused:
-        await tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+        renderer.render(
+            Conversation(messages=[{"role": "user", "content": "bomb"}], arguments=LARGE)
+        )
     assert refused.value.param == "messages"
-    tokenizer.close()
+    assert renderer.render(Conversation(messages=[{"role": "user", "content": "hi"}])) == "hi"
+    renderer.close()
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "template", ["{{ 'x' * 10**10 }}", "{{ ' '.center(width) }}", "{{ 10 ** (10**10) }}"]
-)
-async def test_what_no_cap_could_stop_is_never_begun(template: str, tmp_path: Path):
-    tokenizer = Tokenizer.load(save(byte_level(), tmp_path, chat_template=template))
-    how = Rendering(arguments={"width": 10**10})
-    with pytest.raises(InvalidRequestError, match="refuses these messages"):
-        await tokenizer.encode_chat([{"role": "user", "content": "hi"}], rendering=how)
+async def test_the_event_loop_goes_on_while_a_single_step_of_a_template_does_not_end(
+    tmp_path: Path,
+):
+    saved = save(byte_level(), tmp_path, chat_template=BOMBS[-1])
+    tokenizer = Tokenizer.load(saved, template_s=1.0)
+    said = Conversation(messages=[{"role": "user", "content": "hi"}], arguments=LARGE)
+    encoding = asyncio.ensure_future(tokenizer.encode_chat(said))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.02)
+        turns += 1
+    with pytest.raises(InvalidRequestError, match="takes too long"):
+        await encoding
+    assert turns > 5
     tokenizer.close()
 
 
@@ -135,7 +156,7 @@ async def test_what_no_cap_could_stop_is_never_begun(template: str, tmp_path: Pa
 async def test_a_template_that_fails_in_any_way_is_refused(template: str, tmp_path: Path):
     tokenizer = Tokenizer.load(save(byte_level(), tmp_path, chat_template=template))
     with pytest.raises(InvalidRequestError, match="refuses these messages"):
-        await tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+        await tokenizer.encode_chat(Conversation(messages=[{"role": "user", "content": "hi"}]))
     tokenizer.close()
 
 
@@ -149,7 +170,9 @@ async def test_a_template_cannot_come_among_its_arguments(name: str):
 
 async def test_template_code_in_a_message_is_only_text(tmp_path: Path):
     tokenizer = Tokenizer.load(save(byte_level(), tmp_path))
-    ids = await tokenizer.encode_chat([{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}])
+    ids = await tokenizer.encode_chat(
+        Conversation(messages=[{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}])
+    )
     assert "{{ 7 * 7 }}{% raw %}" in await tokenizer.decode(ids)
     tokenizer.close()
 

@@ -68,7 +68,7 @@ async def test_a_part_that_is_no_text_is_refused_and_its_address_left_alone(
         reply = await served.http.post(route, json=body)
         assert reply.status_code == 400
         assert field in reply.json()["error"]["message"]
-        assert served.generator.jobs == []
+        assert served.generator.requests == []
     assert called == []
 
 
@@ -77,7 +77,7 @@ async def test_an_address_within_a_text_is_only_text(called: list[object]):
         served.says("fine")
         talk = [{"role": "user", "content": f"![x]({METADATA}) <img src='{METADATA}'>"}]
         assert (await served.chat(messages=talk)).status_code == 200
-        prompt = served.generator.jobs[0].prompt.prompt_tokens
+        prompt = served.generator.requests[0].prompt.prompt_tokens
         assert METADATA in await served.tokenizer.decode(prompt)
     assert called == []
 

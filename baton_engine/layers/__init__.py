@@ -1,1 +1,0 @@
-"""The parts that models are made of."""

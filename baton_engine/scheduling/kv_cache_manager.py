@@ -1,0 +1,214 @@
+"""Gives sequences their pages and shares them by prefix: between the scheduler, which thinks in sequences, and the
+`BlockManager`'s reference counts, which know only pages and keys.
+"""
+
+from collections.abc import Iterable
+
+from baton.hashing import chain_keys, root_key
+from baton.ids import BlockId, BlockKey
+from baton.layout import KvLayout
+from baton.pages import PublishedPage
+from baton_engine.cache.blocks import BlockManager
+from baton_engine.ports import KvSource
+from baton_engine.scheduling.fetching import Fetching
+from baton_engine.scheduling.request import Mode, Request, Sequence
+
+Copy = tuple[BlockId, BlockId]
+
+
+class KvCacheManager:
+    """Pages of sequences over one arena.
+
+    Args:
+        blocks: The arena's pages.
+        layout: Their layout; part of every key.
+        secret: The cluster secret, 32 bytes; keys every block.
+        share_prefixes: Whether full pages are published and matched.
+
+    Attributes:
+        blocks: The arena's pages.
+        block_tokens: Tokens per page.
+        fetching: Gets blocks from a pool; None without one.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, *, layout: KvLayout, secret: bytes, share_prefixes: bool
+    ) -> None:
+        self.blocks = blocks
+        self.block_tokens = layout.block_tokens
+        self._layout = layout
+        self._secret = secret
+        self._share_prefixes = share_prefixes
+        self._published: list[PublishedPage] | None = None
+        self.fetching: Fetching | None = None
+
+    def fetch_from(self, source: KvSource) -> None:
+        """What is not held here is fetched from `source` where that is quicker than computing it."""
+        if self._share_prefixes:
+            self.fetching = Fetching(source, self.block_tokens)
+
+    def note_published(self) -> None:
+        """From now on remembers which pages are published, for `take_published`."""
+        if self._share_prefixes:
+            self._published = []
+
+    def take_published(self) -> list[PublishedPage]:
+        """Pages that were computed here and published since the last call."""
+        if not self._published:
+            return []
+        taken, self._published = self._published, []
+        return taken
+
+    def allocate(self, sequence: Sequence, *, headroom: int) -> bool:
+        """Takes pages for everything `sequence` has to compute, cached prefix first; False when there is no room.
+
+        At least the last token is left to compute, because the next one is drawn from its logits; and every token where the
+        logits of all are wanted. What follows the cached prefix is fetched where there is a pool and it pays; the pages of
+        what waits for KV from elsewhere never are.
+        """
+        keys = self._usable_keys(sequence)
+        matched = self.blocks.match(keys)
+        num_fresh = -(-len(sequence.tokens) // self.block_tokens) - len(matched)
+        taken = self.blocks.take(matched, num_fresh, headroom=headroom)
+        if taken is None:
+            return False
+        sequence.blocks = taken
+        sequence.num_published = sequence.num_external = len(matched)
+        if self.fetching is not None and not sequence.awaits_kv:
+            sequence.fetch = self.fetching.plan(sequence, keys, len(matched))
+            sequence.num_external += len(sequence.fetch.keys) if sequence.fetch is not None else 0
+        sequence.num_computed = sequence.num_external * self.block_tokens
+        return True
+
+    def _usable_keys(self, sequence: Sequence) -> list[BlockKey]:
+        """Keys of the blocks whose KV need not be computed if it is held somewhere."""
+        if not self._share_prefixes or sequence.request.scores is not None:
+            return []
+        num_usable = (len(sequence.tokens) - 1) // self.block_tokens
+        return self._keys(sequence, num_usable)[:num_usable]
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes all pages away from a sequence that will need them again."""
+        self.free(sequence)
+        if self.fetching is not None:
+            self.fetching.preempted(sequence, self._usable_keys(sequence))
+
+    def settle(self, request: Request) -> None:
+        """Lets the pool forget a request of which nothing waits to be admitted, or that is gone."""
+        if self.fetching is not None:
+            self.fetching.settle(request)
+
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens of a sequence whose pages were taken just now that are held here."""
+        return sequence.num_published * self.block_tokens
+
+    def needs_slot(self, sequence: Sequence) -> bool:
+        """Whether the KV of the last token has no place of its own yet."""
+        held_tokens = len(sequence.blocks) * self.block_tokens
+        return sequence.shares_tail or held_tokens < len(sequence.tokens)
+
+    def append_slot(self, sequence: Sequence, copies: list[Copy]) -> bool:
+        """Gives the last token of a running sequence its place, if there is room; a needed copy is added to `copies`."""
+        blocks = sequence.blocks
+        if len(blocks) * self.block_tokens < len(sequence.tokens):
+            fresh = self.blocks.take((), 1)
+            if fresh is None:
+                return False
+            blocks += fresh
+        else:
+            target = self.blocks.writable(blocks[-1])
+            if target is None:
+                return False
+            if target != blocks[-1]:
+                copies.append((blocks[-1], target))
+                blocks[-1] = target
+        sequence.shares_tail = False
+        return True
+
+    def append_slots_ahead(self, sequences: Iterable[Sequence]) -> bool:
+        """Gives each of those that decode a place for the token after its last one, which is being drawn; all or nothing."""
+        needy = [
+            sequence.blocks
+            for sequence in sequences
+            if len(sequence.blocks) * self.block_tokens <= len(sequence.tokens)
+        ]
+        fresh = self.blocks.take((), len(needy))
+        if fresh is None:
+            return False
+        for blocks, block in zip(needy, fresh, strict=True):
+            blocks.append(block)
+        return True
+
+    def fork(self, sequence: Sequence, sample: int, token: int) -> Sequence:
+        """Another sample of the computed prompt of `sequence`: shares its pages, goes on with its own first token."""
+        self.blocks.share(sequence.blocks)
+        sequence.shares_tail = True
+        return Sequence(
+            request=sequence.request,
+            samples=(sample,),
+            tokens=[*sequence.tokens, token],
+            blocks=list(sequence.blocks),
+            num_computed=sequence.num_computed,
+            keys=list(sequence.keys),
+            num_published=sequence.num_published,
+            shares_tail=True,
+            was_admitted=True,
+        )
+
+    def publish(self, sequence: Sequence) -> None:
+        """Lets later prompts find the pages that `sequence` has filled by now.
+
+        Where another sequence was first with the same text, its page takes the place of this one's own.
+        """
+        num_full = sequence.num_computed // self.block_tokens
+        if not self._share_prefixes or num_full <= sequence.num_published:
+            return
+        keys = self._keys(sequence, num_full)
+        blocks = sequence.blocks
+        for index in range(sequence.num_published, num_full):
+            own, parent = blocks[index], blocks[index - 1] if index else None
+            held = self.blocks.publish(keys[index], own, parent)
+            if held != own:
+                blocks[index] = held
+                self._replaced(sequence, own)
+            elif self._published is not None and index >= sequence.num_external:
+                self._published.append(self._published_page(sequence, index))
+        sequence.num_published = num_full
+
+    def _published_page(self, sequence: Sequence, index: int) -> PublishedPage:
+        prompt, block = sequence.request.prompt, sequence.blocks[index]
+        return PublishedPage(
+            key=sequence.keys[index],
+            block=block,
+            generation=self.blocks.generation(block),
+            index=index,
+            scope=prompt.cache_scope,
+            tenant=prompt.tenant,
+        )
+
+    def _replaced(self, sequence: Sequence, own: BlockId) -> None:
+        if sequence.request.mode is Mode.PREFILL:
+            # It was exported: a transfer may read it until the hand-over is done.
+            sequence.retained.append(own)
+        else:
+            self.blocks.release((own,))
+
+    def free(self, sequence: Sequence) -> None:
+        """Gives all pages back. The sequence keeps its tokens and keys, and may get pages again."""
+        self.blocks.release(sequence.blocks)
+        self.blocks.release(sequence.retained)
+        sequence.blocks, sequence.retained = [], []
+        sequence.num_computed = sequence.num_published = 0
+        sequence.num_external = sequence.num_exported = 0
+        sequence.fetch = None
+        sequence.shares_tail = False
+
+    def _keys(self, sequence: Sequence, num_full: int) -> list[BlockKey]:
+        keys = sequence.keys
+        if len(keys) < num_full:
+            scope = sequence.request.prompt.cache_scope
+            parent = keys[-1] if keys else root_key(self._secret, scope=scope, layout=self._layout)
+            size = self.block_tokens
+            tokens = sequence.tokens[len(keys) * size : num_full * size]
+            keys += chain_keys(self._secret, parent, tokens, size)
+        return keys

@@ -1,0 +1,73 @@
+"""Asks the pool's nodes for operators: how they are used, and that they forget blocks."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import grpc
+
+from baton.rpc.channel import open_channel
+from baton.rpc.v1 import pool_pb2 as pb
+from baton.rpc.v1 import pool_pb2_grpc
+
+if TYPE_CHECKING:
+    from baton.rpc.v1.pool_pb2_grpc import PoolAsyncStub  # exists for type checkers only
+
+_USAGE_WAIT_S = 2.0
+_FLUSH_WAIT_S = 30.0
+
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolNodeAnswer(Generic[Reply]):
+    """One node's.
+
+    Attributes:
+        address: Where it was asked.
+        reply: What it said; None where it did not answer.
+        why: It did not.
+    """
+
+    address: str
+    reply: Reply | None
+    why: str = ""
+
+
+class PoolAdminClient:
+    """All nodes that a router knows, asked at once. Each call has a connection of its own: operators ask seldom.
+
+    Args:
+        addresses: gRPC addresses of the nodes.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self.addresses = tuple(addresses)
+
+    async def usage(self) -> list[PoolNodeAnswer[pb.PoolUsageReply]]:
+        """What each node holds, and for whom."""
+        asked = pb.PoolUsageRequest()
+        return await self._ask_all(lambda node: node.Usage(asked, timeout=_USAGE_WAIT_S))
+
+    async def flush(self, asked: pb.FlushPoolRequest) -> list[PoolNodeAnswer[pb.FlushPoolReply]]:
+        """Has every node give up what `asked` covers, while serving."""
+        return await self._ask_all(lambda node: node.Flush(asked, timeout=_FLUSH_WAIT_S))
+
+    async def _ask_all(
+        self, question: Callable[["PoolAsyncStub"], Awaitable[Reply]]
+    ) -> list[PoolNodeAnswer[Reply]]:
+        return await asyncio.gather(*(_ask(address, question) for address in self.addresses))
+
+
+async def _ask(
+    address: str, question: Callable[["PoolAsyncStub"], Awaitable[Reply]]
+) -> PoolNodeAnswer[Reply]:
+    async with open_channel(address) as channel:
+        try:
+            reply = await question(pool_pb2_grpc.PoolStub(channel))
+        except grpc.aio.AioRpcError as error:
+            return PoolNodeAnswer(
+                address=address, reply=None, why=f"{error.code().name}: {error.details()}"
+            )
+    return PoolNodeAnswer(address=address, reply=reply)

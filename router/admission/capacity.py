@@ -1,0 +1,143 @@
+"""What the workers have left, as this router sees them: how far they may be filled before requests wait in the admission queue.
+
+A worker is given a little more than it can run, so that it never idles between two requests, and no more than that: what
+waits inside a worker can be neither reordered nor taken back cheaply.
+"""
+
+from typing import Protocol
+
+from router.admission.queue import QueuedRequest
+from router.routing.costs import queue_s
+from router.routing.view import ClusterView
+from router.routing.worker_view import WorkerView
+from router.slo import Slo
+
+_PROMPTS_AHEAD = 2
+"""A prompt that is computed and one that follows it: a prefill worker never waits for its router."""
+
+_LEAD_S = 0.05
+"""Where it is known how long prompts take, the one that follows is sent this long before it is needed."""
+
+_DECODE_AHEAD = 0.25
+"""Share of its `max_num_seqs` that a decode worker is sent ahead: their prompts are computed while others still decode."""
+
+
+class SpeedEstimates(Protocol):
+    """Predicts how fast workers are."""
+
+    def step_s(self, worker: WorkerView, sequences: int, context_tokens: int) -> float | None:
+        """Time between two tokens on `worker` with so many sequences, that many tokens of context in all; None while it
+        cannot say.
+        """
+
+    def first_token_s(self, worker: WorkerView, prompt_tokens: int) -> float | None:
+        """From sending a prompt to `worker` now until its first token; None while it cannot say."""
+
+    def queue_s(self, worker: WorkerView, now_s: float) -> float | None:
+        """Until the prompts that `worker` has are computed; None while it cannot say."""
+
+
+class WorkerCapacity:
+    """Capacity of the workers of one view (a `router.admission.controller.Capacity`). Pure.
+
+    Args:
+        view: The workers and what is in flight on them.
+        speed: Predictions.
+        prefill_window_tokens: Prompt tokens a prefill worker is given ahead.
+    """
+
+    def __init__(
+        self, view: ClusterView, speed: SpeedEstimates, *, prefill_window_tokens: int
+    ) -> None:
+        self._view = view
+        self._speed = speed
+        self._prefill_window_tokens = prefill_window_tokens
+
+    def has_room(self, request: QueuedRequest, now_s: float) -> bool:
+        """Whether a prefill and a decode worker can take it. Without any worker there is nothing to protect: the
+        dispatcher waits for one, and fails the request if none comes.
+        """
+        usable = self._view.usable(now_s)
+        decoders = [worker for worker in usable if worker.hello.role.decodes]
+        if not decoders:
+            return True
+        prefillers = [worker for worker in usable if worker.hello.role.prefills_for_others]
+        return any(self._can_prefill(worker, now_s) for worker in prefillers or decoders) and any(
+            self._can_decode_request(worker, request) for worker in decoders
+        )
+
+    def first_token_s(self, request: QueuedRequest, now_s: float) -> float:
+        """On the worker that is predicted to be the fastest; 0 while nothing is known."""
+        usable = self._view.usable(now_s)
+        prefillers = [
+            worker for worker in usable if worker.hello.role.prefills_for_others
+        ] or usable
+        times = [self._speed.first_token_s(worker, request.prompt_tokens) for worker in prefillers]
+        return min((time_s for time_s in times if time_s is not None), default=0.0)
+
+    def can_decode(
+        self, worker: WorkerView, *, samples: int, context_tokens: int, slo: Slo
+    ) -> bool:
+        """Whether `worker` could decode `samples` more of such a context. One that decodes nothing always can."""
+        if worker.sequences == 0:
+            return True
+        ahead = _DECODE_AHEAD * worker.hello.max_num_seqs
+        limit = worker.hello.max_num_seqs + ahead
+        # What waits inside it, waits for pages: it is full, whatever its limit says.
+        if worker.sequences + samples > limit or worker.load.waiting > max(_PROMPTS_AHEAD, ahead):
+            return False
+        return self._keeps_promises(worker, samples, context_tokens, slo)
+
+    def _keeps_promises(
+        self, worker: WorkerView, samples: int, context_tokens: int, slo: Slo
+    ) -> bool:
+        """Whether all that decode there, and those that join, would still get tokens in the promised time."""
+        limit_s = min(
+            (t for t in (worker.tightest_tbt_s, slo.tbt_s) if t is not None), default=None
+        )
+        if limit_s is None:
+            return True
+        context = worker.decode_tokens + context_tokens
+        step_s = self._speed.step_s(worker, worker.sequences + samples, context)
+        return step_s is None or step_s <= limit_s
+
+    def _can_prefill(self, worker: WorkerView, now_s: float) -> bool:
+        """Whether it may be sent a prompt: up to a step's budget always, and what it computes until the next prompt could be there."""
+        if worker.prefills == 0 or 2 * worker.queued_prefill_tokens < self._prefill_window_tokens:
+            return True
+        wait_s = self._speed.queue_s(worker, now_s)
+        if wait_s is not None:
+            return wait_s < _LEAD_S
+        return (
+            worker.prefills < _PROMPTS_AHEAD
+            or worker.queued_prefill_tokens < self._prefill_window_tokens
+        )
+
+    def _can_decode_request(self, worker: WorkerView, request: QueuedRequest) -> bool:
+        return self.can_decode(
+            worker,
+            samples=request.samples,
+            context_tokens=request.prompt_tokens * request.samples,
+            slo=request.slo,
+        )
+
+
+class MeasuredSpeed:
+    """Predictions from what routing measured (`router.routing.forecast`), as `SpeedEstimates`; None before there are some."""
+
+    def step_s(self, worker: WorkerView, sequences: int, context_tokens: int) -> float | None:
+        """A decode step, by what was measured on this worker or on others."""
+        forecast = worker.forecast
+        return forecast.tbt_s(sequences, context_tokens) if forecast.knows_steps else None
+
+    def queue_s(self, worker: WorkerView, now_s: float) -> float | None:
+        """As routing prices it: less by the time for which the first prompt has been computed."""
+        return queue_s(worker, now_s) if worker.forecast.knows_prefill else None
+
+    def first_token_s(self, worker: WorkerView, prompt_tokens: int) -> float | None:
+        """The queue and the whole prompt: what of it is cached is not known before the prompt is hashed."""
+        forecast = worker.forecast
+        if not forecast.knows_prefill:
+            return None
+        queued_s = forecast.token_s * worker.queued_prefill_tokens
+        return queued_s + forecast.prefill_s(prompt_tokens, 0)

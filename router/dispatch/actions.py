@@ -1,0 +1,120 @@
+"""What the dispatcher wants done about an event: commands to workers, and what clients are told.
+
+The shells carry actions out in order: those to workers through `router.links`, those to clients through `router.generator`.
+"""
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.generation import Prompt, TokenLogprobs, TokenSample
+from baton.ids import LegId, RequestId, WorkerIdentity
+from kv_transfer.ticket import Permit
+from router.events import Service
+from router.ports import Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPrefill:
+    """P is to prefill for D."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    request_id: RequestId
+    prompt: Prompt
+    permit: Permit
+    transfer_address: str
+    trace_parent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendExpect:
+    """D is to expect this prompt's KV from P."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    request_id: RequestId
+    prompt: Prompt
+    permit: Permit
+    trace_parent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReassign:
+    """D is to expect the KV from another P."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    permit: Permit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendGenerate:
+    """One worker is to prefill and decode."""
+
+    worker: WorkerIdentity
+    leg_id: LegId
+    request_id: RequestId
+    prompt: Prompt
+    trace_parent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendCancel:
+    """The worker is to drop this leg; the router has."""
+
+    worker: WorkerIdentity
+    service: Service
+    leg_id: LegId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskForSnapshot:
+    """A worker is to report anew which blocks it holds."""
+
+    worker: WorkerIdentity
+    service: Service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """Tokens for the client, in order; the first of them with the prompt's log-probabilities, where it wants those."""
+
+    request_id: RequestId
+    tokens: tuple[TokenSample, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The request is complete."""
+
+    request_id: RequestId
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The request ended with an error."""
+
+    request_id: RequestId
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSuspected:
+    """A worker with legs of this router fell silent; they continue elsewhere. To be logged."""
+
+    worker: WorkerIdentity
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseWorker:
+    """The worker that joined at `address` cannot be used: disconnect from it."""
+
+    address: str
+    error: BatonError
+
+
+SendAction = SendPrefill | SendExpect | SendReassign | SendGenerate | SendCancel | AskForSnapshot
+Action = SendAction | Emit | Finish | Fail | RefuseWorker | WorkerSuspected

@@ -1,0 +1,586 @@
+"""The router's core: carries each request over its legs to exactly one end, whichever worker dies on the way.
+
+Reads from top to bottom: what clients and the clock say, what workers say of themselves, what they say of a leg, and what
+follows when a leg is lost. The states that an attempt goes through stand in `router.dispatch.attempt`; what is tried after a
+failure is decided in `router.dispatch.retry`.
+"""
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from baton.errors import (
+    BatonError,
+    CancelledByPeerError,
+    DeadlineError,
+    DrainingError,
+    EngineError,
+    IncompatibleError,
+    InvalidRequestError,
+    InvariantError,
+    OverloadedError,
+    StaleIncarnationError,
+    TransferError,
+    WorkerLostError,
+)
+from baton.generation import FinishReason, TokenSample, plain_token
+from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.story import StoryEntry, StoryLog
+from router.dispatch.actions import (
+    Action,
+    AskForSnapshot,
+    Emit,
+    RefuseWorker,
+    WorkerSuspected,
+)
+from router.dispatch.attempt import Attempt, AttemptState, Leg, LegTable
+from router.dispatch.placement import Placement
+from router.dispatch.retry import RetryController, RetryCounters, RetryPolicy
+from router.events import (
+    BlocksReported,
+    ClientGone,
+    DecodeTokens,
+    Event,
+    FirstTokensArrived,
+    HandedOff,
+    LegEvent,
+    LegFailed,
+    LoadReported,
+    LocallyPrefilled,
+    PutInPool,
+    SampleFinished,
+    Service,
+    StepTokens,
+    StopSample,
+    Submitted,
+    TimePassed,
+    WorkerJoined,
+    WorkerLost,
+    WriterLost,
+)
+from router.routing.pools import node_of
+from router.routing.view import ClusterView
+from router.routing.worker_view import WorkerView
+
+_STALL_S = 1.0
+"""After such a pause between two ticks this router cannot tell which worker was silent: it read from none."""
+
+_HANDOFF_OPEN = (AttemptState.PREFILLING, AttemptState.HANDING_OVER)
+"""States in which another P may still take over."""
+
+_SERVICE_OF: dict[type[LegEvent], Service] = {
+    DecodeTokens: Service.DECODE,
+    SampleFinished: Service.DECODE,
+    LocallyPrefilled: Service.DECODE,
+    FirstTokensArrived: Service.PREFILL,
+    HandedOff: Service.PREFILL,
+    PutInPool: Service.PREFILL,
+    WriterLost: Service.DECODE,
+}
+
+_EITHER_WORKERS_FAULT = (
+    TransferError,
+    CancelledByPeerError,
+    StaleIncarnationError,
+    WorkerLostError,
+)
+"""Errors of one leg whose cause may lie with the other leg's worker."""
+
+_PREFILL_WORKERS_OWN_FAULT = (EngineError, DrainingError)
+"""Errors of P's leg that leave D's pages as good as they were."""
+
+_NO_WORKERS_FAULT = (
+    CancelledByPeerError,
+    DeadlineError,
+    DrainingError,
+    InvalidRequestError,
+    OverloadedError,
+)
+"""Errors of a leg that say nothing about the health of its worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advance:
+    """What a step gave the clients, in columns of equal length, and what of it needs a closer look.
+
+    Attributes:
+        request_ids: Whose token.
+        samples: Of which sample.
+        tokens: The token.
+        others: The rest of the step, as events for `handle`.
+    """
+
+    request_ids: list[RequestId]
+    samples: list[int]
+    tokens: list[int]
+    others: list[DecodeTokens]
+
+
+class Dispatcher:
+    """All requests of this router and their legs.
+
+    Pure: no sockets, no clock. Time comes in as `now_s` (monotonic seconds). `handle` returns the actions the shell must
+    carry out, in order. Not thread-safe: one owner.
+
+    Args:
+        view: The workers; the dispatcher adds and removes them and counts its legs there.
+        placement: Chooses among them.
+        policy: Bounds of retrying and waiting.
+    """
+
+    def __init__(self, *, view: ClusterView, placement: Placement, policy: RetryPolicy) -> None:
+        self._view = view
+        self._legs = LegTable()
+        self._story = StoryLog()
+        self._retry = RetryController(
+            view=view, placement=placement, legs=self._legs, policy=policy, story=self._story
+        )
+        self._deadlines: list[tuple[float, RequestId]] = []
+        self._ticked_s = float("-inf")
+
+    @property
+    def in_flight(self) -> int:
+        """Requests accepted and not ended."""
+        return self._retry.num_requests
+
+    @property
+    def retry_counters(self) -> RetryCounters:
+        """How often attempts were lost and made again."""
+        return self._retry.counters
+
+    def story(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
+        """What happened to a request, as far as it is remembered; plain tokens are left out."""
+        return self._story.story(request_id)
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """What to do about `event`.
+
+        Raises:
+            InvariantError: A bug of ours; `give_up` ends the request it belongs to.
+        """
+        try:
+            return self._handle(event, now_s)
+        except InvariantError as error:
+            request_id = self.request_of(event)
+            if request_id is None or error.story_text:
+                raise
+            raise InvariantError(error.message, story=self.story(request_id)) from error
+
+    def advance(self, step: StepTokens, now_s: float) -> Advance:
+        """Logs the tokens of a step that do nothing but lengthen the log of a sample: nearly all of them.
+
+        What could be more comes back in `others`, in its order, for `handle`.
+        """
+        moved = Advance(request_ids=[], samples=[], tokens=[], others=[])
+        held_back: set[int] = set()
+        for leg_id, sample, token in zip(step.leg_ids, step.samples, step.tokens, strict=True):
+            leg = self._legs.at(LegId(leg_id), step.worker)
+            if leg is None:
+                continue
+            if leg_id in held_back or not _only_advances(leg, sample):
+                held_back.add(leg_id)
+                moved.others.append(_single(leg, sample, token))
+                continue
+            leg.worker.progress_s = leg.worker.heard_s = now_s
+            if not leg.attempt.decoded:
+                leg.attempt.begin_decoding(now_s)
+            leg.grew(1)
+            if leg.attempt.request.log(sample, token, now_s):
+                moved.request_ids.append(leg.attempt.request.request_id)
+                moved.samples.append(sample)
+                moved.tokens.append(token)
+        return moved
+
+    def give_up(self, event: Event, error: InvariantError, now_s: float) -> list[Action]:
+        """Ends the request that `event` belongs to, after `handle` raised `error` for it."""
+        request_id = self.request_of(event)
+        return [] if request_id is None else self._retry.fail(request_id, error, now_s)
+
+    def request_of(self, event: Event) -> RequestId | None:
+        """The request that `event` belongs to; None for events about workers and the clock, and for legs that are over."""
+        match event:
+            case Submitted():
+                return event.request.request_id
+            case StopSample() | ClientGone():
+                return event.request_id
+            case TimePassed() | WorkerJoined() | WorkerLost() | LoadReported() | BlocksReported():
+                return None
+            case _:
+                leg = self._legs.find(event)
+                return None if leg is None else leg.attempt.request.request_id
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` unless requests, attempts, legs and the workers' counts agree."""
+        self._retry.check_integrity()
+        self._view.check_integrity()
+
+    def _handle(self, event: Event, now_s: float) -> list[Action]:
+        match event:
+            case DecodeTokens():  # first, for there may be one for every token
+                return self._leg_event(event, now_s)
+            case Submitted():
+                return self._submit(event, now_s)
+            case StopSample():
+                return self._stop_sample(event, now_s)
+            case ClientGone():
+                error = CancelledByPeerError("the client is gone")
+                return self._retry.fail(event.request_id, error, now_s)
+            case TimePassed():
+                return self._time_passed(now_s)
+            case WorkerJoined():
+                return self._join(event, now_s)
+            case WorkerLost():
+                return self._lose(event.worker, event.reason, now_s)
+            case LoadReported():
+                return self._report(event, now_s)
+            case BlocksReported():
+                return self._blocks(event)
+            case _:
+                return self._leg_event(event, now_s)
+
+    # What clients and the clock say.
+
+    def _submit(self, event: Submitted, now_s: float) -> list[Action]:
+        actions = self._retry.begin(event.request, now_s)
+        deadline_s = now_s + event.request.remaining_s
+        heappush(self._deadlines, (deadline_s, event.request.request_id))
+        return actions
+
+    def _stop_sample(self, event: StopSample, now_s: float) -> list[Action]:
+        request = self._retry.request(event.request_id)
+        if request is None or request.finished(event.sample):
+            return []
+        request.stop(event.sample)
+        attempt = self._retry.attempt_at(request, event.sample)
+        actions = self._end_if_done(attempt, now_s)
+        self._story.record(event.request_id, now_s, event, actions)
+        return actions
+
+    def _time_passed(self, now_s: float) -> list[Action]:
+        actions = self._look_for_silent_workers(now_s)
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            deadline_s, request_id = heappop(self._deadlines)
+            request = self._retry.request(request_id)
+            if request is not None and request.deadline_s == deadline_s:
+                error = DeadlineError("the request's deadline passed")
+                actions += self._retry.fail(request_id, error, now_s)
+        actions += self._retry.end_settled(now_s)
+        return actions + self._retry.place_waiting(now_s)
+
+    def _look_for_silent_workers(self, now_s: float) -> list[Action]:
+        if now_s - self._ticked_s > _STALL_S:
+            self._view.excuse_silence(now_s)
+        self._ticked_s = now_s
+        actions: list[Action] = []
+        for worker in self._view.workers:
+            if worker.legs and self._view.suspected(worker, now_s):
+                actions += self._suspect(worker, now_s)
+        return actions
+
+    # What workers say of themselves.
+
+    def _join(self, event: WorkerJoined, now_s: float) -> list[Action]:
+        identity = event.hello.identity
+        actions: list[Action] = []
+        older = self._view.find(identity.worker_id)
+        if older is not None and older.identity != identity:
+            actions += self._lose(older.identity, "it was started anew", now_s)
+        try:
+            self._view.join(event.hello, event.address, now_s)
+        except IncompatibleError as error:
+            return [*actions, RefuseWorker(address=event.address, error=error)]
+        return actions + self._retry.place_waiting(now_s)
+
+    def _report(self, event: LoadReported, now_s: float) -> list[Action]:
+        worker = self._view.find(event.worker.worker_id)
+        if worker is None or worker.identity != event.worker:
+            return []
+        was_unusable = worker.draining or self._view.suspected(worker, now_s)
+        worker.report(event.load, now_s)
+        self._view.pools.attach(worker)
+        usable_again = was_unusable and not worker.draining
+        return self._retry.place_waiting(now_s) if usable_again else []
+
+    def _blocks(self, event: BlocksReported) -> list[Action]:
+        worker = self._view.find(event.worker.worker_id)
+        if not self._view.report_blocks(event.worker, event.report) or worker is None:
+            return []
+        service = Service.DECODE if worker.hello.role.decodes else Service.PREFILL
+        return [AskForSnapshot(worker=event.worker, service=service)]
+
+    def _lose(self, identity: WorkerIdentity, reason: str, now_s: float) -> list[Action]:
+        worker = self._view.lose(identity)
+        if worker is None:
+            return []
+        return self._continue_without(worker, reason, now_s)
+
+    def _suspect(self, worker: WorkerView, now_s: float) -> list[Action]:
+        """Continues without a worker that fell silent. It stays a member, gets nothing new until it is heard from, and finds
+        the cancellation of its legs among the commands that wait for it.
+        """
+        silent_s = now_s - worker.heard_s
+        cancels = [leg.cancel() for leg in self._legs.on_worker(worker)]
+        suspected = WorkerSuspected(worker=worker.identity, silent_s=silent_s)
+        reason = f"silent for {silent_s:.1f} s"
+        return [suspected, *cancels, *self._continue_without(worker, reason, now_s)]
+
+    def _continue_without(self, worker: WorkerView, reason: str, now_s: float) -> list[Action]:
+        """Closes every leg on `worker` and continues their attempts elsewhere."""
+        identity = worker.identity
+        error = WorkerLostError(f"worker {identity} was lost: {reason}")
+        gone = self._legs.on_worker(worker)
+        if gone:
+            worker.breaker.failed(now_s)
+        for leg in gone:
+            self._legs.close(leg)
+        actions: list[Action] = []
+        for attempt in dict.fromkeys(leg.attempt for leg in gone):
+            if attempt.state is AttemptState.ENDED:
+                continue  # another attempt at its request was the last one allowed, a moment ago
+            self._story.record(attempt.request.request_id, now_s, error.message)
+            actions += self._legs_lost(attempt, error, frozenset({identity}), now_s)
+        return actions
+
+    # What workers say of a leg.
+
+    def _leg_event(self, event: LegEvent, now_s: float) -> list[Action]:
+        """Applies an event to the leg it is about; one about a leg that is not open is out of date and does nothing."""
+        leg = self._legs.find(event)
+        if leg is None:
+            return []
+        leg.worker.progress_s = leg.worker.heard_s = now_s
+        actions = self._apply(leg, event, now_s)
+        if not isinstance(event, DecodeTokens):
+            self._story.record(leg.attempt.request.request_id, now_s, event, actions)
+        return actions
+
+    def _apply(self, leg: Leg, event: LegEvent, now_s: float) -> list[Action]:
+        if isinstance(event, LegFailed):
+            return self._leg_failed(leg, event.error, now_s)
+        if leg.service is not _SERVICE_OF[type(event)]:
+            return self._breach(leg, "spoke of a leg on the wrong stream", now_s)
+        match event:
+            case DecodeTokens():
+                return self._decode_tokens(leg, event, now_s)
+            case FirstTokensArrived():
+                return self._first_tokens(leg, event, now_s)
+            case HandedOff():
+                return self._handed_off(leg, event, now_s)
+            case PutInPool():
+                return self._put_in_pool(leg, now_s)
+            case WriterLost():
+                return self._writer_lost(leg, event, now_s)
+            case LocallyPrefilled():
+                return self._locally_prefilled(leg, event, now_s)
+            case SampleFinished():
+                return self._sample_finished(leg, event, now_s)
+
+    def _first_tokens(self, leg: Leg, event: FirstTokensArrived, now_s: float) -> list[Action]:
+        attempt = leg.attempt
+        drawn = {token.sample for token in event.tokens}
+        if attempt.state is not AttemptState.PREFILLING or drawn != set(attempt.samples):
+            return self._breach(leg, "sent first tokens that were not asked for", now_s)
+        if _aborted(event.tokens):
+            return self._breach(leg, "aborted a sample", now_s)
+        leg.computed(event, now_s)
+        known = attempt.first_tokens is not None
+        if attempt.first_tokens is not None and not _same(attempt.first_tokens, event.tokens):
+            # Two logits were all but equal. The client has the other token: continue from what it has.
+            error = EngineError("the prompt was computed again and gave another token")
+            return self._retry.retry(attempt, error, frozenset(), now_s)
+        attempt.first_tokens = event.tokens
+        attempt.request.watch.prefilled(event)
+        attempt.decoding = {token.sample for token in event.tokens if token.finish is None}
+        attempt.move(AttemptState.HANDING_OVER, now_s)
+        if not known:
+            attempt.request.prompt_logprobs = event.prompt_logprobs
+        actions = [] if known else _emit(attempt, event.tokens, now_s)
+        actions += self._end_if_done(attempt, now_s)
+        held_back, attempt.early = attempt.early, []
+        for early in held_back:  # those of an attempt that has ended find no open leg
+            actions += self._leg_event(early, now_s)
+        return actions
+
+    def _decode_tokens(self, leg: Leg, event: DecodeTokens, now_s: float) -> list[Action]:
+        attempt = leg.attempt
+        if attempt.state is AttemptState.PREFILLING:
+            attempt.early.append(event)
+            return []
+        if not attempt.decoded:
+            attempt.begin_decoding(now_s)
+        leg.grew(len(event.tokens))
+        ended = False
+        for token in event.tokens:
+            if token.sample not in attempt.samples:
+                return self._breach(leg, f"sent a token of sample {token.sample}", now_s)
+            if token.finish is not None:
+                ended = True
+                attempt.decoding.discard(token.sample)
+        if ended and _aborted(event.tokens):
+            return self._breach(leg, "aborted a sample", now_s)
+        actions = _emit(attempt, event.tokens, now_s)
+        if ended:
+            actions += self._end_if_done(attempt, now_s)
+            self._story.record(attempt.request.request_id, now_s, event, actions)
+        return actions
+
+    def _sample_finished(self, leg: Leg, event: SampleFinished, now_s: float) -> list[Action]:
+        attempt = leg.attempt
+        if attempt.state is AttemptState.PREFILLING:
+            attempt.early.append(event)
+            return []
+        attempt.decoding.discard(event.sample)
+        if not attempt.request.finished(event.sample):
+            return self._breach(leg, f"ended sample {event.sample} without a token", now_s)
+        return self._end_if_done(attempt, now_s)
+
+    def _locally_prefilled(self, leg: Leg, event: LocallyPrefilled, now_s: float) -> list[Action]:
+        leg.computed(event, now_s)
+        leg.attempt.request.watch.prefilled(event)
+        leg.attempt.request.prompt_logprobs = event.prompt_logprobs
+        return []
+
+    def _handed_off(self, leg: Leg, event: HandedOff, now_s: float) -> list[Action]:
+        attempt = leg.attempt
+        if attempt.state is AttemptState.PREFILLING:
+            return self._breach(leg, "handed over before its first tokens", now_s)
+        attempt.request.watch.handed_off(event)
+        leg.worker.breaker.succeeded(now_s)
+        if attempt.decode is not None:
+            leg.handed_to(attempt.decode.worker, event)
+        self._legs.close(leg)
+        return self._prefill_done(attempt, now_s)
+
+    def _put_in_pool(self, leg: Leg, now_s: float) -> list[Action]:
+        attempt = leg.attempt
+        if attempt.state is AttemptState.PREFILLING:
+            return self._breach(leg, "put a prompt into the pool before its first tokens", now_s)
+        if attempt.decoded or attempt.decode is None:
+            return self._breach(leg, "put a prompt into the pool that was handed over", now_s)
+        leg.worker.breaker.succeeded(now_s)
+        self._legs.close(leg)
+        node = node_of(leg.worker.load)
+        in_reach = node is not None and node == node_of(attempt.decode.worker.load)
+        return self._retry.leave_to_pool(attempt, now_s, in_reach=in_reach)
+
+    def _writer_lost(self, leg: Leg, event: WriterLost, now_s: float) -> list[Action]:
+        attempt = leg.attempt
+        current = attempt.permit is not None and attempt.permit.attempt == event.attempt
+        handed_over = attempt.decoded or attempt.early or attempt.state not in _HANDOFF_OPEN
+        if not current or handed_over:
+            return []
+        actions: list[Action] = []
+        blamed: frozenset[WorkerIdentity] = frozenset()
+        if attempt.prefill is not None:
+            blamed = frozenset({attempt.prefill.worker.identity})
+            actions.append(attempt.prefill.cancel())
+            self._legs.close(attempt.prefill)
+        return actions + self._retry.replace_prefill(attempt, event.error, blamed, now_s)
+
+    # What follows from it.
+
+    def _end_if_done(self, attempt: Attempt, now_s: float) -> list[Action]:
+        """After a sample has ended: ends the attempt, or lets it settle, unless it still has something to do."""
+        if attempt.unfinished:
+            return []
+        if attempt.decode is not None and attempt.decoded:
+            attempt.decode.worker.breaker.succeeded(now_s)
+        ran_out = attempt.decoded and not attempt.decoding
+        if ran_out and attempt.decode is not None:
+            self._legs.close(attempt.decode)
+        if ran_out and attempt.state is AttemptState.HANDING_OVER:
+            self._retry.let_settle(attempt, now_s)
+            return []
+        return self._retry.end(attempt, now_s)
+
+    def _prefill_done(self, attempt: Attempt, now_s: float) -> list[Action]:
+        """P has nothing more to say: D continues alone, or the attempt is over."""
+        if attempt.state is AttemptState.SETTLING:
+            return self._retry.end(attempt, now_s)
+        attempt.move(AttemptState.DECODING, now_s)
+        return []
+
+    def _breach(self, leg: Leg, what: str, now_s: float) -> list[Action]:
+        """The worker broke the contract for this leg: cancels it and continues elsewhere."""
+        error = EngineError(f"worker {leg.worker.identity} {what}")
+        return [leg.cancel(), *self._leg_failed(leg, error, now_s)]
+
+    def _leg_failed(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
+        attempt = leg.attempt
+        suspected = _suspects(leg, error)
+        blamed = frozenset(worker.identity for worker in suspected)
+        if not isinstance(error, _NO_WORKERS_FAULT):
+            for worker in suspected:
+                worker.breaker.failed(now_s)
+        if isinstance(error, DrainingError):
+            leg.worker.draining = True
+        self._legs.close(leg)
+        pages_good = isinstance(error, _PREFILL_WORKERS_OWN_FAULT)
+        return self._legs_lost(attempt, error, blamed, now_s, pages_good=pages_good)
+
+    def _legs_lost(
+        self,
+        attempt: Attempt,
+        error: BatonError,
+        blamed: Set[WorkerIdentity],
+        now_s: float,
+        *,
+        pages_good: bool = True,
+    ) -> list[Action]:
+        """Some legs of `attempt` were closed by a failure. Continues with what is left, if that is enough.
+
+        Args:
+            attempt: It may have an open leg left.
+            error: Why the others were closed.
+            blamed: Workers that may be at fault.
+            now_s: The time.
+            pages_good: Whether D's pages, if its leg is open, are as good as they were.
+        """
+        if attempt.state is AttemptState.SETTLING:
+            return self._retry.end(attempt, now_s)
+        if attempt.decode is not None and attempt.decoded:
+            # D decodes, so it has the KV: P was done except for its report.
+            return self._prefill_done(attempt, now_s)
+        decode_waits = attempt.decode is not None and not attempt.early
+        if decode_waits and attempt.state in _HANDOFF_OPEN and pages_good:
+            return self._retry.replace_prefill(attempt, error, blamed, now_s)
+        return self._retry.retry(attempt, error, blamed, now_s)
+
+
+def _only_advances(leg: Leg, sample: int) -> bool:
+    """Whether a plain token of `leg` does nothing but lengthen the log of `sample`. A request's first token does more."""
+    attempt = leg.attempt
+    return (
+        leg.service is Service.DECODE
+        and attempt.state is not AttemptState.PREFILLING
+        and sample in attempt.samples
+        and attempt.request.watch.first_token_s is not None
+    )
+
+
+def _single(leg: Leg, sample: int, token: int) -> DecodeTokens:
+    drawn = (plain_token(sample, token),)
+    return DecodeTokens(worker=leg.worker.identity, leg_id=leg.leg_id, tokens=drawn)
+
+
+def _suspects(leg: Leg, error: BatonError) -> list[WorkerView]:
+    """Workers that may be at fault for what ended `leg`, its own first."""
+    others: Sequence[Leg] = leg.attempt.legs if isinstance(error, _EITHER_WORKERS_FAULT) else ()
+    return [leg.worker, *(other.worker for other in others if other is not leg)]
+
+
+def _emit(attempt: Attempt, tokens: tuple[TokenSample, ...], now_s: float) -> list[Action]:
+    request = attempt.request
+    fresh = request.accept(tokens, now_s)
+    if not fresh:
+        return []
+    scores = None if request.prompt_logprobs is None else request.take_prompt_logprobs()
+    return [Emit(request_id=request.request_id, tokens=fresh, prompt_logprobs=scores)]
+
+
+def _same(first: Iterable[TokenSample], again: Iterable[TokenSample]) -> bool:
+    return {t.sample: t.token for t in first} == {t.sample: t.token for t in again}
+
+
+def _aborted(tokens: Iterable[TokenSample]) -> bool:
+    return any(token.finish is FinishReason.ABORT for token in tokens)

@@ -1,0 +1,228 @@
+"""Places an attempt on workers: hashes the prompt, asks the prefix index, lets the policy choose, logs the choice."""
+
+from array import array
+from collections.abc import Mapping, Sequence, Set
+from functools import lru_cache
+from hashlib import blake2b
+from random import Random
+
+from msgspec.structs import replace
+
+from baton.blocks import joined
+from baton.generation import Prompt
+from baton.hashing import chain_keys, root_key
+from baton.ids import WorkerIdentity, XferId
+from baton.layout import KvLayout
+from kv_transfer.ticket import Permit, TicketOffice
+from router.admission.capacity import WorkerCapacity
+from router.dispatch.request import RequestState
+from router.ports import Timing
+from router.routing.explanation import DecisionLog, Measured
+from router.routing.held import HeldBySlot
+from router.routing.index import PrefixIndex
+from router.routing.memory import Prints, prints_of
+from router.routing.policy import Demand, Pair, Policy, Unavailable
+from router.routing.view import ClusterView
+from router.routing.worker_view import WorkerView
+
+_SESSION_TOKENS = 64
+"""Prompts whose first tokens are these are taken for one session where the client names none."""
+
+_INITIAL_OUTPUT_TOKENS = 128.0
+"""Tokens of an output, until some have been seen."""
+
+_OUTPUT_GAIN = 0.02
+
+
+class Placement:
+    """The routing side of the dispatcher.
+
+    Args:
+        view: The workers.
+        index: Which worker holds which blocks.
+        policy: How workers are priced.
+        secret: The cluster secret that keys block hashes and signs permits.
+        rng: Breaks ties.
+        log: Remembers why; one of its own if None.
+        capacity: Which decode workers can take more; all of them unless given.
+    """
+
+    def __init__(
+        self,
+        *,
+        view: ClusterView,
+        index: PrefixIndex,
+        policy: Policy,
+        secret: bytes,
+        rng: Random,
+        log: DecisionLog | None = None,
+        capacity: WorkerCapacity | None = None,
+    ) -> None:
+        self._view = view
+        self._index = index
+        self._policy = policy
+        self._secret = secret
+        self._office = TicketOffice(secret)
+        self._rng = rng
+        self._capacity = capacity
+        self._decisions = 0
+        self._typical_output = _INITIAL_OUTPUT_TOKENS
+        self.log = log or DecisionLog("")
+
+    def choose(
+        self, request: RequestState, prompt: Prompt, avoid: Set[WorkerIdentity], now_s: float
+    ) -> Pair | Unavailable:
+        """The pair for `prompt`, one of the request's; the choice is expected to hold its blocks soon."""
+        usable = self._view.usable(now_s)
+        if avoid:
+            usable = tuple(worker for worker in usable if worker.identity not in avoid)
+        if not usable:
+            self.log.refused()
+            return Unavailable(reason="no worker is available")
+        demand = self._demand(request, prompt, now_s)
+        chosen = self._policy.pair(usable, demand, self._rng)
+        if isinstance(chosen, Pair) and not self._has_capacity(chosen.decode, request, prompt):
+            # The best of all workers, if it has capacity, is the best of those that have it: nearly always no other need be asked.
+            full = self._full(request, prompt, usable)
+            chosen = self._policy.pair(usable, replace(demand, full=full), self._rng)
+        if isinstance(chosen, Pair):
+            self._remember(request, chosen, demand)
+        else:
+            self.log.refused()
+        return chosen
+
+    def single_worker(self, identity: WorkerIdentity, now_s: float) -> Pair | None:
+        """That worker for both prefill and decode, while it can be used."""
+        worker = self._view.find(identity.worker_id)
+        if worker is None or worker.identity != identity:
+            return None
+        return Pair(prefill=worker, decode=worker) if worker in self._view.usable(now_s) else None
+
+    def another_pair(
+        self,
+        request: RequestState,
+        prompt: Prompt,
+        decode: WorkerView,
+        avoid: Set[WorkerIdentity],
+        now_s: float,
+    ) -> Pair | None:
+        """`decode` with another worker that can prefill `prompt` for it, if there is one."""
+        usable = [
+            worker
+            for worker in self._view.usable(now_s)
+            if worker.identity not in avoid
+            and worker is not decode
+            and worker.layout_group == decode.layout_group
+            and worker.can_prefill
+        ]
+        if not usable:
+            return None
+        demand = self._demand(request, prompt, now_s)
+        chosen = self._policy.prefiller(usable, decode, demand, self._rng)
+        self._remember(request, chosen, demand)
+        return chosen
+
+    def pooled_tokens(
+        self, request: RequestState, prompt: Prompt, worker: WorkerView, now_s: float
+    ) -> int:
+        """Leading tokens of `prompt`, one of the request's, that `worker` can fetch from the pool as far as is known here."""
+        return self._demand(request, prompt, now_s).pooled_for(worker)
+
+    def ended(self, request: RequestState, timing: Timing) -> None:
+        """A request is complete: how long outputs are is learned from it."""
+        drawn = timing.output_tokens / len(request.prompt.samples)
+        self._typical_output += _OUTPUT_GAIN * (drawn - self._typical_output)
+        measured = Measured(
+            queue_s=timing.queue_s,
+            prefill_s=timing.prefill_s,
+            unhidden_s=timing.unhidden_s,
+            first_token_s=timing.first_token_s,
+            cached_tokens=timing.cached_tokens,
+            output_tokens=timing.output_tokens,
+            pooled_tokens=timing.pooled_tokens,
+        )
+        self.log.ended(request.request_id, measured)
+
+    def permit(self, prompt: Prompt, pair: Pair, xfer_id: XferId, attempt: int) -> Permit:
+        """This router's permit for `pair` to hand the KV of `prompt` over."""
+        layout = pair.decode.hello.layout
+        permit = Permit(
+            xfer_id=xfer_id,
+            attempt=attempt,
+            cache_scope=prompt.cache_scope,
+            layout_digest=_digest(layout),
+            source=pair.prefill.identity,
+            target=pair.decode.identity,
+            num_blocks=layout.num_blocks_for(prompt.num_tokens),
+        )
+        return self._office.issue(permit)
+
+    def _full(
+        self, request: RequestState, prompt: Prompt, workers: Sequence[WorkerView]
+    ) -> Set[WorkerIdentity]:
+        """Workers that should decode nothing more. If that is all of them it is none: a request that was admitted, and lost its
+        worker, continues on any.
+        """
+        decoders = [worker for worker in workers if worker.can_decode]
+        full = frozenset(w.identity for w in decoders if not self._has_capacity(w, request, prompt))
+        return full if len(full) < len(decoders) else frozenset()
+
+    def _has_capacity(self, worker: WorkerView, request: RequestState, prompt: Prompt) -> bool:
+        if self._capacity is None:
+            return True
+        samples = len(prompt.samples)
+        context = samples * prompt.num_tokens
+        return self._capacity.can_decode(
+            worker, samples=samples, context_tokens=context, slo=request.slo
+        )
+
+    def _demand(self, request: RequestState, prompt: Prompt, now_s: float) -> Demand:
+        policy = self._policy
+        left = max(1, prompt.sampling.max_tokens - len(prompt.output_tokens))
+        return Demand(
+            tokens=prompt.num_tokens,
+            samples=len(prompt.samples),
+            held=self._held_tokens(request, now_s) if policy.uses_prefix else {},
+            output_tokens=max(1, min(left, round(self._typical_output))),
+            session=self._session(request) if policy.uses_session else 0,
+            now_s=now_s,
+        )
+
+    def _session(self, request: RequestState) -> int:
+        """A number for the request's session: the one that its client names, or that of its first tokens in its scope."""
+        if request.session:
+            named = request.session.encode()
+        else:
+            first = array("I", request.prompt.prompt_tokens[:_SESSION_TOKENS])
+            named = request.prompt.cache_scope.encode() + b"/" + first.tobytes()
+        return int.from_bytes(blake2b(named, digest_size=7).digest())
+
+    def _held_tokens(self, request: RequestState, now_s: float) -> Mapping[int, int]:
+        held: HeldBySlot | None = None
+        for group, layout in self._view.layouts().items():
+            chain = self._chain(request, group, layout)
+            held = self._index.held_blocks(chain, now_s, unit=layout.block_tokens, among=held)
+        return {} if held is None else held
+
+    def _remember(self, request: RequestState, pair: Pair, demand: Demand) -> None:
+        self.log.decided(request.request_id, pair, demand)
+        self._decisions += 1
+        pair.prefill.last_pick = pair.decode.last_pick = self._decisions
+        if self._policy.uses_prefix:
+            worker = pair.prefill
+            chain = self._chain(request, worker.layout_group, worker.hello.layout)
+            slots = (worker.slot,) if pair.local else (worker.slot, pair.decode.slot)
+            self._index.expect(chain, slots, demand.now_s)
+
+    def _chain(self, request: RequestState, group: int, layout: KvLayout) -> Prints:
+        if group not in request.chains:
+            root = root_key(self._secret, scope=request.prompt.cache_scope, layout=layout)
+            tokens = request.prompt.prompt_tokens
+            keys = chain_keys(self._secret, root, tokens, layout.block_tokens)
+            request.chains[group] = prints_of(joined(keys))
+        return request.chains[group]
+
+
+@lru_cache(maxsize=64)
+def _digest(layout: KvLayout) -> str:
+    return layout.content_digest()

@@ -1,0 +1,53 @@
+"""Learns from the hellos of workers which model is served, and wakes the tasks that wait for a worker to join."""
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+
+from baton.rpc.hello import WorkerHello
+from router.ports import ServedModel
+
+
+class ModelDiscovery:
+    """For one event loop.
+
+    Args:
+        wait_s: How long `model` waits for the first worker: as long as a request would.
+    """
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._model: ServedModel | None = None
+        self._next = asyncio.Event()
+        self._ended = False
+
+    def worker_joined(self, hellos: Iterable[WorkerHello]) -> None:
+        """A worker joined; `hellos` are those of all connected workers."""
+        connected = list(hellos)
+        self._model = ServedModel(
+            max_model_len=min(hello.max_model_len for hello in connected),
+            vocab_size=min(hello.vocab_size for hello in connected),
+        )
+        self._wake()
+
+    def end(self) -> None:
+        """No worker is worth waiting for any more."""
+        self._ended = True
+        self._wake()
+
+    async def next_worker(self) -> None:
+        """Returns when the next worker has joined, or at the end."""
+        await self._next.wait()
+
+    async def model(self, *, wait: bool) -> ServedModel | None:
+        """What all connected workers can serve, or the last ones could; None before the first."""
+        if self._model is None and wait and not self._ended:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._wait_s):
+                    await self.next_worker()
+        return self._model
+
+    def _wake(self) -> None:
+        """Wakes the tasks that wait now; one that waits from now on waits for the next worker."""
+        waking, self._next = self._next, asyncio.Event()
+        waking.set()

@@ -1,0 +1,237 @@
+"""Renders chat templates in child processes, so that a template can neither hold the router up nor use up its memory (ADR 0015).
+
+A child (`router.templates.sandbox`) starts with the first conversation, and another with each that is rendered at the same
+moment; they are kept. A child that takes too long is killed, one that ran out of memory is ended; the next conversation has a new one.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from baton.errors import InvalidRequestError, UnavailableError
+from baton.telemetry.logs import get_logger
+from router.templates import sandbox
+
+ChatMessage = Mapping[str, str]
+"""What a template sees of one message: `role`, `content` and, where given, `name` and `tool_call_id`."""
+
+MAX_RENDER_S = 10.0
+"""How long one conversation may take."""
+
+MAX_RENDERED_CHARS = 64 * 1024 * 1024
+"""The longest text that may be made of it."""
+
+MAX_MEMORY_BYTES = 1024 * 1024 * 1024
+"""Address space of a child: room for the longest text, at four bytes a character, twice over and more."""
+
+START_S = 30.0
+"""How long a child may take to start; about 0.1 s."""
+
+_PASSED_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What was said so far, and how it becomes a prompt; every request body that holds one describes itself as this.
+
+    Attributes:
+        messages: As the chat template sees them.
+        add_generation_prompt: End it with the beginning of the assistant's turn.
+        continue_last: End it within the last message instead, which the model continues.
+        arguments: What the template is given besides.
+        param: The body's field that the messages came in.
+    """
+
+    messages: Sequence[ChatMessage]
+    add_generation_prompt: bool = True
+    continue_last: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    param: str = "messages"
+
+
+class TemplateRenderer:
+    """One model's chat template. Threads may share it; each rendering has a child to itself.
+
+    Args:
+        source: The template.
+        special_tokens: Texts that it is given by their names.
+        limit_s: How long one conversation may take.
+        max_chars: The longest text that it may make.
+        memory_bytes: Address space of a child.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        limit_s: float = MAX_RENDER_S,
+        max_chars: int = MAX_RENDERED_CHARS,
+        memory_bytes: int = MAX_MEMORY_BYTES,
+    ) -> None:
+        self._limit_s = limit_s
+        settings = {
+            "source": source,
+            "special_tokens": dict(special_tokens),
+            "max_chars": max_chars,
+            "limit_s": limit_s,
+            "memory_bytes": memory_bytes,
+        }
+        self._settings = sandbox.message(json.dumps(settings).encode())
+        self._lock = threading.Lock()
+        self._idle: list[_Child] = []
+        self._closed = False
+
+    def render(self, conversation: Conversation) -> str:
+        """The conversation as one text. Blocks.
+
+        Raises:
+            InvalidRequestError: The template is not one, refuses these messages, or takes too much for them.
+            UnavailableError: No child could be started.
+        """
+        request = {
+            "messages": conversation.messages,
+            "add_generation_prompt": conversation.add_generation_prompt,
+            "continue_last": conversation.continue_last,
+            "arguments": conversation.arguments,
+        }
+        body = sandbox.message(_json(request))
+        child = self._take()
+        try:
+            reply = child.ask(body, self._limit_s)
+        except TimeoutError as error:
+            raise _takes_too_long(conversation) from error
+        except _ChildEndedError as error:
+            if error.by_signal == signal.SIGXCPU:
+                raise _takes_too_long(conversation) from error
+            raise _refused(conversation, "it ended the process that rendered it") from error
+        text = str(memoryview(reply)[1:], "utf-8")
+        if reply[:1] != sandbox.EXHAUSTED:
+            self._give_back(child)
+        else:
+            child.end()
+        if reply[:1] == sandbox.OK:
+            return text
+        raise _refused(conversation, text)
+
+    def close(self) -> None:
+        """Ends the children that render nothing; the others end with their rendering."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for child in idle:
+            child.end()
+
+    def _take(self) -> "_Child":
+        while True:
+            with self._lock:
+                child = self._idle.pop() if self._idle else None
+            if child is None:
+                return _Child(self._settings)
+            if child.alive():
+                return child
+            child.end()
+
+    def _give_back(self, child: "_Child") -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(child)
+                return
+        child.end()
+
+
+class _ChildEndedError(Exception):
+    """The child ended instead of answering."""
+
+    def __init__(self, by_signal: int) -> None:
+        super().__init__()
+        self.by_signal = by_signal
+
+
+class _Child:
+    """One process that renders."""
+
+    def __init__(self, settings: bytes) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603  # this interpreter, with a file of ours
+                [sys.executable, "-I", sandbox.__file__],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={k: os.environ[k] for k in _PASSED_ENVIRONMENT if k in os.environ},
+            )
+        try:
+            self._socket.settimeout(START_S)
+            self._socket.sendall(settings)
+            ready = sandbox.receive(self._socket, START_S)
+        except OSError:
+            ready = None
+        if ready is None:
+            self.end()
+            raise UnavailableError("No process to render chat templates in could be started.")
+
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
+
+    def ask(self, body: bytes, limit_s: float) -> bytearray:
+        """What it answers. One that does not is ended.
+
+        Raises:
+            TimeoutError: It took too long.
+            _ChildEndedError: It ended.
+        """
+        until_s = time.monotonic() + limit_s
+        try:
+            self._socket.settimeout(limit_s)
+            self._socket.sendall(body)
+            reply = sandbox.receive(self._socket, until_s - time.monotonic())
+        except TimeoutError:
+            _log.warning("a chat template took too long", limit_s=limit_s)
+            self.end()
+            raise
+        except OSError as error:
+            raise _ChildEndedError(self.end()) from error
+        if reply is None:
+            raise _ChildEndedError(self.end())
+        return reply
+
+    def end(self) -> int:
+        """Kills it; the number of the signal that had ended it before, if one had."""
+        self._socket.close()
+        self._process.kill()
+        return max(0, -self._process.wait())
+
+
+def _json(request: Mapping[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(
+            request
+        )  # of long texts ten times as fast as the standard library
+    except OverflowError:  # a whole number of more than 64 bits
+        return json.dumps(request).encode()
+
+
+def _takes_too_long(conversation: Conversation) -> InvalidRequestError:
+    return InvalidRequestError(
+        "The model's chat template takes too long for these messages.", param=conversation.param
+    )
+
+
+def _refused(conversation: Conversation, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"The model's chat template refuses these messages: {why}", param=conversation.param
+    )

@@ -1,0 +1,62 @@
+"""What the tests of admission share: queued requests, and workers that take so many at a time."""
+
+from dataclasses import dataclass, field
+
+from baton.ids import RequestId
+from router.admission.queue import QueuedRequest
+from router.routing.worker_view import WorkerView
+from router.slo import STANDARD, Slo
+from router.tenants.tenant import Tenant, TenantId
+
+
+def queued(
+    name: str,
+    *,
+    tenant: str = "a",
+    weight: float = 1.0,
+    prompt_tokens: int = 90,
+    output_tokens: int = 10,
+    samples: int = 1,
+    slo: Slo = STANDARD,
+    arrived_s: float = 0.0,
+    deadline_s: float = 1e9,
+) -> QueuedRequest:
+    """One that costs 100 tokens unless told otherwise."""
+    return QueuedRequest(
+        request_id=RequestId(name),
+        tenant=Tenant(tenant_id=TenantId(tenant), weight=weight),
+        slo=slo,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        samples=samples,
+        arrived_s=arrived_s,
+        deadline_s=deadline_s,
+    )
+
+
+@dataclass(eq=False)
+class FakeCapacity:
+    """Workers with so many places."""
+
+    places: int = 0
+    first_s: float = 0.0
+    taken: list[RequestId] = field(default_factory=list)
+
+    def has_room(self, queued: QueuedRequest, now_s: float) -> bool:
+        return len(self.taken) < self.places
+
+    def first_token_s(self, queued: QueuedRequest, now_s: float) -> float:
+        return self.first_s
+
+
+class UnknownSpeed:
+    """Knows nothing of any worker."""
+
+    def step_s(self, worker: WorkerView, sequences: int, context_tokens: int) -> float | None:
+        return None
+
+    def queue_s(self, worker: WorkerView, now_s: float) -> float | None:
+        return None
+
+    def first_token_s(self, worker: WorkerView, prompt_tokens: int) -> float | None:
+        return None

@@ -1,0 +1,134 @@
+"""How far workers are filled, and whom a newcomer must not slow down."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from baton.generation import WorkerLoad
+from baton.ids import Role
+from router.admission.capacity import WorkerCapacity
+from router.routing.index import PrefixIndex
+from router.routing.view import ClusterView
+from router.routing.worker_view import WorkerView
+from router.slo import STANDARD, Slo
+from tests.router.admission.admitting import UnknownSpeed, queued
+from tests.router.workers import hello
+
+PROMISED = Slo(name="interactive", tbt_s=0.1, priority=2)
+
+
+@dataclass
+class LinearPace:
+    """A step takes a hundredth of a second per sequence."""
+
+    def step_s(self, worker: WorkerView, sequences: int, context_tokens: int) -> float | None:
+        return 0.01 * sequences
+
+    def first_token_s(self, worker: WorkerView, prompt_tokens: int) -> float | None:
+        return None if worker.identity.worker_id == "p0" else prompt_tokens / 1000
+
+    def queue_s(self, worker: WorkerView, now_s: float) -> float | None:
+        return max(0.0, worker.prefill_tokens / 1000 - now_s)
+
+
+def cluster(pace=None, **roles: Role) -> tuple[WorkerCapacity, dict[str, WorkerView]]:
+    view = ClusterView(PrefixIndex())
+    workers = {name: view.join(hello(name, role), name, 0.0) for name, role in roles.items()}
+    return WorkerCapacity(view, pace or UnknownSpeed(), prefill_window_tokens=4096), workers
+
+
+def test_without_any_worker_nobody_is_held_back_the_dispatcher_waits_with_them():
+    capacity, _ = cluster()
+    assert capacity.has_room(queued("r"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tokens", "expected"),
+    [(0, 0, True), (1, 9000, True), (2, 9000, False), (20, 4000, True), (20, 4096, False)],
+)
+def test_a_prefill_worker_has_a_prompt_ahead_or_a_window_of_tokens(prompts, tokens, expected):
+    capacity, workers = cluster(p0=Role.PREFILL, d0=Role.DECODE)
+    workers["p0"].prefills, workers["p0"].prefill_tokens = prompts, tokens
+    assert capacity.has_room(queued("r"), 0.0) is expected
+
+
+def test_where_it_is_known_how_long_prompts_take_the_next_is_sent_just_before_it_is_needed():
+    capacity, workers = cluster(LinearPace(), p0=Role.PREFILL, d0=Role.DECODE)
+    workers["p0"].prefills, workers["p0"].prefill_tokens = 1, 3000
+    assert not capacity.has_room(queued("r"), 2.9)
+    assert capacity.has_room(queued("r"), 2.96)
+
+
+def test_a_steps_budget_of_prompts_is_always_sent_ahead():
+    capacity, workers = cluster(LinearPace(), p0=Role.PREFILL, d0=Role.DECODE)
+    workers["p0"].prefills, workers["p0"].prefill_tokens = 7, 2047
+    assert capacity.has_room(queued("r"), 0.0)
+
+
+def test_one_free_prefill_worker_is_enough():
+    capacity, workers = cluster(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    workers["p0"].prefills, workers["p0"].prefill_tokens = 5, 9000
+    assert capacity.has_room(queued("r"), 0.0)
+
+
+def test_a_decode_worker_is_sent_a_quarter_more_than_its_seats_and_no_more():
+    capacity, workers = cluster(p0=Role.PREFILL, d0=Role.DECODE)  # 8 seats
+    workers["d0"].decode_sequences = 9
+    assert capacity.has_room(queued("r"), 0.0)
+    assert not capacity.has_room(queued("r", samples=2), 0.0)
+    workers["d0"].decode_sequences = 10
+    assert not capacity.has_room(queued("r"), 0.0)
+
+
+def test_what_other_routers_decode_there_counts_too():
+    capacity, workers = cluster(p0=Role.PREFILL, d0=Role.DECODE)
+    workers["d0"].foreign_sequences = 10
+    assert not capacity.has_room(queued("r"), 0.0)
+
+
+def test_more_samples_than_seats_run_on_a_worker_that_is_empty():
+    capacity, _ = cluster(h0=Role.HYBRID)
+    assert capacity.has_room(queued("r", samples=100), 0.0)
+
+
+def test_a_decode_worker_in_which_requests_wait_for_pages_is_full():
+    capacity, workers = cluster(p0=Role.PREFILL, d0=Role.DECODE)
+    workers["d0"].decode_sequences = 4
+    workers["d0"].load = WorkerLoad(running=1, waiting=3)
+    assert not capacity.has_room(queued("r"), 0.0)
+
+
+def test_a_suspected_worker_has_no_room():
+    capacity, workers = cluster(p0=Role.PREFILL, d0=Role.DECODE, d1=Role.DECODE)
+    workers["p0"].heard_s = workers["d0"].heard_s = 100.0
+    workers["d0"].decode_sequences = 10
+    assert not capacity.has_room(queued("r"), 100.0)
+
+
+def test_nobody_joins_where_somebodys_promised_time_between_tokens_would_break():
+    capacity, workers = cluster(LinearPace(), p0=Role.PREFILL, d0=Role.DECODE)
+    d0 = workers["d0"]
+    d0.hello = hello("d0", Role.DECODE, max_num_seqs=64)
+    d0.decode_sequences = 10
+    d0.tbt_targets = {0.1: 1}
+    assert not capacity.can_decode(d0, samples=1, context_tokens=10, slo=STANDARD)
+    d0.tbt_targets = {}
+    assert capacity.can_decode(d0, samples=1, context_tokens=10, slo=STANDARD)
+
+
+def test_nobody_is_put_where_its_own_promise_would_break():
+    capacity, workers = cluster(LinearPace(), p0=Role.PREFILL, d0=Role.DECODE)
+    d0 = workers["d0"]
+    d0.hello = hello("d0", Role.DECODE, max_num_seqs=64)
+    d0.decode_sequences = 9
+    assert capacity.can_decode(d0, samples=1, context_tokens=10, slo=PROMISED)
+    d0.decode_sequences = 10
+    assert not capacity.can_decode(d0, samples=1, context_tokens=10, slo=PROMISED)
+    assert capacity.can_decode(d0, samples=1, context_tokens=10, slo=STANDARD)
+
+
+def test_the_first_token_is_expected_of_the_fastest_worker_of_which_something_is_known():
+    capacity, _ = cluster(LinearPace(), p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    assert capacity.first_token_s(queued("r", prompt_tokens=2000), 0.0) == 2.0
+    silent, _ = cluster(LinearPace(), p0=Role.PREFILL, d0=Role.DECODE)
+    assert silent.first_token_s(queued("r"), 0.0) == 0.0

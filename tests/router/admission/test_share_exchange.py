@@ -1,0 +1,120 @@
+"""Routers that tell each other what they gave, through Redis and without it."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from baton.config.schema import TenantsConfig
+from baton.errors import UnavailableError
+from baton.redis_link import open_redis
+from router.admission.share_exchange import ShareExchange, sharing
+from tests.redis_servers import KINDS, a_redis, real_redis
+
+pytestmark = pytest.mark.timeout(60)
+KEY = "baton:given"
+
+
+@dataclass
+class Clock:
+    at_s: float = 0.0
+
+    def now_s(self) -> float:
+        return self.at_s
+
+
+@dataclass(eq=False)
+class Books:
+    """A sharer that writes down what it hears."""
+
+    admitted: dict[str, float] = field(default_factory=dict)
+    heard: list[dict[str, Any]] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def hear(self, others) -> None:
+        self.heard.append({name: dict(totals) for name, totals in others.items()})
+        self.news.set()
+
+
+def exchange(redis, name: str, books: Books, clock: Clock | None = None) -> ShareExchange:
+    return ShareExchange(redis, key=KEY, router_id=name, admission=books, clock=clock or Clock())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_each_router_hears_what_the_others_gave_and_not_itself(kind, tmp_path):
+    async with a_redis(kind, tmp_path) as url, open_redis(url, 5.0) as redis:
+        one, other = Books({"1/a": 100.0}), Books({"1/b": 7.0})
+        first, second = exchange(redis, "r1", one), exchange(redis, "r2", other)
+        await first.exchange()
+        await second.exchange()
+        await first.exchange()
+        assert one.heard == [{}, {"r2": {"1/b": 7.0}}]
+        assert other.heard == [{"r1": {"1/a": 100.0}}]
+
+
+async def test_a_router_that_says_nothing_new_for_a_lease_is_taken_out(tmp_path):
+    async with a_redis("fakeredis", tmp_path) as url, open_redis(url, 5.0) as redis:
+        clock, books = Clock(), Books()
+        here = exchange(redis, "r1", books, clock)
+        await exchange(redis, "dead", Books({"1/a": 5.0})).exchange()
+        await here.exchange()
+        clock.at_s = 2.9
+        await here.exchange()
+        clock.at_s = 3.1
+        await here.exchange()
+        assert books.heard == [{"dead": {"1/a": 5.0}}, {"dead": {"1/a": 5.0}}, {}]
+        assert await redis.hkeys(KEY) == ["r1"]
+
+
+async def test_a_router_that_leaves_takes_its_word_back(tmp_path):
+    async with a_redis("fakeredis", tmp_path) as url, open_redis(url, 5.0) as redis:
+        here = exchange(redis, "r1", Books())
+        await here.exchange()
+        await here.leave()
+        assert await redis.hkeys(KEY) == []
+
+
+@pytest.mark.parametrize("rubbish", ["", "{}", "[1]", '{"beat": "x"}', "\x00", "null"])
+async def test_what_no_router_wrote_is_ignored_and_taken_out(rubbish, tmp_path):
+    async with a_redis("fakeredis", tmp_path) as url, open_redis(url, 5.0) as redis:
+        await redis.hset(KEY, "stranger", rubbish)
+        books = Books()
+        await exchange(redis, "r1", books).exchange()
+        assert books.heard == [{}]
+        assert await redis.hkeys(KEY) == ["r1"]
+
+
+async def test_without_redis_nothing_is_heard_and_that_is_said(tmp_path):
+    async with open_redis(f"unix://{tmp_path}/nobody", 0.1) as redis:
+        books = Books()
+        with pytest.raises(UnavailableError):
+            await exchange(redis, "r1", books).exchange()
+        assert books.heard == []
+
+
+async def test_where_no_redis_is_configured_nothing_is_done():
+    books = Books()
+    async with sharing(TenantsConfig(), books):
+        assert books.heard == []
+
+
+@pytest.mark.redis
+async def test_while_redis_is_away_routers_go_on_and_hear_each_other_again_afterwards(tmp_path):
+    async with real_redis(tmp_path) as server:
+        config = TenantsConfig(redis_url=server.url, redis_timeout_s=1.0)
+        one, other = Books({"1/a": 1.0}), Books({"1/b": 2.0})
+        async with sharing(config, one), sharing(config, other):
+            await _hears(one, {"1/b": 2.0})
+            await server.kill()
+            one.heard.clear()
+            other.admitted["1/b"] = 50.0
+            await server.start()
+            await _hears(one, {"1/b": 50.0})
+            await _hears(other, {"1/a": 1.0})
+
+
+async def _hears(books: Books, totals: dict[str, float]) -> None:
+    while not (books.heard and totals in books.heard[-1].values()):
+        books.news.clear()
+        await books.news.wait()

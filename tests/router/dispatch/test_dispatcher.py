@@ -1,0 +1,860 @@
+"""The dispatcher's promises, one by one; `test_dispatch_properties` tries them against random interleavings."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from baton.errors import (
+    BatonError,
+    CancelledByPeerError,
+    DeadlineError,
+    DrainingError,
+    EngineError,
+    InvariantError,
+    OverloadedError,
+    PromptTooLongError,
+    TransferError,
+    UnavailableError,
+    WorkerLostError,
+    disposition,
+)
+from baton.generation import (
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    TokenLogprobs,
+    TokenSample,
+    WorkerLoad,
+)
+from baton.ids import RequestId, Role
+from router.breaker import Circuit
+from router.dispatch.actions import (
+    Emit,
+    Fail,
+    Finish,
+    RefuseWorker,
+    SendCancel,
+    SendExpect,
+    SendGenerate,
+    SendPrefill,
+    SendReassign,
+    WorkerSuspected,
+)
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.placement import Placement
+from router.dispatch.retry import RetryPolicy
+from router.events import (
+    ClientGone,
+    DecodeTokens,
+    FirstTokensArrived,
+    HandedOff,
+    LegFailed,
+    LoadReported,
+    LocallyPrefilled,
+    SampleFinished,
+    StepTokens,
+    StopSample,
+    Submitted,
+    TimePassed,
+    WorkerJoined,
+    WorkerLost,
+    WriterLost,
+)
+from router.ports import GenerationRequest
+from router.routing.index import PrefixIndex
+from router.routing.policies import policy_named
+from router.routing.view import ClusterView
+from router.slo import Slo
+from tests.router.workers import drawn, hello, layout
+
+REQUEST = RequestId("cmpl-1")
+
+
+class Core:
+    """A dispatcher with a clock, checked after every event."""
+
+    def __init__(self, *, policy: RetryPolicy | None = None) -> None:
+        index = PrefixIndex(max_blocks=1000)
+        self.view = ClusterView(index)
+        placement = Placement(
+            view=self.view,
+            index=index,
+            policy=policy_named("prefix_affinity"),
+            secret=b"s" * 32,
+            rng=Random(0),
+        )
+        self.dispatcher = Dispatcher(
+            view=self.view, placement=placement, policy=policy or RetryPolicy()
+        )
+        self.now_s = 0.0
+
+    def __call__(self, event):
+        actions = self.dispatcher.handle(event, self.now_s)
+        self.dispatcher.check_integrity()
+        return actions
+
+    def join(self, *names: str, incarnation: int = 1):
+        roles = {"p": Role.PREFILL, "d": Role.DECODE, "h": Role.HYBRID}
+        actions = []
+        for name in names:
+            greeting = hello(name, roles[name[0]], incarnation=incarnation)
+            actions += self(WorkerJoined(hello=greeting, address=f"unix:{name}"))
+        return actions
+
+    def submit(self, *, samples=(0,), max_tokens=4, deadline_s=60.0, tokens=range(10), scored=None):
+        prompt = Prompt(
+            prompt_tokens=tuple(tokens),
+            samples=samples,
+            sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored),
+        )
+        job = GenerationRequest(request_id=REQUEST, prompt=prompt, deadline_s=deadline_s)
+        return self(Submitted(request=job))
+
+    def pass_time(self, seconds: float):
+        self.now_s += seconds
+        return self(TimePassed())
+
+    def pass_time_hearing(self, seconds: float, *heard: str):
+        """Ticks pass as they do in life, and only these workers say that they are there."""
+        actions = []
+        for _ in range(round(seconds / 0.5)):
+            actions += self.pass_time(0.5)
+            for worker in self.view.workers:
+                if worker.identity.worker_id in heard:
+                    actions += self(LoadReported(worker=worker.identity, load=WorkerLoad()))
+        return actions
+
+    def assert_empty(self) -> None:
+        assert self.dispatcher.in_flight == 0
+        assert all(worker.legs == 0 for worker in self.view.workers)
+
+
+@pytest.fixture
+def core() -> Core:
+    return Core()
+
+
+def sent(actions, kind):
+    (action,) = [action for action in actions if isinstance(action, kind)]
+    return action
+
+
+def tokens_in(actions):
+    return [t for action in actions if isinstance(action, Emit) for t in action.tokens]
+
+
+def cancelled(actions):
+    return {action.leg_id for action in actions if isinstance(action, SendCancel)}
+
+
+def first_tokens(to: SendPrefill, *tokens: TokenSample, scores=None):
+    return FirstTokensArrived(
+        worker=to.worker,
+        leg_id=to.leg_id,
+        tokens=tokens,
+        cached_tokens=3,
+        queue_s=0.1,
+        prefill_s=0.5,
+        prompt_logprobs=scores,
+    )
+
+
+def handed_off(to: SendPrefill):
+    return HandedOff(
+        worker=to.worker,
+        leg_id=to.leg_id,
+        blocks_sent=3,
+        bytes_sent=300,
+        reserve_wait_s=0.2,
+        unhidden_s=0.05,
+    )
+
+
+def decoded(to, *tokens: TokenSample):
+    return DecodeTokens(worker=to.worker, leg_id=to.leg_id, tokens=tokens)
+
+
+def failed(to, error):
+    return LegFailed(worker=to.worker, leg_id=to.leg_id, error=error)
+
+
+def start_pair(core: Core, **job):
+    actions = core.submit(**job)
+    return sent(actions, SendPrefill), sent(actions, SendExpect)
+
+
+def test_a_job_goes_to_both_workers_at_the_same_moment_under_one_transfer(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    assert p.permit == d.permit
+    assert (p.permit.target, d.permit.source) == (d.worker, p.worker)
+    assert p.transfer_address == "unix:/d0"
+
+
+def test_both_workers_are_told_what_the_request_was_promised(core):
+    core.join("p0", "d0")
+    prompt = Prompt(prompt_tokens=(1, 2, 3), sampling=SamplingParams(max_tokens=4))
+    slo = Slo(name="quick", ttft_s=2.0, tbt_s=0.1, priority=2)
+    job = GenerationRequest(
+        request_id=REQUEST, prompt=prompt, deadline_s=60.0, slo=slo, waited_s=0.5
+    )
+    actions = core(Submitted(request=job))
+    for told in (sent(actions, SendPrefill), sent(actions, SendExpect)):
+        assert told.prompt.slo == slo.promise(0.5)
+
+
+def test_tokens_flow_and_the_timing_comes_last(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=2)
+    core.now_s = 1.0
+    assert tokens_in(core(first_tokens(p, drawn(0, 0, 2)))) == [drawn(0, 0, 2)]
+    assert core(handed_off(p)) == []
+    core.now_s = 1.5
+    actions = core(decoded(d, drawn(0, 1, 2)))
+    assert tokens_in(actions) == [drawn(0, 1, 2)]
+    timing = sent(actions, Finish).timing
+    assert (timing.prefill_worker, timing.decode_worker) == ("p0", "d0")
+    assert (timing.first_token_s, timing.decode_s, timing.total_s) == (1.0, 0.5, 1.5)
+    assert (timing.cached_tokens, timing.blocks_sent, timing.output_tokens) == (3, 3, 2)
+    assert timing.handoff_s == pytest.approx(0.35)
+    core.assert_empty()
+
+
+def test_what_d_sends_before_the_first_token_is_held_back(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=3)
+    assert core(decoded(d, drawn(0, 1, 3))) == []
+    actions = core(first_tokens(p, drawn(0, 0, 3)))
+    assert tokens_in(actions) == [drawn(0, 0, 3), drawn(0, 1, 3)]
+
+
+def test_a_job_whose_tokens_are_out_waits_for_the_account_of_the_hand_off(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=2)
+    core(first_tokens(p, drawn(0, 0, 2)))
+    actions = core(decoded(d, drawn(0, 1, 2)))
+    assert not any(isinstance(action, Finish) for action in actions)
+    assert sent(core(handed_off(p)), Finish).timing.blocks_sent == 3
+    core.assert_empty()
+
+
+def test_a_job_does_not_wait_long_for_the_account_of_the_hand_off(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=2)
+    core(first_tokens(p, drawn(0, 0, 2)))
+    core(decoded(d, drawn(0, 1, 2)))
+    actions = core.pass_time(2.0)
+    assert sent(actions, Finish)
+    assert cancelled(actions) == {p.leg_id}
+    core.assert_empty()
+
+
+def stepped(to, *tokens: TokenSample):
+    return StepTokens(
+        worker=to.worker,
+        leg_ids=[to.leg_id] * len(tokens),
+        samples=[token.sample for token in tokens],
+        tokens=[token.token for token in tokens],
+    )
+
+
+def test_a_step_lengthens_the_log_as_its_tokens_one_by_one_would(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core, max_tokens=4)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    moved = core.dispatcher.advance(stepped(d, drawn(0, 1, 4), drawn(0, 2, 4)), core.now_s)
+    core.dispatcher.check_integrity()
+    assert (moved.request_ids, moved.samples, moved.others) == ([REQUEST] * 2, [0, 0], [])
+    assert moved.tokens == [drawn(0, 1, 4).token, drawn(0, 2, 4).token]
+    core(handed_off(p))
+    again = sent(core(WorkerLost(worker=d.worker, reason="killed")), SendPrefill)
+    assert again.prompt.output_tokens == tuple(drawn(0, i, 4).token for i in range(3))
+
+
+def test_what_a_step_brings_before_the_first_token_comes_back_whole_and_in_order(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=4)
+    moved = core.dispatcher.advance(stepped(d, drawn(0, 1, 4), drawn(0, 2, 4)), core.now_s)
+    assert moved.tokens == []
+    assert moved.others == [decoded(d, drawn(0, 1, 4)), decoded(d, drawn(0, 2, 4))]
+    assert tokens_in(core(first_tokens(p, drawn(0, 0, 4)))) == [drawn(0, 0, 4)]
+
+
+def test_a_step_says_nothing_of_a_leg_that_is_over_or_another_workers(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    (other,) = {worker.identity for worker in core.view.workers} - {d.worker, p.worker}
+    strange = replace(stepped(d, drawn(0, 1, 4)), worker=other)
+    gone = replace(stepped(d, drawn(0, 1, 4)), leg_ids=[99])
+    for step in (strange, gone):
+        moved = core.dispatcher.advance(step, core.now_s)
+        assert (moved.tokens, moved.others) == ([], [])
+
+
+def test_a_step_that_speaks_of_a_sample_nobody_asked_for_is_looked_at_closely(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    moved = core.dispatcher.advance(stepped(d, drawn(5, 1, 4)), core.now_s)
+    assert moved.others == [decoded(d, drawn(5, 1, 4))]
+
+
+def test_a_first_token_that_ends_everything_cancels_both_legs(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=1)
+    actions = core(first_tokens(p, drawn(0, 0, 1)))
+    assert sent(actions, Finish).timing.output_tokens == 1
+    assert cancelled(actions) == {p.leg_id, d.leg_id}
+    core.assert_empty()
+
+
+def test_a_failed_decode_leg_cancels_the_other_at_once_and_is_retried_elsewhere(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    actions = core(failed(d, EngineError("a step failed")))
+    again = sent(actions, SendPrefill)
+    assert cancelled(actions) == {p.leg_id}
+    assert again.permit.target != d.worker
+    assert again.permit.xfer_id != p.permit.xfer_id
+    assert again.leg_id not in {p.leg_id, d.leg_id}
+
+
+def lost(d: SendExpect, attempt: int = 1):
+    error = WorkerLostError("no sign of life")
+    return WriterLost(worker=d.worker, leg_id=d.leg_id, attempt=attempt, error=error)
+
+
+def die(core: Core, p: SendPrefill):
+    return core(WorkerLost(worker=p.worker, reason="killed"))
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda core, p, d: die(core, p),
+        lambda core, p, d: core(failed(p, EngineError("a step failed"))),
+        lambda core, p, d: core(lost(d)),
+    ],
+)
+def test_another_prefill_worker_takes_over_the_same_reservation(core, lose):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    actions = lose(core, p, d)
+    again, told = sent(actions, SendPrefill), sent(actions, SendReassign)
+    assert cancelled(actions) <= {p.leg_id}
+    assert again.worker != p.worker
+    assert told.leg_id == d.leg_id
+    assert told.permit == again.permit
+    assert (again.permit.xfer_id, again.permit.attempt) == (p.permit.xfer_id, 2)
+    assert again.permit.source == again.worker
+    assert tokens_in(core(first_tokens(again, drawn(0, 0, 4)))) == [drawn(0, 0, 4)]
+    core(handed_off(again))
+    assert tokens_in(core(decoded(d, drawn(0, 1, 4)))) == [drawn(0, 1, 4)]
+
+
+def test_the_loss_of_an_earlier_attempts_writer_is_old_news(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    die(core, p)
+    assert core(lost(d, attempt=1)) == []
+
+
+def test_first_tokens_that_come_again_are_told_once(core):
+    core.join("p0", "p1", "d0")
+    p, _ = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    again = sent(die(core, p), SendPrefill)
+    assert again.prompt == p.prompt
+    assert tokens_in(core(first_tokens(again, drawn(0, 0, 4)))) == []
+
+
+def test_another_first_token_than_the_client_has_is_never_decoded_from(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    again = sent(die(core, p), SendPrefill)
+    other = TokenSample(sample=0, token=77)
+    actions = core(first_tokens(again, other))
+    assert tokens_in(actions) == []
+    assert cancelled(actions) == {again.leg_id, d.leg_id}
+    assert sent(actions, SendPrefill).prompt.output_tokens == (0,)
+
+
+def test_the_decode_worker_computes_the_prompt_when_no_prefill_worker_is_left(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    actions = die(core, p)
+    assert cancelled(actions) == {d.leg_id}
+    assert sent(actions, SendGenerate).worker == d.worker
+
+
+def test_a_short_prompt_is_computed_where_its_pages_were_once_two_prefill_workers_were_lost(core):
+    core.join("p0", "p1", "p2", "d0", "d1")
+    p, d = start_pair(core)
+    again = sent(die(core, p), SendPrefill)
+    assert sent(die(core, again), SendGenerate).worker == d.worker
+
+
+def test_a_long_prompt_tries_another_pair_once_two_prefill_workers_were_lost():
+    core = Core(policy=RetryPolicy(recompute_tokens=4))
+    core.join("p0", "p1", "p2", "d0")
+    p, _ = start_pair(core)
+    again = sent(die(core, p), SendPrefill)
+    third = sent(die(core, again), SendPrefill)
+    assert third.permit.xfer_id != p.permit.xfer_id
+
+
+def test_the_last_rung_is_an_error_that_says_to_come_back():
+    core = Core(policy=RetryPolicy(max_attempts=2))
+    core.join("p0", "p1", "d0")
+    p, _ = start_pair(core)
+    again = sent(die(core, p), SendPrefill)
+    error = sent(die(core, again), Fail).error
+    assert disposition(error).http == 503
+    assert disposition(error).retryable
+    core.assert_empty()
+
+
+def test_a_transfer_error_makes_both_workers_suspect(core):
+    core.join("p0", "p1", "d0", "d1")
+    p, d = start_pair(core)
+    actions = core(failed(p, TransferError("no answer")))
+    assert sent(actions, SendPrefill).worker != p.worker
+    assert sent(actions, SendExpect).worker != d.worker
+
+
+def test_attempts_are_bounded(core):
+    core.join("p0", "p1", "p2", "p3", "d0")
+    p, _ = start_pair(core)
+    second = sent(core(failed(p, EngineError("a step failed"))), SendPrefill)
+    third = sent(core(failed(second, EngineError("a step failed"))), SendGenerate)
+    actions = core(failed(third, EngineError("a step failed")))
+    assert isinstance(sent(actions, Fail).error, EngineError)
+    core.assert_empty()
+
+
+def test_a_worker_lost_under_two_samples_at_their_last_attempt_fails_the_job_once():
+    core = Core(policy=RetryPolicy(max_attempts=2))
+    core.join("h0")
+    local = sent(core.submit(samples=(0, 1)), SendGenerate)
+    core(decoded(local, drawn(0, 0, 4), drawn(1, 0, 4)))
+    core(WorkerLost(worker=local.worker, reason="killed"))
+    again = core.join("h0", incarnation=2)
+    assert {action.prompt.samples for action in again} == {(0,), (1,)}
+    actions = core(WorkerLost(worker=again[0].worker, reason="killed"))
+    assert isinstance(sent(actions, Fail).error, WorkerLostError)
+    core.assert_empty()
+
+
+def test_a_fault_of_the_request_itself_is_not_retried(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    actions = core(failed(p, PromptTooLongError("too long", param="prompt")))
+    assert sent(actions, Fail).error.param == "prompt"
+    assert cancelled(actions) == {d.leg_id}
+    core.assert_empty()
+
+
+def test_a_lost_decode_worker_is_replaced_with_the_token_log(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    core(handed_off(p))
+    core(decoded(d, drawn(0, 1, 4)))
+    actions = core(WorkerLost(worker=d.worker, reason="killed"))
+    assert tokens_in(actions) == []
+    again = sent(actions, SendPrefill)
+    assert again.prompt.output_tokens == (0, 1)
+    assert again.prompt.sampling == p.prompt.sampling
+    assert again.permit.target != d.worker
+    actions = core(first_tokens(again, drawn(0, 2, 4)))
+    assert tokens_in(actions) == [drawn(0, 2, 4)]
+
+
+def test_a_worker_that_falls_silent_is_replaced_with_the_token_log(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    core(handed_off(p))
+    core(decoded(d, drawn(0, 1, 4)))
+    others = {"p0", "d0", "d1"} - {d.worker.worker_id}
+    assert core.pass_time_hearing(5.0, *others) == []
+    actions = core.pass_time_hearing(1.0, *others)
+    assert sent(actions, WorkerSuspected).worker == d.worker
+    assert cancelled(actions) == {d.leg_id}
+    again = sent(actions, SendPrefill)
+    assert again.prompt.output_tokens == (0, 1)
+    assert again.permit.target != d.worker
+    assert core(decoded(d, drawn(0, 2, 4))) == []
+
+
+def test_a_prefill_worker_that_falls_silent_is_replaced(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    others = {"p0", "p1", "d0"} - {p.worker.worker_id}
+    actions = core.pass_time_hearing(6.0, *others)
+    assert sent(actions, SendPrefill).worker != p.worker
+    assert cancelled(actions) == {p.leg_id}
+    assert sent(actions, SendReassign).leg_id == d.leg_id
+
+
+def test_a_suspected_worker_is_used_again_when_it_is_heard(core):
+    core.join("h0")
+    first = sent(core.submit(), SendGenerate)
+    actions = core.pass_time_hearing(7.0)
+    assert cancelled(actions) == {first.leg_id}
+    assert not any(isinstance(action, SendGenerate) for action in actions)
+    again = core(LoadReported(worker=first.worker, load=WorkerLoad()))
+    assert sent(again, SendGenerate).worker == first.worker
+    assert core(decoded(first, drawn(0, 0, 4))) == []
+
+
+def test_a_silent_worker_gets_nothing_new_even_if_it_had_nothing(core):
+    core.join("h0", "h1")
+    core.pass_time_hearing(6.0, "h1")
+    assert sent(core.submit(), SendGenerate).worker.worker_id == "h1"
+
+
+def test_a_router_that_slept_suspects_nobody(core):
+    core.join("h0")
+    core.submit()
+    core.pass_time_hearing(4.0, "h0")
+    assert core.pass_time(30.0) == []
+    assert core.pass_time_hearing(4.0) == []
+
+
+def test_the_timing_tells_retries_from_resumptions(core):
+    core.join("p0", "p1", "d0", "d1")
+    p, _ = start_pair(core, max_tokens=2)
+    second = sent(core(failed(p, EngineError("a step failed"))), SendPrefill)
+    core(first_tokens(second, drawn(0, 0, 2)))
+    third = sent(core(WorkerLost(worker=second.permit.target, reason="killed")), SendPrefill)
+    timing = sent(core(first_tokens(third, drawn(0, 1, 2))), Finish).timing
+    assert (timing.retries, timing.resumptions) == (1, 1)
+
+
+def test_restarts_are_counted_when_they_happen_also_for_a_job_that_fails():
+    core = Core(policy=RetryPolicy(max_attempts=3))
+    core.join("p0", "p1", "d0", "d1")
+    p, _ = start_pair(core, max_tokens=4)
+    again = sent(core(failed(p, EngineError("a step failed"))), SendPrefill)
+    assert (core.dispatcher.retry_counters.retries, core.dispatcher.retry_counters.resumptions) == (
+        1,
+        0,
+    )
+    core(first_tokens(again, drawn(0, 0, 4)))
+    core(WorkerLost(worker=again.permit.target, reason="killed"))
+    core(ClientGone(request_id=again.request_id))
+    assert (core.dispatcher.retry_counters.retries, core.dispatcher.retry_counters.resumptions) == (
+        1,
+        1,
+    )
+
+
+def test_samples_that_have_tokens_are_resumed_one_by_one(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core, samples=(0, 1))
+    core(first_tokens(p, drawn(0, 0, 4), drawn(1, 0, 4)))
+    actions = core(WorkerLost(worker=d.worker, reason="killed"))
+    prompts = {a.prompt.samples: a.prompt for a in actions if isinstance(a, SendPrefill)}
+    assert prompts.keys() == {(0,), (1,)}
+    assert prompts[1,].output_tokens == (100,)
+
+
+SCORES = (TokenLogprobs(logprob=-1.0, rank=2, top=()),)
+
+
+def scores_in(actions):
+    return [action.prompt_logprobs for action in actions if isinstance(action, Emit)]
+
+
+def test_a_prompts_scores_reach_the_client_with_its_first_tokens_and_only_then(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core, scored=0)
+    assert scores_in(core(first_tokens(p, drawn(0, 0, 4), scores=SCORES))) == [SCORES]
+    core(handed_off(p))
+    assert scores_in(core(decoded(d, drawn(0, 1, 4)))) == [None]
+
+
+def test_a_resumed_prompt_is_not_scored_again(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core, scored=0)
+    core(first_tokens(p, drawn(0, 0, 4), scores=SCORES))
+    again = sent(core(WorkerLost(worker=d.worker, reason="killed")), SendPrefill)
+    assert again.prompt.sampling.prompt_logprobs is None
+    assert scores_in(core(first_tokens(again, drawn(0, 1, 4)))) == [None]
+
+
+def test_a_prompt_that_was_lost_before_its_first_token_is_still_scored(core):
+    core.join("p0", "d0", "d1")
+    _, d = start_pair(core, scored=2)
+    again = sent(core(WorkerLost(worker=d.worker, reason="killed")), SendPrefill)
+    assert again.prompt.sampling.prompt_logprobs == 2
+
+
+def test_a_prompt_that_is_computed_where_it_is_decoded_is_scored_too(core):
+    core.join("h0")
+    to = sent(core.submit(scored=0), SendGenerate)
+    prefilled = LocallyPrefilled(
+        worker=to.worker,
+        leg_id=to.leg_id,
+        cached_tokens=0,
+        queue_s=0.1,
+        prefill_s=0.5,
+        prompt_logprobs=SCORES,
+    )
+    core(prefilled)
+    assert scores_in(core(decoded(to, drawn(0, 0, 4)))) == [SCORES]
+
+
+def test_samples_without_a_token_are_retried_as_a_group(core):
+    core.join("p0", "d0", "d1")
+    _, d = start_pair(core, samples=(0, 1))
+    actions = core(WorkerLost(worker=d.worker, reason="killed"))
+    assert sent(actions, SendPrefill).prompt.samples == (0, 1)
+
+
+def test_a_prefill_worker_lost_after_d_began_to_decode_changes_nothing(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, max_tokens=3)
+    core(first_tokens(p, drawn(0, 0, 3)))
+    core(decoded(d, drawn(0, 1, 3)))
+    assert core(WorkerLost(worker=p.worker, reason="killed")) == []
+    assert sent(core(decoded(d, drawn(0, 2, 3))), Finish)
+    core.assert_empty()
+
+
+def test_without_a_prefill_worker_the_decode_worker_prefills(core):
+    core.join("d0")
+    local = sent(core.submit(max_tokens=1), SendGenerate)
+    core(
+        LocallyPrefilled(
+            worker=local.worker, leg_id=local.leg_id, cached_tokens=7, queue_s=0, prefill_s=1
+        )
+    )
+    timing = sent(core(decoded(local, drawn(0, 0, 1))), Finish).timing
+    assert (timing.prefill_worker, timing.decode_worker) == ("d0", "d0")
+    assert timing.cached_tokens == 7
+    core.assert_empty()
+
+
+def test_a_hybrid_worker_keeps_both_legs(core):
+    core.join("h0")
+    assert sent(core.submit(), SendGenerate)
+
+
+def test_a_job_waits_for_a_worker_to_appear(core):
+    assert core.submit() == []
+    core.now_s = 5.0
+    assert sent(core.join("h0"), SendGenerate)
+
+
+def test_a_job_does_not_wait_for_ever(core):
+    core.submit()
+    assert core.pass_time(10.0) == []
+    assert isinstance(sent(core.pass_time(10.0), Fail).error, UnavailableError)
+    core.assert_empty()
+
+
+def test_a_restarted_worker_takes_the_job_it_lost(core):
+    core.join("h0")
+    local = sent(core.submit(), SendGenerate)
+    core(decoded(local, drawn(0, 0, 4)))
+    assert core(WorkerLost(worker=local.worker, reason="killed")) == []
+    again = sent(core.join("h0", incarnation=2), SendGenerate)
+    assert again.prompt.output_tokens == (0,)
+
+
+def test_a_new_incarnation_ends_the_legs_of_the_old_one(core):
+    core.join("h0")
+    local = sent(core.submit(), SendGenerate)
+    again = sent(core.join("h0", incarnation=2), SendGenerate)
+    assert again.worker.incarnation == 2
+    assert core(decoded(local, drawn(0, 0, 4))) == []
+
+
+def test_the_only_worker_is_tried_again_after_a_pause(core):
+    core.join("h0")
+    local = sent(core.submit(), SendGenerate)
+    assert core(failed(local, EngineError("a step failed"))) == []
+    assert core.pass_time(0.4) == []
+    again = sent(core.pass_time(0.2), SendGenerate)
+    assert core(failed(again, EngineError("a step failed"))) == []
+    assert core.pass_time(1.8) == []
+    assert sent(core.pass_time(0.4), SendGenerate)
+
+
+def test_a_worker_that_stands_still_does_not_use_up_the_attempts(core):
+    """The way to it fails at once, again and again, before its silence is long enough to tell; then nobody asks it any more."""
+    core.join("p0", "d0")
+    broken = TransferError("the session with d0 broke")
+    p, _ = start_pair(core)
+    assert core.pass_time_hearing(4.0, "p0") == []
+    core(failed(p, broken))
+    second = sent(core.pass_time_hearing(0.5, "p0"), SendPrefill)
+    core(failed(second, broken))
+    assert core.pass_time_hearing(10.0, "p0") == []
+    (decode,) = (w.identity for w in core.view.workers if w.hello.role is Role.DECODE)
+    assert sent(core(LoadReported(worker=decode, load=WorkerLoad())), SendPrefill)
+
+
+def test_a_worker_that_drains_is_not_asked_again(core):
+    core.join("d0", "d1", "p0")
+    _, d = start_pair(core)
+    core(failed(d, DrainingError("leaving")))
+    core(ClientGone(request_id=REQUEST))
+    _, again = start_pair(core)
+    assert again.worker != d.worker
+
+
+def test_a_job_waits_until_a_draining_worker_is_back(core):
+    core.join("h0")
+    (worker,) = core.view.workers
+    core(LoadReported(worker=worker.identity, load=WorkerLoad(draining=True)))
+    assert core.submit() == []
+    assert sent(core(LoadReported(worker=worker.identity, load=WorkerLoad())), SendGenerate)
+
+
+def test_a_client_that_leaves_cancels_both_legs(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    actions = core(ClientGone(request_id=REQUEST))
+    assert cancelled(actions) == {p.leg_id, d.leg_id}
+    assert isinstance(sent(actions, Fail).error, CancelledByPeerError)
+    core.assert_empty()
+
+
+def test_the_deadline_ends_a_job(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, deadline_s=5.0)
+    actions = core.pass_time(5.0)
+    assert isinstance(sent(actions, Fail).error, DeadlineError)
+    assert cancelled(actions) == {p.leg_id, d.leg_id}
+    core.assert_empty()
+
+
+def test_stopping_the_last_sample_finishes_the_job(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    actions = core(StopSample(request_id=REQUEST, sample=0))
+    assert cancelled(actions) == {p.leg_id, d.leg_id}
+    assert sent(actions, Finish).timing.output_tokens == 1
+    core.assert_empty()
+
+
+def test_stopping_one_of_two_samples_drops_its_tokens_and_lets_the_other_run(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, samples=(0, 1), max_tokens=3)
+    core(first_tokens(p, drawn(0, 0, 3), drawn(1, 0, 3)))
+    core(handed_off(p))
+    assert core(StopSample(request_id=REQUEST, sample=0)) == []
+    actions = core(decoded(d, drawn(0, 1, 3), drawn(1, 1, 3)))
+    assert tokens_in(actions) == [drawn(1, 1, 3)]
+    actions = core(decoded(d, drawn(0, 2, 3), drawn(1, 2, 3)))
+    assert cancelled(actions) == set()
+    assert sent(actions, Finish)
+    core.assert_empty()
+
+
+def test_a_worker_that_aborts_a_sample_uninvited_loses_the_leg(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    aborted = SampleFinished(worker=d.worker, leg_id=d.leg_id, sample=0, reason=FinishReason.ABORT)
+    actions = core(aborted)
+    assert d.leg_id in cancelled(actions)
+    assert sent(actions, SendExpect).worker != d.worker
+
+
+def test_a_token_of_another_sample_is_not_taken(core):
+    core.join("p0", "d0", "d1")
+    p, d = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    actions = core(decoded(d, drawn(5, 1, 4)))
+    assert tokens_in(actions) == []
+    assert sent(actions, SendExpect).worker != d.worker
+
+
+def test_messages_of_another_worker_about_a_leg_are_ignored(core):
+    core.join("h0", "h1")
+    local = sent(core.submit(), SendGenerate)
+    other = next(w.identity for w in core.view.workers if w.identity != local.worker)
+    assert core(replace(decoded(local, drawn(0, 0, 4)), worker=other)) == []
+
+
+def test_a_worker_with_another_model_is_refused(core):
+    core.join("d0")
+    stranger = hello("d1", Role.DECODE, layout=layout(model_fingerprint="other"))
+    (action,) = core(WorkerJoined(hello=stranger, address="unix:d1"))
+    assert isinstance(action, RefuseWorker)
+    assert [worker.address for worker in core.view.workers] == ["unix:d0"]
+
+
+def test_losing_everything_ends_in_one_typed_error(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    core(WorkerLost(worker=d.worker, reason="killed"))
+    core(WorkerLost(worker=p.worker, reason="killed"))
+    error = sent(core.pass_time(20.0), Fail).error
+    assert isinstance(error, UnavailableError)
+    assert not isinstance(error, WorkerLostError)
+    assert "killed" in error.message
+
+
+def test_a_request_id_in_flight_cannot_be_submitted_again(core):
+    core.join("h0")
+    core.submit()
+    with pytest.raises(InvariantError):
+        core.submit()
+    core.dispatcher.check_integrity()
+
+
+def test_giving_up_ends_the_job_of_the_event_alone(core):
+    core.join("h0")
+    local = sent(core.submit(), SendGenerate)
+    event = decoded(local, drawn(0, 0, 4))
+    actions = core.dispatcher.give_up(event, InvariantError("a broken count"), 0.0)
+    assert cancelled(actions) == {local.leg_id}
+    assert isinstance(sent(actions, Fail).error, InvariantError)
+    core.dispatcher.check_integrity()
+    core.assert_empty()
+
+
+def _fails_three_times(core: Core, error: BatonError):
+    for _ in range(3):
+        core(failed(sent(core.submit(), SendGenerate), error))
+        core(ClientGone(request_id=REQUEST))
+
+
+@pytest.mark.parametrize(
+    ("error", "chosen"),
+    [
+        (EngineError("x"), "h2"),
+        (TransferError("x"), "h2"),
+        (OverloadedError("x"), "h1"),
+        (CancelledByPeerError("x"), "h1"),
+    ],
+)
+def test_a_worker_whose_legs_keep_failing_gets_no_new_ones_for_a_while(error, chosen):
+    core = Core(policy=RetryPolicy(max_attempts=1))
+    core.join("h1")
+    _fails_three_times(core, error)
+    core.join("h2")
+    usable = core.view.usable(core.now_s)
+    assert usable[0].identity.worker_id == chosen
+
+
+def test_a_leg_that_goes_well_makes_its_worker_trusted_again():
+    core = Core(policy=RetryPolicy(max_attempts=1))
+    core.join("h1")
+    _fails_three_times(core, EngineError("x"))
+    (worker,) = core.view.workers
+    core.pass_time_hearing(6.0, "h1")
+    assert worker.breaker.circuit(core.now_s) is Circuit.HALF_OPEN
+    leg = sent(core.submit(max_tokens=1), SendGenerate)
+    core(decoded(leg, drawn(0, 0, 1)))
+    assert worker.breaker.circuit(core.now_s) is Circuit.CLOSED
+    core.assert_empty()
