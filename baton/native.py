@@ -155,6 +155,7 @@ def load(library: Library) -> ctypes.CDLL:
 
 
 def _check_fresh(library: Library, file: Path) -> None:
+    """In a source tree: raises `NotBuiltError` if a source was changed after the build."""
     built = file.stat().st_mtime_ns
     for source in library.inputs:
         if source.exists() and source.stat().st_mtime_ns > built:
