@@ -5,12 +5,12 @@ BIN := $(VENV)/bin
 # Where torch comes from; `https://download.pytorch.org/whl/cpu` avoids the CUDA libraries on a machine without a GPU.
 TORCH_INDEX ?=
 TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
-PACKAGES := baton bench baton_cluster decode_worker baton_engine kv_transfer kvpool prefill_worker router tests
+PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine kv_transfer kvpool prefill_worker router tests
 
 DEFAULT := 'not gpu and not slow and not chaos and not redis and not ray'
 TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile
 # What starts processes, or waits for peers, has the machine to itself; the other tests share it.
-ALONE := chaos baton_cluster conformance decode_worker e2e kv_transfer prefill_worker security
+ALONE := chaos baton_cluster baton_worker conformance decode_worker e2e kv_transfer prefill_worker security
 
 .PHONY: help install native transports triton demo serve test test-redis test-slow check format chaos bench proto clean
 

@@ -154,6 +154,12 @@ class DrainingError(UnavailableError):
     code = "draining"
 
 
+class WrongRoleError(UnavailableError):
+    """The worker does not take legs of this kind in its present role; others may."""
+
+    code = "wrong_role"
+
+
 class PoolUnavailableError(UnavailableError):
     """The KV pool, or its directory, cannot be reached; whoever asked does without. Never ends a request."""
 
@@ -270,6 +276,7 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     UnavailableError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     WorkerLostError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     DrainingError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
+    WrongRoleError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     PoolUnavailableError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     DeadlineError: _row(504, "DEADLINE_EXCEEDED", "timeout_error", retryable=True),
     CancelledByPeerError: _row(499, "CANCELLED", "cancelled_error"),

@@ -28,7 +28,7 @@ BlockKey = NewType("BlockKey", bytes)
 
 
 class Role(Enum):
-    """What a worker process serves."""
+    """What a worker advertises: which kinds of legs it takes now."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -36,12 +36,12 @@ class Role(Enum):
 
     @property
     def prefills_for_others(self) -> bool:
-        """Whether it serves the Prefill service."""
+        """Whether it computes prompts whose KV goes to another worker."""
         return self is not Role.DECODE
 
     @property
     def decodes(self) -> bool:
-        """Whether it serves the Decode service."""
+        """Whether it decodes, prompts that it received or computed."""
         return self is not Role.PREFILL
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.errors import BatonError
-from baton.ids import BlockId, BlockKey, SeqId
+from baton.ids import BlockId, BlockKey, SeqId, XferId
 
 
 class Ready(Protocol):
@@ -24,6 +24,41 @@ class Ready(Protocol):
 
     def wait(self) -> None:
         """Blocks until the GPU has come by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageWrite:
+    """Pages of one prompt in one layer, to be written into a peer's arena: one record from the engine's word to the backend.
+
+    The worker says which pages its engine has completed; the outbox adds where they go, once the peer has granted pages.
+
+    Attributes:
+        xfer_id: The transfer that they belong to.
+        layer_index: Index into `KvLayout.layers`.
+        first_block: Index in the prompt of the first page.
+        source: Pages in the local arena.
+        ready: When a GPU has computed them; None if it has. Backends that read them on the host's word wait for it.
+        push_id: Which push of this worker this is; 0 as long as nobody has been asked to carry it out.
+        target: Pages in the peer's arena, as many as `source`; empty before the grant.
+    """
+
+    xfer_id: XferId
+    layer_index: int
+    first_block: int = 0
+    source: tuple[BlockId, ...]
+    ready: Ready | None = None
+    push_id: int = 0
+    target: tuple[BlockId, ...] = ()
+
+    @property
+    def end_block(self) -> int:
+        """Index in the prompt behind the last page."""
+        return self.first_block + len(self.source)
+
+    def await_ready(self) -> None:
+        """Blocks until the local pages may be read."""
+        if self.ready is not None:
+            self.ready.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from baton.clock import MonotonicClock
 from baton.layout import SPARE_BLOCKS, KvLayout
 from baton.rpc.hello import WorkerHello
-from baton.telemetry.worker import WorkerMetrics
 from baton_cluster.launch.assignment import Assignment
+from baton_worker.metrics import WorkerMetrics
 from kv_transfer.memory.arena import ArenaSpan, WorkerMemory
 from kv_transfer.memory.cuda import Cuda
 from kvpool.agent import PoolAgent

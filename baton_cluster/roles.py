@@ -16,28 +16,30 @@ from prometheus_client import CollectorRegistry
 
 from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, WorkerConfig
-from baton.ids import Role, WorkerId, WorkerIdentity
+from baton.ids import BlockId, Role, WorkerId, WorkerIdentity
 from baton.layout import SPARE_BLOCKS
 from baton.rpc.hello import WorkerHello
-from baton.rpc.worker import WorkerServer, WorkerService
 from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer
-from baton.telemetry.worker import WorkerMetrics
 from baton.version import version
 from baton_cluster.call_in_thread import call_in_thread
 from baton_cluster.join_pool import WorkerPool, join_pool
 from baton_cluster.launch.child import Child, RoleMain, run
 from baton_cluster.launch.plan import POOL, ROUTER
 from baton_cluster.launch.runtime_dir import kv_socket
+from baton_worker.metrics import WorkerMetrics
+from baton_worker.server import WorkerServer
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.memory.arena import WorkerMemory
 from kv_transfer.memory.page_hash import Hashing, ways_to_hash
+from kv_transfer.session.handshake import Endpoint
 from kv_transfer.ticket import TicketOffice
 
 if TYPE_CHECKING:
     from baton_engine.build import BuiltEngine
     from baton_engine.cache.arena import PageKernels
     from baton_engine.ports import EnginePort
+    from baton_worker.service import WorkerService
     from prefill_worker.sink import TransferSink
 
 
@@ -77,7 +79,7 @@ async def run_pool(child: Child) -> None:
 
 
 async def run_worker(child: Child) -> None:
-    """One engine, and over it the service of each leg that the role serves."""
+    """One engine, and over it both halves of a worker: its role says which legs it takes, and may change."""
     from baton_engine.build import build_engine
     from prefill_worker.sink import TransferSink
 
@@ -89,7 +91,7 @@ async def run_worker(child: Child) -> None:
         config.engine,
         secret=bytes.fromhex(config.cluster.secret),
         memory=memory,
-        sink=sink if worker.role.prefills_for_others else None,
+        sink=sink,
         progress=child.progress,
         gpu=worker.gpu,
         gpu_sharers=worker.gpu_sharers,
@@ -111,9 +113,8 @@ async def run_worker(child: Child) -> None:
     )
     server = WorkerServer(
         config=worker,
-        hello=parts.hello,
         engine=built.host,
-        services=_services(parts),
+        service=_service(parts),
         metrics=parts.metrics,
         version=version(),
         model=config.model.served_model_name[0],
@@ -131,7 +132,7 @@ async def run_worker(child: Child) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What the services of one worker process share."""
+    """What the parts of one worker process share."""
 
     config: BatonConfig
     worker: WorkerConfig
@@ -172,9 +173,7 @@ def _hello(child: Child, built: "BuiltEngine") -> WorkerHello:
         vocab_size=limits.vocab_size,
         num_blocks=limits.num_blocks,
         max_num_seqs=limits.max_num_seqs,
-        transfer_address=(worker.advertise_address or worker.address)
-        if worker.role.decodes
-        else "",
+        transfer_address=worker.advertise_address or worker.address,
     )
 
 
@@ -185,58 +184,55 @@ def _metrics(built: "BuiltEngine") -> WorkerMetrics:
     )
 
 
-def _services(parts: _Parts) -> list[WorkerService]:
-    services: list[WorkerService] = []
-    if parts.worker.role.prefills_for_others:
-        services.append(_prefill(parts))
-    if parts.worker.role.decodes:
-        services.append(_decode(parts))
-    return services
+def _service(parts: _Parts) -> "WorkerService":
+    from baton_worker.legs import LegTable
+    from baton_worker.service import WorkerService
+    from decode_worker.receiver import PageReceiver
+    from prefill_worker.sender import PageSender
 
-
-def _prefill(parts: _Parts) -> WorkerService:
-    from prefill_worker.service import PrefillWorker
-
-    allowed = parts.config.transfer.backends
-    senders = open_senders(
-        allowed,
-        parts.memory.place,
-        num_blocks=parts.region_blocks,
-        mover=parts.kernels.mover if parts.kernels is not None else None,
-    )
-    return PrefillWorker(
-        engine=parts.engine,
+    hello, legs, hashes = parts.hello, LegTable(), parts.hashes()
+    backends = parts.config.transfer.backends
+    here = Endpoint(identity=hello.identity, layout=hello.layout, office=parts.office)
+    sender = PageSender(
+        here=here,
+        legs=legs,
         sink=parts.sink,
-        hello=parts.hello,
-        senders=senders,
-        hashes=parts.hashes(),
-        office=parts.office,
+        senders=open_senders(
+            backends,
+            parts.memory.place,
+            num_blocks=parts.region_blocks,
+            mover=parts.kernels.mover if parts.kernels is not None else None,
+        ),
+        hashes=hashes,
+        spare=BlockId(hello.num_blocks),
         metrics=parts.metrics,
         clock=MonotonicClock(),
-        tracer=parts.tracer,
-        complete_load=None if parts.pool is None else parts.pool.agent.report,
         pool=None if parts.pool is None else parts.pool.prompts,
         pool_after_s=parts.config.transfer.pool_after_s,
     )
-
-
-def _decode(parts: _Parts) -> WorkerService:
-    from decode_worker.service import DecodeWorker
-
-    receivers = open_receivers(
-        needed(parts.config.transfer.backends, parts.worker.address, parts.memory.place),
-        parts.memory.place,
-        gate_address=partial(_gate_address, parts),
-        layout=parts.hello.layout,
-        num_blocks=parts.region_blocks,
-    )
-    return DecodeWorker(
-        engine=parts.engine,
-        hello=parts.hello,
-        receivers=receivers,
-        hashes=parts.hashes(),
-        office=parts.office,
+    receiver = PageReceiver(
+        here=here,
+        legs=legs,
+        num_blocks=hello.num_blocks,
+        receivers=open_receivers(
+            needed(backends, parts.worker.address, parts.memory.place),
+            parts.memory.place,
+            gate_address=partial(_gate_address, parts),
+            layout=hello.layout,
+            num_blocks=parts.region_blocks,
+        ),
+        hashes=hashes,
         transfer=parts.config.transfer,
+        metrics=parts.metrics,
+    )
+    return WorkerService(
+        engine=parts.engine,
+        hello=hello,
+        legs=legs,
+        sending=sender,
+        receiving=receiver,
+        link_rate=sender.link_rate,
+        office=parts.office,
         metrics=parts.metrics,
         clock=MonotonicClock(),
         tracer=parts.tracer,

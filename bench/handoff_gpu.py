@@ -19,13 +19,14 @@ import numpy as np
 from baton.errors import TransferError
 from baton.ids import LayerName
 from baton.layout import KvLayout
-from bench.copying import Way, push_of_all, pushing
-from bench.report import Report
+from baton.pages import PageWrite
+from bench.harness.report import Report
+from bench.transfer.copying import Way, push_of_all, pushing
 from kv_transfer.backends.cuda_ipc import PageMover
 from kv_transfer.backends.registry import BACKENDS, open_receivers, open_senders
 from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.cuda import Cuda, Rows, devices
-from kv_transfer.ports import KvWriter, Push, RegionHandle
+from kv_transfer.ports import KvWriter, RegionHandle
 
 PAGE_BYTES = {"16k": 16 << 10, "64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20, "8m": 8 << 20}
 
@@ -139,7 +140,7 @@ def _rounds(
     local: ArenaSpan,
     beside: int,
     ways: dict[str, KvWriter],
-    push: Push,
+    push: PageWrite,
     rounds: int,
 ) -> dict[str, float]:
     """Median seconds of each way, and of the plain copy."""
@@ -170,7 +171,9 @@ def _rounds(
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
-def _check(cuda: Cuda, local: ArenaSpan, here: Connection, layout: KvLayout, push: Push) -> None:
+def _check(
+    cuda: Cuda, local: ArenaSpan, here: Connection, layout: KvLayout, push: PageWrite
+) -> None:
     """What was measured was really moved: some random pages are there."""
     size = layout.page_layer_bytes
     for source, target in list(zip(push.source, push.target, strict=True))[:8]:

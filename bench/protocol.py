@@ -17,9 +17,10 @@ import numpy as np
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
-from bench.report import Report
+from bench.harness.report import Report
 from kv_transfer.heads import plan_link
 from kv_transfer.ledger.ledger import (
     Expected,
@@ -30,7 +31,6 @@ from kv_transfer.ledger.ledger import (
     TransferLedger,
 )
 from kv_transfer.ledger.outbox import (
-    Exported,
     FirstTokensDrawn,
     FromDecode,
     Opened,
@@ -40,12 +40,12 @@ from kv_transfer.ledger.outbox import (
     PushDone,
     Send,
     Started,
+    StartPush,
 )
-from kv_transfer.ledger.shipment import StartPush
 from kv_transfer.ledger.transfer import LedgerAction, LedgerLimits, ToPeer
 from kv_transfer.memory.page_hash import ArenaHashes
 from kv_transfer.messages import SessionId
-from kv_transfer.plan import Export, Grant
+from kv_transfer.plan import Grant
 from kv_transfer.session.convert import (
     SessionTerms,
     reply_from_proto,
@@ -161,12 +161,14 @@ class _Transfer:
         blocks = tuple(map(BlockId, range(self.num_blocks)))
         pushes: list[StartPush] = []
         for layer in range(len(self.layout.layers)):
-            export = Export(layer_index=layer, first_block=0, source=blocks)
-            actions = self.outbox.handle(Exported(xfer_id=_X, export=export), 0.0)
+            write = PageWrite(xfer_id=_X, layer_index=layer, source=blocks)
+            actions = self.outbox.handle(write, 0.0)
             pushes += [action for action in actions if isinstance(action, StartPush)]
         self.outbox.handle(FirstTokensDrawn(xfer_id=_X, first_tokens=_FIRST), 0.0)
         hashes = np.arange(self.num_blocks, dtype=np.uint64)
-        *rest, last = [PushDone(xfer_id=_X, push_id=push.push_id, hashes=hashes) for push in pushes]
+        *rest, last = [
+            PushDone(xfer_id=_X, push_id=push.write.push_id, hashes=hashes) for push in pushes
+        ]
         for done in rest:
             self.outbox.handle(done, 0.0)
         return self.spent("commit_p", lambda: self._out(last))

@@ -1,1 +1,1 @@
-"""The memory-bound leg: takes KV pages and streams tokens."""
+"""The half of a worker that receives the pages of prompts from other workers."""

@@ -1,20 +1,37 @@
-"""The hand-offs behind a decode worker's legs: what the ledger decides, as words to routers, peers and the engine.
+"""The hand-offs behind a worker's receive legs: what the ledger decides, as words to routers, peers and the engine.
 
-What a transfer may do and when its pages are freed is the ledger's business (kv_transfer/ledger/ledger.py). Pure, like the
-lifecycle that owns it.
+What a transfer may do and when its pages are freed is the ledger's business (kv_transfer/ledger.py).
 """
 
-from baton.errors import InvariantError
+from collections.abc import Mapping
+
+from baton.errors import BatonError, InvalidRequestError, InvariantError
 from baton.generation import TokenSample
 from baton.ids import XferId
-from baton_engine.messages import Abort, Reserve, Reserved, Start
-from decode_worker.legs import LegState, LegTable
-from decode_worker.messages import DecodeAction, TellFailed, TellWriterLost
+from baton_engine.messages import (
+    Abort,
+    Failed,
+    PrefillStarted,
+    Released,
+    Reserve,
+    Reserved,
+    Sampled,
+    Start,
+)
+from baton_worker.legs import Leg, LegState, LegTable, failed
+from baton_worker.messages import (
+    LegAsked,
+    LegReassigned,
+    ReceivingEvent,
+    WorkerAction,
+    WriterLostMessage,
+)
 from kv_transfer.ledger.ledger import (
     Expected,
     LedgerEvent,
     PagesGone,
     PagesReserved,
+    Reassigned,
     TransferLedger,
     Withdrawn,
 )
@@ -22,6 +39,7 @@ from kv_transfer.ledger.transfer import (
     EndSession,
     FreePages,
     LedgerAction,
+    LedgerLimits,
     ReservePages,
     StartDecoding,
     ToPeer,
@@ -30,98 +48,153 @@ from kv_transfer.ledger.transfer import (
     WriterLost,
 )
 from kv_transfer.plan import Grant
+from kv_transfer.ticket import Permit
 
 
-class HandOffs:
-    """Joins the ledger's transfers with the legs that they are for.
+class ReceivingHandOffs:
+    """Pure: no sockets, no clock, no engine (a `baton_worker.legs.HandOffs`). Not thread-safe: one owner.
 
     Args:
-        ledger: Whom this one alone tells what happens.
+        limits: Of the ledger, which this one alone tells what happens.
         legs: The worker's.
     """
 
-    def __init__(self, ledger: TransferLedger, legs: LegTable) -> None:
-        self._ledger = ledger
+    def __init__(self, limits: LedgerLimits, legs: LegTable) -> None:
+        self._ledger = TransferLedger(limits)
         self._legs = legs
+        self._transfers: dict[XferId, Leg] = {}
+        """Legs whose transfer the ledger still has; ended ones included."""
 
-    def handle(self, event: LedgerEvent, now_s: float) -> list[DecodeAction]:
-        """Something happened to a transfer or its peer."""
-        actions = self._carry_out(self._ledger.handle(event, now_s))
-        match event:
-            case Expected():
-                self._forget(event.permit.xfer_id)
-            case Withdrawn() | PagesGone():
-                self._forget(event.xfer_id)
-        return actions
+    def refusal(self, permit: Permit) -> BatonError | None:
+        """See `HandOffs`."""
+        if permit.xfer_id in self._transfers:
+            return InvalidRequestError("the transfer id is in use", param="xfer_id")
+        return None
 
-    def reserved(self, event: Reserved, now_s: float) -> list[DecodeAction]:
-        """The engine has pages for a sequence."""
-        leg = self._legs.seqs.get(event.seq_id)
-        if leg is None or leg.xfer_id is None:
+    def begin(self, leg: Leg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+        """See `HandOffs`."""
+        assert asked.permit is not None
+        self._transfers[asked.permit.xfer_id] = leg
+        return self._tell(Expected(permit=asked.permit), asked.permit.xfer_id, now_s)
+
+    def advance(
+        self, leg: Leg, event: PrefillStarted | Reserved | Sampled | Released | Failed, now_s: float
+    ) -> list[WorkerAction]:
+        """See `HandOffs`."""
+        xfer_id = leg.xfer_id
+        if xfer_id is None or xfer_id not in self._transfers:
             return []
-        grant = Grant(held_blocks=event.held_blocks, blocks=event.blocks[event.held_blocks :])
-        return self.handle(PagesReserved(xfer_id=leg.xfer_id, grant=grant), now_s)
+        match event:
+            case Reserved():
+                held = event.held_blocks
+                grant = Grant(held_blocks=held, blocks=event.blocks[held:])
+                return self._tell(PagesReserved(xfer_id=xfer_id, grant=grant), xfer_id, now_s)
+            case Released() | Failed():
+                error = event.error if isinstance(event, Failed) else None
+                return self._tell(PagesGone(xfer_id=xfer_id, error=error), xfer_id, now_s)
+            case PrefillStarted() | Sampled():
+                raise InvariantError(f"{leg.seq_id} was computed before its pages were here")
 
-    def tick(self, now_s: float) -> list[DecodeAction]:
+    def give_up(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:
+        """See `HandOffs`; a sender that asks for pages later is refused with the same error."""
+        return self._tell(Withdrawn(xfer_id=xfer_id, error=error), xfer_id, now_s)
+
+    def handle(self, event: ReceivingEvent, now_s: float) -> list[WorkerAction]:
+        """See `HandOffs`."""
+        if not isinstance(event, LegReassigned):
+            return self._carry_out(self._ledger.handle(event, now_s))
+        leg = self._legs.get((event.stream, event.leg_id))
+        if leg is None or leg.xfer_id != event.permit.xfer_id:
+            return []  # over: the router is told so already
+        return self._carry_out(self._ledger.handle(Reassigned(permit=event.permit), now_s))
+
+    def tick(self, now_s: float) -> list[WorkerAction]:
         """Checks every deadline."""
         return self._carry_out(self._ledger.tick(now_s))
+
+    def transfers(self) -> Mapping[XferId, Leg]:
+        """See `HandOffs`."""
+        return self._transfers
+
+    def in_flight(self) -> int:
+        """See `HandOffs`: also those that no router has announced yet."""
+        return self._ledger.in_flight()
+
+    @property
+    def refused_messages(self) -> int:
+        """Senders' messages that fitted nothing."""
+        return self._ledger.refused
+
+    @property
+    def corrupted_transfers(self) -> int:
+        """Hand-offs whose pages had other checksums than their sender's."""
+        return self._ledger.corrupted
+
+    def quarantined_pages(self) -> int:
+        """Pages that nobody may use because a lost sender may still write there."""
+        return self._ledger.quarantined()
 
     def check_integrity(self) -> None:
         """Raises InvariantError if ledger and legs contradict each other."""
         self._ledger.check_integrity()
-        for xfer_id in self._legs.transfers:
+        for xfer_id, leg in self._transfers.items():
             if self._ledger.state(xfer_id) is None:
                 raise InvariantError(f"transfer {xfer_id} is over and still mapped")
+            if leg.xfer_id != xfer_id or leg.state is LegState.RUNNING:
+                raise InvariantError(f"transfer {xfer_id} and its leg disagree: {leg!r}")
 
-    def _carry_out(self, decided: list[LedgerAction]) -> list[DecodeAction]:
-        actions: list[DecodeAction] = []
+    def _tell(self, event: LedgerEvent, xfer_id: XferId, now_s: float) -> list[WorkerAction]:
+        """Tells the ledger of one transfer, which may be over then."""
+        actions = self._carry_out(self._ledger.handle(event, now_s))
+        self._forget(xfer_id)
+        return actions
+
+    def _carry_out(self, decided: list[LedgerAction]) -> list[WorkerAction]:
+        actions: list[WorkerAction] = []
         for action in decided:
             match action:
                 case ReservePages():
-                    actions.append(self._reserve(action.xfer_id))
+                    leg = self._transfers[action.xfer_id]
+                    self._legs.seqs[leg.seq_id] = leg
+                    actions.append(Reserve(seq_id=leg.seq_id, prompt=leg.prompt))
                 case StartDecoding():
                     actions.append(self._start(action.xfer_id, action.first_tokens))
                 case FreePages():
-                    actions.append(Abort(seq_id=self._legs.transfers[action.xfer_id].seq_id))
+                    actions.append(Abort(seq_id=self._transfers[action.xfer_id].seq_id))
                 case TransferFailed():
-                    actions += self._not_given(action)
+                    actions += self._failed(action)
                 case WriterLost():
                     actions += self._writer_lost(action)
                 case ToPeer() | EndSession() | VerifyPages():
                     actions.append(action)
         return actions
 
-    def _reserve(self, xfer_id: XferId) -> DecodeAction:
-        leg = self._legs.transfers[xfer_id]
-        self._legs.seqs[leg.seq_id] = leg
-        return Reserve(seq_id=leg.seq_id, prompt=leg.prompt)
-
-    def _start(self, xfer_id: XferId, first_tokens: tuple[TokenSample, ...]) -> DecodeAction:
-        """The prefill worker told the router of the first tokens; what follows is told from here."""
-        leg = self._legs.transfers.pop(xfer_id)
+    def _start(self, xfer_id: XferId, first_tokens: tuple[TokenSample, ...]) -> WorkerAction:
+        """The sending worker told the router of the first tokens; what follows is told from here."""
+        leg = self._transfers.pop(xfer_id)
         self._legs.move(leg, LegState.RUNNING)
         leg.unfinished -= sum(sample.finish is not None for sample in first_tokens)
         if leg.unfinished == 0:
             self._legs.end(leg, LegState.DONE)
         return Start(seq_id=leg.seq_id, first_tokens=first_tokens)
 
-    def _writer_lost(self, lost: WriterLost) -> list[DecodeAction]:
-        leg = self._legs.transfers.get(lost.xfer_id)
+    def _writer_lost(self, lost: WriterLost) -> list[WorkerAction]:
+        leg = self._transfers.get(lost.xfer_id)
         if leg is None or leg.over:
             return []
-        tell = TellWriterLost(
+        message = WriterLostMessage(
             stream=leg.stream, leg_id=leg.leg_id, attempt=lost.attempt, error=lost.error
         )
-        return [tell]
+        return [message]
 
-    def _not_given(self, failed: TransferFailed) -> list[DecodeAction]:
-        leg = self._legs.transfers[failed.xfer_id]
-        self._forget(failed.xfer_id)
+    def _failed(self, event: TransferFailed) -> list[WorkerAction]:
+        leg = self._transfers[event.xfer_id]
+        self._forget(event.xfer_id)
         if leg.over:
             return []
         self._legs.end(leg, LegState.FAILED)
-        return [TellFailed(stream=leg.stream, leg_id=leg.leg_id, error=failed.error)]
+        return [failed(leg, event.error)]
 
     def _forget(self, xfer_id: XferId) -> None:
         if self._ledger.state(xfer_id) is None:
-            self._legs.transfers.pop(xfer_id, None)
+            self._transfers.pop(xfer_id, None)

@@ -9,29 +9,12 @@ Pure. Which part of each page is written, where the two workers spread the heads
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.block_ids import Numbers, cut, numbers_of
 from baton.errors import TransferError
 from baton.ids import BlockId
-from baton.pages import Ready
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """Pages of one transfer whose KV is complete in one layer.
-
-    Attributes:
-        layer_index: Index into `KvLayout.layers`.
-        first_block: Index in the prompt of the first page.
-        source: Pages in the local arena.
-        ready: When a GPU has written them; None if it is so.
-    """
-
-    layer_index: int
-    first_block: int
-    source: tuple[BlockId, ...]
-    ready: Ready | None = None
+from baton.pages import PageWrite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +28,6 @@ class Grant:
 
     held_blocks: int
     blocks: tuple[BlockId, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagePlan:
-    """Pages of one layer to copy; `first_block` is the prompt's index of the first of them."""
-
-    first_block: int
-    source: tuple[BlockId, ...]
-    target: tuple[BlockId, ...]
 
 
 def check_grant(grant: Grant, *, num_blocks: int, region_blocks: int) -> None:
@@ -71,17 +45,18 @@ def check_grant(grant: Grant, *, num_blocks: int, region_blocks: int) -> None:
         raise TransferError("granted the same page twice")
 
 
-def check_export(export: Export, *, num_blocks: int, num_layers: int) -> None:
+def check_source(write: PageWrite, *, num_blocks: int, num_layers: int) -> None:
     """Refuses pages that lie outside the prompt or name no layer.
 
     Raises:
         TransferError: Names what is wrong.
     """
-    if not 0 <= export.layer_index < num_layers:
-        raise TransferError(f"layer {export.layer_index} of {num_layers}")
-    end = export.first_block + len(export.source)
-    if export.first_block < 0 or end > num_blocks:
-        raise TransferError(f"blocks {export.first_block} to {end} of a prompt of {num_blocks}")
+    if not 0 <= write.layer_index < num_layers:
+        raise TransferError(f"layer {write.layer_index} of {num_layers}")
+    if write.first_block < 0 or write.end_block > num_blocks:
+        raise TransferError(
+            f"blocks {write.first_block} to {write.end_block} of a prompt of {num_blocks}"
+        )
 
 
 def check_pages(pages: tuple[BlockId, ...], region_blocks: int) -> Numbers:
@@ -107,17 +82,16 @@ def _no_page(page: int, region_blocks: int) -> TransferError:
     return TransferError(f"page {page} of a region of {region_blocks}")
 
 
-def plan_pages(export: Export, grant: Grant) -> PagePlan | None:
-    """The pages of `export` that have to be sent, or None when the peer holds all of them."""
-    skipped = max(grant.held_blocks - export.first_block, 0)
-    source = cut(export.source, skipped, len(export.source))
+def place(write: PageWrite, grant: Grant) -> PageWrite | None:
+    """`write` as it is pushed: with its pages on the peer, without those that the peer holds. None when it holds all of them."""
+    skipped = max(grant.held_blocks - write.first_block, 0)
+    source = cut(write.source, skipped, len(write.source))
     if not source:
         return None
-    first = export.first_block + skipped
+    first = write.first_block + skipped
     begin = first - grant.held_blocks
-    return PagePlan(
-        first_block=first, source=source, target=cut(grant.blocks, begin, begin + len(source))
-    )
+    target = cut(grant.blocks, begin, begin + len(source))
+    return replace(write, first_block=first, source=source, target=target)
 
 
 def runs(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import LeaseExpiredError, TransferError
-from baton.ids import BlockId, XferId
 from baton.layout import KvLayout
-from baton.pages import Ready
+from baton.pages import PageWrite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,39 +35,18 @@ class Lease(Protocol):
         """Whether a write may begin now. Called from any thread."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Push:
-    """Pages of one layer to be written into the peer.
+def check_lease(lease: Lease | None) -> None:
+    """For backends, right before the bytes move: a process that was stopped meanwhile may not write any more.
 
-    Attributes:
-        xfer_id: The transfer it belongs to.
-        layer_index: Index into `KvLayout.layers`.
-        source: Pages in the local arena.
-        target: Pages in the peer's arena, as many.
-        lease: What lets it; None where nobody set a limit.
-        ready: When the local pages may be read; None if now. Backends that move a GPU's memory see to it.
+    Raises:
+        LeaseExpiredError: The lease is over.
     """
+    if lease is not None and not lease.holds():
+        raise LeaseExpiredError("the lease on the peer's pages is over")
 
-    xfer_id: XferId
-    layer_index: int
-    source: tuple[BlockId, ...]
-    target: tuple[BlockId, ...]
-    lease: Lease | None = None
-    ready: Ready | None = None
 
-    def await_ready(self) -> None:
-        """Blocks until the local pages may be read."""
-        if self.ready is not None:
-            self.ready.wait()
-
-    def check_lease(self) -> None:
-        """For backends, right before the bytes move: whoever was stopped meanwhile may not write any more.
-
-        Raises:
-            LeaseExpiredError: The lease is over.
-        """
-        if self.lease is not None and not self.lease.holds():
-            raise LeaseExpiredError("the lease on the peer's pages is over")
+Done = Callable[[TransferError | None], None]
+"""Called from any thread once a push has landed in the peer's memory and is visible there, or cannot land."""
 
 
 class KvReceiver(Protocol):
@@ -91,12 +69,10 @@ class KvReceiver(Protocol):
 
 
 class KvWriter(Protocol):
-    """A prefill worker's open way into one peer's region."""
+    """A prefill worker's open connection to one peer's region."""
 
-    def push(self, push: Push, done: Callable[[TransferError | None], None]) -> None:
-        """Queues a write and returns at once. `done` is called from any thread once the bytes are in the peer's
-        memory and visible there, or cannot be. Pushes of one transfer complete in any order.
-        """
+    def push(self, write: PageWrite, done: Done) -> None:
+        """Queues a write and returns at once. Pushes of one transfer complete in any order."""
 
     def close(self) -> None:
         """Waits until nothing more is written, then lets go of the region."""
@@ -106,7 +82,11 @@ class KvSender(Protocol):
     """A prefill worker's side of one backend."""
 
     def connect(
-        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+        self,
+        handle: RegionHandle,
+        layout: KvLayout,
+        peer: KvLayout | None = None,
+        lease: Lease | None = None,
     ) -> KvWriter:
         """Opens the peer's region. Blocks for at most a few seconds.
 
@@ -115,6 +95,8 @@ class KvSender(Protocol):
             layout: Of the local arena; pushes name their layer by its index here.
             peer: Of the peer's arena; None where it equals `layout`. Where heads are spread over other numbers of ranks
                 a push writes of each page what `kv_transfer.heads.plan_link` says, and nothing else.
+            lease: Asked right before bytes move; a push whose turn comes once it is over writes nothing and fails. None
+                where nobody set a limit.
 
         Raises:
             IncompatibleError: The layouts cannot be matched; names the field.

@@ -16,11 +16,11 @@ from baton.block_ids import BlockIds
 from baton.clock import Clock
 from baton.errors import BatonError, OverloadedError, TransferError
 from baton.ids import BlockId, WorkerIdentity, XferId
+from baton.pages import PageWrite
 from baton.rpc.mailbox import Mailbox
 from baton.telemetry.logs import get_logger
 from kv_transfer.backends.registry import offered
 from kv_transfer.ledger.outbox import (
-    Exported,
     FirstTokensDrawn,
     FromDecode,
     GivenUp,
@@ -35,11 +35,10 @@ from kv_transfer.ledger.outbox import (
     PushDone,
     Send,
     Started,
+    StartPush,
 )
-from kv_transfer.ledger.shipment import StartPush
 from kv_transfer.memory.page_hash import Hashes
 from kv_transfer.messages import ToPrefill
-from kv_transfer.plan import Export
 from kv_transfer.ports import KvSender
 from kv_transfer.session.client import PeerSession
 from kv_transfer.session.connection import OpenedSession, PageWriter
@@ -122,10 +121,12 @@ class Outbound:
             raise OverloadedError("the node sends too much to others already", retry_after_s=1.0)
         until_s = self._clock.now_s() + self._timeout_s
         self._going[permit.xfer_id] = _Going(permit, hold, until_s)
-        export = Export(layer_index=0, first_block=0, source=BlockIds(map(BlockId, slots)))
+        write = PageWrite(
+            xfer_id=permit.xfer_id, layer_index=0, source=BlockIds(map(BlockId, slots))
+        )
         self._handle(Opened(permit=permit))
         self._handle(Started(xfer_id=permit.xfer_id))
-        self._handle(Exported(xfer_id=permit.xfer_id, export=export))
+        self._handle(write)
         self._handle(FirstTokensDrawn(xfer_id=permit.xfer_id, first_tokens=()))
         self._connect(permit.target, address)
 
@@ -148,7 +149,7 @@ class Outbound:
 
     def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
         """The session with `peer` is up."""
-        self._pushers[peer] = opened.pusher
+        self._pushers[peer] = opened.writer
         up = PeerUp(
             peer=peer,
             region_blocks=opened.region_blocks,
@@ -212,12 +213,12 @@ class Outbound:
                 _log.info("blocks were not taken", xfer_id=xfer_id, reason=error.message)
 
     def _push(self, action: StartPush) -> None:
-        post, xfer_id, push_id = self._mailbox.post, action.push.xfer_id, action.push_id
+        post, xfer_id, push_id = self._mailbox.post, action.write.xfer_id, action.write.push_id
 
         def done(error: TransferError | None, hashes: Hashes | None) -> None:
             post(PushDone(xfer_id=xfer_id, push_id=push_id, error=error, hashes=hashes))
 
-        self._pushers[action.peer].push(action.push, done)
+        self._pushers[action.peer].push(action.write, done)
 
     def _pushed(self, done: PushDone) -> None:
         """What was pushed counts only if it lay still all the while."""

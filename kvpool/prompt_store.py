@@ -21,7 +21,7 @@ class UrgentPuts(Protocol):
 
 
 class PooledPrompts:
-    """A `prefill_worker.ports.PromptStore`.
+    """A `baton_worker.ports.PromptStore`.
 
     Args:
         puts: The way to the pool.

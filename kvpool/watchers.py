@@ -10,8 +10,7 @@ import grpc
 
 from baton.blocks import BlockChanges
 from baton.ids import WorkerIdentity
-from baton.rpc.block_feed import MAX_KEYS_WAITING, BlockFeed, HeldBlocks
-from baton.rpc.frames import HEARTBEAT_S
+from baton.rpc.block_feed import HEARTBEAT_S, MAX_KEYS_WAITING, BlockFeed, HeldBlocks
 from baton.rpc.hello import PROTOCOL_VERSION, identity_to_proto
 from baton.rpc.reports import blocks_to_proto
 from baton.rpc.v1 import pool_pb2 as pb

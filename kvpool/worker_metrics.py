@@ -1,4 +1,4 @@
-"""What a worker counts of its dealings with the pool, beside what every worker does (baton/telemetry/worker.py)."""
+"""What a worker counts of its dealings with the pool, beside what every worker does (baton_worker/metrics.py)."""
 
 from enum import Enum
 

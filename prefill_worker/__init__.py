@@ -1,1 +1,1 @@
-"""The compute-bound leg: reads prompts, produces KV pages, pushes them to decode workers."""
+"""The half of a worker that sends the pages of computed prompts to other workers."""

@@ -1,39 +1,25 @@
-"""What a prefill worker counts beside what every worker does (baton/telemetry/worker.py)."""
+"""What the sending half of a worker counts beside what every worker does, and how fast its links are."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Iterator
 
-from baton.errors import BatonError
-from baton.telemetry.metrics import REQUEST_LATENCY_BUCKETS_S
-from kv_transfer.ledger.outbox import HandOver
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from baton.ids import WorkerIdentity
+from kv_transfer.session.link_speed import LinkSpeed
+
+_MAX_PEERS = 64
+"""Links with a label of their own; beyond, those that were opened first go without."""
 
 
-class PrefillMetrics:
-    """Hand-offs as the sender sees them."""
+class SendingMetrics:
+    """Hand-offs as the sender sees them, beside those of `baton_worker.metrics`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._pages = Counter("baton_kv_sent_pages", "KV pages handed over", registry=registry)
-        self._bytes = Counter("baton_kv_sent_bytes", "Bytes handed over", registry=registry)
-        self._failures = Counter(
-            "baton_kv_transfer_failures",
-            "Hand-offs that failed, by error code",
-            ["reason"],
-            registry=registry,
-        )
-        self._reserve_wait_s = Histogram(
-            "baton_kv_reserve_wait_seconds",
-            "From the first chunk until pages were granted",
-            buckets=REQUEST_LATENCY_BUCKETS_S,
-            registry=registry,
-        )
-        self._unhidden_s = Histogram(
-            "baton_kv_transfer_unhidden_seconds",
-            "From the first token to the verified commit",
-            buckets=REQUEST_LATENCY_BUCKETS_S,
-            registry=registry,
-        )
         self._refused = Gauge(
             "baton_kv_refused_replies",
-            "Messages of decode workers that fitted no hand-off",
+            "Messages of receiving workers that fitted no hand-off",
             registry=registry,
         )
         self._fenced = Counter(
@@ -41,43 +27,63 @@ class PrefillMetrics:
             "Writes given up because the lease on the peer's pages was over",
             registry=registry,
         )
-
+        self._fenced_told = 0
         self._unreachable = Counter(
             "baton_kv_backend_unreachable",
-            "Decode workers that could not be written to by the backend they chose; the next one was tried",
+            "Receiving workers that could not be written to by the backend they chose; the next one was tried",
             ["backend"],
             registry=registry,
         )
 
-        self._detours = Counter(
-            "baton_kv_pool_detours",
-            "Prompts left in the pool because the decode worker had no room",
-            registry=registry,
-        )
-
-    def refused(self, messages: int) -> None:
-        """So many messages have been refused since the start."""
-        self._refused.set(messages)
+    def observe(self, *, refused: int, fenced: int) -> None:
+        """So many messages were refused, and so many writes not made, since the start."""
+        self._refused.set(refused)
+        self._fenced.inc(fenced - self._fenced_told)
+        self._fenced_told = fenced
 
     def unreachable(self, backend: str) -> None:
-        """A backend does not work to some decode worker; backends are a closed set."""
+        """A backend does not work to some receiving worker; backends are a closed set."""
         self._unreachable.labels(backend).inc()
 
-    def fenced_write(self) -> None:
-        """A write came too late and was not made."""
-        self._fenced.inc()
 
-    def handed_over(self, done: HandOver) -> None:
-        """A decode worker has the pages."""
-        self._pages.inc(done.blocks_sent)
-        self._bytes.inc(done.bytes_sent)
-        self._reserve_wait_s.observe(done.reserve_wait_s)
-        self._unhidden_s.observe(done.unhidden_s)
+class LinkMetrics(Collector):
+    """The links that are open, by the workers at their two ends; asked whenever the metrics are read."""
 
-    def detoured(self) -> None:
-        """A prompt was left in the pool."""
-        self._detours.inc()
+    def __init__(self, registry: CollectorRegistry, source: WorkerIdentity) -> None:
+        self._source = source
+        self._links: dict[WorkerIdentity, LinkSpeed] = {}
+        registry.register(self)
 
-    def failed(self, error: BatonError) -> None:
-        """A leg failed; error codes are a closed set."""
-        self._failures.labels(reason=error.code).inc()
+    def opened(self, target: WorkerIdentity, link: LinkSpeed) -> None:
+        """A session with a receiving worker is up."""
+        self._links[target] = link
+
+    def closed(self, target: WorkerIdentity) -> None:
+        """It is over."""
+        self._links.pop(target, None)
+
+    def bytes_per_second(self, target: WorkerIdentity) -> float:
+        """By the latest pushes; 0 while nothing has been pushed."""
+        link = self._links.get(target)
+        return 0.0 if link is None else link.bytes_per_second
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """One series per pair of workers: a worker that was started again takes the place of its predecessor."""
+        labels = ["backend", "source", "target"]
+        rate = GaugeMetricFamily(
+            "baton_kv_link_bytes_per_second",
+            "Rate of the latest pushes to a receiving worker; 0 before the first",
+            labels=labels,
+        )
+        latency = GaugeMetricFamily(
+            "baton_kv_link_latency_seconds",
+            "Time that one page took to a receiving worker when the link was opened",
+            labels=labels,
+        )
+        newest = {target.worker_id: link for target, link in tuple(self._links.items())}
+        for worker_id, link in tuple(newest.items())[-_MAX_PEERS:]:
+            named = [link.backend, self._source.worker_id, worker_id]
+            rate.add_metric(named, link.bytes_per_second)
+            latency.add_metric(named, link.latency_s)
+        yield rate
+        yield latency

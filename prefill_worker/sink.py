@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 from baton.pages import Ready
 from baton_engine.ports import PageExport
-from prefill_worker.messages import LayerReady
+from baton_worker.messages import LayerReady
 
 
 class TransferSink:
-    """Passes the engine's exports on to the prefill worker (implements `baton_engine.ports.LayerSink`).
+    """Passes the engine's exports on to the sending half (implements `baton_engine.ports.LayerSink`).
 
     Made before the engine, which needs it, and bound when the worker starts; until then nothing is prefilled.
     """

@@ -1,6 +1,7 @@
 """The router's Control service: all workers as this router sees them, why a request went where it did, and drain by command."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import grpc
 
@@ -10,25 +11,50 @@ from baton.rpc.hello import identity_to_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
-from router.generator import ClusterGenerator
-from router.routing.worker_view import WorkerView
+from router.links import WorkerLink
+from router.routing.explanation import DecisionLog
+from router.routing.view import ClusterView, WorkerView
 from router.telemetry.explain import explanation_to_proto
+
+
+class RequestDrain(Protocol):
+    """The requests of this router."""
+
+    def in_flight(self) -> int:
+        """How many there are."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no new ones and waits for those that are there; whether all ended in time."""
 
 
 class RouterControl(pb_grpc.ControlServicer):
     """Answers operators about one router.
 
     Args:
-        generator: Knows workers and jobs.
-        clock: The generator's.
+        view: The connected workers.
+        links: One per configured address.
+        requests: Counted and drained.
+        decisions: Why requests went where they did.
+        clock: Monotonic; the view's.
         version: Of Baton.
         model: Name of the served model.
     """
 
     def __init__(
-        self, generator: ClusterGenerator, *, clock: Clock, version: str, model: str
+        self,
+        *,
+        view: ClusterView,
+        links: Sequence[WorkerLink],
+        requests: RequestDrain,
+        decisions: DecisionLog,
+        clock: Clock,
+        version: str,
+        model: str,
     ) -> None:
-        self._generator = generator
+        self._view = view
+        self._links = links
+        self._requests = requests
+        self._decisions = decisions
         self._clock = clock
         self._version = version
         self._model = model
@@ -41,7 +67,7 @@ class RouterControl(pb_grpc.ControlServicer):
         """Every address with the worker there, or without one."""
         return pb.StatusReply(
             workers=list(self._workers()),
-            requests_in_flight=self._generator.in_flight(),
+            requests_in_flight=self._requests.in_flight(),
             version=self._version,
             model=self._model,
         )
@@ -52,8 +78,16 @@ class RouterControl(pb_grpc.ControlServicer):
         context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainReply],  # noqa: ARG002
     ) -> pb.DrainReply:
         """Takes nothing new, waits, then answers."""
-        drained = await self._generator.drain(request.timeout_s)
-        return pb.DrainReply(drained=drained, left=self._generator.in_flight())
+        drained = await self._requests.drain(request.timeout_s)
+        return pb.DrainReply(drained=drained, left=self._requests.in_flight())
+
+    async def SetRole(  # noqa: N802
+        self,
+        request: pb.SetRoleRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext[pb.SetRoleRequest, pb.SetRoleReply],
+    ) -> pb.SetRoleReply:
+        """Refused: a role is a worker's."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a router has no role: ask a worker")
 
     async def Explain(  # noqa: N802
         self,
@@ -62,11 +96,11 @@ class RouterControl(pb_grpc.ControlServicer):
     ) -> pb.ExplainReply:
         """The last decision about a request."""
         request_id = RequestId(request.request_id)
-        return explanation_to_proto(self._generator.decisions.explain(request_id))
+        return explanation_to_proto(self._decisions.explain(request_id))
 
     def _workers(self) -> Iterator[pb.WorkerStatus]:
-        present = {worker.address: worker for worker in self._generator.view.workers}
-        for link in self._generator.membership.links:
+        present = {worker.address: worker for worker in self._view.workers}
+        for link in self._links:
             worker = present.get(link.address)
             if worker is None:
                 yield pb.WorkerStatus(address=link.address, state=link.state.value)
@@ -75,7 +109,7 @@ class RouterControl(pb_grpc.ControlServicer):
 
     def _status(self, worker: WorkerView) -> pb.WorkerStatus:
         now_s = self._clock.now_s()
-        state = self._generator.view.state(worker, now_s)
+        state = self._view.state(worker, now_s)
         return pb.WorkerStatus(
             identity=identity_to_proto(worker.identity),
             role=role_to_proto(worker.hello.role),

@@ -10,13 +10,13 @@ from enum import Enum
 from baton.blocks import BlockReport
 from baton.errors import BatonError
 from baton.generation import FinishReason, TokenLogprobs, TokenSample, WorkerLoad
-from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.ids import LegId, RequestId, Role, WorkerIdentity
 from baton.rpc.hello import WorkerHello
 from router.ports import GenerationRequest
 
 
 class Service(Enum):
-    """Which of a worker's streams a leg runs on."""
+    """Which part of a request a leg runs: the prompt for another worker, or what is decoded."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -51,15 +51,23 @@ class TimePassed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJoined:
-    """All streams to a worker are up."""
+    """The stream to a worker is up."""
 
     hello: WorkerHello
     address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleChanged:
+    """A worker takes other kinds of legs from now on. Those that it has go on."""
+
+    worker: WorkerIdentity
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost:
-    """A stream to this incarnation broke: its legs are gone."""
+    """The stream to this incarnation broke: its legs are gone."""
 
     worker: WorkerIdentity
     reason: str
@@ -207,6 +215,7 @@ Event = (
     | ClientGone
     | TimePassed
     | WorkerJoined
+    | RoleChanged
     | WorkerLost
     | LoadReported
     | BlocksReported

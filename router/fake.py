@@ -1,4 +1,4 @@
-"""A generator without workers: plays back token ids, and remembers what was asked of it."""
+"""A generator without workers, and its status: plays back token ids, and remembers what was asked of it."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence

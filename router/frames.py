@@ -1,6 +1,6 @@
-"""Between the messages on a worker's streams and the dispatcher's events and actions.
+"""Between the messages on a worker's stream and the dispatcher's events and actions.
 
-Decode frames are the router's busiest input: one per step and worker, each with a token for every running sequence.
+Frames are the router's busiest input: one per step and worker, each with a token for every running sequence.
 """
 
 from collections.abc import Set
@@ -16,10 +16,12 @@ from baton.rpc.generation import (
     sample_from_proto,
 )
 from baton.rpc.reports import blocks_from_proto, failure_from_proto, load_from_proto
-from baton.rpc.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.rpc.v1 import common_pb2
+from baton.rpc.v1 import worker_pb2 as pb
 from kv_transfer.ticket import shown
 from router.dispatch.actions import (
     AskForSnapshot,
+    SendAction,
     SendCancel,
     SendExpect,
     SendGenerate,
@@ -43,25 +45,9 @@ from router.events import (
 )
 
 
-def prefill_events(worker: WorkerIdentity, frame: prefill_pb2.PrefillFrame) -> list[Event]:
-    """What a prefill worker's frame says, first tokens first.
-
-    Raises:
-        KeyError: An enum's number is none of ours.
-        ValueError: Keys of blocks are cut short.
-    """
-    events: list[Event] = [_first_tokens(worker, message) for message in frame.first_tokens]
-    events += [_handed_off(worker, message) for message in frame.handed_off]
-    events += [PutInPool(worker=worker, leg_id=LegId(m.leg_id)) for m in frame.pooled]
-    events += [_failed(worker, message) for message in frame.failed]
-    if frame.HasField("load"):
-        events.append(LoadReported(worker=worker, load=load_from_proto(frame.load)))
-    return [*events, *_blocks(worker, frame)]
-
-
-def decode_events(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Heard]:
-    """What a decode worker's frame says. Plain tokens stay columns; legs with an end or log-probabilities in this frame get
-    a `DecodeTokens` each, samples' ends joined to their last tokens.
+def events_of(worker: WorkerIdentity, frame: pb.Frame) -> list[Heard]:
+    """What a worker's frame says, but for its greeting. Plain tokens stay columns; legs with an end or log-probabilities in
+    this frame get a `DecodeTokens` each, samples' ends joined to their last tokens.
 
     Raises:
         KeyError: An enum's number is none of ours.
@@ -69,45 +55,39 @@ def decode_events(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list
     """
     events: list[Heard] = [_prefilled(worker, message) for message in frame.prefilled]
     events += _tokens(worker, frame)
+    events += [_handed_off(worker, message) for message in frame.handed_off]
+    events += [PutInPool(worker=worker, leg_id=LegId(m.leg_id)) for m in frame.pooled]
     events += [_writer_lost(worker, message) for message in frame.writers_lost]
     events += [_failed(worker, message) for message in frame.failed]
     if frame.HasField("load"):
         events.append(LoadReported(worker=worker, load=load_from_proto(frame.load)))
-    return [*events, *_blocks(worker, frame)]
+    if frame.HasField("blocks"):
+        events.append(BlocksReported(worker=worker, report=blocks_from_proto(frame.blocks)))
+    return events
 
 
-def prefill_command(
-    action: SendPrefill | SendCancel | AskForSnapshot,
-) -> prefill_pb2.PrefillCommand:
-    """An action as a command on the Prefill stream."""
-    if isinstance(action, SendCancel):
-        return prefill_pb2.PrefillCommand(cancel=common_pb2.Cancel(leg_id=action.leg_id))
-    if isinstance(action, AskForSnapshot):
-        return prefill_pb2.PrefillCommand(send_snapshot=common_pb2.SendSnapshot())
-    submit = prefill_pb2.SubmitPrefill(
-        request=_request(action),
-        permit=shown(action.permit),
-        transfer_address=action.transfer_address,
-    )
-    return prefill_pb2.PrefillCommand(submit=submit)
-
-
-def decode_command(
-    action: SendExpect | SendReassign | SendGenerate | SendCancel | AskForSnapshot,
-) -> decode_pb2.DecodeCommand:
-    """An action as a command on the Decode stream."""
-    if isinstance(action, SendCancel):
-        return decode_pb2.DecodeCommand(cancel=common_pb2.Cancel(leg_id=action.leg_id))
-    if isinstance(action, AskForSnapshot):
-        return decode_pb2.DecodeCommand(send_snapshot=common_pb2.SendSnapshot())
-    if isinstance(action, SendReassign):
-        reassign = decode_pb2.Reassign(leg_id=action.leg_id, permit=shown(action.permit))
-        return decode_pb2.DecodeCommand(reassign=reassign)
-    request = _request(action)
-    if isinstance(action, SendGenerate):
-        return decode_pb2.DecodeCommand(generate=decode_pb2.Generate(request=request))
-    expect = decode_pb2.Expect(request=request, permit=shown(action.permit))
-    return decode_pb2.DecodeCommand(expect=expect)
+def command_of(action: SendAction) -> pb.Command:
+    """An action as a command on its worker's stream."""
+    match action:
+        case SendPrefill():
+            prefill = pb.Prefill(
+                request=_request(action),
+                permit=shown(action.permit),
+                transfer_address=action.transfer_address,
+            )
+            return pb.Command(prefill=prefill)
+        case SendExpect():
+            receive = pb.Receive(request=_request(action), permit=shown(action.permit))
+            return pb.Command(receive=receive)
+        case SendGenerate():
+            return pb.Command(generate=pb.Generate(request=_request(action)))
+        case SendReassign():
+            reassign = pb.Reassign(leg_id=action.leg_id, permit=shown(action.permit))
+            return pb.Command(reassign=reassign)
+        case SendCancel():
+            return pb.Command(cancel=common_pb2.Cancel(leg_id=action.leg_id))
+        case AskForSnapshot():
+            return pb.Command(send_snapshot=common_pb2.SendSnapshot())
 
 
 def _request(action: SendPrefill | SendExpect | SendGenerate) -> common_pb2.GenerationRequest:
@@ -116,20 +96,7 @@ def _request(action: SendPrefill | SendExpect | SendGenerate) -> common_pb2.Gene
     )
 
 
-def _first_tokens(worker: WorkerIdentity, message: prefill_pb2.FirstTokens) -> Event:
-    return FirstTokensArrived(
-        worker=worker,
-        leg_id=LegId(message.leg_id),
-        tokens=tuple(sample_from_proto(token) for token in message.tokens),
-        cached_tokens=message.cached_tokens,
-        queue_s=message.queue_s,
-        prefill_s=message.prefill_s,
-        prompt_logprobs=_prompt_logprobs(message),
-        pooled_tokens=message.pooled_tokens,
-    )
-
-
-def _handed_off(worker: WorkerIdentity, message: prefill_pb2.HandedOff) -> Event:
+def _handed_off(worker: WorkerIdentity, message: pb.HandedOff) -> Event:
     return HandedOff(
         worker=worker,
         leg_id=LegId(message.leg_id),
@@ -141,10 +108,23 @@ def _handed_off(worker: WorkerIdentity, message: prefill_pb2.HandedOff) -> Event
     )
 
 
-def _prefilled(worker: WorkerIdentity, message: decode_pb2.LocalPrefill) -> Event:
-    return LocallyPrefilled(
+def _prefilled(worker: WorkerIdentity, message: pb.Prefilled) -> Event:
+    """First tokens come along with a prefill leg; those of a leg that decodes where it was prefilled come in the columns."""
+    tokens = tuple(sample_from_proto(token) for token in message.first_tokens)
+    if not tokens:
+        return LocallyPrefilled(
+            worker=worker,
+            leg_id=LegId(message.leg_id),
+            cached_tokens=message.cached_tokens,
+            queue_s=message.queue_s,
+            prefill_s=message.prefill_s,
+            prompt_logprobs=_prompt_logprobs(message),
+            pooled_tokens=message.pooled_tokens,
+        )
+    return FirstTokensArrived(
         worker=worker,
         leg_id=LegId(message.leg_id),
+        tokens=tokens,
         cached_tokens=message.cached_tokens,
         queue_s=message.queue_s,
         prefill_s=message.prefill_s,
@@ -153,15 +133,13 @@ def _prefilled(worker: WorkerIdentity, message: decode_pb2.LocalPrefill) -> Even
     )
 
 
-def _prompt_logprobs(
-    message: prefill_pb2.FirstTokens | decode_pb2.LocalPrefill,
-) -> tuple[TokenLogprobs, ...] | None:
+def _prompt_logprobs(message: pb.Prefilled) -> tuple[TokenLogprobs, ...] | None:
     if not message.HasField("prompt_logprobs"):
         return None
     return prompt_logprobs_from_proto(message.prompt_logprobs)
 
 
-def _writer_lost(worker: WorkerIdentity, message: decode_pb2.WriterLost) -> Event:
+def _writer_lost(worker: WorkerIdentity, message: pb.WriterLost) -> Event:
     return WriterLost(
         worker=worker,
         leg_id=LegId(message.leg_id),
@@ -175,15 +153,7 @@ def _failed(worker: WorkerIdentity, message: common_pb2.LegFailed) -> Event:
     return LegFailed(worker=worker, leg_id=LegId(message.leg_id), error=error)
 
 
-def _blocks(
-    worker: WorkerIdentity, frame: prefill_pb2.PrefillFrame | decode_pb2.DecodeFrame
-) -> list[Event]:
-    if not frame.HasField("blocks"):
-        return []
-    return [BlocksReported(worker=worker, report=blocks_from_proto(frame.blocks))]
-
-
-def _tokens(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Heard]:
+def _tokens(worker: WorkerIdentity, frame: pb.Frame) -> list[Heard]:
     leg_ids, samples, tokens = list(frame.leg_ids), list(frame.samples), list(frame.tokens)
     if not len(leg_ids) == len(samples) == len(tokens):
         raise ValueError(f"columns of {len(leg_ids)}, {len(samples)}, {len(tokens)} entries")
@@ -198,7 +168,7 @@ def _tokens(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame) -> list[Heard
     return [step, *events] if leg_ids else events
 
 
-def _legs(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame, leg_ids: Set[int]) -> list[Heard]:
+def _legs(worker: WorkerIdentity, frame: pb.Frame, leg_ids: Set[int]) -> list[Heard]:
     """One event per leg of `leg_ids`, and samples' ends that have no token in this frame."""
     by_leg: dict[int, list[TokenSample]] = {}
     logprobs = map(logprobs_from_proto, frame.logprobs) if frame.logprobs else repeat(None)
@@ -217,7 +187,7 @@ def _legs(worker: WorkerIdentity, frame: decode_pb2.DecodeFrame, leg_ids: Set[in
 
 
 def _join_ends(
-    worker: WorkerIdentity, frame: decode_pb2.DecodeFrame, by_leg: dict[int, list[TokenSample]]
+    worker: WorkerIdentity, frame: pb.Frame, by_leg: dict[int, list[TokenSample]]
 ) -> list[Event]:
     """Marks the last token of each sample that ended; returns the ends that have no token in this frame."""
     tokenless: list[Event] = []

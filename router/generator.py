@@ -1,21 +1,30 @@
-"""The `Generator` behind the HTTP face: an asyncio shell around the dispatcher, its clients and its links."""
+"""The asyncio shell of the request machine: a `router.ports.Generator` around admission, the dispatcher and clients' inboxes.
+
+Calls of clients and frames of workers become events for the dispatcher; its actions go to workers and into inboxes. Belongs to one
+event loop. `router.service.compose` wires its parts.
+"""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import replace
-from random import Random
+from typing import Protocol
 
-from baton.clock import Clock, MonotonicClock
-from baton.config.schema import RouterConfig
+from baton.clock import Clock
 from baton.errors import DeadlineError, DrainingError, InvariantError, OverloadedError
 from baton.ids import RequestId
+from baton.story import StoryEntry
 from baton.telemetry.logs import get_logger
-from router.admission.admission import Admission, queue_limits
-from router.admission.capacity import MeasuredSpeed, WorkerCapacity
-from router.dispatch.actions import Action, Emit, Fail, Finish, RefuseWorker, WorkerSuspected
+from router.admission.admission import Admission
+from router.dispatch.actions import (
+    Action,
+    Emit,
+    Fail,
+    Finish,
+    RefuseWorker,
+    SendAction,
+    WorkerSuspected,
+)
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.placement import Placement
-from router.dispatch.retry import RetryCounters, RetryPolicy
 from router.events import (
     ClientGone,
     Event,
@@ -34,18 +43,10 @@ from router.events import (
     WorkerLost,
 )
 from router.inboxes import Inboxes
-from router.links import LinkTiming
-from router.membership import Membership
 from router.model_discovery import ModelDiscovery
-from router.ports import GenerationEvent, GenerationRequest, ServedModel, Timing, WorkerReport
-from router.routing.explanation import DecisionLog
-from router.routing.index import PrefixIndex
-from router.routing.local import LocalPrefill
-from router.routing.policies import policy_named
-from router.routing.view import ClusterView
+from router.ports import GenerationEvent, GenerationRequest, ServedModel, Timing
 from router.slo import Slo
 from router.tenants.tenant import Tenant
-from router.timer import PeriodicTimer
 
 _FREES_CAPACITY = (
     ClientGone,
@@ -63,83 +64,55 @@ _FREES_CAPACITY = (
 _log = get_logger(__name__)
 
 
+class WorkerCommands(Protocol):
+    """Where commands to workers go."""
+
+    def send(self, action: SendAction) -> None:
+        """Queues a command for its worker."""
+
+    def refuse(self, action: RefuseWorker) -> None:
+        """Disconnects from a worker."""
+
+
 class ClusterGenerator:
-    """Turns prompts into tokens with the workers at some addresses (a `router.ports.Generator`).
+    """Turns prompts into tokens with the workers that are connected (a `router.ports.Generator`).
 
     Args:
-        config: The router's section.
-        worker_addresses: gRPC addresses of workers.
-        secret: The cluster secret, 32 bytes.
+        dispatcher: The pure core.
+        admission: Says which requests are begun, and when.
+        commands: Takes the dispatcher's commands to workers.
+        inboxes: Take what clients are sent.
+        discovery: Told of workers that join; knows the served model.
         clock: Monotonic.
-        retry_policy: Bounds of retrying and waiting; `config.max_attempts` holds unless given.
-        link_timing: How links wait.
-
-    Raises:
-        ConfigError: There is no policy of the configured name.
     """
 
     def __init__(
         self,
-        config: RouterConfig,
-        worker_addresses: Sequence[str],
-        secret: bytes,
         *,
-        clock: Clock | None = None,
-        retry_policy: RetryPolicy | None = None,
-        link_timing: LinkTiming | None = None,
+        dispatcher: Dispatcher,
+        admission: Admission,
+        commands: WorkerCommands,
+        inboxes: Inboxes,
+        discovery: ModelDiscovery,
+        clock: Clock,
     ) -> None:
-        self._clock = clock or MonotonicClock()
-        self.index = PrefixIndex()
-        self.view = ClusterView(self.index, silence_timeout_s=config.silence_timeout_s)
-        local_prefill = LocalPrefill(
-            max_tokens=config.local_prefill_tokens, max_stall_s=config.local_prefill_stall_s
-        )
-        self.decisions = DecisionLog(config.policy)
-        capacity = WorkerCapacity(
-            self.view, MeasuredSpeed(), prefill_window_tokens=config.prefill_window_tokens
-        )
-        placement = Placement(
-            view=self.view,
-            index=self.index,
-            policy=policy_named(config.policy, local_prefill),
-            secret=secret,
-            rng=Random(),
-            log=self.decisions,
-            capacity=capacity,
-        )
-        policy = retry_policy or RetryPolicy(max_attempts=config.max_attempts)
-        self._dispatcher = Dispatcher(view=self.view, placement=placement, policy=policy)
-        self._discovery = ModelDiscovery(policy.worker_wait_s)
-        self.membership = Membership(worker_addresses, self._hear, timing=link_timing)
-        self._inboxes = Inboxes(max_bytes=config.max_queued_bytes_per_client, clock=self._clock)
-        self.admission = Admission(capacity, queue_limits(config), self._clock)
-        self._choosing_s: dict[RequestId, float] = {}
+        self._dispatcher = dispatcher
+        self._admission = admission
+        self._commands = commands
+        self._inboxes = inboxes
+        self._discovery = discovery
+        self._clock = clock
+        self._placing_s: dict[RequestId, float] = {}
         self._draining = False
         self._idle = asyncio.Event()
-        self._timer = PeriodicTimer(self._tick, self._clock)
-
-    def start(self) -> None:
-        """Connects to the workers in the background."""
         self._idle.set()
-        self._timer.start()
-        self.membership.start()
 
     def end_requests(self) -> None:
         """Ends every request with an error."""
         for request_id in self._inboxes.open_ids():
             self._inboxes.end(request_id, DrainingError("the router is stopping"))
-            self.admission.leave(request_id)
+            self._admission.leave(request_id)
             self._feed(ClientGone(request_id=request_id))
-
-    async def close(self) -> None:
-        """Ends what is left and disconnects."""
-        self.end_requests()
-        await self.membership.close()
-        await self._timer.close()
-
-    async def worker_joined(self) -> None:
-        """Returns when the next worker has joined, or none is worth waiting for because the router stops."""
-        await self._discovery.next_worker()
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes no new requests and waits for those in flight; whether all ended in time."""
@@ -156,7 +129,7 @@ class ClusterGenerator:
         """See `router.ports.Generator`."""
         if self._draining:
             raise DrainingError("the router is stopping")
-        self.admission.check_capacity(tenant, slo)
+        self._admission.check_capacity(tenant, slo)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """See `router.ports.Generator`."""
@@ -167,21 +140,21 @@ class ClusterGenerator:
         inbox = self._inboxes.open(request.request_id)
         self._idle.clear()
         try:
-            self.admission.offer(request)
+            self._admission.offer(request)
             self._admit()
             while True:
                 event = await inbox.next()
                 if isinstance(event, Timing):
-                    self.admission.finished(request, event.output_tokens)
+                    self._admission.finished(request, event.output_tokens)
                     yield replace(
-                        event, route_s=event.route_s + self._choosing_s[request.request_id]
+                        event, route_s=event.route_s + self._placing_s[request.request_id]
                     )
                     return
                 yield event
         finally:
             self._inboxes.close(request.request_id)
-            self._choosing_s.pop(request.request_id, None)
-            self.admission.leave(request.request_id)
+            self._placing_s.pop(request.request_id, None)
+            self._admission.leave(request.request_id)
             self._feed(ClientGone(request_id=request.request_id))
             if not self._inboxes:
                 self._rest()
@@ -194,74 +167,21 @@ class ClusterGenerator:
         """What the connected workers can all serve, or the last ones could."""
         return await self._discovery.model(wait=wait)
 
-    def ready(self) -> bool:
-        """Whether a worker that decodes takes new requests; where no other prefills, it does."""
-        usable = self.view.usable(self._clock.now_s())
-        return not self._draining and any(worker.hello.role.decodes for worker in usable)
-
-    def healthy(self) -> bool:
-        """Whether the timer of waits and deadlines runs and so does every link."""
-        return self._timer.healthy() and self.membership.healthy()
+    @property
+    def draining(self) -> bool:
+        """Whether no new requests are taken any more."""
+        return self._draining
 
     def in_flight(self) -> int:
         """Requests accepted and not finished, queued ones included."""
-        return self._dispatcher.in_flight + sum(self.admission.waiting().values())
+        return self._dispatcher.in_flight + sum(self._admission.waiting().values())
 
-    def waiting(self) -> Mapping[str, int]:
-        """Queued requests, by the name of their SLO class."""
-        return self.admission.waiting()
+    def story(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
+        """What happened to a request here, as far as it is remembered: in the admission queue and after it."""
+        return (*self._admission.story(request_id), *self._dispatcher.story(request_id))
 
-    @property
-    def retry_counters(self) -> RetryCounters:
-        """How often attempts were lost and made again."""
-        return self._dispatcher.retry_counters
-
-    def workers(self) -> list[WorkerReport]:
-        """See `router.ports.Overview`."""
-        now_s = self._clock.now_s()
-        return [
-            WorkerReport(
-                worker_id=worker.identity.worker_id,
-                role=worker.hello.role,
-                state=self.view.state(worker, now_s),
-                in_flight=worker.legs,
-                load=worker.load,
-            )
-            for worker in self.view.workers
-        ]
-
-    def check_integrity(self) -> None:
-        """Raises `InvariantError` unless requests, legs and the workers' counts agree."""
-        self._dispatcher.check_integrity()
-        self.admission.check_integrity()
-
-    def _rest(self) -> None:
-        """Nothing is in flight: time to check that all counts agree."""
-        self._idle.set()
-        try:
-            self.check_integrity()
-        except InvariantError as error:
-            _log.error("an invariant is broken at rest", cause=error)
-
-    def _tick(self) -> None:
-        self._feed(TimePassed())
-        for request_id in self.admission.expire():
-            late = DeadlineError("The request's deadline passed, or was about to, while it waited.")
-            self._inboxes.end(request_id, late)
-        self._admit()
-
-    def _admit(self) -> None:
-        """Begins the queued requests that there is room for."""
-        for request in self.admission.admissible():
-            self._submit(request)
-
-    def _submit(self, request: GenerationRequest) -> None:
-        started_s = self._clock.now_s()
-        self._feed(Submitted(request=request))
-        self._choosing_s[request.request_id] = self._clock.now_s() - started_s
-
-    def _hear(self, heard: Heard) -> None:
-        """What links say: steps to `advance`, everything else as events."""
+    def hear(self, heard: Heard) -> None:
+        """Takes what a worker said: a step's tokens to `advance`, everything else as an event."""
         if not isinstance(heard, StepTokens):
             self._feed(heard)
             return
@@ -271,6 +191,37 @@ class ClusterGenerator:
             self._give_up_reader(request_id)
         for other in moved.others:
             self._feed(other)
+
+    def tick(self) -> None:
+        """Looks at deadlines and waits; to be called several times per second."""
+        self._feed(TimePassed())
+        for request_id in self._admission.expire():
+            late = DeadlineError("The request's deadline passed, or was about to, while it waited.")
+            self._inboxes.end(request_id, late)
+        self._admit()
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` unless requests, legs and the workers' counts agree."""
+        self._dispatcher.check_integrity()
+        self._admission.check_integrity()
+
+    def _rest(self) -> None:
+        """Nothing is in flight: time to check that all counts agree."""
+        self._idle.set()
+        try:
+            self.check_integrity()
+        except InvariantError as error:
+            _log.error("an invariant is broken at rest", cause=error)
+
+    def _admit(self) -> None:
+        """Begins the queued requests that there is room for."""
+        for request in self._admission.admissible():
+            self._submit(request)
+
+    def _submit(self, request: GenerationRequest) -> None:
+        started_s = self._clock.now_s()
+        self._feed(Submitted(request=request))
+        self._placing_s[request.request_id] = self._clock.now_s() - started_s
 
     def _feed(self, event: Event) -> None:
         """Lets the dispatcher handle an event and carries out what it wants done."""
@@ -282,9 +233,7 @@ class ClusterGenerator:
         for action in actions:
             self._perform(action)
         if isinstance(event, WorkerJoined):
-            self._discovery.worker_joined(
-                [worker.hello for worker in self.view.workers] or [event.hello]
-            )
+            self._discovery.worker_joined(event.hello)
         if isinstance(event, _FREES_CAPACITY):
             self._admit()
 
@@ -296,7 +245,7 @@ class ClusterGenerator:
             case Finish(request_id=request_id, timing=end) | Fail(request_id=request_id, error=end):
                 self._inboxes.end(request_id, end)
             case RefuseWorker():
-                self.membership.refuse(action)
+                self._commands.refuse(action)
             case WorkerSuspected():
                 _log.warning(
                     "worker fell silent, its requests continue elsewhere",
@@ -304,7 +253,7 @@ class ClusterGenerator:
                     silent_s=round(action.silent_s, 1),
                 )
             case _:
-                self.membership.send(action)
+                self._commands.send(action)
 
     def _give_up_reader(self, request_id: RequestId) -> None:
         error = OverloadedError("the client reads too slowly", reason="slow_reader")

@@ -1,38 +1,29 @@
-"""The link to one worker: a gRPC stream for each service that it has, opened again whenever one breaks.
+"""The link to one worker: a gRPC stream, opened again whenever it breaks.
 
-Frames become events for the dispatcher, its actions become commands. All streams of a worker stand and fall together:
-when one breaks the worker is lost to the dispatcher, and the others are closed, which tells the worker to drop its legs.
+Frames become events for the dispatcher, its actions become commands. When the stream breaks the worker is lost to the
+dispatcher, and the worker drops the legs that it had of this router.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import grpc
 
 from baton.errors import BatonError, IncompatibleError, WorkerLostError
-from baton.ids import Role, WorkerIdentity
 from baton.rpc.channel import open_channel
 from baton.rpc.hello import PROTOCOL_VERSION, WorkerHello, hello_from_proto
-from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.telemetry.logs import get_logger
-from router.dispatch.actions import AskForSnapshot, SendAction, SendCancel, SendPrefill
-from router.events import Heard, Service, WorkerJoined
+from router.dispatch.actions import SendAction
+from router.events import Heard, RoleChanged, WorkerJoined
 from router.events import WorkerLost as WorkerLostEvent
-from router.frames import decode_command, decode_events, prefill_command, prefill_events
+from router.frames import command_of, events_of
 
 _log = get_logger(__name__)
 
-Command = prefill_pb2.PrefillCommand | decode_pb2.DecodeCommand
-Frame = prefill_pb2.PrefillFrame | decode_pb2.DecodeFrame
-Call = grpc.aio.StreamStreamCall[Command, Frame]
-
-_SERVICES = {
-    Role.PREFILL: (Service.PREFILL,),
-    Role.DECODE: (Service.DECODE,),
-    Role.HYBRID: (Service.DECODE, Service.PREFILL),
-}
+Call = grpc.aio.StreamStreamCall[worker_pb2.Command, worker_pb2.Frame]
 
 
 class LinkState(Enum):
@@ -77,7 +68,7 @@ class WorkerLink:
         self.hello: WorkerHello | None = None
         self._sink = sink
         self._timing = timing or LinkTiming()
-        self._queues: dict[Service, asyncio.Queue[Command]] = {}
+        self._queue: asyncio.Queue[worker_pb2.Command] = asyncio.Queue()
         self._broken: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
@@ -97,14 +88,8 @@ class WorkerLink:
         """Queues a command; dropped when that incarnation is no longer connected, since its legs are gone."""
         if self.hello is None or self.hello.identity != action.worker:
             return
-        prefill = isinstance(action, SendPrefill) or (
-            isinstance(action, SendCancel | AskForSnapshot) and action.service is Service.PREFILL
-        )
         try:
-            if prefill:
-                self._queues[Service.PREFILL].put_nowait(prefill_command(action))  # type: ignore[arg-type]
-            else:
-                self._queues[Service.DECODE].put_nowait(decode_command(action))  # type: ignore[arg-type]
+            self._queue.put_nowait(command_of(action))
         except asyncio.QueueFull:
             self._break(WorkerLostError(f"worker {action.worker} does not read its commands"))
 
@@ -121,12 +106,12 @@ class WorkerLink:
         """One connection from greeting to loss; whether the worker greeted."""
         async with open_channel(self.address) as channel:
             try:
-                hello, calls = await self._greet(channel)
+                hello, call = await self._greet(channel)
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 _log.debug("no worker", address=self.address, reason=_reason(error))
                 return False
             try:
-                lost = await self._serve(hello, calls)
+                lost = await self._serve(hello, call)
             finally:
                 self._part("the router is stopping")
             if isinstance(lost, IncompatibleError):
@@ -139,14 +124,14 @@ class WorkerLink:
             )
             return True
 
-    async def _serve(self, hello: WorkerHello, calls: dict[Service, Call]) -> Exception:
-        """Reads all streams until one breaks; returns why."""
+    async def _serve(self, hello: WorkerHello, call: Call) -> Exception:
+        """Reads the stream until it breaks; returns why."""
         self._broken = asyncio.get_running_loop().create_future()
         self.hello, self.state = hello, LinkState.READY
-        pumps: list[asyncio.Future[None]] = []
-        for service, call in calls.items():
-            pumps.append(asyncio.create_task(self._read(service, hello.identity, call)))
-            pumps.append(asyncio.create_task(_write(call, self._queues[service])))
+        pumps: list[asyncio.Future[None]] = [
+            asyncio.create_task(self._read(hello, call)),
+            asyncio.create_task(_write(call, self._queue)),
+        ]
         _log.info(
             "worker joined",
             worker=str(hello.identity),
@@ -170,61 +155,43 @@ class WorkerLink:
     def _part(self, reason: str) -> None:
         """Tells the dispatcher, once, that the worker is lost."""
         hello, self.hello, self.state = self.hello, None, LinkState.LOST
-        self._queues = {}
         if hello is not None:
             self._sink(WorkerLostEvent(worker=hello.identity, reason=reason))
 
-    async def _read(self, service: Service, worker: WorkerIdentity, call: Call) -> None:
+    async def _read(self, hello: WorkerHello, call: Call) -> None:
         async for frame in call:
+            if frame.HasField("hello"):
+                self._greeted_again(hello, _checked(frame.hello))
             try:
-                events: Sequence[Heard] = (
-                    decode_events(worker, frame)
-                    if isinstance(frame, decode_pb2.DecodeFrame)
-                    else prefill_events(worker, frame)
-                )
+                events = events_of(hello.identity, frame)
             except (KeyError, ValueError) as error:
-                raise IncompatibleError(
-                    f"{worker} sent a bad {service.value} frame: {error}"
-                ) from error
+                raise IncompatibleError(f"{hello.identity} sent a bad frame: {error}") from error
             for event in events:
                 self._sink(event)
         raise WorkerLostError("the worker ended its stream")
 
-    async def _greet(self, channel: grpc.aio.Channel) -> tuple[WorkerHello, dict[Service, Call]]:
-        """Opens the streams that the worker has; which those are its first greeting tells."""
-        async with asyncio.timeout(self._timing.hello_timeout_s):
-            service = Service.DECODE
-            try:
-                call, hello = await self._open(channel, service)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                    raise
-                service = Service.PREFILL
-                call, hello = await self._open(channel, service)
-            calls = {service: call}
-            for other in _SERVICES[hello.role]:
-                if other not in calls:
-                    calls[other], again = await self._open(channel, other)
-                    if again.identity != hello.identity:
-                        raise IncompatibleError(
-                            f"{hello.identity} and {again.identity} in one place"
-                        )
-            return hello, calls
+    def _greeted_again(self, before: WorkerHello, hello: WorkerHello) -> None:
+        """The worker has changed its role; nothing else may change while a stream is up."""
+        if replace(hello, role=before.role) != before:
+            raise IncompatibleError(f"{before.identity} became another worker: {hello.identity}")
+        if self.hello is None:
+            return  # hung up on meanwhile
+        self.hello = hello
+        _log.info("worker changed its role", worker=str(hello.identity), role=hello.role.value)
+        self._sink(RoleChanged(worker=hello.identity, role=hello.role))
 
-    async def _open(self, channel: grpc.aio.Channel, service: Service) -> tuple[Call, WorkerHello]:
-        self._queues[service] = asyncio.Queue(self._timing.max_queued_commands)
-        call: Call
-        if service is Service.PREFILL:
-            call = prefill_pb2_grpc.PrefillStub(channel).Serve()  # type: ignore[assignment,call-arg]
-        else:
-            call = decode_pb2_grpc.DecodeStub(channel).Serve()  # type: ignore[assignment,call-arg]
-        frame = await anext(aiter(call), None)
+    async def _greet(self, channel: grpc.aio.Channel) -> tuple[WorkerHello, Call]:
+        """Opens the stream and waits for the greeting, in which the worker tells what it is."""
+        self._queue = asyncio.Queue(self._timing.max_queued_commands)
+        async with asyncio.timeout(self._timing.hello_timeout_s):
+            call: Call = worker_pb2_grpc.WorkerStub(channel).Serve()  # type: ignore[call-arg]
+            frame = await anext(aiter(call), None)
         if frame is None:
             raise IncompatibleError("the stream ended without a greeting")
-        return call, _checked(frame.hello)
+        return _checked(frame.hello), call
 
 
-async def _write(call: Call, queue: asyncio.Queue[Command]) -> None:
+async def _write(call: Call, queue: asyncio.Queue[worker_pb2.Command]) -> None:
     # Not a request iterator: grpc leaves the task that reads one behind when the call fails.
     while True:
         command = await queue.get()

@@ -1,29 +1,31 @@
 """Learns from the hellos of workers which model is served, and wakes the tasks that wait for a worker to join."""
 
 import asyncio
-from collections.abc import Iterable
 from contextlib import suppress
 
 from baton.rpc.hello import WorkerHello
 from router.ports import ServedModel
+from router.routing.view import ClusterView
 
 
 class ModelDiscovery:
     """For one event loop.
 
     Args:
+        view: The connected workers.
         wait_s: How long `model` waits for the first worker: as long as a request would.
     """
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, view: ClusterView, wait_s: float) -> None:
+        self._view = view
         self._wait_s = wait_s
         self._model: ServedModel | None = None
         self._next = asyncio.Event()
         self._ended = False
 
-    def worker_joined(self, hellos: Iterable[WorkerHello]) -> None:
-        """A worker joined; `hellos` are those of all connected workers."""
-        connected = list(hellos)
+    def worker_joined(self, hello: WorkerHello) -> None:
+        """A worker joined, or was refused as the only one."""
+        connected = [worker.hello for worker in self._view.workers] or [hello]
         self._model = ServedModel(
             max_model_len=min(hello.max_model_len for hello in connected),
             vocab_size=min(hello.vocab_size for hello in connected),

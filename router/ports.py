@@ -1,7 +1,7 @@
-"""What the HTTP face asks of the rest of the router.
+"""What the HTTP front end asks of the rest of the router.
 
 One `Generator` stands between the OpenAI endpoints (tokens out of JSON, JSON out of tokens) and the dispatch of legs to
-workers. Everything that crosses it is token ids; text stays on the HTTP side.
+workers. Everything that crosses it is token ids; text stays on the HTTP side. A `RouterStatus` says how the router is.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -136,7 +136,7 @@ class WorkerReport:
         role: What it serves.
         state: `ready`, or why it gets nothing new.
         in_flight: This router's legs on it.
-        load: Its own last word.
+        load: Its own last report.
     """
 
     worker_id: WorkerId
@@ -146,8 +146,8 @@ class WorkerReport:
     load: WorkerLoad
 
 
-class Overview(Protocol):
-    """What is going on behind the HTTP face."""
+class RouterStatus(Protocol):
+    """What is going on behind the HTTP front end."""
 
     def ready(self) -> bool:
         """Whether a prefill and decode pair or a hybrid worker can take a request now."""
@@ -165,7 +165,7 @@ class Overview(Protocol):
         """The connected workers."""
 
 
-class Generator(Overview, Protocol):
+class Generator(Protocol):
     """Turns prompts into tokens with whatever workers there are. Used from one event loop."""
 
     def check_capacity(self, tenant: Tenant, slo: Slo) -> None:

@@ -1,4 +1,4 @@
-"""The router process: HTTP in front, workers behind, an operators' socket beside.
+"""The router process: HTTP in front, workers behind, an operators' socket beside. `compose` wires what is behind HTTP.
 
 Never imports torch, so that a router starts fast and stays small.
 """
@@ -10,14 +10,15 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from baton.clock import MonotonicClock
-from baton.config.schema import BatonConfig
+from baton.clock import Clock, MonotonicClock
+from baton.config.schema import BatonConfig, RouterConfig
 from baton.errors import ConfigError
 from baton.rpc.channel import bind, new_server
 from baton.rpc.v1 import control_pb2_grpc
@@ -28,31 +29,47 @@ from baton.telemetry.tracing import Tracer
 from baton.version import version
 from router.admin.app import create_admin_app
 from router.admin.pool_client import PoolAdminClient
+from router.admission.admission import Admission, queue_limits
+from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.admission.share_exchange import sharing
 from router.app import AppSettings, create_app
 from router.control import RouterControl
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.placement import Placement
+from router.dispatch.retry import RetryPolicy
+from router.events import Heard
 from router.generator import ClusterGenerator
 from router.http.head_limit import BoundedHeadProtocol
-from router.links import LinkState
+from router.inboxes import Inboxes
+from router.links import LinkState, LinkTiming
+from router.membership import Membership
+from router.model_discovery import ModelDiscovery
 from router.openai.sampling import SamplingDefaults, read_defaults
 from router.pool_watch import watching
+from router.routing.explanation import DecisionLog
+from router.routing.index import PrefixIndex
+from router.routing.policies import policy_named
+from router.routing.predictive import LocalPrefill
+from router.routing.view import ClusterView
+from router.status import ClusterStatus
 from router.telemetry.collectors import IndexMetrics, RetryMetrics, WorkerLoads
 from router.tenancy import Tenancy, open_tenancy
 from router.text.model_files import model_files, revision_of
 from router.text.tokenizer import Tokenizer
+from router.timer import PeriodicTimer
 
 CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""
 
 _WAIT_S = 5.0
 _GARBAGE_THRESHOLD = 50_000
-_FULL_HOUSE_WAITS = 6
+_ALL_WORKERS_WAITS = 6
 
 _log = get_logger(__name__)
 
 
 class Notify(Protocol):
-    """Whoever started this process and waits for it."""
+    """The process that started this one and waits for it."""
 
     def progress(self, what: str, done: float | None = None) -> None:
         """How far the start is; `done` is a share from 0 to 1."""
@@ -97,32 +114,146 @@ async def run(
     # All that has been loaded stays: going over it again and again for garbage would cost a few percent of every core.
     gc.freeze()
     gc.set_threshold(_GARBAGE_THRESHOLD)
-    generator = ClusterGenerator(config.router, worker_addresses, secret)
-    generator.start()
+    parts = compose(config.router, worker_addresses, secret)
     registry = new_registry()
     tracer = open_tracer(config.trace, "router", MonotonicClock())
     try:
         async with (
+            running(parts),
             open_tenancy(config, registry) as tenancy,
-            sharing(config.tenants, generator.admission),
-            watching(pool_addresses, generator.view.pools),
-            _control(config, generator, control_address),
+            sharing(config.tenants, parts.admission),
+            watching(pool_addresses, parts.view.pools),
+            _control(config, parts, control_address),
             _admin(config, tenancy, PoolAdminClient(pool_addresses)),
             _http(
-                _app(config, generator, loaded, registry, tenancy, tracer),
+                _app(config, parts, loaded, registry, tenancy, tracer),
                 config,
                 sockets,
             ) as server,
-            _announcing(generator, notify),
+            _announcing(parts, notify),
         ):
             await server.stopped_by(stop)
+            generator = parts.generator
             if not await generator.drain(config.cluster.drain_timeout_s):
                 _log.warning("requests cut off by the stop", in_flight=generator.in_flight())
                 generator.end_requests()
     finally:
-        await generator.close()
         loaded.tokenizer.close()
         await asyncio.to_thread(tracer.close)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterParts:
+    """The parts of one router behind its HTTP front end, wired to each other.
+
+    Only what composes them sees all of them; everything else is handed the parts that it needs.
+    """
+
+    index: PrefixIndex
+    view: ClusterView
+    decisions: DecisionLog
+    dispatcher: Dispatcher
+    admission: Admission
+    membership: Membership
+    discovery: ModelDiscovery
+    generator: ClusterGenerator
+    status: ClusterStatus
+    timer: PeriodicTimer
+    clock: Clock
+
+
+def compose(
+    config: RouterConfig,
+    worker_addresses: Sequence[str],
+    secret: bytes,
+    *,
+    clock: Clock | None = None,
+    retry_policy: RetryPolicy | None = None,
+    link_timing: LinkTiming | None = None,
+) -> RouterParts:
+    """Makes a router's parts, on an event loop; `running` starts them.
+
+    Args:
+        config: The router's section.
+        worker_addresses: gRPC addresses of workers.
+        secret: The cluster secret, 32 bytes.
+        clock: Monotonic.
+        retry_policy: Bounds of retrying and waiting; `config.max_attempts` holds unless given.
+        link_timing: How links wait.
+
+    Raises:
+        ConfigError: There is no policy of the configured name.
+    """
+    clock = clock or MonotonicClock()
+    retry_policy = retry_policy or RetryPolicy(max_attempts=config.max_attempts)
+    index = PrefixIndex()
+    view = ClusterView(index, silence_timeout_s=config.silence_timeout_s)
+    window_tokens = config.prefill_window_tokens
+    capacity = WorkerCapacity(view, MeasuredSpeed(), prefill_window_tokens=window_tokens)
+    local_prefill = LocalPrefill(
+        max_tokens=config.local_prefill_tokens, max_stall_s=config.local_prefill_stall_s
+    )
+    decisions = DecisionLog(config.policy)
+    placement = Placement(
+        view=view,
+        index=index,
+        policy=policy_named(config.policy, local_prefill),
+        secret=secret,
+        rng=Random(),
+        log=decisions,
+        capacity=capacity,
+    )
+    dispatcher = Dispatcher(view=view, placement=placement, policy=retry_policy)
+    admission = Admission(capacity, queue_limits(config), clock)
+    discovery = ModelDiscovery(view, retry_policy.worker_wait_s)
+
+    def hear(heard: Heard) -> None:  # links and generator call each other
+        generator.hear(heard)
+
+    membership = Membership(worker_addresses, hear, timing=link_timing)
+    generator = ClusterGenerator(
+        dispatcher=dispatcher,
+        admission=admission,
+        commands=membership,
+        inboxes=Inboxes(max_bytes=config.max_queued_bytes_per_client, clock=clock),
+        discovery=discovery,
+        clock=clock,
+    )
+    timer = PeriodicTimer(generator.tick, clock)
+    status = ClusterStatus(
+        view=view,
+        generator=generator,
+        admission=admission,
+        membership=membership,
+        timer=timer,
+        clock=clock,
+    )
+    return RouterParts(
+        index=index,
+        view=view,
+        decisions=decisions,
+        dispatcher=dispatcher,
+        admission=admission,
+        membership=membership,
+        discovery=discovery,
+        generator=generator,
+        status=status,
+        timer=timer,
+        clock=clock,
+    )
+
+
+@asynccontextmanager
+async def running(parts: RouterParts) -> AsyncIterator[None]:
+    """Connects to the workers in the background while inside; at the end ends what is left and disconnects."""
+    parts.timer.start()
+    parts.membership.start()
+    try:
+        yield
+    finally:
+        parts.generator.end_requests()
+        await parts.membership.close()
+        await parts.timer.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +276,7 @@ def _load(config: BatonConfig) -> _Loaded:
 
 def _app(
     config: BatonConfig,
-    generator: ClusterGenerator,
+    parts: RouterParts,
     loaded: _Loaded,
     registry: CollectorRegistry,
     tenancy: Tenancy,
@@ -158,17 +289,18 @@ def _app(
         defaults=loaded.defaults,
         revision=loaded.revision,
     )
-    registry.register(IndexMetrics(generator.index))
-    registry.register(RetryMetrics(generator.retry_counters, settings.model_names[0]))
-    registry.register(WorkerLoads(generator.view, settings.model_names[0]))
+    registry.register(IndexMetrics(parts.index))
+    registry.register(RetryMetrics(parts.dispatcher.retry_counters, settings.model_names[0]))
+    registry.register(WorkerLoads(parts.view, settings.model_names[0]))
     return create_app(
         settings,
-        generator,
+        parts.generator,
+        parts.status,
         loaded.tokenizer,
         registry,
         tenancy=tenancy,
         tracer=tracer,
-        decisions=generator.decisions,
+        decisions=parts.decisions,
     )
 
 
@@ -189,7 +321,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def stopped_by(self, stop: asyncio.Event) -> None:
-        """Waits for `stop`, then lets nobody in any more; raises what ended the server before that."""
+        """Waits for `stop`, then takes no new connections; raises what ended the server before that."""
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({stopping, self.serving}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -241,12 +373,16 @@ async def _admin(
 
 
 @asynccontextmanager
-async def _control(
-    config: BatonConfig, generator: ClusterGenerator, address: str
-) -> AsyncIterator[None]:
+async def _control(config: BatonConfig, parts: RouterParts, address: str) -> AsyncIterator[None]:
     server = new_server()
     control = RouterControl(
-        generator, clock=MonotonicClock(), version=version(), model=_names(config)[0]
+        view=parts.view,
+        links=parts.membership.links,
+        requests=parts.generator,
+        decisions=parts.decisions,
+        clock=parts.clock,
+        version=version(),
+        model=_names(config)[0],
     )
     control_pb2_grpc.add_ControlServicer_to_server(control, server)
     bind(server, address)
@@ -258,8 +394,8 @@ async def _control(
 
 
 @asynccontextmanager
-async def _announcing(generator: ClusterGenerator, notify: Notify) -> AsyncIterator[None]:
-    announcing = asyncio.create_task(_announce(generator, notify))
+async def _announcing(parts: RouterParts, notify: Notify) -> AsyncIterator[None]:
+    announcing = asyncio.create_task(_announce(parts, notify))
     try:
         yield
     finally:
@@ -267,19 +403,19 @@ async def _announcing(generator: ClusterGenerator, notify: Notify) -> AsyncItera
         await asyncio.gather(announcing, return_exceptions=True)
 
 
-async def _announce(generator: ClusterGenerator, notify: Notify) -> None:
+async def _announce(parts: RouterParts, notify: Notify) -> None:
     """Tells `notify` once every worker is here, or after a while those that can serve."""
-    links = generator.membership.links
-    patience = _FULL_HOUSE_WAITS
-    while (here := sum(link.state is LinkState.READY for link in links)) < len(links):
-        notify.progress("waiting for workers", here / len(links))
+    links = parts.membership.links
+    waits = _ALL_WORKERS_WAITS
+    while (joined := sum(link.state is LinkState.READY for link in links)) < len(links):
+        notify.progress("waiting for workers", joined / len(links))
         try:
             async with asyncio.timeout(_WAIT_S):
-                await generator.worker_joined()
+                await parts.discovery.next_worker()
         except TimeoutError:
-            # A lone decode worker can serve, but who waits for `ready` expects the cluster that was asked for.
-            patience -= generator.ready()
-        if patience == 0:
-            _log.warning("serving without all workers", here=here, expected=len(links))
+            # A lone decode worker can serve, but what waits for `ready` expects the cluster that was asked for.
+            waits -= parts.status.ready()
+        if waits == 0:
+            _log.warning("serving without all workers", joined=joined, expected=len(links))
             break
     notify.ready()

@@ -19,6 +19,7 @@ import numpy as np
 from baton.block_ids import Numbers
 from baton.errors import TransferError
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from baton.telemetry.logs import get_logger
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory.arena import ArenaSpan
@@ -26,7 +27,7 @@ from kv_transfer.memory.attach import AttachToken, attach, detach, has_ended, re
 from kv_transfer.memory.cuda import IPC_HANDLE_BYTES, CudaDriver, Rows, Stream
 from kv_transfer.memory.region_server import RegionServer
 from kv_transfer.plan import check_pages, runs
-from kv_transfer.ports import Push, RegionHandle
+from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,20 +81,20 @@ class ArenaPair:
     there: MappedArena
     plan: LinkPlan
 
-    def rows(self, push: Push) -> list[PageRows]:
+    def rows(self, write: PageWrite) -> list[PageRows]:
         """What a push copies: of each page every slice that this pair shares.
 
         Raises:
             TransferError: It names a layer or page that one of the two has not got.
         """
-        if len(push.source) != len(push.target):
-            raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
-        target_layer = self.plan.target_layer(push.layer_index)
-        source = check_pages(push.source, self.here.num_blocks)
-        target = check_pages(push.target, self.there.num_blocks)
+        if len(write.source) != len(write.target):
+            raise TransferError(f"{len(write.source)} pages for {len(write.target)}")
+        target_layer = self.plan.target_layer(write.layer_index)
+        source = check_pages(write.source, self.here.num_blocks)
+        target = check_pages(write.target, self.there.num_blocks)
         return [
             PageRows(
-                source=self.here.layer(push.layer_index) + part.source_offset,
+                source=self.here.layer(write.layer_index) + part.source_offset,
                 source_pitch=self.here.layout.page_layer_bytes,
                 source_pages=source,
                 target=self.there.layer(target_layer) + part.target_offset,
@@ -150,8 +151,6 @@ _LOOK_AROUND_S = 0.5
 _MAX_TOGETHER = 64
 """Pushes that are waited for at once: waiting costs more than beginning a copy."""
 
-Done = Callable[[TransferError | None], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaWay:
@@ -164,17 +163,15 @@ class CudaWay:
     connection: socket.socket
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    push: Push
-    done: Done
+_Job = tuple[PageWrite, Done]
 
 
 class CudaIpcWriter:
     """An open way into one peer's arena, with the thread that queues copies and waits for them."""
 
-    def __init__(self, arenas: ArenaPair, way: CudaWay) -> None:
+    def __init__(self, arenas: ArenaPair, way: CudaWay, lease: Lease | None = None) -> None:
         self._arenas = arenas
+        self._lease = lease
         self._way = way
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -183,11 +180,11 @@ class CudaIpcWriter:
         self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
         self._thread.start()
 
-    def push(self, push: Push, done: Done) -> None:
+    def push(self, write: PageWrite, done: Done) -> None:
         """Queues a write; `done` is called from the writer's thread."""
         with self._lock:
             if not self._over:
-                self._jobs.put(_Job(push=push, done=done))
+                self._jobs.put((write, done))
                 return
         done(_gone())
 
@@ -204,7 +201,7 @@ class CudaIpcWriter:
         while not self._jobs.empty():
             job = self._jobs.get()
             if job is not None:
-                job.done(_gone())
+                _finish([job], _gone())
         self._leave()
 
     def _leave(self) -> None:
@@ -235,8 +232,7 @@ class CudaIpcWriter:
         left = has_ended(self._way.connection)
         wanted = [job for job in jobs if job is not None]
         if left:
-            for job in wanted:
-                job.done(_gone())
+            _finish(wanted, _gone())
             return False
         self._copy(wanted)
         return None not in jobs
@@ -244,7 +240,7 @@ class CudaIpcWriter:
     def _copy(self, jobs: list[_Job]) -> None:
         """Queues the copies of a layer's pushes together, and behind its event: no layer waits for one that is computed later."""
         begun: list[_Job] = []
-        for _, of_layer in itertools.groupby(jobs, key=lambda job: job.push.ready):
+        for _, of_layer in itertools.groupby(jobs, key=lambda job: job[0].ready):
             found = self._with_rows(of_layer)
             together = [job for job, _ in found]
             try:
@@ -260,17 +256,18 @@ class CudaIpcWriter:
         """What to copy for each; those that must not be, or cannot, are told so."""
         found: list[tuple[_Job, list[PageRows]]] = []
         for job in jobs:
+            write, done = job
             try:
-                job.push.check_lease()
-                found.append((job, self._arenas.rows(job.push)))
+                check_lease(self._lease)
+                found.append((job, self._arenas.rows(write)))
             except Exception as error:  # noqa: BLE001  # whatever it is, the others' pushes have to go on
-                job.done(_fault(error))
+                done(_fault(error))
         return found
 
     def _begin(self, jobs: list[_Job], rows: list[PageRows]) -> None:
         if not jobs:
             return
-        ready = jobs[0].push.ready
+        ready = jobs[0][0].ready
         if ready is not None:
             self._way.driver.follow(self._way.stream, ready.event)
         self._way.mover.move(rows, self._way.stream)
@@ -283,8 +280,12 @@ class CudaIpcWriter:
             self._way.driver.wait(self._way.stream)
         except TransferError as fault:
             error = fault
-        for job in jobs:
-            job.done(error)
+        _finish(jobs, error)
+
+
+def _finish(jobs: list[_Job], error: TransferError | None) -> None:
+    for _, done in jobs:
+        done(error)
 
 
 def _fault(error: Exception) -> TransferError:
@@ -356,7 +357,11 @@ class CudaIpcSender:
         self._num_blocks = num_blocks
 
     def connect(
-        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+        self,
+        handle: RegionHandle,
+        layout: KvLayout,
+        peer: KvLayout | None = None,
+        lease: Lease | None = None,
     ) -> "CudaIpcWriter":
         """Maps the peer's arena. Blocks for at most a few seconds.
 
@@ -391,7 +396,7 @@ class CudaIpcSender:
             stream=stream,
             connection=connection,
         )
-        return CudaIpcWriter(arenas, way)
+        return CudaIpcWriter(arenas, way, lease)
 
     def _map(self, named: bytes) -> tuple[int, Stream]:
         """Where the peer's allocation begins here, and what to write to it by."""

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from kv_transfer.backends.shm import copy_pages
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory.pages import Pages, layer_pages
-from kv_transfer.ports import Push, RegionHandle
-
-Done = Callable[[TransferError | None], None]
+from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +74,11 @@ class FakeSender:
         self.writers: list[FakeWriter] = []
 
     def connect(
-        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+        self,
+        handle: RegionHandle,
+        layout: KvLayout,
+        peer: KvLayout | None = None,
+        lease: Lease | None = None,
     ) -> "FakeWriter":
         """Opens the peer's memory."""
         there = layout if peer is None else peer
@@ -83,7 +86,7 @@ class FakeSender:
         if handle.opaque not in self.fabric.regions:
             raise TransferError("the handle resolves to nothing")
         source = layer_pages(self._memory, layout, self._num_blocks)
-        writer = FakeWriter(self.fabric, handle, source, there, plan)
+        writer = FakeWriter(self.fabric, handle, source, there, plan, lease)
         writer.held, writer.broken = self._held, self.broken
         self.writers.append(writer)
         return writer
@@ -99,28 +102,30 @@ class FakeWriter:
         source: list[Pages],
         target_layout: KvLayout,
         plan: LinkPlan,
+        lease: Lease | None = None,
     ) -> None:
         self._fabric = fabric
+        self._lease = lease
         self._handle = handle
         self._source = source
         self._target_layout = target_layout
         self._plan = plan
-        self._waiting: list[tuple[Push, Done]] = []
+        self._waiting: list[tuple[PageWrite, Done]] = []
         self.held = self.broken = False
         self.closed = False
 
-    def push(self, push: Push, done: Done) -> None:
+    def push(self, write: PageWrite, done: Done) -> None:
         """Lands now, or with the next `land`."""
-        self._waiting.append((push, done))
+        self._waiting.append((write, done))
         if not self.held:
             self.land()
 
     def land(self) -> None:
         """Carries out every push that waits."""
         waiting, self._waiting = self._waiting, []
-        for push, done in waiting:
+        for write, done in waiting:
             try:
-                self._copy(push)
+                self._copy(write)
             except TransferError as error:
                 done(error)
             else:
@@ -131,8 +136,8 @@ class FakeWriter:
         self.land()
         self.closed = True
 
-    def _copy(self, push: Push) -> None:
-        push.check_lease()
+    def _copy(self, write: PageWrite) -> None:
+        check_lease(self._lease)
         found = self._fabric.regions.get(self._handle.opaque)
         if self.broken:
             raise TransferError("the way is broken")
@@ -140,4 +145,4 @@ class FakeWriter:
             raise TransferError("the region was taken back")
         memory, num_blocks = found
         target = layer_pages(memory, self._target_layout, num_blocks)
-        copy_pages(push, self._source, target, self._plan)
+        copy_pages(write, self._source, target, self._plan)

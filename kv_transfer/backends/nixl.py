@@ -35,13 +35,14 @@ import numpy.typing as npt
 from baton.block_ids import Numbers
 from baton.errors import TransferError
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from baton.telemetry.logs import get_logger
 from kv_transfer.heads import HeadSlice, LinkPlan, plan_link
 from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.attach import AttachToken, attach, has_ended, on_one_host, read_sealed, seal
 from kv_transfer.memory.region_server import RegionServer
 from kv_transfer.plan import check_pages
-from kv_transfer.ports import Push, RegionHandle
+from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
 
 MODULES = ("nixl_cu12", "nixl_cu13")
 
@@ -163,21 +164,21 @@ class NixlPages:
         except Exception as error:
             raise TransferError(f"NIXL refuses the peer: {error!r}") from error
 
-    def post(self, push: Push) -> tuple[Any, bool]:
+    def post(self, write: PageWrite) -> tuple[Any, bool]:
         """Starts a write; gives its request and whether it is done already.
 
         Raises:
             TransferError: It names a layer or page that one of the two has not got; nothing is written then.
         """
-        if len(push.source) != len(push.target):
-            raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
-        target_layer = self._plan.target_layer(push.layer_index)
-        source = check_pages(push.source, self._here.num_blocks)
-        target = check_pages(push.target, self._there.num_blocks)
+        if len(write.source) != len(write.target):
+            raise TransferError(f"{len(write.source)} pages for {len(write.target)}")
+        target_layer = self._plan.target_layer(write.layer_index)
+        source = check_pages(write.source, self._here.num_blocks)
+        target = check_pages(write.target, self._there.num_blocks)
         request = self._agent.make_prepped_xfer(
             "WRITE",
             self._source,
-            self._rows(push.layer_index, source, self._here.num_blocks),
+            self._rows(write.layer_index, source, self._here.num_blocks),
             self._target,
             self._rows(target_layer, target, self._there.num_blocks),
         )
@@ -237,17 +238,9 @@ _CLOSE_TIMEOUT_S = 5.0
 _MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3
 _IDLE_POLL_S = 0.5
 
-Done = Callable[[TransferError | None], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    push: Push
-    done: Done
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OnItsWay:
+class _Posted:
     request: Any
     done: Done
 
@@ -255,23 +248,26 @@ class _OnItsWay:
 class NixlWriter:
     """An open way into one peer's arena, with the thread that posts writes and waits for them."""
 
-    def __init__(self, pages: NixlPages, connection: socket.socket) -> None:
+    def __init__(
+        self, pages: NixlPages, connection: socket.socket, lease: Lease | None = None
+    ) -> None:
         self._pages = pages
+        self._lease = lease
         self._connection = connection
         connection.setblocking(False)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._on_their_way: deque[_OnItsWay] = deque()
+        self._jobs: queue.SimpleQueue[tuple[PageWrite, Done] | None] = queue.SimpleQueue()
+        self._on_their_way: deque[_Posted] = deque()
         self._give_up_at_s: float | None = None
         self._lost = False
         self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
         self._thread.start()
 
-    def push(self, push: Push, done: Done) -> None:
+    def push(self, write: PageWrite, done: Done) -> None:
         """Queues a write; `done` is called from the writer's thread."""
         if self._lost:
             done(TransferError("the peer's memory has been let go"))
             return
-        self._jobs.put(_Job(push=push, done=done))
+        self._jobs.put((write, done))
 
     def close(self) -> None:
         """Waits until everything queued is written, for a few seconds at most, then lets go of the peer's arena. Blocks."""
@@ -310,23 +306,23 @@ class NixlWriter:
         if job is None:
             self._give_up_at_s = time.monotonic() + _CLOSE_TIMEOUT_S
             return
-        self._post(job)
+        self._post(*job)
 
-    def _post(self, job: _Job) -> None:
+    def _post(self, write: PageWrite, done: Done) -> None:
         try:
-            job.push.await_ready()
-            job.push.check_lease()
-            request, is_done = self._pages.post(job.push)
+            write.await_ready()
+            check_lease(self._lease)
+            request, is_done = self._pages.post(write)
         except TransferError as error:
-            job.done(error)
+            done(error)
         except Exception as error:  # noqa: BLE001  # NIXL's errors have no base class
-            job.done(TransferError(f"NIXL refuses a write: {error!r}"))
+            done(TransferError(f"NIXL refuses a write: {error!r}"))
         else:
             if is_done:
                 self._pages.release(request)
-                job.done(None)
+                done(None)
             else:
-                self._on_their_way.append(_OnItsWay(request=request, done=job.done))
+                self._on_their_way.append(_Posted(request=request, done=done))
 
     def _wait(self) -> None:
         """Looks at all writes on their way until one is over or a job waits, ever more rarely."""
@@ -359,7 +355,8 @@ class NixlWriter:
         while not self._jobs.empty():
             job = self._jobs.get()
             if job is not None:
-                job.done(lost)
+                _, done = job
+                done(lost)
 
 
 BACKEND = "nixl"
@@ -430,7 +427,11 @@ class NixlSender:
         self._num_blocks = num_blocks
 
     def connect(
-        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+        self,
+        handle: RegionHandle,
+        layout: KvLayout,
+        peer: KvLayout | None = None,
+        lease: Lease | None = None,
     ) -> "NixlWriter":
         """Loads the peer's metadata. Blocks for at most a few seconds.
 
@@ -454,7 +455,7 @@ class NixlSender:
         except TransferError:
             connection.close()
             raise
-        return NixlWriter(pages, connection)
+        return NixlWriter(pages, connection, lease)
 
 
 def _parse(welcome: bytes, size_bytes: int) -> ArenaSpan:

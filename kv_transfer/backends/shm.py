@@ -6,16 +6,16 @@ One copy per page, made by a thread of its own so that neither the engine nor th
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory.attach import TOKEN_BYTES
 from kv_transfer.memory.pages import Pages, copy_rows, layer_pages, load_library
 from kv_transfer.memory.shared_region import Attachment, SharedRegion, attach_region, serve_region
 from kv_transfer.plan import check_pages
-from kv_transfer.ports import Push, RegionHandle
+from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
 
 BACKEND = "shm"
 _MAGIC = b"BSHM\x01"
@@ -61,7 +61,11 @@ class ShmSender:
         self._num_blocks = num_blocks
 
     def connect(
-        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+        self,
+        handle: RegionHandle,
+        layout: KvLayout,
+        peer: KvLayout | None = None,
+        lease: Lease | None = None,
     ) -> "ShmWriter":
         """Maps the peer's region. Blocks for at most a few seconds.
 
@@ -76,32 +80,32 @@ class ShmSender:
         local = layer_pages(self._arena, layout, self._num_blocks)
         remote = attach_region(path, token, there.region_bytes(handle.num_blocks))
         target = layer_pages(remote.region.memoryview, there, handle.num_blocks)
-        return ShmWriter(local, target, plan, remote)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    push: Push
-    done: Callable[[TransferError | None], None]
+        return ShmWriter(local, target, plan, remote, lease)
 
 
 class ShmWriter:
     """An open way into one peer's region, with the thread that copies."""
 
     def __init__(
-        self, local: list[Pages], target: list[Pages], plan: LinkPlan, remote: Attachment
+        self,
+        local: list[Pages],
+        target: list[Pages],
+        plan: LinkPlan,
+        remote: Attachment,
+        lease: Lease | None,
     ) -> None:
         self._local = local
         self._target = target
         self._plan = plan
         self._remote = remote
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lease = lease
+        self._jobs: queue.SimpleQueue[tuple[PageWrite, Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._copy_all, name="kv-pusher", daemon=True)
         self._thread.start()
 
-    def push(self, push: Push, done: Callable[[TransferError | None], None]) -> None:
+    def push(self, write: PageWrite, done: Done) -> None:
         """Queues a write; `done` is called from the copying thread, in the order of the pushes."""
-        self._jobs.put(_Job(push=push, done=done))
+        self._jobs.put((write, done))
 
     def close(self) -> None:
         """Waits until everything queued is written, then unmaps and lets the peer know. Blocks."""
@@ -113,28 +117,29 @@ class ShmWriter:
 
     def _copy_all(self) -> None:
         while (job := self._jobs.get()) is not None:
+            write, done = job
             try:
-                job.push.check_lease()
-                copy_pages(job.push, self._local, self._target, self._plan)
+                check_lease(self._lease)
+                copy_pages(write, self._local, self._target, self._plan)
             except TransferError as error:
-                job.done(error)
+                done(error)
             except Exception as error:  # noqa: BLE001  # one bad push must not end the thread and hang all others
-                job.done(TransferError(f"copying pages failed: {error!r}"))
+                done(TransferError(f"copying pages failed: {error!r}"))
             else:
-                job.done(None)
+                done(None)
 
 
-def copy_pages(push: Push, source: list[Pages], target: list[Pages], plan: LinkPlan) -> None:
-    """Carries out a push between the layers of two regions that this process maps.
+def copy_pages(write: PageWrite, source: list[Pages], target: list[Pages], plan: LinkPlan) -> None:
+    """Carries out a write between the layers of two regions that this process maps.
 
     Raises:
         TransferError: It names a layer or a page that one of the two has not got; nothing is written then.
     """
-    if len(push.source) != len(push.target):
-        raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
-    target_layer = plan.target_layer(push.layer_index)
-    here, there = source[push.layer_index], target[target_layer]
-    sources, targets = check_pages(push.source, len(here)), check_pages(push.target, len(there))
+    if len(write.source) != len(write.target):
+        raise TransferError(f"{len(write.source)} pages for {len(write.target)}")
+    target_layer = plan.target_layer(write.layer_index)
+    here, there = source[write.layer_index], target[target_layer]
+    sources, targets = check_pages(write.source, len(here)), check_pages(write.target, len(there))
     for part in plan.slices:
         copy_rows(here[:, part.source], there[:, part.target], sources, targets)
 

@@ -1,8 +1,15 @@
-"""The prefill worker's book of hand-offs: what was opened, who takes it, and when it is over.
+"""The prefill worker's side of all hand-offs: which pages were promised to whom, when they are pushed, and when a transfer is over.
 
-Counterpart of `ledger.py`. The engine exports pages layer by layer while it computes; they wait (`shipment.py`) until the
-decode worker has granted its own, are pushed then, and are committed once every layer of every page has landed and the first
-tokens are known. How one hand-off goes stands in `sending.py`; here is which one is meant, and by whom.
+Counterpart of `ledger.py`. One transfer, from the router's word until nothing of it is on its way:
+
+    OPENED ── first chunk ── RESERVING ── granted ── WRITING ── all landed ── COMMITTING ── verified ── over
+       └──────────────────────────┴── given up, refused, failed ──┴── ABORTING ── nothing outstanding ── over
+
+The engine exports pages layer by layer while it computes; they wait (`shipment.py`) until the decode worker has granted its own, are
+pushed then, and are committed once every layer of every page has landed and the first tokens are known. However a transfer ends
+early, the decode worker is told (`Quiesced`) only when no push is outstanding.
+
+    engine, router, sessions ── OutboxEvent ──▶ Outbox ── OutboxAction ──▶ sessions, connections, the leg's lifecycle
 """
 
 import itertools
@@ -16,8 +23,10 @@ from baton.errors import BatonError, InvariantError, TransferError
 from baton.generation import TokenSample
 from baton.ids import WorkerIdentity, XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
+from baton.story import StoryEntry, StoryLog
 from kv_transfer.heads import LinkPlan, plan_link
-from kv_transfer.ledger.shipment import Shipment, StartPush
+from kv_transfer.ledger.shipment import Shipment
 from kv_transfer.messages import (
     AbortRequest,
     Commit,
@@ -29,7 +38,7 @@ from kv_transfer.messages import (
     ToDecode,
     ToPrefill,
 )
-from kv_transfer.plan import Export, check_grant
+from kv_transfer.plan import check_grant
 from kv_transfer.ticket import Permit, refuse_holder
 
 
@@ -45,7 +54,7 @@ class PeerUp:
     """The session with `peer` is open.
 
     Attributes:
-        peer: Who.
+        peer: The decode worker.
         region_blocks: Pages of its region.
         link: What is written of each page; None where both layouts are equal.
         checksums: Whether its commits have to carry them.
@@ -70,14 +79,6 @@ class Started:
     """The first chunk of the prompt is scheduled."""
 
     xfer_id: XferId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """The engine completed pages of one layer."""
-
-    xfer_id: XferId
-    export: Export
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ OutboxEvent = (
     | PeerUp
     | PeerDown
     | Started
-    | Exported
+    | PageWrite
     | FirstTokensDrawn
     | PushDone
     | GivenUp
@@ -139,6 +140,14 @@ class Send:
 
     peer: WorkerIdentity
     message: ToDecode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPush:
+    """To the connection to `peer`: write these pages there and report `PushDone`."""
+
+    peer: WorkerIdentity
+    write: PageWrite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +182,7 @@ OutboxAction = Send | StartPush | HandOver | HandOverFailed
 
 
 class OutgoingState(Enum):
-    """Where one hand-off stands on the prefill worker."""
+    """Where one transfer stands on the prefill worker."""
 
     OPENED = "opened"
     RESERVING = "reserving"
@@ -194,13 +203,175 @@ TRANSITIONS: dict[OutgoingState, frozenset[OutgoingState]] = {
 }
 
 
+class Outbox:
+    """Pure: no sockets, no clock, no engine. Time comes in as `now_s` (monotonic seconds).
+
+    Every method returns the actions the shell must carry out, in order. Decides which transfer an event means and whether the peer
+    may say it; how that transfer goes on is decided by `OutgoingTransfer`. Not thread-safe: one owner.
+    """
+
+    def __init__(self, layout: KvLayout) -> None:
+        self._num_layers = len(layout.layers)
+        self._whole = plan_link(layout, layout)
+        self._transfers: dict[XferId, OutgoingTransfer] = {}
+        self._peers: dict[WorkerIdentity, PeerUp] = {}
+        self._push_ids = itertools.count(1)
+        self._log = StoryLog()
+        self.refused = 0
+        """Messages of peers that fit nothing here: late, repeated, or of another attempt."""
+
+    def handle(self, event: OutboxEvent, now_s: float) -> list[OutboxAction]:
+        """Applies one event; what names an unknown transfer has no effect."""
+        match event:
+            case Opened():
+                return self._open(event, now_s)
+            case PeerUp():
+                return self._peer_up(event, now_s)
+            case PeerDown():
+                return self._peer_down(event, now_s)
+            case FromDecode():
+                return self._from_decode(event, now_s)
+            case PushDone():
+                return self._push_done(event, now_s)
+            case _:
+                return self._from_worker(event, now_s)
+
+    def state(self, xfer_id: XferId) -> OutgoingState | None:
+        """Where a transfer stands; None once it is over."""
+        transfer = self._transfers.get(xfer_id)
+        return transfer.state if transfer else None
+
+    def granted(self, xfer_id: XferId) -> bool:
+        """Whether the peer's pages were granted; also for a transfer that is over."""
+        transfer = self._transfers.get(xfer_id)
+        return transfer is None or transfer.shipment.granted
+
+    def in_flight(self) -> int:
+        """Transfers that are not over."""
+        return len(self._transfers)
+
+    def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
+        """What has lately happened to a transfer, oldest first."""
+        return self._log.story(xfer_id)
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError if the outbox contradicts itself."""
+        for xfer_id, transfer in self._transfers.items():
+            transfer.check_integrity()
+            if xfer_id != transfer.xfer_id:
+                raise transfer.broken(f"kept as {xfer_id}")
+
+    def _open(self, event: Opened, now_s: float) -> list[OutboxAction]:
+        permit = event.permit
+        known = self._transfers.get(permit.xfer_id)
+        if known is not None:
+            raise known.broken("opened twice")
+        shipment = Shipment(permit, num_layers=self._num_layers, push_ids=self._push_ids)
+        transfer = OutgoingTransfer(permit=permit, shipment=shipment, log=self._log)
+        self._transfers[permit.xfer_id] = transfer
+        return self._kept(transfer, event, [], now_s)
+
+    def _peer_up(self, event: PeerUp, now_s: float) -> list[OutboxAction]:
+        self._peers[event.peer] = event
+        actions: list[OutboxAction] = []
+        for transfer in self._transfers_to(event.peer):
+            actions += self._kept(transfer, event, transfer.peer_up(), now_s)
+        return actions
+
+    def _peer_down(self, event: PeerDown, now_s: float) -> list[OutboxAction]:
+        self._peers.pop(event.peer, None)
+        actions: list[OutboxAction] = []
+        for transfer in self._transfers_to(event.peer):
+            actions += self._kept(transfer, event, transfer.peer_down(event.error), now_s)
+        return actions
+
+    def _from_worker(
+        self, event: Started | PageWrite | FirstTokensDrawn | GivenUp, now_s: float
+    ) -> list[OutboxAction]:
+        """The engine's word, or the router's; of a transfer that is ending here it has no effect."""
+        transfer = self._transfers.get(event.xfer_id)
+        if transfer is None or transfer.ending:
+            return []
+        connected = transfer.peer in self._peers
+        match event:
+            case Started():
+                actions = transfer.start(now_s, connected=connected)
+            case PageWrite():
+                actions = transfer.export(event, now_s, connected=connected)
+            case FirstTokensDrawn():
+                actions = transfer.drew(event.first_tokens, now_s)
+            case GivenUp():
+                actions = transfer.give_up()
+        return self._kept(transfer, event, actions, now_s)
+
+    def _from_decode(self, event: FromDecode, now_s: float) -> list[OutboxAction]:
+        message = event.message
+        transfer = self._transfers.get(message.xfer_id)
+        meant = transfer is not None and transfer.peer == event.peer
+        if transfer is None or not meant or transfer.attempt != message.attempt:
+            return self._refuse(event, now_s)
+        if transfer.ending:
+            return []
+        match message:
+            case Granted() if transfer.state is not _S.RESERVING:
+                self.refused += 1  # a ticket that is shown again is worth nothing
+                actions = []
+            case Granted():
+                peer = self._peers[transfer.peer]
+                actions = transfer.granted(message, peer, peer.link or self._whole, now_s)
+            case Committed():
+                actions = transfer.committed(now_s)
+            case GrantRefused() | AbortRequest():
+                actions = transfer.fail(message.error)
+        return self._kept(transfer, message, actions, now_s)
+
+    def _refuse(self, event: FromDecode, now_s: float) -> list[OutboxAction]:
+        """It is over here, and nothing outstanding: a peer that still waits for it is told so."""
+        self.refused += 1
+        message = event.message
+        actions: list[OutboxAction] = []
+        if isinstance(message, AbortRequest):
+            quiesced = Quiesced(xfer_id=message.xfer_id, attempt=message.attempt)
+            actions = [Send(peer=event.peer, message=quiesced)]
+        self._log.record(message.xfer_id, now_s, message, actions)
+        return actions
+
+    def _push_done(self, event: PushDone, now_s: float) -> list[OutboxAction]:
+        transfer = self._transfers.get(event.xfer_id)
+        if transfer is None:
+            raise InvariantError(
+                f"push {event.push_id} of {event.xfer_id} was never started",
+                story=self.story(event.xfer_id),
+            )
+        return self._kept(transfer, event, transfer.push_done(event), now_s)
+
+    def _kept(
+        self,
+        transfer: "OutgoingTransfer",
+        event: OutboxEvent | ToPrefill,
+        actions: list[OutboxAction],
+        now_s: float,
+    ) -> list[OutboxAction]:
+        """What followed of an event, which is logged and may have been the transfer's last."""
+        routine = isinstance(event, PageWrite | PushDone)
+        if not routine or any(not isinstance(action, StartPush) for action in actions):
+            self._log.record(transfer.xfer_id, now_s, event, actions)
+        if transfer.state is _S.OVER:
+            del self._transfers[transfer.xfer_id]
+        return actions
+
+    def _transfers_to(self, peer: WorkerIdentity) -> list["OutgoingTransfer"]:
+        return [transfer for transfer in self._transfers.values() if transfer.peer == peer]
+
+
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
-    """Pure. Every method returns what the shell has to do. Changed by the outbox only.
+    """One transfer. Pure; every method returns what the shell has to do. Changed by the outbox only.
 
     Attributes:
         permit: The router's word for this attempt.
         shipment: The pages.
+        log: Of the outbox.
         state: Where it stands.
         started_s: When the first chunk of the prompt was scheduled.
         granted_s: When the peer's pages were there.
@@ -211,6 +382,7 @@ class OutgoingTransfer:
 
     permit: Permit
     shipment: Shipment
+    log: StoryLog
     state: OutgoingState = _S.OPENED
     started_s: float | None = None
     granted_s: float = 0.0
@@ -230,7 +402,7 @@ class OutgoingTransfer:
 
     @property
     def peer(self) -> WorkerIdentity:
-        """Who takes the pages."""
+        """The decode worker that takes the pages."""
         return self.permit.target
 
     @property
@@ -255,15 +427,15 @@ class OutgoingTransfer:
         waits = self.started_s is not None and self.state is _S.OPENED
         return self._reserve() if waits else []
 
-    def export(self, export: Export, now_s: float, *, connected: bool) -> list[OutboxAction]:
+    def export(self, write: PageWrite, now_s: float, *, connected: bool) -> list[OutboxAction]:
         """The engine completed pages of one layer."""
         if self.state is _S.COMMITTING:
-            raise InvariantError(f"pages of {self.xfer_id} were exported after its commit")
+            raise self.broken("pages were exported after its commit")
         try:
-            self.shipment.export(export)
+            self.shipment.export(write)
         except TransferError as error:
             return self.fail(error)
-        return [*self.start(now_s, connected=connected), *self.shipment.start()]
+        return [*self.start(now_s, connected=connected), *self._push()]
 
     def granted(
         self, granted: Granted, peer: PeerUp, link: LinkPlan, now_s: float
@@ -279,7 +451,7 @@ class OutgoingTransfer:
         self._move(_S.WRITING)
         self.granted_s = now_s
         self.shipment.grant(grant, link, checksums=peer.checksums)
-        return [*self.shipment.start(), *self._try_commit()]
+        return [*self._push(), *self._try_commit()]
 
     def drew(self, first_tokens: tuple[TokenSample, ...], now_s: float) -> list[OutboxAction]:
         """The first tokens are known."""
@@ -289,7 +461,7 @@ class OutgoingTransfer:
     def push_done(self, event: PushDone) -> list[OutboxAction]:
         """A push came back, landed or not."""
         if not self.shipment.is_outstanding(event.push_id):
-            raise InvariantError(f"push {event.push_id} of {self.xfer_id} was never started")
+            raise self.broken(f"push {event.push_id} was never started")
         if self.state is _S.ABORTING:
             self.shipment.give_up(event.push_id)
             return self._try_quiesce()
@@ -297,7 +469,7 @@ class OutgoingTransfer:
             self.shipment.give_up(event.push_id)
             return self.fail(event.error)
         self.shipment.land(event.push_id, event.hashes)
-        return [*self.shipment.start(), *self._try_commit()]
+        return [*self._push(), *self._try_commit()]
 
     def committed(self, now_s: float) -> list[OutboxAction]:
         """The peer verified the commit; before there was one it says nothing."""
@@ -330,6 +502,12 @@ class OutgoingTransfer:
         self._move(_S.ABORTING)
         return self._try_quiesce()
 
+    def broken(self, what: str) -> InvariantError:
+        """An error with this transfer's story."""
+        return InvariantError(
+            f"transfer {self.xfer_id}: {what}", story=self.log.story(self.xfer_id)
+        )
+
     def check_integrity(self) -> None:
         """Raises InvariantError if it contradicts itself."""
         self.shipment.check_integrity()
@@ -341,11 +519,14 @@ class OutgoingTransfer:
             and not (self.state is _S.ABORTING and not outstanding)
         )
         if not consistent:
-            raise InvariantError(f"hand-off {self.xfer_id} is inconsistent: {self!r}")
+            raise self.broken(f"inconsistent: {self!r}")
 
     def _reserve(self) -> list[OutboxAction]:
         self._move(_S.RESERVING)
         return [self._tell(Reserve(permit=self.permit))]
+
+    def _push(self) -> list[OutboxAction]:
+        return [StartPush(peer=self.peer, write=write) for write in self.shipment.start()]
 
     def _try_commit(self) -> list[OutboxAction]:
         if self.state is not _S.WRITING or self.first_tokens is None or not self.shipment.complete:
@@ -373,146 +554,5 @@ class OutgoingTransfer:
 
     def _move(self, state: OutgoingState) -> None:
         if state not in TRANSITIONS[self.state]:
-            raise InvariantError(f"hand-off {self.xfer_id}: {self.state} to {state}")
+            raise self.broken(f"{self.state} to {state}")
         self.state = state
-
-
-class Outbox:
-    """Pure: no sockets, no clock, no engine. Time comes in as `now_s` (monotonic seconds).
-
-    Every method returns the actions the shell must carry out, in order. Not thread-safe: one owner.
-    """
-
-    def __init__(self, layout: KvLayout) -> None:
-        self._num_layers = len(layout.layers)
-        self._whole = plan_link(layout, layout)
-        self._sendings: dict[XferId, OutgoingTransfer] = {}
-        self._peers: dict[WorkerIdentity, PeerUp] = {}
-        self._push_ids = itertools.count(1)
-        self.refused = 0
-        """Messages of peers that fit nothing here: late, repeated, or of another attempt."""
-
-    def handle(self, event: OutboxEvent, now_s: float) -> list[OutboxAction]:
-        """Applies one event; what names an unknown transfer has no effect."""
-        match event:
-            case Opened():
-                return self._open(event)
-            case PeerUp():
-                return self._peer_up(event)
-            case PeerDown():
-                return self._peer_down(event)
-            case FromDecode():
-                return self._from_decode(event, now_s)
-            case PushDone():
-                return self._push_done(event)
-            case _:
-                return self._from_worker(event, now_s)
-
-    def state(self, xfer_id: XferId) -> OutgoingState | None:
-        """Where a transfer stands; None once it is over."""
-        sending = self._sendings.get(xfer_id)
-        return sending.state if sending else None
-
-    def granted(self, xfer_id: XferId) -> bool:
-        """Whether the peer's pages were granted; also for a transfer that is over."""
-        sending = self._sendings.get(xfer_id)
-        return sending is None or sending.shipment.granted
-
-    def in_flight(self) -> int:
-        """Transfers that are not over."""
-        return len(self._sendings)
-
-    def check_integrity(self) -> None:
-        """Raises InvariantError if the book contradicts itself."""
-        for xfer_id, sending in self._sendings.items():
-            sending.check_integrity()
-            if xfer_id != sending.xfer_id:
-                raise InvariantError(f"hand-off {xfer_id} is kept as {sending!r}")
-
-    def _open(self, event: Opened) -> list[OutboxAction]:
-        permit = event.permit
-        if permit.xfer_id in self._sendings:
-            raise InvariantError(f"hand-off {permit.xfer_id} was opened twice")
-        shipment = Shipment(permit, num_layers=self._num_layers, push_ids=self._push_ids)
-        self._sendings[permit.xfer_id] = OutgoingTransfer(permit=permit, shipment=shipment)
-        return []
-
-    def _peer_up(self, event: PeerUp) -> list[OutboxAction]:
-        self._peers[event.peer] = event
-        return [action for sending in self._to(event.peer) for action in sending.peer_up()]
-
-    def _peer_down(self, event: PeerDown) -> list[OutboxAction]:
-        self._peers.pop(event.peer, None)
-        actions: list[OutboxAction] = []
-        for sending in self._to(event.peer):
-            actions += self._kept(sending, sending.peer_down(event.error))
-        return actions
-
-    def _from_worker(
-        self, event: Started | Exported | FirstTokensDrawn | GivenUp, now_s: float
-    ) -> list[OutboxAction]:
-        """The engine's word, or the router's: of what is ending here nobody wants to know any more."""
-        sending = self._sendings.get(event.xfer_id)
-        if sending is None or sending.ending:
-            return []
-        connected = sending.peer in self._peers
-        match event:
-            case Started():
-                return sending.start(now_s, connected=connected)
-            case Exported():
-                exported = sending.export(event.export, now_s, connected=connected)
-                return self._kept(sending, exported)
-            case FirstTokensDrawn():
-                return sending.drew(event.first_tokens, now_s)
-            case GivenUp():
-                return self._kept(sending, sending.give_up())
-
-    def _from_decode(self, event: FromDecode, now_s: float) -> list[OutboxAction]:
-        message = event.message
-        sending = self._sendings.get(message.xfer_id)
-        meant = sending is not None and sending.peer == event.peer
-        if sending is None or not meant or sending.attempt != message.attempt:
-            self.refused += 1
-            return _answer_stale(event)
-        if sending.ending:
-            return []
-        match message:
-            case Granted():
-                return self._kept(sending, self._granted(sending, message, now_s))
-            case Committed():
-                return self._kept(sending, sending.committed(now_s))
-            case GrantRefused() | AbortRequest():
-                return self._kept(sending, sending.fail(message.error))
-
-    def _granted(
-        self, sending: OutgoingTransfer, granted: Granted, now_s: float
-    ) -> list[OutboxAction]:
-        if sending.state is not OutgoingState.RESERVING:
-            self.refused += 1  # a ticket that is shown again is worth nothing
-            return []
-        peer = self._peers[sending.peer]
-        return sending.granted(granted, peer, peer.link or self._whole, now_s)
-
-    def _push_done(self, event: PushDone) -> list[OutboxAction]:
-        sending = self._sendings.get(event.xfer_id)
-        if sending is None:
-            raise InvariantError(f"push {event.push_id} of {event.xfer_id} was never started")
-        return self._kept(sending, sending.push_done(event))
-
-    def _kept(self, sending: OutgoingTransfer, actions: list[OutboxAction]) -> list[OutboxAction]:
-        """What followed of an event that may have been a hand-off's last."""
-        if sending.state is OutgoingState.OVER:
-            del self._sendings[sending.xfer_id]
-        return actions
-
-    def _to(self, peer: WorkerIdentity) -> list[OutgoingTransfer]:
-        return [sending for sending in self._sendings.values() if sending.peer == peer]
-
-
-def _answer_stale(event: FromDecode) -> list[OutboxAction]:
-    """It is over here, and nothing outstanding: a peer that still waits for it is told so."""
-    message = event.message
-    if not isinstance(message, AbortRequest):
-        return []
-    quiesced = Quiesced(xfer_id=message.xfer_id, attempt=message.attempt)
-    return [Send(peer=event.peer, message=quiesced)]

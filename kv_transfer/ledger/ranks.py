@@ -15,8 +15,8 @@ from baton.errors import BatonError, InvariantError, TransferError
 from baton.generation import TokenSample
 from baton.ids import XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from kv_transfer.ledger.outbox import (
-    Exported,
     FirstTokensDrawn,
     FromDecode,
     GivenUp,
@@ -31,8 +31,8 @@ from kv_transfer.ledger.outbox import (
     PushDone,
     Send,
     Started,
+    StartPush,
 )
-from kv_transfer.ledger.shipment import StartPush
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class RankGroup:
             del self._joint[xfer_id]
 
 
-FromEngine = Opened | Started | Exported | FirstTokensDrawn | GivenUp
+FromEngine = Opened | Started | PageWrite | FirstTokensDrawn | GivenUp
 FromRank = PeerUp | PeerDown | FromDecode | PushDone
 
 

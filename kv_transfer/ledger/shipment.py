@@ -1,7 +1,7 @@
-"""The pages of one prompt on their way to a decode worker: exported, waiting, being pushed, landed.
+"""The pages of one prompt on their way to a decode worker: completed by the engine, waiting, being pushed, landed.
 
-Part of the prefill worker's book: `outbox.py` knows who takes them and how the hand-off stands. The engine exports pages layer
-by layer, and once more, from other pages, where it preempted the prompt. Of each page the latest export counts:
+Part of the prefill worker's outbox: `outbox.py` knows which worker takes them and where the transfer stands. The engine completes pages
+layer by layer, and once more, in other pages, where it preempted the prompt. Of each page the latest export counts:
 
     export 1   blocks 0 1 2 3     being pushed
     export 2   blocks     2 3     waits: two pushes of one page could land in any order
@@ -9,48 +9,20 @@ by layer, and once more, from other pages, where it preempted the prompt. Of eac
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.errors import InvariantError
-from baton.ids import WorkerIdentity
+from baton.pages import PageWrite
 from kv_transfer.heads import LinkPlan
 from kv_transfer.memory.checksum import fold
 from kv_transfer.memory.page_hash import Hashes
-from kv_transfer.plan import Export, Grant, check_export, plan_pages
-from kv_transfer.ports import Push
+from kv_transfer.plan import Grant, check_source, place
 from kv_transfer.ticket import Permit
 
 _LANDED = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Waiting:
-    """An export that is not pushed yet; `number` tells it from later exports of the same pages."""
-
-    number: int
-    export: Export
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outstanding:
-    """A push on its way: blocks [first, end) of one layer."""
-
-    number: int
-    layer_index: int
-    first: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartPush:
-    """To the writer of `peer`: copy these pages and report `PushDone`."""
-
-    peer: WorkerIdentity
-    push_id: int
-    push: Push
 
 
 class Shipment:
@@ -60,20 +32,18 @@ class Shipment:
         """Nothing is exported yet.
 
         Args:
-            permit: Of the hand-off.
+            permit: Of the transfer.
             num_layers: Of the local arena.
-            push_ids: That no other shipment of this worker gets.
+            push_ids: Above 0; no other shipment of this worker gets the same.
         """
         self._permit = permit
         self._push_ids = push_ids
-        # Of this prompt alone: a worker's pushes outgrow 32 bits within weeks.
-        self._num_exports = 0
-        # [num_layers, num_blocks]: 0 where not exported, `_LANDED`, or the number of the latest export.
-        self._exported: npt.NDArray[np.int32] = np.zeros(
-            (num_layers, permit.num_blocks), dtype=np.int32
+        # [num_layers, num_blocks]: 0 where not exported, `_LANDED`, or the push id of the latest export.
+        self._latest: npt.NDArray[np.int64] = np.zeros(
+            (num_layers, permit.num_blocks), dtype=np.int64
         )
-        self._waiting: list[_Waiting] = []
-        self._outstanding: dict[int, _Outstanding] = {}
+        self._waiting: list[PageWrite] = []
+        self._outstanding: dict[int, PageWrite] = {}
         self._landed = 0
         self._grant: Grant | None = None
         self._link: LinkPlan | None = None
@@ -118,33 +88,33 @@ class Shipment:
         self._grant, self._link = grant, link
         self._hashes = {} if checksums else None
 
-    def export(self, export: Export) -> None:
+    def export(self, write: PageWrite) -> None:
         """The engine completed pages; whatever it exported of them before counts no more.
 
         Raises:
             TransferError: They lie outside the prompt, or name no layer.
         """
-        num_layers, num_blocks = self._exported.shape
-        check_export(export, num_blocks=num_blocks, num_layers=num_layers)
-        self._num_exports += 1
-        number, row = self._num_exports, self._row(export)
-        self._landed -= int(np.count_nonzero(row[self._held_of(export) :] == _LANDED))
-        row[:] = number
-        self._waiting.append(_Waiting(number=number, export=export))
+        num_layers, num_blocks = self._latest.shape
+        check_source(write, num_blocks=num_blocks, num_layers=num_layers)
+        numbered = replace(write, push_id=next(self._push_ids))
+        row = self._row(numbered)
+        self._landed -= int(np.count_nonzero(row[self._num_held(numbered) :] == _LANDED))
+        row[:] = numbered.push_id
+        self._waiting.append(numbered)
 
-    def start(self) -> list[StartPush]:
+    def start(self) -> list[PageWrite]:
         """The pushes that can begin now."""
         if self._grant is None:
             return []
         waiting, self._waiting = self._waiting, []
-        started: list[StartPush] = []
-        for item in waiting:
-            if self._superseded(item):
+        started: list[PageWrite] = []
+        for write in waiting:
+            if self._is_superseded(write):
                 continue
-            if self._in_the_way(item.export):
-                self._waiting.append(item)
+            if self._overlaps_outstanding(write):
+                self._waiting.append(write)
             else:
-                started += self._push(self._grant, item)
+                started += self._start(write, self._grant)
         return started
 
     def is_outstanding(self, push_id: int) -> bool:
@@ -153,18 +123,18 @@ class Shipment:
 
     def land(self, push_id: int, hashes: Hashes | None) -> None:
         """A push is in the peer's memory; `hashes` are of its pages, `[pages]`, where the peer wants checksums."""
-        push = self._outstanding.pop(push_id)
-        row = self._exported[push.layer_index, push.first : push.end]
-        ours = row == push.number
+        write = self._outstanding.pop(push_id)
+        row = self._row(write)
+        ours = row == push_id
         row[ours] = _LANDED
         self._landed += int(np.count_nonzero(ours))
         if self._hashes is None:
             return
         if hashes is None:
             raise InvariantError(f"push {push_id} of {self._permit.xfer_id} was not hashed")
-        blank = np.zeros(self._exported.shape[1], dtype=np.uint64)
-        known = self._hashes.setdefault(push.layer_index, blank)[push.first : push.end]
-        known[ours] = hashes[ours]
+        blank = np.zeros(self._latest.shape[1], dtype=np.uint64)
+        layer = self._hashes.setdefault(write.layer_index, blank)
+        layer[write.first_block : write.end_block][ours] = hashes[ours]
 
     def give_up(self, push_id: int) -> None:
         """A push came back that nobody needs any more."""
@@ -178,7 +148,7 @@ class Shipment:
         """Of the pages that were written, as the commit record carries them; empty where nobody asked."""
         if self._hashes is None or self._grant is None:
             return b""
-        num_layers, num_blocks = self._exported.shape
+        num_layers, num_blocks = self._latest.shape
         blank = np.zeros(num_blocks, dtype=np.uint64)
         held = self._grant.held_blocks
         rows = [self._hashes.get(layer, blank)[held:] for layer in range(num_layers)]
@@ -187,53 +157,40 @@ class Shipment:
     def check_integrity(self) -> None:
         """Raises InvariantError if it contradicts itself."""
         held = self._grant.held_blocks if self._grant is not None else 0
-        landed = int(np.count_nonzero(self._exported[:, held:] == _LANDED))
+        landed = int(np.count_nonzero(self._latest[:, held:] == _LANDED))
         if landed != self._landed or (self._outstanding and self._grant is None):
             raise InvariantError(
                 f"of {self._permit.xfer_id} {landed} pages have landed, {self._landed} were counted, "
                 f"{len(self._outstanding)} pushes are on their way to {self._grant!r}"
             )
 
-    def _row(self, export: Export) -> npt.NDArray[np.int32]:
+    def _row(self, write: PageWrite) -> npt.NDArray[np.int64]:
         """What is known of the pages that it names."""
-        end = export.first_block + len(export.source)
-        return self._exported[export.layer_index, export.first_block : end]
+        return self._latest[write.layer_index, write.first_block : write.end_block]
 
-    def _held_of(self, export: Export) -> int:
+    def _num_held(self, write: PageWrite) -> int:
         """How many of its pages the peer holds already."""
         held = self._grant.held_blocks if self._grant is not None else 0
-        return max(held - export.first_block, 0)
+        return max(held - write.first_block, 0)
 
-    def _superseded(self, item: _Waiting) -> bool:
+    def _is_superseded(self, write: PageWrite) -> bool:
         """Whether later exports cover all its pages; if only some, pushing it first does no harm."""
-        return not bool((self._row(item.export) == item.number).any())
+        return not bool((self._row(write) == write.push_id).any())
 
-    def _in_the_way(self, export: Export) -> bool:
+    def _overlaps_outstanding(self, write: PageWrite) -> bool:
         """Whether a push of the same pages is still on its way: two could land in any order."""
-        end = export.first_block + len(export.source)
         return any(
-            push.layer_index == export.layer_index
-            and push.first < end
-            and export.first_block < push.end
+            push.layer_index == write.layer_index
+            and push.first_block < write.end_block
+            and write.first_block < push.end_block
             for push in self._outstanding.values()
         )
 
-    def _push(self, grant: Grant, item: _Waiting) -> list[StartPush]:
-        layer, plan = item.export.layer_index, plan_pages(item.export, grant)
-        if plan is None or self._link is None or self._link.target_layers[layer] is None:
+    def _start(self, write: PageWrite, grant: Grant) -> list[PageWrite]:
+        if self._link is None or self._link.target_layers[write.layer_index] is None:
             return []
-        push_id = next(self._push_ids)
-        self._outstanding[push_id] = _Outstanding(
-            number=item.number,
-            layer_index=layer,
-            first=plan.first_block,
-            end=plan.first_block + len(plan.source),
-        )
-        push = Push(
-            xfer_id=self._permit.xfer_id,
-            layer_index=layer,
-            source=plan.source,
-            target=plan.target,
-            ready=item.export.ready,
-        )
-        return [StartPush(peer=self._permit.target, push_id=push_id, push=push)]
+        placed = place(write, grant)
+        if placed is None:
+            return []
+        self._outstanding[placed.push_id] = placed
+        return [placed]

@@ -8,32 +8,29 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-from baton.errors import IncompatibleError, LeaseExpiredError, TransferError
+from baton.errors import IncompatibleError, TransferError
 from baton.ids import BlockId, WorkerIdentity
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from baton.telemetry.logs import get_logger
 from kv_transfer.heads import LinkPlan
 from kv_transfer.lease import WriteLease
 from kv_transfer.memory.page_hash import Checksum, Hashes, Hashing, PageHashes
-from kv_transfer.ports import KvSender, KvWriter, Push
+from kv_transfer.ports import KvSender, KvWriter, check_lease
 from kv_transfer.session.handshake import Accepted, no_hash, no_way
 from kv_transfer.session.link_speed import LinkSpeed, MeasuredWriter, probe_link
 
-Done = Callable[[TransferError | None, Hashes | None], None]
+_log = get_logger(__name__)
+
+Pushed = Callable[[TransferError | None, Hashes | None], None]
 """Called from any thread once a push has landed, with the hashes of what was pushed, or cannot land."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    push: Push
-    done: Done
-
-
 class PageWriter:
-    """An open way into one peer's region, as the prefill worker uses it.
+    """Writes pages into one peer's region, from a thread of its own.
 
     Args:
         writer: The backend's; owned from now on.
@@ -49,16 +46,16 @@ class PageWriter:
         self._lease = lease
         self._parts = () if link.whole_pages else tuple(part.source for part in link.slices)
         self._hashes = hashes
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[PageWrite, Pushed] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="kv-hasher", daemon=True)
         self._thread.start()
 
-    def push(self, push: Push, done: Done) -> None:
+    def push(self, write: PageWrite, done: Pushed) -> None:
         """Queues a write and returns at once."""
-        self._jobs.put(_Job(push=push, done=done))
+        self._jobs.put((write, done))
 
     def close(self) -> None:
-        """Answers everything that is queued, then lets go of the region. Blocks; nothing is written afterwards."""
+        """Answers everything that is queued, then closes the region. Blocks; nothing is written afterwards."""
         if self._thread.is_alive():
             self._jobs.put(None)
             self._thread.join()
@@ -66,25 +63,23 @@ class PageWriter:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            write, done = job
             try:
-                self._start(job)
+                self._start(write, done)
             except TransferError as error:
-                job.done(error, None)
+                done(error, None)
             except Exception as error:  # noqa: BLE001  # one bad push must not end the thread and hang all others
-                job.done(TransferError(f"pushing pages failed: {error!r}"), None)
+                done(TransferError(f"pushing pages failed: {error!r}"), None)
 
-    def _start(self, job: _Job) -> None:
-        # Asked again by the backend right before it copies; here it saves the hashing.
-        if not self._lease.holds():
-            raise LeaseExpiredError("the lease on the peer's pages is over")
-        push, hashes, done = replace(job.push, lease=self._lease), None, job.done
+    def _start(self, write: PageWrite, done: Pushed) -> None:
+        check_lease(
+            self._lease
+        )  # the backend asks again right before it copies; here it saves the hashing
+        hashes = None
         if self._hashes is not None:
-            push.await_ready()
-            hashes = self._hashes.of_layer(push.layer_index, push.source, self._parts)
-        self._writer.push(push, lambda error: done(error, None if error else hashes))
-
-
-_log = get_logger(__name__)
+            write.await_ready()
+            hashes = self._hashes.of_layer(write.layer_index, write.source, self._parts)
+        self._writer.push(write, lambda error: done(error, None if error else hashes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +87,14 @@ class OpenedSession:
     """What a prefill worker has once a session is up.
 
     Attributes:
-        pusher: Writes into the peer's region.
+        writer: Writes into the peer's region.
         region_blocks: Pages of that region that may be granted.
         link: What is written of each page.
         speed: Of the way there, as it is measured.
         checksums: Whether commits have to carry them.
     """
 
-    pusher: PageWriter
+    writer: PageWriter
     region_blocks: int
     link: LinkPlan
     speed: LinkSpeed
@@ -134,7 +129,7 @@ class PeerConnection:
         self._spare = spare
         self._tried: list[str] = []
         self._connecting: asyncio.Task[KvWriter] | None = None
-        self._pusher: PageWriter | None = None
+        self._writer: PageWriter | None = None
 
     async def open(self, accepted: Accepted, lease: WriteLease) -> OpenedSession:
         """Maps the region and tries the way out.
@@ -150,23 +145,27 @@ class PeerConnection:
         hashes = self._by(accepted.checksum)
         # Shielded: a writer that is still being made when the session ends has to be closed all the same.
         connect = asyncio.to_thread(
-            self._senders[backend].connect, accepted.handle, self._layout, accepted.layout
+            self._senders[backend].connect,
+            accepted.handle,
+            self._layout,
+            accepted.layout,
+            lease,
         )
         self._connecting = asyncio.create_task(connect)
         connected = await asyncio.shield(self._connecting)
         writer = MeasuredWriter(connected, LinkSpeed(backend=backend), accepted.link)
-        await self._try_out(writer, accepted, lease)
-        self._pusher = PageWriter(
+        await self._probe(writer, accepted)
+        self._writer = PageWriter(
             writer,
             lease=lease,
             link=accepted.link,
             hashes=hashes,
         )
         return OpenedSession(
-            pusher=self._pusher,
+            writer=self._writer,
             region_blocks=accepted.num_blocks,
             link=accepted.link,
-            speed=writer.link,
+            speed=writer.speed,
             checksums=hashes is not None,
         )
 
@@ -191,9 +190,9 @@ class PeerConnection:
         except (TransferError, IncompatibleError):
             _log.debug("the peer's region was never mapped", peer=str(self._peer))
         else:
-            await asyncio.to_thread((self._pusher or writer).close)
+            await asyncio.to_thread((self._writer or writer).close)
 
-    async def _try_out(self, writer: MeasuredWriter, accepted: Accepted, lease: WriteLease) -> None:
+    async def _probe(self, writer: MeasuredWriter, accepted: Accepted) -> None:
         if self._spare is None or accepted.spare is None:
             return
         trial = partial(
@@ -202,7 +201,6 @@ class PeerConnection:
             accepted.link,
             source=self._spare,
             target=accepted.spare,
-            lease=lease,
         )
         try:
             await asyncio.to_thread(trial)

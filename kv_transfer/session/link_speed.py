@@ -6,13 +6,13 @@ that the way carries anything at all before a prompt depends on it, and gives th
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import TransferError
 from baton.ids import BlockId, XferId
+from baton.pages import PageWrite
 from kv_transfer.heads import LinkPlan
-from kv_transfer.ports import KvWriter, Lease, Push
+from kv_transfer.ports import Done, KvWriter
 
 _KEEP = 0.9
 """What is left of a push's weight after the next one: the last ten or so make the figure."""
@@ -21,8 +21,6 @@ _TRIAL_BYTES = 1 << 20
 _MAX_TRIAL_PAGES = 64
 _TRIAL_TIMEOUT_S = 5.0
 _TRIAL = XferId("link")
-
-Done = Callable[[TransferError | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -63,24 +61,24 @@ class MeasuredWriter:
     """A backend's writer, with a watch in its hand.
 
     Attributes:
-        link: What was measured.
+        speed: What was measured.
     """
 
-    def __init__(self, writer: KvWriter, link: LinkSpeed, plan: LinkPlan) -> None:
-        self.link = link
+    def __init__(self, writer: KvWriter, speed: LinkSpeed, plan: LinkPlan) -> None:
+        self.speed = speed
         self._writer = writer
         self._page_layer_bytes = sum(part.length for part in plan.slices)
 
-    def push(self, push: Push, done: Done) -> None:
+    def push(self, write: PageWrite, done: Done) -> None:
         """As the backend's."""
-        num_bytes, queued_s = len(push.source) * self._page_layer_bytes, time.monotonic()
+        num_bytes, queued_s = len(write.source) * self._page_layer_bytes, time.monotonic()
 
         def landed(error: TransferError | None) -> None:
             if error is None:
-                self.link.landed(num_bytes, queued_s=queued_s, done_s=time.monotonic())
+                self.speed.landed(num_bytes, queued_s=queued_s, done_s=time.monotonic())
             done(error)
 
-        self._writer.push(push, landed)
+        self._writer.push(write, landed)
 
     def close(self) -> None:
         """As the backend's."""
@@ -93,17 +91,15 @@ def probe_link(
     *,
     source: BlockId,
     target: BlockId,
-    lease: Lease | None = None,
     timeout_s: float = _TRIAL_TIMEOUT_S,
 ) -> None:
     """Writes a page of one layer a few times, then about a megabyte. Blocks; milliseconds where all is well.
 
     Args:
-        writer: To the peer; its `link` knows the way's speed afterwards.
+        writer: To the peer; its `speed` is known afterwards.
         plan: What it writes of each page.
         source: A page here, whatever it holds.
         target: The peer's spare page.
-        lease: What lets it.
         timeout_s: How long a link may take that is any good.
 
     Raises:
@@ -112,32 +108,31 @@ def probe_link(
     deadline_s = time.monotonic() + timeout_s
     layer = next(n for n, there in enumerate(plan.target_layers) if there is not None)
 
-    def write(pages: int) -> float:
+    def seconds_for(pages: int) -> float:
         begin_s = time.monotonic()
-        push = Push(
+        write = PageWrite(
             xfer_id=_TRIAL,
             layer_index=layer,
             source=(source,) * pages,
             target=(target,) * pages,
-            lease=lease,
         )
-        _carry(writer, push, deadline_s)
+        _carry_out(writer, write, deadline_s)
         return time.monotonic() - begin_s
 
-    write(1)  # opens what is opened at first use
-    writer.link.latency_s = min(write(1) for _ in range(_TRIALS))
+    seconds_for(1)  # opens what is opened at first use
+    writer.speed.latency_s = min(seconds_for(1) for _ in range(_TRIALS))
     written = sum(part.length for part in plan.slices)
-    write(min(max(_TRIAL_BYTES // written, 1), _MAX_TRIAL_PAGES))
+    seconds_for(min(max(_TRIAL_BYTES // written, 1), _MAX_TRIAL_PAGES))
 
 
-def _carry(writer: KvWriter, push: Push, deadline_s: float) -> None:
+def _carry_out(writer: KvWriter, write: PageWrite, deadline_s: float) -> None:
     came, errors = threading.Event(), list[TransferError | None]()
 
     def done(error: TransferError | None) -> None:
         errors.append(error)
         came.set()
 
-    writer.push(push, done)
+    writer.push(write, done)
     if not came.wait(max(deadline_s - time.monotonic(), 0.0)):
         raise TransferError("the link carried nothing in time")
     if errors[0] is not None:

@@ -9,7 +9,6 @@ from baton.errors import BatonError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import LegId, RequestId, WorkerIdentity
 from kv_transfer.ticket import Permit
-from router.events import Service
 from router.ports import Timing
 
 
@@ -63,7 +62,6 @@ class SendCancel:
     """The worker is to drop this leg; the router has."""
 
     worker: WorkerIdentity
-    service: Service
     leg_id: LegId
 
 
@@ -72,7 +70,6 @@ class AskForSnapshot:
     """A worker is to report anew which blocks it holds."""
 
     worker: WorkerIdentity
-    service: Service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

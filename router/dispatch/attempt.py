@@ -40,7 +40,7 @@ from router.events import (
     Service,
 )
 from router.routing.policy import Pair
-from router.routing.worker_view import WorkerView
+from router.routing.view import WorkerView
 
 
 class AttemptState(Enum):
@@ -216,7 +216,7 @@ class Leg:
 
     def cancel(self) -> SendCancel:
         """The command that makes its worker forget it."""
-        return SendCancel(worker=self.worker.identity, service=self.service, leg_id=self.leg_id)
+        return SendCancel(worker=self.worker.identity, leg_id=self.leg_id)
 
     def _count_prompt_out(self) -> None:
         self.worker.prefills -= self.prefill_tokens > 0

@@ -22,6 +22,7 @@ from baton.errors import (
     StaleIncarnationError,
     TransferError,
     WorkerLostError,
+    WrongRoleError,
 )
 from baton.generation import FinishReason, TokenSample, plain_token
 from baton.ids import LegId, RequestId, WorkerIdentity
@@ -48,6 +49,7 @@ from router.events import (
     LoadReported,
     LocallyPrefilled,
     PutInPool,
+    RoleChanged,
     SampleFinished,
     Service,
     StepTokens,
@@ -59,8 +61,7 @@ from router.events import (
     WriterLost,
 )
 from router.routing.pools import node_of
-from router.routing.view import ClusterView
-from router.routing.worker_view import WorkerView
+from router.routing.view import ClusterView, WorkerView
 
 _STALL_S = 1.0
 """After such a pause between two ticks this router cannot tell which worker was silent: it read from none."""
@@ -86,7 +87,7 @@ _EITHER_WORKERS_FAULT = (
 )
 """Errors of one leg whose cause may lie with the other leg's worker."""
 
-_PREFILL_WORKERS_OWN_FAULT = (EngineError, DrainingError)
+_PREFILL_WORKERS_OWN_FAULT = (EngineError, DrainingError, WrongRoleError)
 """Errors of P's leg that leave D's pages as good as they were."""
 
 _NO_WORKERS_FAULT = (
@@ -95,6 +96,7 @@ _NO_WORKERS_FAULT = (
     DrainingError,
     InvalidRequestError,
     OverloadedError,
+    WrongRoleError,
 )
 """Errors of a leg that say nothing about the health of its worker."""
 
@@ -203,7 +205,9 @@ class Dispatcher:
                 return event.request.request_id
             case StopSample() | ClientGone():
                 return event.request_id
-            case TimePassed() | WorkerJoined() | WorkerLost() | LoadReported() | BlocksReported():
+            case TimePassed() | WorkerJoined() | WorkerLost() | RoleChanged():
+                return None
+            case LoadReported() | BlocksReported():
                 return None
             case _:
                 leg = self._legs.find(event)
@@ -229,6 +233,9 @@ class Dispatcher:
                 return self._time_passed(now_s)
             case WorkerJoined():
                 return self._join(event, now_s)
+            case RoleChanged():
+                self._view.change_role(event.worker, event.role)
+                return self._retry.place_waiting(now_s)
             case WorkerLost():
                 return self._lose(event.worker, event.reason, now_s)
             case LoadReported():
@@ -302,11 +309,9 @@ class Dispatcher:
         return self._retry.place_waiting(now_s) if usable_again else []
 
     def _blocks(self, event: BlocksReported) -> list[Action]:
-        worker = self._view.find(event.worker.worker_id)
-        if not self._view.report_blocks(event.worker, event.report) or worker is None:
+        if not self._view.report_blocks(event.worker, event.report):
             return []
-        service = Service.DECODE if worker.hello.role.decodes else Service.PREFILL
-        return [AskForSnapshot(worker=event.worker, service=service)]
+        return [AskForSnapshot(worker=event.worker)]
 
     def _lose(self, identity: WorkerIdentity, reason: str, now_s: float) -> list[Action]:
         worker = self._view.lose(identity)

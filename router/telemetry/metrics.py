@@ -4,11 +4,13 @@ All label values come from fixed sets: served model name, known routes, status c
 that the operator named.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from baton.errors import OverloadedError
 from baton.generation import FinishReason
 from baton.telemetry.metrics import (
     REQUEST_LATENCY_BUCKETS_S,
@@ -16,7 +18,7 @@ from baton.telemetry.metrics import (
     TOKEN_LATENCY_BUCKETS_S,
 )
 from baton.telemetry.tally import Tally
-from router.ports import Generator, Timing
+from router.ports import RouterStatus, Timing
 
 
 class RouterMetrics:
@@ -41,16 +43,25 @@ class RouterMetrics:
         self._define_counters()
         self._define_histograms()
 
-    def watch(self, generator: Generator, slo_classes: Iterable[str]) -> None:
-        """Reads what is in flight and in line from `generator` whenever the metrics are scraped."""
-        self._in_flight.set_function(generator.in_flight)
+    def watch(self, status: RouterStatus, slo_classes: Iterable[str]) -> None:
+        """Reads what is in flight and in line from `status` whenever the metrics are scraped."""
+        self._in_flight.set_function(status.in_flight)
         for name in slo_classes:
-            waiting = partial(_waiting_in, generator, name)
+            waiting = partial(_waiting_in, status, name)
             self._queue_length.labels(self._model_name, name).set_function(waiting)
 
     def rejected(self, tenant_class: str, reason: str) -> None:
         """A request was refused; `tenant_class` and `reason` are from bounded sets."""
         self._rejected.labels(tenant_class, reason).inc()
+
+    @contextmanager
+    def counting_refusals(self, tenant_class: str) -> Iterator[None]:
+        """Counts a refusal that is raised inside."""
+        try:
+            yield
+        except OverloadedError as error:
+            self.rejected(tenant_class, error.reason)
+            raise
 
     def http_answered(self, route: str, status: int) -> None:
         """One HTTP request was answered; `route` is a declared path or `other`."""
@@ -172,5 +183,5 @@ class RouterMetrics:
         return histogram.labels(self._model_name)
 
 
-def _waiting_in(generator: Generator, slo_class: str) -> float:
-    return generator.waiting().get(slo_class, 0)
+def _waiting_in(status: RouterStatus, slo_class: str) -> float:
+    return status.waiting().get(slo_class, 0)

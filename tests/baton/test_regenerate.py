@@ -15,5 +15,5 @@ def test_an_edited_and_a_missing_stub_are_both_named(tmp_path: Path) -> None:
     committed = tmp_path / "committed"
     shutil.copytree(ROOT / STUBS, committed)
     (committed / "pool_pb2.py").write_text("# edited")
-    (committed / "decode_pb2.pyi").unlink()
-    assert stale(ROOT / STUBS, committed) == ["decode_pb2.pyi", "pool_pb2.py"]
+    (committed / "common_pb2.pyi").unlink()
+    assert stale(ROOT / STUBS, committed) == ["common_pb2.pyi", "pool_pb2.py"]

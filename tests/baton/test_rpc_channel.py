@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -37,21 +37,23 @@ async def answered(channel: grpc.aio.Channel, timeout_s: float = 20.0) -> grpc.S
 async def test_a_peer_that_is_slow_to_greet_is_waited_for(tmp_path: Path) -> None:
     """One that computes, or has no processor for a moment, does not look like one that is gone."""
     near, far = tmp_path / "near", tmp_path / "far"
-    connections = 0
+    relays: list[asyncio.Task[None]] = []
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
         there_reader, there_writer = await asyncio.open_unix_connection(far)
         await asyncio.gather(_pour(reader, there_writer, 0.0), _pour(there_reader, writer, SLOW_S))
 
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        relays.append(asyncio.create_task(relay(reader, writer)))
+
     async with (
         serving(f"unix:{far}"),
-        await asyncio.start_unix_server(relay, near),
+        await asyncio.start_unix_server(connected, near),
         open_channel(f"unix:{near}") as channel,
     ):
         assert await answered(channel) is grpc.StatusCode.UNIMPLEMENTED
-    assert connections == 1
+        assert len(relays) == 1
+    await asyncio.gather(*relays)
 
 
 async def _pour(
@@ -62,6 +64,8 @@ async def _pour(
         first_after_s = 0.0
         writer.write(data)
     writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 async def test_a_peer_that_is_restarted_is_found_soon(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ async def reach(world: World, state: str) -> tuple[str, str]:
     if STATES[state]:
         decode = await world.held()
         return world.busy(Role.PREFILL), decode
-    await until(lambda: any(view.legs for view in world.generator.view.workers))
+    await until(lambda: any(view.legs for view in world.router.view.workers))
     prefill, decode = world.busy(Role.PREFILL), world.busy(Role.DECODE)
     await world.workers[prefill].tell("allow 3")  # of the seven steps that the prompt takes
     await until(lambda: world.relays[decode].seen["granted"] > 0)

@@ -23,8 +23,8 @@ from baton.generation import Prompt
 from baton.ids import RequestId, Role
 from baton.rpc.channel import open_channel
 from baton.rpc.v1 import control_pb2, control_pb2_grpc
-from router.generator import ClusterGenerator
 from router.ports import GenerationRequest, Timing
+from router.service import RouterParts, compose, running
 from tests.chaos.process import is_gone, is_stopped
 from tests.chaos.proxy import FaultProxy, fault_proxy
 from tests.chaos.relay import SessionRelay, session_relay
@@ -107,7 +107,7 @@ class Worker:
 class World:
     """Everything of one test."""
 
-    generator: ClusterGenerator
+    router: RouterParts
     workers: dict[str, Worker]
     relays: dict[str, SessionRelay]
     proxies: dict[str, FaultProxy]
@@ -121,7 +121,7 @@ class World:
             request_id=RequestId(f"job-{self._jobs}"), prompt=prompt, deadline_s=deadline_s
         )
         texts: list[list[int]] = [[] for _ in prompt.samples]
-        async for event in self.generator.generate(job):
+        async for event in self.router.generator.generate(job):
             if isinstance(event, Timing):
                 self.timings.append(event)
                 continue
@@ -153,18 +153,18 @@ class World:
 
     def busy(self, role: Role) -> str:
         """Name of the worker of that role that has a leg of this router."""
-        views = [w for w in self.generator.view.workers if w.legs and w.hello.role is role]
+        views = [w for w in self.router.view.workers if w.legs and w.hello.role is role]
         assert len(views) == 1, views
         return str(views[0].identity.worker_id)
 
     async def at_rest(self) -> None:
         """Waits until the router and every worker that lives have nothing left."""
         async with asyncio.timeout(TIMEOUT_S):
-            await until(lambda: self.generator.in_flight() == 0)
+            await until(lambda: self.router.generator.in_flight() == 0)
             living = [w for w in self.workers.values() if w.child.returncode is None]
             while not all([await w.at_rest() for w in living]):  # noqa: ASYNC110 - others' words
                 await asyncio.sleep(0.05)
-        self.generator.check_integrity()
+        self.router.generator.check_integrity()
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -200,11 +200,10 @@ async def world(folder: Path):
         for worker in workers.values():
             await worker.serving()
         addresses = [f"unix:{folder}/{name}.sock" for name in NAMES]
-        generator = ClusterGenerator(ROUTER, addresses, SECRET)
-        generator.start()
-        stack.push_async_callback(generator.close)
-        await until(lambda: len(generator.view.workers) == len(NAMES))
-        yield World(generator=generator, workers=workers, relays=relays, proxies=proxies)
+        router = compose(ROUTER, addresses, SECRET)
+        await stack.enter_async_context(running(router))
+        await until(lambda: len(router.view.workers) == len(NAMES))
+        yield World(router=router, workers=workers, relays=relays, proxies=proxies)
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from baton.clock import MonotonicClock
 from baton.config.schema import TransferConfig, WorkerConfig
 from baton.generation import Prompt, SamplingParams
 from baton.ids import (
+    BlockId,
     LayerName,
     LegId,
     RequestId,
@@ -35,21 +36,24 @@ from baton.layout import SPARE_BLOCKS, KvLayout
 from baton.rpc.channel import open_channel
 from baton.rpc.generation import prompt_to_proto
 from baton.rpc.hello import WorkerHello
-from baton.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from baton.rpc.worker import WorkerServer
+from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.telemetry.tracing import Tracer
-from baton.telemetry.worker import WorkerMetrics
 from baton_engine.fakes.engine import FakeRunner
 from baton_engine.host import ThreadEngineHost
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.plan import StepPlan, StepResult
 from baton_engine.scheduling.scheduler import Scheduler
-from decode_worker.service import DecodeWorker
+from baton_worker.legs import LegTable
+from baton_worker.metrics import WorkerMetrics
+from baton_worker.server import WorkerServer
+from baton_worker.service import WorkerService
+from decode_worker.receiver import PageReceiver
 from kv_transfer.backends.shm import ShmReceiver, ShmSender
 from kv_transfer.memory.arena import WorkerMemory
 from kv_transfer.memory.page_hash import Checksum, ways_to_hash
+from kv_transfer.session.handshake import Endpoint
 from kv_transfer.ticket import Permit, TicketOffice
-from prefill_worker.service import PrefillWorker
+from prefill_worker.sender import PageSender
 from prefill_worker.sink import TransferSink
 
 TIMEOUT_S = 20
@@ -144,7 +148,7 @@ class Node:
     engine: ThreadEngineHost
     server: WorkerServer
     runner: GatedRunner
-    receiver: ShmReceiver | None
+    receiver: ShmReceiver
 
     async def close(self) -> None:
         await self.server.close()
@@ -174,7 +178,7 @@ async def start_node(
     arena, sink = WorkerMemory(), TransferSink()
     span = arena.allocate(LAYOUT.region_bytes(REGION_BLOCKS))
     memory = span.host_view
-    runner = GatedRunner(memory, sink if role.prefills_for_others else None)
+    runner = GatedRunner(memory, sink)
     scheduler = Scheduler(LIMITS, layout=LAYOUT, secret=SECRET)
     engine = ThreadEngineHost(scheduler, runner)
 
@@ -188,7 +192,7 @@ async def start_node(
         vocab_size=LIMITS.vocab_size,
         num_blocks=LIMITS.num_blocks,
         max_num_seqs=LIMITS.max_num_seqs,
-        transfer_address=(advertised or address) if role.decodes else "",
+        transfer_address=advertised or address,
     )
     clock = MonotonicClock()
     metrics = WorkerMetrics(
@@ -196,41 +200,39 @@ async def start_node(
     )
     ways, office = ways_to_hash(span, LAYOUT, num_blocks=REGION_BLOCKS), TicketOffice(SECRET)
     hashes = {checksum: ways[checksum], **ways}
-    services: list[PrefillWorker | DecodeWorker] = []
-    receiver = None
-    if role.prefills_for_others:
-        sender = ShmSender(memory, num_blocks=REGION_BLOCKS)
-        services.append(
-            PrefillWorker(
-                engine=engine,
-                sink=sink,
-                hello=hello,
-                senders={"shm": sender},
-                hashes=hashes,
-                office=office,
-                metrics=metrics,
-                clock=clock,
-                tracer=tracer,
-            )
-        )
-    if role.decodes:
-        receiver = ShmReceiver(arena.region, path=f"{folder}/{name}.kv", num_blocks=REGION_BLOCKS)
-        services.append(
-            DecodeWorker(
-                engine=engine,
-                hello=hello,
-                receivers={"shm": receiver},
-                hashes=hashes,
-                office=office,
-                transfer=transfer or TransferConfig(),
-                metrics=metrics,
-                clock=clock,
-                tracer=tracer,
-            )
-        )
-    server = WorkerServer(
-        config=config, hello=hello, engine=engine, services=services, metrics=metrics
+    here, legs = Endpoint(identity=identity, layout=LAYOUT, office=office), LegTable()
+    sender = PageSender(
+        here=here,
+        legs=legs,
+        sink=sink,
+        senders={"shm": ShmSender(memory, num_blocks=REGION_BLOCKS)},
+        hashes=hashes,
+        spare=BlockId(LIMITS.num_blocks),
+        metrics=metrics,
+        clock=clock,
     )
+    receiver = ShmReceiver(arena.region, path=f"{folder}/{name}.kv", num_blocks=REGION_BLOCKS)
+    service = WorkerService(
+        engine=engine,
+        hello=hello,
+        legs=legs,
+        sending=sender,
+        receiving=PageReceiver(
+            here=here,
+            legs=legs,
+            num_blocks=LIMITS.num_blocks,
+            receivers={"shm": receiver},
+            hashes=hashes,
+            transfer=transfer or TransferConfig(),
+            metrics=metrics,
+        ),
+        link_rate=sender.link_rate,
+        office=office,
+        metrics=metrics,
+        clock=clock,
+        tracer=tracer,
+    )
+    server = WorkerServer(config=config, engine=engine, service=service, metrics=metrics)
     await server.start()
     engine.start()
     return Node(
@@ -262,8 +264,8 @@ class Heard:
     first: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, int] = field(default_factory=dict)
-    handed_off: prefill_pb2.HandedOff | None = None
-    prefilled: decode_pb2.LocalPrefill | None = None
+    handed_off: worker_pb2.HandedOff | None = None
+    prefilled: worker_pb2.Prefilled | None = None
     failed: str = ""
     writer_lost: int = 0
 
@@ -277,13 +279,9 @@ class Heard:
 class Router:
     """A router's stream to one worker."""
 
-    def __init__(self, node: Node, *, decode: bool) -> None:
+    def __init__(self, node: Node) -> None:
         self._channel = open_channel(node.address)
-        stub: Any = (
-            decode_pb2_grpc.DecodeStub(self._channel)
-            if decode
-            else prefill_pb2_grpc.PrefillStub(self._channel)
-        )
+        stub: Any = worker_pb2_grpc.WorkerStub(self._channel)
         self._call = stub.Serve()
         self.hello: common_pb2.WorkerHello | None = None
         self.load: common_pb2.WorkerLoad | None = None
@@ -329,25 +327,21 @@ class Router:
     def _take(self, frame: Any) -> None:
         for failed in frame.failed:
             self.leg(failed.leg_id).failed = failed.failure.code
-        if isinstance(frame, decode_pb2.DecodeFrame):
-            for lost in frame.writers_lost:
-                self.leg(lost.leg_id).writer_lost = lost.attempt
-        if isinstance(frame, prefill_pb2.PrefillFrame):
-            for first in frame.first_tokens:
-                leg = self.leg(first.leg_id)
-                for token in first.tokens:
-                    leg.first[token.sample] = token.token
-                    if token.finish:
-                        leg.finished[token.sample] = token.finish
-            for done in frame.handed_off:
-                self.leg(done.leg_id).handed_off = done
-            return
+        for lost in frame.writers_lost:
+            self.leg(lost.leg_id).writer_lost = lost.attempt
+        for prefilled in frame.prefilled:
+            leg = self.leg(prefilled.leg_id)
+            leg.prefilled = prefilled
+            for token in prefilled.first_tokens:
+                leg.first[token.sample] = token.token
+                if token.finish:
+                    leg.finished[token.sample] = token.finish
+        for done in frame.handed_off:
+            self.leg(done.leg_id).handed_off = done
         for leg_id, sample, token in zip(frame.leg_ids, frame.samples, frame.tokens, strict=True):
             self.leg(leg_id).tokens.setdefault(sample, []).append(token)
         for end in frame.finished:
             self.leg(end.leg_id).finished[end.sample] = end.reason
-        for local in frame.prefilled:
-            self.leg(local.leg_id).prefilled = local
 
 
 def prompt(tokens: int, *, samples: int = 1, max_tokens: int = 6, first: int = 1) -> Prompt:
@@ -391,20 +385,20 @@ class Pair:
         xfer_id = xfer_id or new_xfer_id()
         permit = self.permit(xfer_id, asked, attempt=attempt, target=target)
         if expect:
-            announced = decode_pb2.Expect(request=request, permit=permit)
-            await self.to_d.send(decode_pb2.DecodeCommand(expect=announced))
+            announced = worker_pb2.Receive(request=request, permit=permit)
+            await self.to_d.send(worker_pb2.Command(receive=announced))
         if submit:
-            submitted = prefill_pb2.SubmitPrefill(
+            submitted = worker_pb2.Prefill(
                 request=request, permit=permit, transfer_address=self.d.address
             )
-            await self.to_p.send(prefill_pb2.PrefillCommand(submit=submitted))
+            await self.to_p.send(worker_pb2.Command(prefill=submitted))
         return xfer_id
 
     async def announce(self, leg_id: int, asked: Prompt, permit: common_pb2.Signed) -> None:
         """Tells the decode worker only, with a permit for whoever it names."""
         request = prompt_to_proto(LegId(leg_id), RequestId("r"), asked)
-        announced = decode_pb2.Expect(request=request, permit=permit)
-        await self.to_d.send(decode_pb2.DecodeCommand(expect=announced))
+        announced = worker_pb2.Receive(request=request, permit=permit)
+        await self.to_d.send(worker_pb2.Command(receive=announced))
 
     async def reassign(
         self,
@@ -418,14 +412,14 @@ class Pair:
     ) -> None:
         """Gives the prefill of a leg to another worker."""
         permit = self.permit(xfer_id, asked, attempt=attempt, source=other.identity)
-        reassign = decode_pb2.Reassign(leg_id=leg_id, permit=permit)
-        await self.to_d.send(decode_pb2.DecodeCommand(reassign=reassign))
-        submitted = prefill_pb2.SubmitPrefill(
+        reassign = worker_pb2.Reassign(leg_id=leg_id, permit=permit)
+        await self.to_d.send(worker_pb2.Command(reassign=reassign))
+        submitted = worker_pb2.Prefill(
             request=prompt_to_proto(LegId(leg_id), RequestId("r"), asked),
             permit=permit,
             transfer_address=self.d.address,
         )
-        await to_other.send(prefill_pb2.PrefillCommand(submit=submitted))
+        await to_other.send(worker_pb2.Command(prefill=submitted))
 
     def permit(
         self,
@@ -451,9 +445,9 @@ class Pair:
     async def cancel(self, leg_id: int, *, on_p: bool = True, on_d: bool = True) -> None:
         cancel = common_pb2.Cancel(leg_id=leg_id)
         if on_p:
-            await self.to_p.send(prefill_pb2.PrefillCommand(cancel=cancel))
+            await self.to_p.send(worker_pb2.Command(cancel=cancel))
         if on_d:
-            await self.to_d.send(decode_pb2.DecodeCommand(cancel=cancel))
+            await self.to_d.send(worker_pb2.Command(cancel=cancel))
 
     def heard(self, leg_id: int) -> Heard:
         """Both workers' word on one leg."""
@@ -485,8 +479,8 @@ class Pair:
 
     async def generate(self, leg_id: int, asked: Prompt) -> None:
         request = prompt_to_proto(LegId(leg_id), RequestId("r"), asked)
-        generate = decode_pb2.Generate(request=request)
-        await self.to_d.send(decode_pb2.DecodeCommand(generate=generate))
+        generate = worker_pb2.Generate(request=request)
+        await self.to_d.send(worker_pb2.Command(generate=generate))
 
     async def close(self) -> None:
         await self.to_p.close()
@@ -504,7 +498,7 @@ async def quiet(node: Node) -> None:
 async def pair(folder: Path, **options: Any):
     """Two workers and a router's streams; at the end nothing is left of any of it."""
     async with node(Role.PREFILL, folder) as p, node(Role.DECODE, folder, **options) as d:
-        both = Pair(p=p, d=d, to_p=Router(p, decode=False), to_d=Router(d, decode=True))
+        both = Pair(p=p, d=d, to_p=Router(p), to_d=Router(d))
         try:
             yield both
             await both.settle()

@@ -1,4 +1,4 @@
-"""Random lives of legs on a decode worker, against a model of the engine and of the prefill worker."""
+"""Random lives of receive and generate legs, against a model of the engine and of the prefill worker."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ from baton.ids import (
     LayerName,
     LegId,
     RequestId,
+    Role,
     SeqId,
     WorkerId,
     WorkerIdentity,
     XferId,
 )
 from baton.layout import KvLayout
-from baton.rpc.frames import StreamId
 from baton_engine.messages import (
     Abort,
     Failed,
@@ -36,17 +36,19 @@ from baton_engine.messages import (
     Sampled,
     Start,
 )
-from decode_worker.lifecycle import DecodeLifecycle
-from decode_worker.messages import (
-    Cancel,
-    DecodeAction,
-    ExpectLeg,
-    GenerateLeg,
+from baton_worker.legs import LegLifecycle, LegTable
+from baton_worker.messages import (
+    FailedMessage,
+    LegAsked,
+    LegCancelled,
+    LegKind,
+    PrefilledMessage,
     StreamGone,
-    TellFailed,
-    TellPrefilled,
-    TellTokens,
+    StreamId,
+    TokensMessage,
+    WorkerAction,
 )
+from decode_worker.hand_offs import ReceivingHandOffs
 from kv_transfer.heads import plan_link
 from kv_transfer.ledger.ledger import FromPeer as Said
 from kv_transfer.ledger.ledger import PeerFenced, SessionLost, SessionOpened
@@ -80,36 +82,50 @@ STREAM = StreamId(1)
 FIRST = tuple(TokenSample(sample=i, token=9) for i in (0, 1))
 
 
-def expect(leg: int = 1, xfer: str = "x") -> ExpectLeg:
-    return ExpectLeg(
+def expect(leg: int = 1, xfer: str = "x") -> LegAsked:
+    return LegAsked(
         stream=STREAM,
         leg_id=LegId(leg),
+        kind=LegKind.RECEIVE,
         request_id=RequestId("r"),
         prompt=PROMPT,
         permit=permit(xfer, num_blocks=2),
     )
 
 
-def generate(leg: int = 1) -> GenerateLeg:
-    return GenerateLeg(stream=STREAM, leg_id=LegId(leg), request_id=RequestId("r"), prompt=PROMPT)
+def generate(leg: int = 1) -> LegAsked:
+    return LegAsked(
+        stream=STREAM,
+        leg_id=LegId(leg),
+        kind=LegKind.GENERATE,
+        request_id=RequestId("r"),
+        prompt=PROMPT,
+    )
 
 
 def said(message) -> Said:
     return Said(session=SESSION, peer=P, message=message)
 
 
-def opened(lifecycle: DecodeLifecycle, session: SessionId = SESSION) -> DecodeLifecycle:
+def new_core() -> LegLifecycle:
+    legs = LegTable()
+    return LegLifecycle(
+        legs, LAYOUT, Role.DECODE, sending=None, receiving=ReceivingHandOffs(LIMITS, legs)
+    )
+
+
+def opened(lifecycle: LegLifecycle, session: SessionId = SESSION) -> LegLifecycle:
     link = plan_link(LAYOUT, LAYOUT)
     lifecycle.handle(SessionOpened(session=session, peer=P, link=link), 0.0)
     return lifecycle
 
 
 @pytest.fixture
-def lifecycle() -> DecodeLifecycle:
-    return opened(DecodeLifecycle(LAYOUT, LIMITS))
+def lifecycle() -> LegLifecycle:
+    return opened(new_core())
 
 
-def test_first_tokens_of_a_transferred_leg_are_not_repeated(lifecycle: DecodeLifecycle):
+def test_first_tokens_of_a_transferred_leg_are_not_repeated(lifecycle: LegLifecycle):
     lifecycle.handle(expect(), 0.0)
     (reserve,) = lifecycle.handle(said(AskPages(permit=permit(num_blocks=2))), 0.0)
     assert isinstance(reserve, Reserve)
@@ -127,30 +143,30 @@ def test_first_tokens_of_a_transferred_leg_are_not_repeated(lifecycle: DecodeLif
     assert isinstance(confirmed, ToPeer)
     token = TokenSample(sample=0, token=8)
     told = lifecycle.handle(Sampled(seq_id=reserve.seq_id, tokens=(token,)), 0.0)
-    assert told == [TellTokens(stream=STREAM, leg_id=LegId(1), tokens=(token,))]
+    assert told == [TokensMessage(stream=STREAM, leg_id=LegId(1), tokens=(token,))]
 
 
-def test_a_local_leg_tells_where_its_time_went_with_its_first_tokens(lifecycle: DecodeLifecycle):
+def test_a_local_leg_tells_where_its_time_went_with_its_first_tokens(lifecycle: LegLifecycle):
     (command,) = lifecycle.handle(generate(), 1.0)
     assert isinstance(command, Generate)
     started = PrefillStarted(seq_id=command.seq_id, num_blocks=2, cached_tokens=4)
     lifecycle.handle(started, 3.0)
     lifecycle.handle(started, 4.0)  # preempted, and started again
     prefilled, tokens = lifecycle.handle(Sampled(seq_id=command.seq_id, tokens=FIRST), 7.0)
-    assert isinstance(prefilled, TellPrefilled)
+    assert isinstance(prefilled, PrefilledMessage)
     assert (prefilled.queue_s, prefilled.prefill_s, prefilled.cached_tokens) == (2.0, 4.0, 4)
-    assert isinstance(tokens, TellTokens)
+    assert isinstance(tokens, TokensMessage)
 
 
-def test_a_transfer_id_in_use_fails_only_the_second_leg(lifecycle: DecodeLifecycle):
+def test_a_transfer_id_in_use_fails_only_the_second_leg(lifecycle: LegLifecycle):
     lifecycle.handle(expect(1), 0.0)
     (failed,) = lifecycle.handle(expect(2), 0.0)
-    assert isinstance(failed, TellFailed)
+    assert isinstance(failed, FailedMessage)
     assert failed.leg_id == 2
     assert lifecycle.in_flight() == 1
 
 
-def test_a_repeated_command_does_not_disturb_its_leg(lifecycle: DecodeLifecycle):
+def test_a_repeated_command_does_not_disturb_its_leg(lifecycle: LegLifecycle):
     lifecycle.handle(expect(), 0.0)
     assert lifecycle.handle(expect(), 0.0) == []
     assert lifecycle.in_flight() == 1
@@ -178,14 +194,14 @@ class LifeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.core = opened(DecodeLifecycle(LAYOUT, LIMITS))
+        self.core = opened(new_core())
         self.engine = EngineModel()
         self.legs = 0
         self.open: set[int] = set()
         self.writing: set[XferId] = set()
         self.to_answer: list[XferId] = []
 
-    def act(self, actions: list[DecodeAction]) -> None:
+    def act(self, actions: list[WorkerAction]) -> None:
         for action in actions:
             match action:
                 case Reserve():
@@ -205,10 +221,10 @@ class LifeMachine(RuleBasedStateMachine):
                     self.writing.discard(committed.xfer_id)
                 case ToPeer(message=AbortRequest() as abort):
                     self.to_answer.append(abort.xfer_id)
-                case TellFailed():
+                case FailedMessage():
                     assert action.leg_id in self.open, "a leg ends once"
                     self.open.discard(action.leg_id)
-                case TellTokens():
+                case TokensMessage():
                     assert action.leg_id in self.open, "tokens of a leg that is over"
 
     def tell(self, event) -> None:
@@ -314,7 +330,7 @@ class LifeMachine(RuleBasedStateMachine):
     @rule(back=st.integers(0, 3))
     def router_cancels(self, back: int) -> None:
         leg = max(self.legs - back, 0)
-        self.tell(Cancel(stream=STREAM, leg_id=LegId(leg)))
+        self.tell(LegCancelled(stream=STREAM, leg_id=LegId(leg)))
         self.open.discard(leg)
 
     @precondition(lambda self: len(self.open) > 4)

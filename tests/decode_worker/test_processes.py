@@ -64,7 +64,7 @@ async def world(folder: Path, *steps: str, **options: Any):
         identity = WorkerIdentity(worker_id=WorkerId("prefill"), incarnation=Incarnation(int(line)))
         async with node(Role.DECODE, folder, **options) as d:
             p = replace(d, identity=identity, address=f"unix:{folder}/prefill.sock")
-            both = Pair(p=p, d=d, to_p=Router(p, decode=False), to_d=Router(d, decode=True))
+            both = Pair(p=p, d=d, to_p=Router(p), to_d=Router(d))
             yield World(both=both, d=d, child=child)
             await both.close()
             await asyncio.wait_for(d.server.idle(), TIMEOUT_S)
@@ -125,7 +125,7 @@ async def test_another_prefill_worker_takes_over_from_one_that_is_stopped(tmp_pa
         quarantined = b"baton_kv_pages_quarantined 15.0"
         await cluster.checks_until(lambda: quarantined in cluster.d.server.collect())
         async with node(Role.PREFILL, tmp_path, name="prefill2") as other:
-            to_other = Router(other, decode=False)
+            to_other = Router(other)
             await both.reassign(1, asked, xfer_id, attempt=2, other=other, to_other=to_other)
             await to_other.until(lambda: bool(to_other.leg(1).first))
             assert cluster.used() == 15

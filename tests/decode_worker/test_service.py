@@ -15,9 +15,8 @@ from baton.rpc.v1 import (
     common_pb2,
     control_pb2,
     control_pb2_grpc,
-    decode_pb2,
-    prefill_pb2,
     transfer_pb2,
+    worker_pb2,
 )
 from kv_transfer.memory.page_hash import Checksum
 from kv_transfer.memory.pages import layer_pages
@@ -187,7 +186,7 @@ async def test_the_end_of_a_routers_streams_cancels_its_legs(tmp_path: Path, rea
 async def test_a_prefill_worker_that_closes_gives_its_transfers_up(tmp_path: Path):
     async with node(Role.DECODE, tmp_path) as d:
         async with node(Role.PREFILL, tmp_path) as p:
-            both = Pair(p=p, d=d, to_p=Router(p, decode=False), to_d=Router(d, decode=True))
+            both = Pair(p=p, d=d, to_p=Router(p), to_d=Router(d))
             await prefilling(both)
         assert await both.failed(both.to_d, 1) in ("cancelled", "worker_lost")
         await d.server.idle()
@@ -198,7 +197,7 @@ async def test_a_prefill_worker_that_closes_gives_its_transfers_up(tmp_path: Pat
 async def test_the_loss_of_a_decode_worker_fails_the_legs_on_the_prefill_worker(tmp_path: Path):
     async with node(Role.PREFILL, tmp_path) as p:
         async with node(Role.DECODE, tmp_path) as d:
-            both = Pair(p=p, d=d, to_p=Router(p, decode=False), to_d=Router(d, decode=True))
+            both = Pair(p=p, d=d, to_p=Router(p), to_d=Router(d))
             await prefilling(both)
         assert await both.failed(both.to_p, 1) == "worker_lost"
         p.runner.release()
@@ -250,9 +249,7 @@ async def test_a_decode_worker_prefills_where_it_is_told_to(tmp_path: Path):
 
 async def test_a_hybrid_worker_hands_over_to_itself_and_generates(tmp_path: Path):
     async with node(Role.HYBRID, tmp_path) as hybrid:
-        both = Pair(
-            p=hybrid, d=hybrid, to_p=Router(hybrid, decode=False), to_d=Router(hybrid, decode=True)
-        )
+        both = Pair(p=hybrid, d=hybrid, to_p=Router(hybrid), to_d=Router(hybrid))
         handed, local = prompt(30), prompt(30, first=200)
         await both.ask(1, handed)
         await both.generate(2, local)
@@ -318,7 +315,7 @@ async def test_a_worker_that_has_not_worked_yet_reports_all_its_pages_as_free(tm
 
 async def test_an_engine_whose_loop_died_ends_its_process_and_its_health(tmp_path: Path):
     async with node(Role.DECODE, tmp_path) as d:
-        router = Router(d, decode=True)
+        router = Router(d)
         d.runner.break_down()
         both = Pair(p=d, d=d, to_p=router, to_d=router)
         await both.generate(1, prompt(8))
@@ -330,8 +327,8 @@ async def test_an_engine_whose_loop_died_ends_its_process_and_its_health(tmp_pat
 
 async def test_a_command_without_content_ends_only_that_stream(tmp_path: Path):
     async with pair(tmp_path) as both:
-        bad = Router(both.d, decode=True)
-        await bad.send(decode_pb2.DecodeCommand())
+        bad = Router(both.d)
+        await bad.send(worker_pb2.Command())
         await bad.until(lambda: bad.ended)
         await bad.close()
         asked = prompt(8)
@@ -362,12 +359,10 @@ async def test_a_forged_permit_is_refused_and_counted_and_the_workers_serve_on(t
     async with pair(tmp_path) as both:
         request = prompt_to_proto(LegId(1), RequestId("r"), prompt(8))
         permit = forge(both)
-        expect = decode_pb2.Expect(request=request, permit=permit)
-        await both.to_d.send(decode_pb2.DecodeCommand(expect=expect))
-        submit = prefill_pb2.SubmitPrefill(
-            request=request, permit=permit, transfer_address=both.d.address
-        )
-        await both.to_p.send(prefill_pb2.PrefillCommand(submit=submit))
+        expect = worker_pb2.Receive(request=request, permit=permit)
+        await both.to_d.send(worker_pb2.Command(receive=expect))
+        submit = worker_pb2.Prefill(request=request, permit=permit, transfer_address=both.d.address)
+        await both.to_p.send(worker_pb2.Command(prefill=submit))
         assert await both.failed(both.to_d, 1) == "ticket_refused"
         assert await both.failed(both.to_p, 1) == "ticket_refused"
         counted = b'baton_kv_tickets_refused_total{reason="forged"} 1.0'
@@ -389,8 +384,8 @@ async def test_a_permit_for_another_prompt_worker_or_tenant_is_refused(tmp_path:
             start=1,
         ):
             request = prompt_to_proto(LegId(leg), RequestId("r"), prompt(8))
-            expect = decode_pb2.Expect(request=request, permit=permit)
-            await both.to_d.send(decode_pb2.DecodeCommand(expect=expect))
+            expect = worker_pb2.Receive(request=request, permit=permit)
+            await both.to_d.send(worker_pb2.Command(receive=expect))
             assert await both.failed(both.to_d, leg) == "ticket_refused"
 
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from baton.config.load import load
-from baton.rpc.worker import LIVE
 from baton_cluster.cli.main import main
+from baton_worker.server import LIVE
 from router.http.auth import OPEN_PATHS
 from tests.deploy.manifests import (
     BASE,

@@ -13,7 +13,7 @@ from baton.errors import TransferError
 from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId, new_xfer_id
 from baton.layout import SPARE_BLOCKS
-from baton.pages import Ready
+from baton.pages import PageWrite, Ready
 from baton_engine.build import BuiltEngine, build_engine
 from baton_engine.messages import (
     Generate,
@@ -28,7 +28,7 @@ from baton_engine.messages import (
 from baton_engine.ports import LayerSink, PageExport
 from kv_transfer.backends.shm import ShmReceiver, ShmSender
 from kv_transfer.memory.arena import WorkerMemory
-from kv_transfer.ports import KvWriter, Push
+from kv_transfer.ports import KvWriter
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 
@@ -109,7 +109,7 @@ class PushingSink:
             self.pushed |= {(layer_index, source, page) for source, page in pairs}
             self._num_pushes += 1
             self.writer.push(
-                Push(
+                PageWrite(
                     xfer_id=new_xfer_id(),
                     layer_index=layer_index,
                     source=export.blocks,

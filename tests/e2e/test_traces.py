@@ -18,8 +18,8 @@ from baton.telemetry.metrics import new_registry
 from baton.telemetry.otel import OtelTracer, open_tracer
 from baton.telemetry.tracing import NotTraced
 from router.app import AppSettings, create_app
-from router.generator import ClusterGenerator
 from router.openai.sampling import SamplingDefaults
+from router.service import compose, running
 from tests.decode_worker.cluster import SECRET, node
 from tests.router.served import tiny_tokenizer
 
@@ -65,20 +65,26 @@ async def traced(folder: Path, *roles: Role) -> AsyncIterator[tuple[httpx.AsyncC
     spans, tokenizer = Spans(), tiny_tokenizer()
     nodes = [node(role, folder, tracer=spans.tracer(role.value)) for role in roles]
     workers = [await each.__aenter__() for each in nodes]
-    generator = ClusterGenerator(RouterConfig(), [w.address for w in workers], SECRET)
-    generator.start()
+    parts = compose(RouterConfig(), [w.address for w in workers], SECRET)
     settings = AppSettings(
         model_names=("tiny",), version="1", router=RouterConfig(), defaults=SamplingDefaults()
     )
-    app = create_app(settings, generator, tokenizer, new_registry(), tracer=spans.tracer("router"))
+    app = create_app(
+        settings,
+        parts.generator,
+        parts.status,
+        tokenizer,
+        new_registry(),
+        tracer=spans.tracer("router"),
+    )
+    transport = httpx.ASGITransport(app=app)
     try:
-        while len(generator.view.workers) < len(workers):
-            await generator.worker_joined()
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://baton") as http:
-            yield http, spans
+        async with running(parts):
+            while len(parts.view.workers) < len(workers):
+                await parts.discovery.next_worker()
+            async with httpx.AsyncClient(transport=transport, base_url="http://baton") as http:
+                yield http, spans
     finally:
-        await generator.close()
         for each in reversed(nodes):
             await each.__aexit__(None, None, None)
         for tracer in spans.tracers:

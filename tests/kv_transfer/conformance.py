@@ -10,7 +10,8 @@ import pytest
 from baton.errors import IncompatibleError, LeaseExpiredError, TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
-from kv_transfer.ports import KvReceiver, KvSender, KvWriter, Push, RegionHandle
+from baton.pages import PageWrite
+from kv_transfer.ports import KvReceiver, KvSender, KvWriter, RegionHandle
 
 LAYOUT = KvLayout(
     model_fingerprint="f",
@@ -63,8 +64,8 @@ def fill(memory: memoryview) -> None:
     memory[:] = os.urandom(len(memory))
 
 
-def push(layer: int, source: list[int], target: list[int]) -> Push:
-    return Push(
+def push(layer: int, source: list[int], target: list[int]) -> PageWrite:
+    return PageWrite(
         xfer_id=XferId("x"),
         layer_index=layer,
         source=tuple(map(BlockId, source)),
@@ -134,7 +135,7 @@ class BackendConformance:
         ],
     )
     def test_a_push_outside_the_regions_is_refused_and_writes_nothing(
-        self, link: Link, writer: KvWriter, wrong: Push
+        self, link: Link, writer: KvWriter, wrong: PageWrite
     ):
         before = bytes(link.target)
         outcome = Outcome()
@@ -144,14 +145,15 @@ class BackendConformance:
         writer.push(push(0, [1], [1]), outcome.done)
         assert outcome.wait()[1] is None
 
-    def test_a_push_whose_lease_is_over_is_given_up_and_writes_nothing(
-        self, link: Link, writer: KvWriter
-    ):
+    def test_a_push_whose_lease_is_over_is_given_up_and_writes_nothing(self, link: Link):
+        fill(link.target)
         before = bytes(link.target)
+        writer = link.sender.connect(link.receiver.handle(), LAYOUT, lease=OverLease())
         outcome = Outcome()
-        writer.push(replace(push(0, [0], [0]), lease=OverLease()), outcome.done)
+        writer.push(push(0, [0], [0]), outcome.done)
         assert isinstance(outcome.wait()[0], LeaseExpiredError)
         assert bytes(link.target) == before
+        writer.close()
 
     def test_closing_a_writer_waits_for_what_was_pushed(self, link: Link, writer: KvWriter):
         outcome = Outcome()

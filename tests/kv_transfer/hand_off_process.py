@@ -15,6 +15,7 @@ from baton.clock import MonotonicClock
 from baton.errors import BatonError, TicketError, TransferError
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, WorkerId, WorkerIdentity, XferId
+from baton.pages import PageWrite
 from baton.rpc.channel import bind, new_server
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.rpc.v1.common_pb2 import Signed
@@ -35,7 +36,6 @@ from kv_transfer.ledger.ledger import (
     Withdrawn,
 )
 from kv_transfer.ledger.outbox import (
-    Exported,
     FirstTokensDrawn,
     FromDecode,
     HandOver,
@@ -46,9 +46,9 @@ from kv_transfer.ledger.outbox import (
     PushDone,
     Send,
     Started,
+    StartPush,
 )
 from kv_transfer.ledger.ranks import FanOut, FanOutAction, ForRank
-from kv_transfer.ledger.shipment import StartPush
 from kv_transfer.ledger.transfer import (
     EndSession,
     FreePages,
@@ -66,7 +66,7 @@ from kv_transfer.memory.page_hash import ArenaHashes, Checksum, Hashes
 from kv_transfer.memory.pages import layer_pages
 from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.messages import SessionId, ToDecode, ToPrefill
-from kv_transfer.plan import Export, Grant
+from kv_transfer.plan import Grant
 from kv_transfer.session.client import PeerSession
 from kv_transfer.session.connection import OpenedSession, PageWriter
 from kv_transfer.session.handshake import Endpoint, SessionOffer
@@ -208,10 +208,10 @@ class Way:
         self._owner = owner
         self._rank = rank
         self.session: PeerSession | None = None
-        self.pusher: PageWriter | None = None
+        self.writer: PageWriter | None = None
 
     def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
-        self.pusher = opened.pusher
+        self.writer = opened.writer
         up = PeerUp(
             peer=peer,
             region_blocks=opened.region_blocks,
@@ -264,8 +264,7 @@ class PrefillRank(Rank):
         self.apply(Opened(permit=permit))
         self.apply(Started(xfer_id=permit.xfer_id))
         for layer in range(min(todo, len(self.layout.layers))):
-            export = Export(layer_index=layer, first_block=0, source=self._pages)
-            self.apply(Exported(xfer_id=permit.xfer_id, export=export))
+            self.apply(PageWrite(xfer_id=permit.xfer_id, layer_index=layer, source=self._pages))
         if not self._stays:
             self.apply(FirstTokensDrawn(xfer_id=permit.xfer_id, first_tokens=FIRST))
 
@@ -293,13 +292,13 @@ class PrefillRank(Rank):
                 assert way.session is not None
                 way.session.send(action.message)
             case StartPush():
-                assert way.pusher is not None
-                way.pusher.push(action.push, partial(self._pushed, rank, action))
+                assert way.writer is not None
+                way.writer.push(action.write, partial(self._pushed, rank, action))
 
     def _pushed(
         self, rank: int, action: StartPush, error: TransferError | None, hashes: Hashes | None
     ) -> None:
-        xfer_id, push_id = action.push.xfer_id, action.push_id
+        xfer_id, push_id = action.write.xfer_id, action.write.push_id
         done = PushDone(xfer_id=xfer_id, push_id=push_id, error=error, hashes=hashes)
         self._loop.call_soon_threadsafe(self.apply_rank, rank, done)
         if self._stays:

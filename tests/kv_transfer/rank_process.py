@@ -8,10 +8,11 @@ from typing import Any
 from baton.errors import TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from kv_transfer.backends.shm import BACKEND, ShmReceiver, ShmSender
 from kv_transfer.memory.pages import layer_pages
 from kv_transfer.memory.shared_region import SharedRegion
-from kv_transfer.ports import KvWriter, Push, RegionHandle
+from kv_transfer.ports import KvWriter, RegionHandle
 from tests.kv_transfer.conformance import Outcome
 from tests.kv_transfer.sharding import spread, truth
 
@@ -84,9 +85,9 @@ def layout_of(place: list[Any]) -> KvLayout:
     return found[int(rank)]
 
 
-def pages_of(asked: dict[str, Any], layer_index: int) -> Push:
+def pages_of(asked: dict[str, Any], layer_index: int) -> PageWrite:
     """A push of one layer of all pages."""
-    return Push(
+    return PageWrite(
         xfer_id=XferId("x"),
         layer_index=layer_index,
         source=tuple(map(BlockId, asked["source"])),

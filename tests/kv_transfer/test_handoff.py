@@ -37,6 +37,7 @@ from baton.errors import (
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from kv_transfer.heads import plan_link
 from kv_transfer.lease import WriteLease
 from kv_transfer.ledger.ledger import (
@@ -53,7 +54,6 @@ from kv_transfer.ledger.ledger import (
     Withdrawn,
 )
 from kv_transfer.ledger.outbox import (
-    Exported,
     FirstTokensDrawn,
     FromDecode,
     GivenUp,
@@ -67,8 +67,8 @@ from kv_transfer.ledger.outbox import (
     PushDone,
     Send,
     Started,
+    StartPush,
 )
-from kv_transfer.ledger.shipment import StartPush
 from kv_transfer.ledger.transfer import (
     EndSession,
     FreePages,
@@ -83,7 +83,7 @@ from kv_transfer.ledger.transfer import (
 )
 from kv_transfer.memory.checksum import fold
 from kv_transfer.messages import Granted, Heartbeat, SessionId, ToDecode, ToPrefill
-from kv_transfer.plan import Export, Grant
+from kv_transfer.plan import Grant
 from kv_transfer.ticket import Permit
 from tests.kv_transfer.permits import D, permit
 
@@ -128,7 +128,7 @@ class Compute:
 
     permit: Permit
     started: bool = False
-    todo: list[Export] = field(default_factory=list)
+    todo: list[PageWrite] = field(default_factory=list)
     drawn: bool = False
     over: bool = False
 
@@ -247,8 +247,8 @@ class HandOffMachine(RuleBasedStateMachine):
                     if link.up_here and link.up_there:
                         link.to_decode.append(action.message)
                 case StartPush():
-                    attempt = worker.work[action.push.xfer_id].permit.attempt
-                    link.copies[action.push_id] = Copy(action, attempt)
+                    attempt = worker.work[action.write.xfer_id].permit.attempt
+                    link.copies[action.write.push_id] = Copy(action, attempt)
                 case HandOver() | HandOverFailed():
                     compute = worker.work[action.xfer_id]
                     assert not compute.over, "a leg ends once"
@@ -277,7 +277,7 @@ class HandOffMachine(RuleBasedStateMachine):
             compute.started = True
             self.tell_p(worker, Started(xfer_id=xfer_id))
         for _ in range(min(steps, len(compute.todo))):
-            self.tell_p(worker, Exported(xfer_id=xfer_id, export=compute.todo.pop(0)))
+            self.tell_p(worker, compute.todo.pop(0))
         if not compute.todo and not compute.drawn:
             compute.drawn = True
             self.tell_p(worker, FirstTokensDrawn(xfer_id=xfer_id, first_tokens=FIRST))
@@ -287,13 +287,13 @@ class HandOffMachine(RuleBasedStateMachine):
         if link.lease.holds():
             link.copies[push_id].begun = True
             return
-        push = link.copies.pop(push_id).action.push
+        push = link.copies.pop(push_id).action.write
         error = LeaseExpiredError("over")
         self.tell_p(worker, PushDone(xfer_id=push.xfer_id, push_id=push_id, error=error))
         self.fence_drained(worker)
 
     def land(self, worker: Prefiller, link: Link, push_id: int, fails: bool = False) -> None:
-        push = link.copies.pop(push_id).action.push
+        push = link.copies.pop(push_id).action.write
         values = []
         for source, page in zip(push.source, push.target, strict=True):
             assert page in self.held.get(push.xfer_id, ()), "a write hit pages that were freed"
@@ -379,7 +379,7 @@ class HandOffMachine(RuleBasedStateMachine):
 
     def assert_alone(self, xfer_id: XferId, attempt: int = 0) -> None:
         copies = [copy for link in self.all_links() for copy in link.copies.values()]
-        mine = [copy for copy in copies if copy.action.push.xfer_id == xfer_id]
+        mine = [copy for copy in copies if copy.action.write.xfer_id == xfer_id]
         others = [copy for copy in mine if copy.attempt != attempt]
         assert not others, "pages were granted while somebody else may write there"
 
@@ -454,7 +454,12 @@ class HandOffMachine(RuleBasedStateMachine):
 
     def start(self, worker: Prefiller, ask: Permit) -> None:
         todo = [
-            Export(layer_index=layer, first_block=block, source=(BlockId(block),))
+            PageWrite(
+                xfer_id=ask.xfer_id,
+                layer_index=layer,
+                first_block=block,
+                source=(BlockId(block),),
+            )
             for block in range(ask.num_blocks)
             for layer in range(LAYERS)
         ]
@@ -551,7 +556,7 @@ class HandOffMachine(RuleBasedStateMachine):
     @rule(on_prefill=st.booleans(), on_decode=st.booleans())
     def router_cancels_what_is_being_written(self, on_prefill: bool, on_decode: bool) -> None:
         copy = next(copy for link in self.all_links() for copy in link.copies.values())
-        self.cancel(self.legs[copy.action.push.xfer_id], on_prefill, on_decode)
+        self.cancel(self.legs[copy.action.write.xfer_id], on_prefill, on_decode)
 
     def cancel(self, leg: Leg, on_prefill: bool, on_decode: bool) -> None:
         xfer_id = leg.permit.xfer_id
@@ -660,7 +665,8 @@ class HandOffMachine(RuleBasedStateMachine):
         )
         pages = tuple(map(BlockId, range(compute.permit.num_blocks)))
         compute.todo = [
-            Export(layer_index=layer, first_block=0, source=pages) for layer in range(LAYERS)
+            PageWrite(xfer_id=compute.permit.xfer_id, layer_index=layer, source=pages)
+            for layer in range(LAYERS)
         ]
 
     def unfinished(self) -> list[Compute]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from baton.errors import IncompatibleError, TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from kv_transfer.backends.shm import copy_pages
 from kv_transfer.heads import HeadSlice, plan_link, plan_sender
-from kv_transfer.ports import Push
 from tests.kv_transfer.sharding import WHOLE, Bytes, heads_of, spread, truth
 
 SIZES = (1, 2, 4, 8)
@@ -211,7 +211,7 @@ def test_any_pages_arrive_as_if_sharded_anew_and_no_other_byte_changes(moved):
     for target, arena in zip(targets, wanted, strict=True):
         for here, there in pairs:
             arena[1][there] = truth(layer, [here], target)[0]
-    push = Push(
+    push = PageWrite(
         xfer_id=XferId("x"),
         layer_index=1,
         source=tuple(BlockId(here) for here, _ in pairs),
@@ -230,7 +230,7 @@ def test_any_pages_arrive_as_if_sharded_anew_and_no_other_byte_changes(moved):
 def test_a_layer_that_the_receiver_lacks_is_refused_and_nothing_is_written():
     target = replace(WHOLE, layers=WHOLE.layers[:1])
     memory, arena = _arena(WHOLE, 1, fill=1), _arena(target, 1, fill=2)
-    push = Push(xfer_id=XferId("x"), layer_index=1, source=(BlockId(0),), target=(BlockId(0),))
+    push = PageWrite(xfer_id=XferId("x"), layer_index=1, source=(BlockId(0),), target=(BlockId(0),))
     with pytest.raises(TransferError, match="layer 1 is none of the receiver's"):
         copy_pages(push, memory, arena, plan_link(WHOLE, target))
     assert (arena[0] == 2).all()

@@ -73,7 +73,7 @@ class Stopped:
 
 
 class Way:
-    """A pusher into fake memory, and what became of its pushes."""
+    """A writer into fake memory, and what became of its pushes."""
 
     def __init__(self, *, stopped: bool = False) -> None:
         self.clock = ManualClock()
@@ -85,8 +85,8 @@ class Way:
         sender = FakeSender(fabric, self.source, num_blocks=SENDER_BLOCKS)
         self.lease = WriteLease(self.clock, 4.0, 0.0)
         self.hashes = ArenaHashes(self.source, LAYOUT, num_blocks=SENDER_BLOCKS)
-        self.pusher = PageWriter(
-            sender.connect(handle, LAYOUT),
+        self.writer = PageWriter(
+            sender.connect(handle, LAYOUT, lease=self.lease),
             lease=self.lease,
             link=plan_link(LAYOUT, LAYOUT),
             hashes=Stopped(self.clock) if stopped else self.hashes,
@@ -95,7 +95,7 @@ class Way:
         self._came = threading.Semaphore(0)
 
     def push(self, *args) -> tuple[TransferError | None, Hashes | None]:
-        self.pusher.push(push(*args), self.done)
+        self.writer.push(push(*args), self.done)
         assert self.landed()
         return self.outcomes[-1]
 
@@ -112,7 +112,7 @@ class Way:
 def way():
     way = Way()
     yield way
-    way.pusher.close()
+    way.writer.close()
 
 
 def test_a_push_comes_back_with_the_hashes_of_what_was_pushed(way: Way):
@@ -137,7 +137,7 @@ class Filled:
 
 def test_pages_are_hashed_once_the_gpu_has_written_them(way: Way):
     written = replace(push(1, [3], [7]), ready=Filled(way.source))
-    way.pusher.push(written, way.done)
+    way.writer.push(written, way.done)
     assert way.landed()
     error, hashes = way.outcomes[-1]
     assert error is None
@@ -162,7 +162,7 @@ def test_a_lease_that_ends_between_hashing_and_copying_is_noticed_by_the_backend
     assert isinstance(error, LeaseExpiredError)
     assert hashes is None
     assert bytes(way.target) == before
-    way.pusher.close()
+    way.writer.close()
 
 
 def test_a_wrong_push_ends_neither_the_thread_nor_the_others(way: Way):
@@ -173,6 +173,6 @@ def test_a_wrong_push_ends_neither_the_thread_nor_the_others(way: Way):
 
 def test_closing_answers_everything_that_is_queued(way: Way):
     for block in range(SENDER_BLOCKS):
-        way.pusher.push(push(0, [block], [block]), way.done)
-    way.pusher.close()
+        way.writer.push(push(0, [block], [block]), way.done)
+    way.writer.close()
     assert [error for error, _ in way.outcomes] == [None] * SENDER_BLOCKS

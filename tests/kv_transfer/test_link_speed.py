@@ -23,10 +23,10 @@ class MeasuredSender:
     def __init__(self, sender: FakeSender) -> None:
         self._sender = sender
 
-    def connect(self, handle, layout, peer=None) -> MeasuredWriter:
+    def connect(self, handle, layout, peer=None, lease=None) -> MeasuredWriter:
         plan = plan_link(layout, layout if peer is None else peer)
         return MeasuredWriter(
-            self._sender.connect(handle, layout, peer), LinkSpeed(backend="f"), plan
+            self._sender.connect(handle, layout, peer, lease), LinkSpeed(backend="f"), plan
         )
 
 
@@ -54,9 +54,9 @@ class TestMeasuredFake(BackendConformance, ShardedConformance):
         outcome = Outcome()
         measured.push(push(0, [SENDER_BLOCKS], [0]), outcome.done)
         assert isinstance(outcome.wait()[0], TransferError)
-        assert measured.link.bytes_per_second == 0
+        assert measured.speed.bytes_per_second == 0
         measured.push(push(0, [1], [1]), outcome.done)
-        assert measured.link.bytes_per_second > 0
+        assert measured.speed.bytes_per_second > 0
 
     def test_a_trial_writes_the_spare_page_and_no_other(self, link: Both, measured: MeasuredWriter):
         link.source[:] = b"s" * len(link.source)
@@ -67,8 +67,8 @@ class TestMeasuredFake(BackendConformance, ShardedConformance):
         assert bytes(link.target[begin:end]) == b"s" * LAYOUT.page_layer_bytes
         assert not any(link.target[:begin])
         assert not any(link.target[end:])
-        assert measured.link.latency_s > 0
-        assert measured.link.bytes_per_second > 0
+        assert measured.speed.latency_s > 0
+        assert measured.speed.bytes_per_second > 0
 
     def test_a_way_that_carries_nothing_fails_its_trial(self, link: Both):
         held = FakeSender(FakeFabric(), link.source, num_blocks=SENDER_BLOCKS, held=True)

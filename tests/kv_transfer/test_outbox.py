@@ -7,9 +7,9 @@ from baton.errors import InvariantError, TicketError, TransferError, WorkerLostE
 from baton.generation import TokenSample
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from kv_transfer.heads import plan_link
 from kv_transfer.ledger.outbox import (
-    Exported,
     FirstTokensDrawn,
     FromDecode,
     GivenUp,
@@ -23,8 +23,8 @@ from kv_transfer.ledger.outbox import (
     PushDone,
     Send,
     Started,
+    StartPush,
 )
-from kv_transfer.ledger.shipment import StartPush
 from kv_transfer.memory.checksum import fold
 from kv_transfer.messages import (
     AbortRequest,
@@ -36,7 +36,7 @@ from kv_transfer.messages import (
     Reserve,
     ToPrefill,
 )
-from kv_transfer.plan import Export, Grant
+from kv_transfer.plan import Grant
 from tests.kv_transfer.permits import permit
 
 X = XferId("x")
@@ -53,9 +53,9 @@ FIRST = (TokenSample(sample=0, token=5),)
 DREW = FirstTokensDrawn(xfer_id=X, first_tokens=FIRST)
 
 
-def exported(layer: int, first: int, *source: int) -> Exported:
+def exported(layer: int, first: int, *source: int) -> PageWrite:
     pages = tuple(map(BlockId, source))
-    return Exported(xfer_id=X, export=Export(layer_index=layer, first_block=first, source=pages))
+    return PageWrite(xfer_id=X, layer_index=layer, first_block=first, source=pages)
 
 
 def said(message: ToPrefill) -> FromDecode:
@@ -72,7 +72,7 @@ def pushes(actions) -> list[StartPush]:
 
 
 def land(outbox: Outbox, push: StartPush, error: TransferError | None = None):
-    event = PushDone(xfer_id=X, push_id=push.push_id, error=error)
+    event = PushDone(xfer_id=X, push_id=push.write.push_id, error=error)
     return outbox.handle(event, 0.0)
 
 
@@ -98,7 +98,7 @@ def test_pages_are_asked_for_once_computing_starts_and_the_peer_is_there():
 def test_exports_wait_for_the_grant_and_go_to_the_granted_pages(outbox: Outbox):
     assert outbox.handle(exported(0, 0, 3, 4), 0.0) == []
     (push,) = pushes(outbox.handle(granted(1, 7), 0.0))
-    assert (push.push.source, push.push.target, push.push.layer_index) == ((4,), (7,), 0)
+    assert (push.write.source, push.write.target, push.write.layer_index) == ((4,), (7,), 0)
 
 
 def test_the_commit_waits_for_every_layer_of_every_page_and_the_first_tokens(outbox: Outbox):
@@ -141,7 +141,7 @@ def test_a_peer_with_some_heads_of_some_layers_is_sent_those_and_told_their_byte
     outbox.handle(exported(0, 0, 3, 4), 0.0)
     outbox.handle(exported(1, 0, 3, 4), 0.0)
     (push,) = pushes(outbox.handle(granted(0, 7, 8), 0.0))
-    assert push.push.layer_index == 1
+    assert push.write.layer_index == 1
     outbox.handle(DREW, 0.0)
     commit = Commit(
         xfer_id=X, attempt=1, num_blocks=2, num_bytes=2 * there.page_bytes, first_tokens=FIRST
@@ -176,7 +176,7 @@ def test_pages_of_a_preempted_prompt_are_pushed_again_and_never_two_at_once(outb
     (old,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
     assert pushes(outbox.handle(exported(0, 0, 5, 6), 0.0)) == []
     (new,) = pushes(land(outbox, old))
-    assert new.push.source == (5, 6)
+    assert new.write.source == (5, 6)
     outbox.check_integrity()
 
 
@@ -184,7 +184,7 @@ def test_only_the_last_export_of_a_page_counts(outbox: Outbox):
     outbox.handle(exported(0, 0, 3, 4), 0.0)
     outbox.handle(exported(0, 0, 5, 6), 0.0)
     (only,) = pushes(outbox.handle(granted(0, 7, 8), 0.0))
-    assert only.push.source == (5, 6)
+    assert only.write.source == (5, 6)
 
 
 @pytest.mark.parametrize("wrong", [granted(0, 7), granted(0, 7, 10), granted(0, 7, 7)])
@@ -238,7 +238,7 @@ def test_a_ticket_that_is_shown_again_is_worth_nothing(outbox: Outbox):
     outbox.handle(granted(0, 7, 8), 0.0)
     assert outbox.handle(granted(0, 1, 2), 0.0) == []
     (push,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
-    assert push.push.target == (7,)
+    assert push.write.target == (7,)
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,10 @@ def test_the_commit_carries_the_checksums_of_what_was_pushed_last():
     waiting = [push for event in sent for push in pushes(outbox.handle(event, 0.0))]
     while waiting:
         push = waiting.pop(0)
-        hashes = [page * 10 + push.push.layer_index for page in push.push.source]
-        done = PushDone(xfer_id=X, push_id=push.push_id, hashes=np.array(hashes, dtype=np.uint64))
+        hashes = [page * 10 + push.write.layer_index for page in push.write.source]
+        done = PushDone(
+            xfer_id=X, push_id=push.write.push_id, hashes=np.array(hashes, dtype=np.uint64)
+        )
         waiting += pushes(outbox.handle(done, 0.0))
     (commit,) = outbox.handle(DREW, 0.0)
     assert isinstance(commit, Send)

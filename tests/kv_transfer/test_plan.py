@@ -5,29 +5,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import TransferError
-from baton.ids import BlockId
-from kv_transfer.plan import Export, Grant, check_export, check_grant, plan_pages, runs
+from baton.ids import BlockId, XferId
+from baton.pages import PageWrite
+from kv_transfer.plan import Grant, check_grant, check_source, place, runs
 
 
 def pages(*ids: int) -> tuple[BlockId, ...]:
     return tuple(map(BlockId, ids))
 
 
-def export(first: int, *source: int, layer: int = 0) -> Export:
-    return Export(layer_index=layer, first_block=first, source=pages(*source))
+def export(first: int, *source: int, layer: int = 0) -> PageWrite:
+    return PageWrite(
+        xfer_id=XferId("x"), layer_index=layer, first_block=first, source=pages(*source)
+    )
 
 
 GRANT = Grant(held_blocks=2, blocks=pages(7, 9, 4, 1))
 
 
 def test_pages_that_the_peer_holds_are_left_out():
-    plan = plan_pages(export(1, 31, 32, 33), GRANT)
+    plan = place(export(1, 31, 32, 33), GRANT)
     assert plan is not None
     assert (plan.first_block, plan.source, plan.target) == (2, pages(32, 33), pages(7, 9))
 
 
 def test_an_export_of_held_pages_only_sends_nothing():
-    assert plan_pages(export(0, 30, 31), GRANT) is None
+    assert place(export(0, 30, 31), GRANT) is None
 
 
 @pytest.mark.parametrize(
@@ -48,9 +51,9 @@ def test_a_grant_that_does_not_fit_is_refused(grant: Grant, why: str):
 @pytest.mark.parametrize(
     "wrong", [export(3, 1, 2), export(-1, 1), export(0, 1, layer=2), export(0, 1, layer=-1)]
 )
-def test_an_export_outside_the_prompt_is_refused(wrong: Export):
+def test_an_export_outside_the_prompt_is_refused(wrong: PageWrite):
     with pytest.raises(TransferError):
-        check_export(wrong, num_blocks=4, num_layers=2)
+        check_source(wrong, num_blocks=4, num_layers=2)
 
 
 @given(st.data())
@@ -62,7 +65,7 @@ def test_every_block_that_is_not_held_is_sent_exactly_once(data: st.DataObject):
     grant = Grant(held_blocks=held, blocks=pages(*targets))
     sent: dict[int, int] = {}
     for first, end in pairwise(cuts):
-        plan = plan_pages(export(first, *range(100 + first, 100 + end)), grant)
+        plan = place(export(first, *range(100 + first, 100 + end)), grant)
         if plan is not None:
             sent.update(zip(plan.source, plan.target, strict=True))
     assert sent == {100 + held + index: target for index, target in enumerate(targets)}

@@ -16,18 +16,19 @@ from baton.clock import MonotonicClock
 from baton.errors import BatonError, IncompatibleError, TicketError, TransferError
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from baton.rpc.channel import bind, new_server, open_channel
 from baton.rpc.hello import PROTOCOL_VERSION, identity_to_proto, layout_from_proto, layout_to_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.rpc.v1.common_pb2 import Failure, Signed
-from kv_transfer.backends.fake import Done, FakeFabric, FakeReceiver, FakeSender, FakeWriter
+from kv_transfer.backends.fake import FakeFabric, FakeReceiver, FakeSender, FakeWriter
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory.page_hash import ArenaHashes, Checksum
 from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Grant
-from kv_transfer.ports import KvWriter, Push, RegionHandle
+from kv_transfer.ports import Done, KvWriter, Lease, RegionHandle
 from kv_transfer.session.client import PeerSession
 from kv_transfer.session.connection import OpenedSession
 from kv_transfer.session.handshake import (
@@ -289,10 +290,14 @@ class Reluctant:
     writers: list["ReluctantWriter"] = field(default_factory=list)
 
     def connect(
-        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+        self,
+        handle: RegionHandle,
+        layout: KvLayout,
+        peer: KvLayout | None = None,
+        lease: Lease | None = None,
     ) -> KvWriter:
         self.writers.append(
-            ReluctantWriter(self.real.connect(handle, layout, peer), self.may_close)
+            ReluctantWriter(self.real.connect(handle, layout, peer, lease), self.may_close)
         )
         return self.writers[-1]
 
@@ -302,8 +307,8 @@ class ReluctantWriter:
     real: FakeWriter
     may_close: threading.Event
 
-    def push(self, push: Push, done: Done) -> None:
-        self.real.push(push, done)
+    def push(self, write: PageWrite, done: Done) -> None:
+        self.real.push(write, done)
 
     def close(self) -> None:
         assert self.may_close.wait(TIMEOUT_S)
@@ -332,7 +337,11 @@ class Unreachable:
     """A backend that is installed on both sides and does not work between them."""
 
     def connect(
-        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+        self,
+        handle: RegionHandle,
+        layout: KvLayout,
+        peer: KvLayout | None = None,
+        lease: Lease | None = None,
     ) -> KvWriter:
         raise TransferError("no such device")
 

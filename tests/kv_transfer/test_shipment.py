@@ -2,11 +2,12 @@
 
 import itertools
 
-from baton.ids import BlockId, LayerName
+from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from kv_transfer.heads import plan_link
 from kv_transfer.ledger.shipment import Shipment
-from kv_transfer.plan import Export, Grant
+from kv_transfer.plan import Grant
 from tests.kv_transfer.permits import permit
 
 LAYOUT = KvLayout(
@@ -25,9 +26,11 @@ def test_a_worker_that_has_pushed_for_weeks_still_knows_its_exports_apart():
     grant = Grant(held_blocks=0, blocks=(BlockId(7),))
     shipment.grant(grant, plan_link(LAYOUT, LAYOUT), checksums=False)
     for source in (3, 5):
-        shipment.export(Export(layer_index=0, first_block=0, source=(BlockId(source),)))
+        shipment.export(
+            PageWrite(xfer_id=XferId("x"), layer_index=0, first_block=0, source=(BlockId(source),))
+        )
         (started,) = shipment.start()
-        assert started.push.source == (source,)
+        assert started.source == (source,)
         shipment.land(started.push_id, None)
         assert shipment.complete
         shipment.check_integrity()
@@ -47,6 +50,10 @@ def test_a_push_knows_when_a_gpu_has_written_its_pages():
     grant = Grant(held_blocks=0, blocks=(BlockId(7),))
     shipment.grant(grant, plan_link(LAYOUT, LAYOUT), checksums=False)
     ready = Written()
-    shipment.export(Export(layer_index=0, first_block=0, source=(BlockId(3),), ready=ready))
+    shipment.export(
+        PageWrite(
+            xfer_id=XferId("x"), layer_index=0, first_block=0, source=(BlockId(3),), ready=ready
+        )
+    )
     (started,) = shipment.start()
-    assert started.push.ready is ready
+    assert started.ready is ready

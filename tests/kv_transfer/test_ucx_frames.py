@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from baton.errors import TransferError
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from kv_transfer.backends.ucx.frames import (
     MAX_PAYLOAD_BYTES,
     Buffer,
@@ -20,7 +21,6 @@ from kv_transfer.backends.ucx.frames import (
 )
 from kv_transfer.heads import plan_link
 from kv_transfer.memory.pages import Pages, layer_pages
-from kv_transfer.ports import Push
 
 SMALL = KvLayout(
     model_fingerprint="f",
@@ -41,7 +41,7 @@ def arena(layout: KvLayout, seed: int | None) -> list[Pages]:
 
 
 def carry(
-    push: Push, here: KvLayout, there: KvLayout, payload_bytes: int = MAX_PAYLOAD_BYTES
+    push: PageWrite, here: KvLayout, there: KvLayout, payload_bytes: int = MAX_PAYLOAD_BYTES
 ) -> tuple[list[Pages], list[Pages], int]:
     """Source, target and the number of frames after a push was carried out."""
     source, target = arena(here, 1), arena(there, None)
@@ -58,8 +58,8 @@ def carry(
     return source, target, count
 
 
-def push_of(source: list[int], target: list[int], layer: int = 0) -> Push:
-    return Push(
+def push_of(source: list[int], target: list[int], layer: int = 0) -> PageWrite:
+    return PageWrite(
         xfer_id=XferId("x"),
         layer_index=layer,
         source=tuple(map(BlockId, source)),

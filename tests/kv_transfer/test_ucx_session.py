@@ -11,6 +11,7 @@ import pytest
 from baton import native
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from kv_transfer.backends.registry import BACKENDS
 from kv_transfer.backends.ucx import ucp
 from kv_transfer.backends.ucx.frames import HeadReader, frames_of, head_of, rows_of
@@ -19,7 +20,6 @@ from kv_transfer.backends.ucx.ucp import Request, load_turns, places_of
 from kv_transfer.backends.ucx.worker import UcxContext, UcxWorker, body_tag, head_tag
 from kv_transfer.heads import plan_link
 from kv_transfer.memory.pages import layer_pages
-from kv_transfer.ports import Push
 
 BACKEND = BACKENDS["ucx"]
 
@@ -76,7 +76,7 @@ class Both:
     def send_frame(self, number: int, change: Callable[[np.ndarray], None] = lambda head: None):
         pages = layer_pages(self.source.data, LAYOUT, BLOCKS)
         blocks = tuple(map(BlockId, range(BLOCKS)))
-        push = Push(xfer_id=XferId("x"), layer_index=0, source=blocks, target=blocks)
+        push = PageWrite(xfer_id=XferId("x"), layer_index=0, source=blocks, target=blocks)
         (frame,) = frames_of(push, pages, plan_link(LAYOUT, LAYOUT), target_blocks=BLOCKS)
         head = head_of(frame, number).copy()
         change(head)

@@ -20,13 +20,13 @@ from kvpool.service import run
 def stall(path: Path) -> None:
     real = shm.copy_pages
 
-    def half(push: Any, source: Any, target: Any, plan: Any) -> None:
-        numbers = range(len(push.target) // 2)
+    def half(write: Any, source: Any, target: Any, plan: Any) -> None:
+        numbers = range(len(write.target) // 2)
         for number in numbers:
-            target[0][push.target[number]] = source[0][push.source[number]]
+            target[0][write.target[number]] = source[0][write.source[number]]
         path.touch()
         threading.Event().wait()
-        real(push, source, target, plan)
+        real(write, source, target, plan)
 
     shm.copy_pages = half
 

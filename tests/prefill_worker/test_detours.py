@@ -9,29 +9,31 @@ from baton.ids import (
     LayerName,
     LegId,
     RequestId,
+    Role,
     SeqId,
     WorkerId,
     WorkerIdentity,
     XferId,
 )
 from baton.layout import KvLayout
-from baton.rpc.frames import StreamId
 from baton_engine.messages import Prefill, PrefillStarted, Release, Released, Sampled
 from baton_engine.ports import PageExport
-from kv_transfer.ledger.outbox import FromDecode, PeerUp, Send
-from kv_transfer.ledger.shipment import StartPush
-from kv_transfer.messages import Granted, Quiesced
-from kv_transfer.plan import Grant
-from prefill_worker.lifecycle import PrefillLifecycle
-from prefill_worker.messages import (
-    Cancel,
+from baton_worker.legs import LegLifecycle, LegTable
+from baton_worker.messages import (
     LayerReady,
+    LegAsked,
+    LegCancelled,
+    LegKind,
+    PooledMessage,
     PromptPut,
     PutPrompt,
     StreamGone,
-    Submit,
-    TellPooled,
+    StreamId,
 )
+from kv_transfer.ledger.outbox import FromDecode, PeerUp, Send, StartPush
+from kv_transfer.messages import Granted, Quiesced
+from kv_transfer.plan import Grant
+from prefill_worker.hand_offs import SendingHandOffs
 from tests.kv_transfer.permits import permit
 
 D = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation(1))
@@ -48,13 +50,20 @@ PROMPT = Prompt(prompt_tokens=(1, 2, 3, 4, 5), sampling=SamplingParams(max_token
 AFTER_S = 0.5
 
 
+def new_core(pool_after_s: float | None = None) -> LegLifecycle:
+    legs = LegTable()
+    sending = SendingHandOffs(LAYOUT, legs, pool_after_s=pool_after_s)
+    return LegLifecycle(legs, LAYOUT, Role.PREFILL, sending=sending)
+
+
 class Waiting:
     """A prompt that was computed at 1.0 s, and whose pages nobody has granted."""
 
     def __init__(self, after_s: float | None = AFTER_S) -> None:
-        self.core = PrefillLifecycle(LAYOUT, pool_after_s=after_s)
-        submit = Submit(
+        self.core = new_core(after_s)
+        submit = LegAsked(
             stream=STREAM,
+            kind=LegKind.PREFILL,
             leg_id=LEG,
             request_id=RequestId("r"),
             prompt=PROMPT,
@@ -107,7 +116,7 @@ def test_a_prompt_without_room_is_put_into_the_pool_once_it_has_waited(waiting: 
 def test_the_router_is_told_before_the_decode_worker_and_the_pages_are_let_go(waiting: Waiting):
     waiting.core.tick(2.0)
     tell, quiesced, release = waiting.put(2.1)
-    assert tell == TellPooled(stream=STREAM, leg_id=LEG)
+    assert tell == PooledMessage(stream=STREAM, leg_id=LEG)
     assert quiesced == Send(peer=D, message=Quiesced(xfer_id=XferId("x"), attempt=1))
     assert release == Release(seq_id=waiting.seq_id)
     waiting.tell(Released(seq_id=waiting.seq_id), 2.2)
@@ -134,7 +143,9 @@ def test_what_the_pool_does_not_take_waits_and_is_tried_again(waiting: Waiting):
     assert len(waiting.put(3.0)) == 3
 
 
-@pytest.mark.parametrize("gone", [Cancel(stream=STREAM, leg_id=LEG), StreamGone(stream=STREAM)])
+@pytest.mark.parametrize(
+    "gone", [LegCancelled(stream=STREAM, leg_id=LEG), StreamGone(stream=STREAM)]
+)
 def test_what_is_cancelled_while_it_is_put_is_not_told_of_again(waiting: Waiting, gone):
     waiting.core.tick(2.0)
     waiting.tell(gone, 2.05)

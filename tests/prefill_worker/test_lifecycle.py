@@ -1,4 +1,4 @@
-"""Random lives of legs on a prefill worker, against a model of the engine and of the decode worker."""
+"""Random lives of prefill legs, against a model of the engine and of the decode worker."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,34 +18,36 @@ from baton.ids import (
     LayerName,
     LegId,
     RequestId,
+    Role,
     SeqId,
     WorkerId,
     WorkerIdentity,
     XferId,
 )
 from baton.layout import KvLayout
-from baton.rpc.frames import StreamId
 from baton_engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released, Sampled
 from baton_engine.ports import PageExport
-from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send
-from kv_transfer.ledger.shipment import StartPush
-from kv_transfer.messages import AbortRequest, Commit, Committed, Granted, Quiesced, Reserve
-from kv_transfer.plan import Grant
-from prefill_worker.lifecycle import PrefillLifecycle
-from prefill_worker.messages import (
-    Cancel,
+from baton_worker.legs import LegLifecycle, LegTable
+from baton_worker.messages import (
     Connect,
+    FailedMessage,
+    HandedOffMessage,
     LayerReady,
-    PrefillAction,
+    LegAsked,
+    LegCancelled,
+    LegKind,
+    PooledMessage,
+    PrefilledMessage,
     PromptPut,
     PutPrompt,
     StreamGone,
-    Submit,
-    TellFailed,
-    TellFirstTokens,
-    TellHandedOff,
-    TellPooled,
+    StreamId,
+    WorkerAction,
 )
+from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
+from kv_transfer.messages import AbortRequest, Commit, Committed, Granted, Quiesced, Reserve
+from kv_transfer.plan import Grant
+from prefill_worker.hand_offs import SendingHandOffs
 from tests.kv_transfer.permits import permit
 
 D = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation(1))
@@ -62,9 +64,16 @@ PROMPT = Prompt(prompt_tokens=(1, 2, 3, 4, 5), sampling=SamplingParams(max_token
 PAGES = (BlockId(5), BlockId(6))
 
 
-def submit(leg: int = 1, xfer: str = "x", prompt: Prompt = PROMPT) -> Submit:
-    return Submit(
+def new_core(pool_after_s: float | None = None) -> LegLifecycle:
+    legs = LegTable()
+    sending = SendingHandOffs(LAYOUT, legs, pool_after_s=pool_after_s)
+    return LegLifecycle(legs, LAYOUT, Role.PREFILL, sending=sending)
+
+
+def submit(leg: int = 1, xfer: str = "x", prompt: Prompt = PROMPT) -> LegAsked:
+    return LegAsked(
         stream=STREAM,
+        kind=LegKind.PREFILL,
         leg_id=LegId(leg),
         request_id=RequestId("r"),
         prompt=prompt,
@@ -83,11 +92,11 @@ def ready(seq_id: SeqId, layer: int) -> LayerReady:
 
 
 @pytest.fixture
-def lifecycle() -> PrefillLifecycle:
-    return PrefillLifecycle(LAYOUT)
+def lifecycle() -> LegLifecycle:
+    return new_core()
 
 
-def started(lifecycle: PrefillLifecycle) -> SeqId:
+def started(lifecycle: LegLifecycle) -> SeqId:
     connect, command = lifecycle.handle(submit(), 1.0)
     assert isinstance(connect, Connect)
     assert isinstance(command, Prefill)
@@ -98,31 +107,31 @@ def started(lifecycle: PrefillLifecycle) -> SeqId:
     return command.seq_id
 
 
-def test_first_tokens_go_to_the_router_before_anything_is_handed_over(lifecycle: PrefillLifecycle):
+def test_first_tokens_go_to_the_router_before_anything_is_handed_over(lifecycle: LegLifecycle):
     seq_id = started(lifecycle)
     (tell,) = lifecycle.handle(Sampled(seq_id=seq_id, tokens=first()), 8.0)
-    assert isinstance(tell, TellFirstTokens)
+    assert isinstance(tell, PrefilledMessage)
     assert (tell.queue_s, tell.prefill_s, tell.cached_tokens) == (2.0, 5.0, 4)
 
 
 def test_a_leg_that_ends_with_its_first_token_is_given_up_not_committed(
-    lifecycle: PrefillLifecycle,
+    lifecycle: LegLifecycle,
 ):
     seq_id = started(lifecycle)
     actions = lifecycle.handle(Sampled(seq_id=seq_id, tokens=first(FinishReason.STOP)), 8.0)
     tell, quiesced, release = actions
-    assert isinstance(tell, TellFirstTokens)
+    assert isinstance(tell, PrefilledMessage)
     assert quiesced == Send(peer=D, message=Quiesced(xfer_id=XferId("x"), attempt=1))
     assert release == Release(seq_id=seq_id)
 
 
-def test_a_second_leg_for_a_known_peer_opens_no_second_session(lifecycle: PrefillLifecycle):
+def test_a_second_leg_for_a_known_peer_opens_no_second_session(lifecycle: LegLifecycle):
     started(lifecycle)
     actions = lifecycle.handle(submit(2, "y"), 0.0)
     assert [type(action) for action in actions] == [Prefill]
 
 
-def test_a_lost_peer_is_dialled_again_by_the_next_leg(lifecycle: PrefillLifecycle):
+def test_a_lost_peer_is_dialled_again_by_the_next_leg(lifecycle: LegLifecycle):
     started(lifecycle)
     lifecycle.handle(PeerDown(peer=D, error=WorkerLostError("gone")), 0.0)
     connect, _ = lifecycle.handle(submit(2, "y"), 0.0)
@@ -137,9 +146,9 @@ def test_a_lost_peer_is_dialled_again_by_the_next_leg(lifecycle: PrefillLifecycl
         submit(prompt=Prompt(prompt_tokens=(1,), samples=(), sampling=SamplingParams())),
     ],
 )
-def test_a_malformed_submit_fails_and_leaves_nothing(lifecycle: PrefillLifecycle, wrong: Submit):
+def test_a_malformed_submit_fails_and_leaves_nothing(lifecycle: LegLifecycle, wrong: LegAsked):
     (failed,) = lifecycle.handle(wrong, 0.0)
-    assert isinstance(failed, TellFailed)
+    assert isinstance(failed, FailedMessage)
     assert lifecycle.in_flight() == 0
 
 
@@ -155,7 +164,7 @@ class Sequence:
 class LifeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.core = PrefillLifecycle(LAYOUT, pool_after_s=0.5)
+        self.core = new_core(0.5)
         self.puts: list[PutPrompt] = []
         self.legs = 0
         self.open: set[int] = set()
@@ -167,7 +176,7 @@ class LifeMachine(RuleBasedStateMachine):
         self.up = False
         self.dialling = False
 
-    def act(self, actions: list[PrefillAction]) -> None:
+    def act(self, actions: list[WorkerAction]) -> None:
         for action in actions:
             match action:
                 case Connect():
@@ -187,16 +196,16 @@ class LifeMachine(RuleBasedStateMachine):
                     self.committing.append(commit.xfer_id)
                 case Send(message=Quiesced() as quiesced):
                     assert not self.outstanding(quiesced.xfer_id), "quiesced while writing"
-                case TellFirstTokens():
+                case PrefilledMessage():
                     assert action.leg_id in self.open
                 case PutPrompt():
                     self.puts.append(action)
-                case TellHandedOff() | TellPooled() | TellFailed():
+                case HandedOffMessage() | PooledMessage() | FailedMessage():
                     assert action.leg_id in self.open, "a leg ends once"
                     self.open.discard(action.leg_id)
 
     def outstanding(self, xfer_id: XferId) -> bool:
-        return any(push.push.xfer_id == xfer_id for push in self.pushes)
+        return any(push.write.xfer_id == xfer_id for push in self.pushes)
 
     def tell(self, event) -> None:
         self.act(self.core.handle(event, 0.0))
@@ -327,19 +336,19 @@ class LifeMachine(RuleBasedStateMachine):
 
     def land(self, push: StartPush, error: TransferError | None) -> None:
         self.pushes.remove(push)
-        self.tell(PushDone(xfer_id=push.push.xfer_id, push_id=push.push_id, error=error))
+        self.tell(PushDone(xfer_id=push.write.xfer_id, push_id=push.write.push_id, error=error))
 
     @rule(back=st.integers(0, 3))
     def router_cancels(self, back: int) -> None:
         leg = max(self.legs - back, 0)
-        self.tell(Cancel(stream=STREAM, leg_id=LegId(leg)))
+        self.tell(LegCancelled(stream=STREAM, leg_id=LegId(leg)))
         self.open.discard(leg)
 
     @precondition(lambda self: self.pushes)
     @rule()
     def router_cancels_what_is_being_written(self) -> None:
-        leg = int(self.pushes[0].push.xfer_id[1:])
-        self.tell(Cancel(stream=STREAM, leg_id=LegId(leg)))
+        leg = int(self.pushes[0].write.xfer_id[1:])
+        self.tell(LegCancelled(stream=STREAM, leg_id=LegId(leg)))
         self.open.discard(leg)
 
     @precondition(lambda self: len(self.open) > 4)
@@ -356,7 +365,7 @@ class LifeMachine(RuleBasedStateMachine):
         self.stream_ends()
         while self.pushes:
             push = self.pushes.pop()
-            self.tell(PushDone(xfer_id=push.push.xfer_id, push_id=push.push_id))
+            self.tell(PushDone(xfer_id=push.write.xfer_id, push_id=push.write.push_id))
         while self.answers:
             self.engine_released()
         assert not self.seqs, "the engine kept a sequence of an ended leg"

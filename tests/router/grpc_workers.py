@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,7 @@ from baton.rpc.channel import bind, new_server
 from baton.rpc.generation import finish_to_proto, prompt_from_proto, sample_to_proto
 from baton.rpc.hello import hello_to_proto
 from baton.rpc.reports import failure_to_proto, load_to_proto
-from baton.rpc.v1 import (
-    common_pb2,
-    decode_pb2,
-    decode_pb2_grpc,
-    prefill_pb2,
-    prefill_pb2_grpc,
-    transfer_pb2,
-)
+from baton.rpc.v1 import common_pb2, transfer_pb2, worker_pb2, worker_pb2_grpc
 from tests.router.workers import drawn, hello
 
 
@@ -39,6 +32,7 @@ class FakeWorker:
         started: Commands that began a leg, in order.
         cancelled: Legs that were cancelled by command.
         hung_up: Set when the router's stream ended.
+        frames: Of the last stream that was opened.
     """
 
     name: str
@@ -55,6 +49,7 @@ class FakeWorker:
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)
     server: grpc.aio.Server | None = None
     changes: dict[str, Any] = field(default_factory=dict)
+    frames: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     _handed: dict[str, asyncio.Event] = field(default_factory=dict)
 
     @property
@@ -68,12 +63,14 @@ class FakeWorker:
     async def start(self) -> None:
         self.peers[self.name] = self
         self.server = new_server()
-        if self.role.prefills_for_others:
-            prefill_pb2_grpc.add_PrefillServicer_to_server(_Prefill(self), self.server)
-        if self.role.decodes:
-            decode_pb2_grpc.add_DecodeServicer_to_server(_Decode(self), self.server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(_Service(self), self.server)
         bind(self.server, self.address)
         await self.server.start()
+
+    def greet_again(self, **changes: Any) -> None:
+        """Says on an open stream what it is now."""
+        again = replace(self.hello, **changes)
+        self.frames.put_nowait(worker_pb2.Frame(hello=hello_to_proto(again)))
 
     async def kill(self) -> None:
         if self.server is not None:
@@ -98,14 +95,10 @@ class FakeWorker:
 class _Stream:
     """Frames to one router; each leg is a task."""
 
-    frame: Any
-
-    async def run(self, begun: Any) -> None:
-        raise NotImplementedError
-
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
         self.frames: asyncio.Queue[Any] = asyncio.Queue()
+        worker.frames = self.frames
         self.legs: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, commands, first) -> AsyncIterator[Any]:
@@ -133,63 +126,60 @@ class _Stream:
             if self.worker.refusal is not None:
                 failure = failure_to_proto(self.worker.refusal)
                 failed = common_pb2.LegFailed(leg_id=leg_id, failure=failure)
-                self.frames.put_nowait(self.frame(failed=[failed]))
+                self.frames.put_nowait(worker_pb2.Frame(failed=[failed]))
             else:
                 self.legs[leg_id] = asyncio.create_task(self.run(begun))
 
+    async def run(self, begun: Any) -> None:
+        await (self.prefill(begun) if isinstance(begun, worker_pb2.Prefill) else self.decode(begun))
 
-class _PrefillStream(_Stream):
-    frame = prefill_pb2.PrefillFrame
-
-    async def run(self, submit: prefill_pb2.SubmitPrefill) -> None:
+    async def prefill(self, submit: worker_pb2.Prefill) -> None:
         prompt = prompt_from_proto(submit.request)
         position = len(prompt.output_tokens)
         await self.worker.pause(position)
         tokens = [drawn(s, position, prompt.sampling.max_tokens) for s in prompt.samples]
-        first = prefill_pb2.FirstTokens(
+        first = worker_pb2.Prefilled(
             leg_id=submit.request.leg_id,
-            tokens=[sample_to_proto(token) for token in tokens],
+            first_tokens=[sample_to_proto(token) for token in tokens],
             cached_tokens=3,
             queue_s=0.25,
             prefill_s=0.5,
         )
-        self.frames.put_nowait(self.frame(first_tokens=[first]))
+        self.frames.put_nowait(worker_pb2.Frame(prefilled=[first]))
         permit = transfer_pb2.Permit.FromString(submit.permit.content)
         self.worker.peers[permit.target.worker_id].handed_over(permit.xfer_id).set()
-        done = prefill_pb2.HandedOff(
+        done = worker_pb2.HandedOff(
             leg_id=submit.request.leg_id, blocks_sent=2, bytes_sent=64, reserve_wait_s=0.1
         )
-        self.frames.put_nowait(self.frame(handed_off=[done], load=load_to_proto(WorkerLoad())))
+        self.frames.put_nowait(
+            worker_pb2.Frame(handed_off=[done], load=load_to_proto(WorkerLoad()))
+        )
 
-
-class _DecodeStream(_Stream):
-    frame = decode_pb2.DecodeFrame
-
-    async def run(self, begun: decode_pb2.Expect | decode_pb2.Generate) -> None:
+    async def decode(self, begun: worker_pb2.Receive | worker_pb2.Generate) -> None:
         prompt = prompt_from_proto(begun.request)
         position = len(prompt.output_tokens)
         leg_id = begun.request.leg_id
-        if isinstance(begun, decode_pb2.Expect):
+        if isinstance(begun, worker_pb2.Receive):
             permit = transfer_pb2.Permit.FromString(begun.permit.content)
             await self.worker.handed_over(permit.xfer_id).wait()
             position += 1
         else:
-            local = decode_pb2.LocalPrefill(leg_id=leg_id, cached_tokens=4, prefill_s=0.5)
-            self.frames.put_nowait(self.frame(prefilled=[local]))
+            local = worker_pb2.Prefilled(leg_id=leg_id, cached_tokens=4, prefill_s=0.5)
+            self.frames.put_nowait(worker_pb2.Frame(prefilled=[local]))
         for step in range(position, prompt.sampling.max_tokens):
             await self.worker.pause(step)
             self.frames.put_nowait(self.step(leg_id, prompt, step))
             await asyncio.sleep(0)
 
-    def step(self, leg_id: int, prompt: Prompt, step: int) -> decode_pb2.DecodeFrame:
+    def step(self, leg_id: int, prompt: Prompt, step: int) -> worker_pb2.Frame:
         tokens = [drawn(s, step, prompt.sampling.max_tokens) for s in prompt.samples]
-        return self.frame(
+        return worker_pb2.Frame(
             step=step,
             leg_ids=[leg_id] * len(tokens),
             samples=[token.sample for token in tokens],
             tokens=[token.token for token in tokens],
             finished=[
-                decode_pb2.SampleFinished(
+                worker_pb2.SampleFinished(
                     leg_id=leg_id, sample=token.sample, reason=finish_to_proto(token.finish)
                 )
                 for token in tokens
@@ -198,23 +188,13 @@ class _DecodeStream(_Stream):
         )
 
 
-class _Prefill(prefill_pb2_grpc.PrefillServicer):
+class _Service(worker_pb2_grpc.WorkerServicer):
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
 
     async def Serve(self, request_iterator, context):  # noqa: N802  # the stub's name
-        first = prefill_pb2.PrefillFrame(hello=hello_to_proto(self.worker.hello))
-        async for frame in _PrefillStream(self.worker).serve(request_iterator, first):
-            yield frame
-
-
-class _Decode(decode_pb2_grpc.DecodeServicer):
-    def __init__(self, worker: FakeWorker) -> None:
-        self.worker = worker
-
-    async def Serve(self, request_iterator, context):  # noqa: N802  # the stub's name
-        first = decode_pb2.DecodeFrame(hello=hello_to_proto(self.worker.hello))
-        async for frame in _DecodeStream(self.worker).serve(request_iterator, first):
+        first = worker_pb2.Frame(hello=hello_to_proto(self.worker.hello))
+        async for frame in _Stream(self.worker).serve(request_iterator, first):
             yield frame
 
 

@@ -5,22 +5,20 @@ import sys
 
 from baton.config.schema import RouterConfig
 from baton.ids import Role
-from router.generator import ClusterGenerator
 from router.links import LinkTiming
+from router.service import compose, running
 from tests.router.test_generator import job
 
 
 async def main(addresses: list[str]) -> None:
-    generator = ClusterGenerator(
-        RouterConfig(), addresses, b"s" * 32, link_timing=LinkTiming(backoff_s=0.01)
-    )
-    generator.start()
-    while not any(worker.hello.role is Role.HYBRID for worker in generator.view.workers):
-        await generator.worker_joined()
-    stream = generator.generate(job("theirs", max_tokens=100))
-    await anext(stream)
-    print("begun", flush=True)
-    await asyncio.Event().wait()
+    parts = compose(RouterConfig(), addresses, b"s" * 32, link_timing=LinkTiming(backoff_s=0.01))
+    async with running(parts):
+        while not any(worker.hello.role is Role.HYBRID for worker in parts.view.workers):
+            await parts.discovery.next_worker()
+        stream = parts.generator.generate(job("theirs", max_tokens=100))
+        await anext(stream)
+        print("begun", flush=True)
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

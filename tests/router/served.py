@@ -103,7 +103,14 @@ async def serve(
     tenancy = Tenancy(directory=directory, limiter=LocalLimiter(clock), clock=clock)
     tenancy = replace(tenancy, **(parts or {}))
     app = create_app(
-        settings, generator, tokenizer, registry, clock, tenancy=tenancy, decisions=decisions
+        settings,
+        generator,
+        generator,
+        tokenizer,
+        registry,
+        clock,
+        tenancy=tenancy,
+        decisions=decisions,
     )
     served = Served(app=app, generator=generator, tokenizer=tokenizer, registry=registry)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

@@ -13,9 +13,9 @@ from baton.generation import Prompt, SamplingParams
 from baton.hashing import chain_keys, root_key
 from baton.ids import RequestId, Role
 from baton_engine.messages import FlushCache
-from router.generator import ClusterGenerator
 from router.ports import GenerationRequest
-from router.routing.memory import prints_of
+from router.routing.table import fingerprints_of
+from router.service import RouterParts, compose, running
 from router.telemetry.collectors import IndexMetrics
 from tests.decode_worker.cluster import LAYOUT, LIMITS, SECRET, Node, node
 
@@ -23,15 +23,12 @@ TIMEOUT_S = 60.0
 
 
 @asynccontextmanager
-async def router(*nodes: Node) -> AsyncIterator[ClusterGenerator]:
-    generator = ClusterGenerator(RouterConfig(), [node.address for node in nodes], SECRET)
-    generator.start()
-    try:
-        await eventually(lambda: len(generator.view.workers) == len(nodes))
-        await eventually(lambda: generator.index.counts.snapshots == len(nodes))
-        yield generator
-    finally:
-        await generator.close()
+async def router(*nodes: Node) -> AsyncIterator[RouterParts]:
+    parts = compose(RouterConfig(), [node.address for node in nodes], SECRET)
+    async with running(parts):
+        await eventually(lambda: len(parts.view.workers) == len(nodes))
+        await eventually(lambda: parts.index.counts.snapshots == len(nodes))
+        yield parts
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
@@ -40,11 +37,11 @@ async def eventually(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def ask(generator: ClusterGenerator, first: int, length: int = 40) -> None:
+async def ask(parts: RouterParts, first: int, length: int = 40) -> None:
     """Has `length` tokens of a text of its own prefilled and three drawn."""
     prompt = Prompt(prompt_tokens=text(first, length), sampling=SamplingParams(max_tokens=3))
     job = GenerationRequest(request_id=RequestId(f"r{first}"), prompt=prompt, deadline_s=TIMEOUT_S)
-    async for _ in generator.generate(job):
+    async for _ in parts.generator.generate(job):
         pass
 
 
@@ -52,27 +49,27 @@ def text(first: int, length: int = 40) -> tuple[int, ...]:
     return tuple((first * 101 + at * 7) % LIMITS.vocab_size for at in range(length))
 
 
-def depth(generator: ClusterGenerator, node: Node, first: int) -> int:
+def depth(parts: RouterParts, node: Node, first: int) -> int:
     """How many blocks of a text the router believes this worker to hold."""
     root = root_key(SECRET, scope="", layout=LAYOUT)
-    chain = prints_of(joined(chain_keys(SECRET, root, text(first), LAYOUT.block_tokens)))
-    worker = generator.view.find(node.identity.worker_id)
+    chain = fingerprints_of(joined(chain_keys(SECRET, root, text(first), LAYOUT.block_tokens)))
+    worker = parts.view.find(node.identity.worker_id)
     assert worker is not None
-    return generator.index.held_blocks(chain, asyncio.get_running_loop().time()).get(worker.slot, 0)
+    return parts.index.held_blocks(chain, asyncio.get_running_loop().time()).get(worker.slot, 0)
 
 
 async def test_a_router_forgets_what_a_worker_evicts(tmp_path: Path):
     async with (
         node(Role.PREFILL, tmp_path) as p,
         node(Role.DECODE, tmp_path) as d,
-        router(p, d) as generator,
+        router(p, d) as parts,
     ):
-        await ask(generator, 1)
-        await eventually(lambda: generator.index.counts.events >= 20)
-        assert depth(generator, p, 1) == depth(generator, d, 1) == 10
+        await ask(parts, 1)
+        await eventually(lambda: parts.index.counts.events >= 20)
+        assert depth(parts, p, 1) == depth(parts, d, 1) == 10
         p.engine.submit(FlushCache())
-        await eventually(lambda: depth(generator, p, 1) == 0)
-        assert depth(generator, d, 1) == 10
+        await eventually(lambda: depth(parts, p, 1) == 0)
+        assert depth(parts, d, 1) == 10
 
 
 async def test_a_router_that_starts_anew_learns_from_a_snapshot(tmp_path: Path):
@@ -85,29 +82,29 @@ async def test_a_router_that_starts_anew_learns_from_a_snapshot(tmp_path: Path):
 
 
 async def test_pages_that_run_out_are_evicted_and_the_index_follows(tmp_path: Path):
-    async with node(Role.HYBRID, tmp_path) as h, router(h) as generator:
+    async with node(Role.HYBRID, tmp_path) as h, router(h) as parts:
         for number in range(12):
-            await ask(generator, number)
+            await ask(parts, number)
         cached = h.scheduler.load().blocks_cached
-        await eventually(lambda: len(generator.index) == cached)
-        assert depth(generator, h, 0) == 0
-        assert depth(generator, h, 11) == 10
+        await eventually(lambda: len(parts.index) == cached)
+        assert depth(parts, h, 0) == 0
+        assert depth(parts, h, 11) == 10
 
 
 async def test_a_hybrid_worker_reports_each_block_once(tmp_path: Path):
-    async with node(Role.HYBRID, tmp_path) as h, router(h) as generator:
-        await ask(generator, 1)
-        await eventually(lambda: len(generator.index) == h.scheduler.load().blocks_cached)
-        assert generator.index.counts.events == len(generator.index) == 10
-        assert generator.index.counts.refused == generator.index.counts.gaps == 0
+    async with node(Role.HYBRID, tmp_path) as h, router(h) as parts:
+        await ask(parts, 1)
+        await eventually(lambda: len(parts.index) == h.scheduler.load().blocks_cached)
+        assert parts.index.counts.events == len(parts.index) == 10
+        assert parts.index.counts.refused == parts.index.counts.gaps == 0
 
 
 async def test_metrics_tell_what_the_index_knows(tmp_path: Path):
-    async with node(Role.HYBRID, tmp_path) as h, router(h) as generator:
-        await ask(generator, 1)
-        await eventually(lambda: len(generator.index) == 10)
+    async with node(Role.HYBRID, tmp_path) as h, router(h) as parts:
+        await ask(parts, 1)
+        await eventually(lambda: len(parts.index) == 10)
         registry = CollectorRegistry()
-        registry.register(IndexMetrics(generator.index))
+        registry.register(IndexMetrics(parts.index))
         lines = generate_latest(registry).decode().splitlines()
     assert "baton_prefix_index_blocks 10.0" in lines
     assert "baton_prefix_index_events_total 10.0" in lines

@@ -16,9 +16,10 @@ from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import RequestId, Role
 from baton.rpc.generation import prompt_from_proto
 from router.dispatch.retry import RetryPolicy
-from router.generator import ClusterGenerator
 from router.links import LinkTiming
 from router.ports import GenerationRequest, ServedModel, Timing, Tokens
+from router.service import compose
+from router.service import running as running_parts
 from router.slo import STANDARD
 from router.tenants.tenant import ANONYMOUS
 from tests.router.grpc_workers import FakeWorker, running
@@ -30,26 +31,30 @@ pytestmark = pytest.mark.timeout(30)
 @asynccontextmanager
 async def generating(workers: dict[str, FakeWorker], *, all_here: bool = True, **router):
     """A generator over `workers`; at the end nothing may be left in flight."""
+    async with composed(workers, all_here=all_here, **router) as parts:
+        yield parts.generator
+
+
+@asynccontextmanager
+async def composed(workers: dict[str, FakeWorker], *, all_here: bool = True, **router):
+    """A router's parts over `workers`; at the end nothing may be left in flight."""
     policy = RetryPolicy(
         max_attempts=3, worker_wait_s=router.pop("worker_wait_s", 10.0), retry_pause_s=0.01
     )
-    generator = ClusterGenerator(
+    parts = compose(
         RouterConfig(**router),
         [worker.address for worker in workers.values()],
         b"s" * 32,
         retry_policy=policy,
         link_timing=LinkTiming(backoff_s=0.01, backoff_max_s=0.05),
     )
-    generator.start()
-    try:
-        while all_here and len(generator.view.workers) < len(workers):
-            await generator.worker_joined()
-        yield generator
-        assert generator.in_flight() == 0
-        generator.check_integrity()
-        assert all(worker.legs == 0 for worker in generator.view.workers)
-    finally:
-        await generator.close()
+    async with running_parts(parts):
+        while all_here and len(parts.view.workers) < len(workers):
+            await parts.discovery.next_worker()
+        yield parts
+        assert parts.generator.in_flight() == 0
+        parts.generator.check_integrity()
+        assert all(worker.legs == 0 for worker in parts.view.workers)
 
 
 def job(
@@ -188,8 +193,9 @@ async def test_a_refusal_of_the_request_itself_reaches_the_client_as_it_is(tmp_p
 
 async def test_without_any_worker_the_job_fails_as_unavailable(tmp_path):
     worker = FakeWorker("h0", Role.HYBRID, tmp_path, {})
-    async with generating({"h0": worker}, all_here=False, worker_wait_s=0.1) as generator:
-        assert not generator.ready()
+    async with composed({"h0": worker}, all_here=False, worker_wait_s=0.1) as parts:
+        generator = parts.generator
+        assert not parts.status.ready()
         assert await generator.model() is None
         assert await generator.model(wait=True) is None
         with pytest.raises(UnavailableError):
@@ -268,13 +274,14 @@ async def test_a_client_that_does_not_read_is_given_up(tmp_path):
 
 
 async def test_a_draining_generator_finishes_what_it_has_and_takes_nothing_new(tmp_path):
-    async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
+    async with running(tmp_path, h0=Role.HYBRID) as workers, composed(workers) as parts:
+        generator = parts.generator
         workers["h0"].hold_at = 2
         running_job = asyncio.create_task(collect(generator, job()))
         await workers["h0"].holding.wait()
         draining = asyncio.create_task(generator.drain(10.0))
         await asyncio.sleep(0)
-        assert not generator.ready()
+        assert not parts.status.ready()
         with pytest.raises(DrainingError):
             await collect(generator, job("late"))
         with pytest.raises(DrainingError):
@@ -285,7 +292,8 @@ async def test_a_draining_generator_finishes_what_it_has_and_takes_nothing_new(t
 
 
 async def test_the_served_model_is_what_all_workers_can_take(tmp_path):
-    async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
+    async with running(tmp_path, h0=Role.HYBRID) as workers, composed(workers) as parts:
+        generator = parts.generator
         assert await generator.model() == ServedModel(max_model_len=4096, vocab_size=1000)
-        assert generator.ready()
-        assert generator.healthy()
+        assert parts.status.ready()
+        assert parts.status.healthy()

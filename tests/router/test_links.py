@@ -14,7 +14,7 @@ from router.events import (
     HandedOff,
     LoadReported,
     LocallyPrefilled,
-    Service,
+    RoleChanged,
     StepTokens,
     WorkerJoined,
     WorkerLost,
@@ -56,7 +56,7 @@ def generate(link, max_tokens=2) -> SendGenerate:
 
 
 @pytest.mark.parametrize("role", Role)
-async def test_the_greeting_tells_which_streams_a_worker_has(tmp_path, role):
+async def test_the_greeting_tells_what_a_worker_is(tmp_path, role):
     async with running(tmp_path, w=role) as workers, linked(workers["w"]) as (link, events):
         joined = await events.get()
         assert joined == WorkerJoined(hello=workers["w"].hello, address=workers["w"].address)
@@ -98,13 +98,11 @@ async def test_a_prefill_leg_brings_first_tokens_then_the_hand_off_then_the_load
         assert isinstance(load, LoadReported)
 
 
-async def test_a_cancel_goes_to_the_stream_of_its_service(tmp_path):
+async def test_a_cancel_reaches_the_worker(tmp_path):
     async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
         await events.get()
-        for service in Service:
-            cancel = SendCancel(worker=link.hello.identity, service=service, leg_id=LegId(9))
-            link.send(cancel)
-            assert await workers["w"].cancelled.get() == 9
+        link.send(SendCancel(worker=link.hello.identity, leg_id=LegId(9)))
+        assert await workers["w"].cancelled.get() == 9
 
 
 async def test_a_killed_worker_is_lost_and_its_next_start_is_another_worker(tmp_path):
@@ -139,6 +137,24 @@ async def test_a_worker_of_another_protocol_is_not_taken_until_it_speaks_ours(tm
             assert events.empty()
             workers["w"].changes = {}
             assert isinstance(await events.get(), WorkerJoined)
+
+
+async def test_a_worker_that_changes_its_role_stays_the_worker_that_it_is(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
+        identity = (await events.get()).hello.identity
+        workers["w"].greet_again(role=Role.DECODE)
+        assert await events.get() == RoleChanged(worker=identity, role=Role.DECODE)
+        assert link.hello.role is Role.DECODE
+        link.send(generate(link))
+        assert isinstance(await events.get(), LocallyPrefilled)
+
+
+async def test_a_worker_that_becomes_another_one_in_mid_stream_is_hung_up_on(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (_, events):
+        await events.get()
+        workers["w"].greet_again(vocab_size=7)
+        assert isinstance(await events.get(), WorkerLost)
+        assert isinstance(await events.get(), WorkerJoined)
 
 
 async def test_failed_attempts_leave_no_task_behind(tmp_path, caplog):

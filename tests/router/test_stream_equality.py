@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
-from baton.rpc.v1 import common_pb2, decode_pb2
+from baton.rpc.v1 import common_pb2, worker_pb2
 from router.events import DecodeTokens, SampleFinished, StepTokens
 from router.fake import FakeGenerator
-from router.frames import decode_events
+from router.frames import events_of
 from router.ports import GenerationEvent, GenerationRequest, Tokens
 from tests.router.served import Served, serve
 
@@ -175,10 +175,10 @@ WORKER = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation(1))
 _STOP = common_pb2.FINISH_REASON_STOP
 
 
-def _read(frame: decode_pb2.DecodeFrame) -> dict[int, list[tuple[int, int, bool]]]:
+def _read(frame: worker_pb2.Frame) -> dict[int, list[tuple[int, int, bool]]]:
     """(sample, token, whether it ends) of each leg in order, as the router reads `frame`."""
     by_leg: dict[int, list[tuple[int, int, bool]]] = {}
-    for event in decode_events(WORKER, frame):
+    for event in events_of(WORKER, frame):
         match event:
             case StepTokens():
                 rows = zip(event.leg_ids, event.samples, event.tokens, strict=True)
@@ -198,12 +198,12 @@ def _read(frame: decode_pb2.DecodeFrame) -> dict[int, list[tuple[int, int, bool]
 def test_a_frame_says_the_same_whichever_way_its_tokens_are_read(
     rows: list[tuple[int, int, int]], ends: set[tuple[int, int]], scored: bool
 ):
-    frame = decode_pb2.DecodeFrame(
+    frame = worker_pb2.Frame(
         leg_ids=[row[0] for row in rows],
         samples=[row[1] for row in rows],
         tokens=[row[2] for row in rows],
         logprobs=[common_pb2.TokenLogprobs(rank=1) for _ in rows] if scored else [],
-        finished=[decode_pb2.SampleFinished(leg_id=leg, sample=s, reason=_STOP) for leg, s in ends],
+        finished=[worker_pb2.SampleFinished(leg_id=leg, sample=s, reason=_STOP) for leg, s in ends],
     )
     expected: dict[int, list[tuple[int, int, bool]]] = {}
     for leg_id, sample, token in rows:

@@ -135,7 +135,7 @@ Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015
 
 @_typing.final
 class WorkerHello(_message.Message):
-    """The first frame that a worker sends on every stream."""
+    """What a worker says of itself: in the first frame of every stream, and again when its role changes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -155,7 +155,7 @@ class WorkerHello(_message.Message):
     num_blocks: _builtins.int
     max_num_seqs: _builtins.int
     transfer_address: _builtins.str
-    """Where prefill workers reach this worker's Transfer service; empty when it cannot receive KV."""
+    """Where sending workers reach this worker's Transfer service; empty when it cannot receive KV in any role."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity: ...
     @_builtins.property
@@ -274,8 +274,8 @@ Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
 @_typing.final
 class BlockEvents(_message.Message):
     """Which full KV blocks a worker holds: after the greeting a snapshot in one or several parts, then what has changed.
-    Sent on the Prefill stream by prefill workers, on the Decode stream by all others. Keys are 16 bytes each, one after
-    the other; a block is stored after and removed before the one that precedes it in its text.
+    Keys are 16 bytes each, one after the other; a block is stored after and removed before the one that precedes it in
+    its text.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

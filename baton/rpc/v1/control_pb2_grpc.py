@@ -44,6 +44,11 @@ class ControlStub:
                 request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/baton.rpc.v1.Control/SetRole',
+                request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleReply.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/baton.rpc.v1.Control/Explain',
                 request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
@@ -62,6 +67,14 @@ class ControlServicer:
 
     def Drain(self, request, context):
         """Admit nothing new, finish what is here, then answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
+        answer. Workers only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,6 +99,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.DrainReply.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleReply.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -147,6 +165,33 @@ class Control:
             '/baton.rpc.v1.Control/Drain',
             baton_dot_rpc_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_control__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Control/SetRole',
+            baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,6 +34,10 @@ class ControlStub:
     Status: _grpc.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.StatusReply]
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainReply]
     """Admit nothing new, finish what is here, then answer."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetRoleRequest, _control_pb2.SetRoleReply]
+    """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
+    answer. Workers only.
+    """
     Explain: _grpc.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]
     """Why one of the last requests was sent where it was. Routers only."""
 
@@ -43,6 +47,10 @@ class ControlAsyncStub(ControlStub):
     Status: _aio.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.StatusReply]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainReply]  # type: ignore[assignment]
     """Admit nothing new, finish what is here, then answer."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_control_pb2.SetRoleRequest, _control_pb2.SetRoleReply]  # type: ignore[assignment]
+    """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
+    answer. Workers only.
+    """
     Explain: _aio.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]  # type: ignore[assignment]
     """Why one of the last requests was sent where it was. Routers only."""
 
@@ -61,6 +69,16 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainReply, _abc.Awaitable[_control_pb2.DrainReply]]:
         """Admit nothing new, finish what is here, then answer."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _control_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.SetRoleReply, _abc.Awaitable[_control_pb2.SetRoleReply]]:
+        """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
+        answer. Workers only.
+        """
 
     @_abc_1.abstractmethod
     def Explain(

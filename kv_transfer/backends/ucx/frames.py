@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from kv_transfer.backends.ucx.ucp import Places
 from kv_transfer.heads import LinkPlan
 from kv_transfer.memory.pages import Pages
 from kv_transfer.plan import check_pages
-from kv_transfer.ports import Push
 
 MAX_PAYLOAD_BYTES = 32 << 20
 """Of one body. Bodies on their way share the wire and end at about the same time, so each window has a gap at its end: it
@@ -60,7 +60,7 @@ class Frame:
 
 
 def frames_of(
-    push: Push,
+    write: PageWrite,
     source: list[Pages],
     plan: LinkPlan,
     *,
@@ -72,13 +72,13 @@ def frames_of(
     Raises:
         TransferError: It names a layer or a page that one of the two has not got.
     """
-    if len(push.source) != len(push.target):
-        raise TransferError(f"{len(push.source)} pages for {len(push.target)}")
+    if len(write.source) != len(write.target):
+        raise TransferError(f"{len(write.source)} pages for {len(write.target)}")
     pages = _Pages(
-        layer_index=plan.target_layer(push.layer_index),
-        source_layer=push.layer_index,
-        source=check_pages(push.source, len(source[push.layer_index])).astype(np.uint32),
-        target=check_pages(push.target, target_blocks).astype(np.uint32),
+        layer_index=plan.target_layer(write.layer_index),
+        source_layer=write.layer_index,
+        source=check_pages(write.source, len(source[write.layer_index])).astype(np.uint32),
+        target=check_pages(write.target, target_blocks).astype(np.uint32),
     )
     return _cut(pages, plan, payload_bytes)
 

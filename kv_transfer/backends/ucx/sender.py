@@ -5,12 +5,13 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
+from baton.pages import PageWrite
 from kv_transfer.backends.ucx.frames import Frame, frames_of, head_of, rows_of
 from kv_transfer.backends.ucx.ucp import Request, places_of
 from kv_transfer.backends.ucx.worker import (
@@ -26,14 +27,12 @@ from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.attach import AttachToken, attach, on_one_host, read_sealed
 from kv_transfer.memory.pages import Pages, layer_pages
-from kv_transfer.ports import Push, RegionHandle
+from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
 
 _WINDOW = 4
 """Frames of one sender on their way."""
 _CLOSE_TIMEOUT_S = 5.0
 _LOOK_AROUND_S = 0.5
-
-Done = Callable[[TransferError | None], None]
 
 
 class UcxSender:
@@ -44,7 +43,11 @@ class UcxSender:
         self._num_blocks = num_blocks
 
     def connect(
-        self, handle: RegionHandle, layout: KvLayout, peer: KvLayout | None = None
+        self,
+        handle: RegionHandle,
+        layout: KvLayout,
+        peer: KvLayout | None = None,
+        lease: Lease | None = None,
     ) -> "UcxWriter":
         """Opens a way to the peer. Blocks for at most a few seconds.
 
@@ -72,7 +75,7 @@ class UcxSender:
             body_tag=body_tag(invitation.token),
             target_blocks=handle.num_blocks,
         )
-        return UcxWriter(local, plan, way)
+        return UcxWriter(local, plan, way, lease)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +91,9 @@ class _Way:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A push; `unanswered` counts its frames on their way."""
+    """A write; `unanswered` counts its frames on their way."""
 
-    push: Push
+    write: PageWrite
     done: Done
     unanswered: int = 0
     all_sent: bool = False
@@ -106,8 +109,11 @@ class _OnItsWay:
 class UcxWriter:
     """An open way to one peer, with the thread that sends frames and hears what became of them."""
 
-    def __init__(self, local: list[Pages], plan: LinkPlan, way: _Way) -> None:
+    def __init__(
+        self, local: list[Pages], plan: LinkPlan, way: _Way, lease: Lease | None = None
+    ) -> None:
         self._local = local
+        self._lease = lease
         self._plan = plan
         self._way = way
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -125,11 +131,11 @@ class UcxWriter:
         self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
         self._thread.start()
 
-    def push(self, push: Push, done: Done) -> None:
+    def push(self, write: PageWrite, done: Done) -> None:
         """Queues a write; `done` is called from the writer's thread."""
         with self._lock:
             if self._lost is None:
-                self._jobs.put(_Job(push=push, done=done))
+                self._jobs.put(_Job(write=write, done=done))
                 os.eventfd_write(self._wake, 1)
                 return
         done(self._lost)
@@ -206,7 +212,7 @@ class UcxWriter:
         while len(self._on_their_way) < _WINDOW and (frame := self._next_frame()) is not None:
             assert self._current is not None
             try:
-                self._current.push.check_lease()
+                check_lease(self._lease)
             except TransferError as error:
                 self._current.error, self._frames = error, iter(())
                 continue
@@ -243,7 +249,7 @@ class UcxWriter:
                 return False
             blocks = self._way.target_blocks
             try:
-                self._frames = frames_of(job.push, self._local, self._plan, target_blocks=blocks)
+                self._frames = frames_of(job.write, self._local, self._plan, target_blocks=blocks)
             except TransferError as error:
                 job.done(error)
             else:

@@ -10,7 +10,7 @@ from baton.ids import RequestId, Role
 from router.ports import Timing
 from router.tenants.tenant import Tenant, TenantId
 from tests.router.grpc_workers import running
-from tests.router.test_generator import collect, generating, job, model_output
+from tests.router.test_generator import collect, composed, generating, job, model_output
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -33,10 +33,11 @@ async def full_house(generator, worker, count: int) -> list[asyncio.Task[Any]]:
 
 
 async def test_a_worker_is_sent_no_more_than_its_places_and_all_the_others_follow(tmp_path):
-    async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
+    async with running(tmp_path, h0=Role.HYBRID) as workers, composed(workers) as parts:
+        generator = parts.generator
         worker = workers["h0"]
         tasks = await full_house(generator, worker, 30)
-        await settled(lambda: generator.waiting() == {"standard": 20})
+        await settled(lambda: parts.status.waiting() == {"standard": 20})
         assert generator.in_flight() == 30
         assert len(worker.started) == PLACES
         worker.gate.set()
@@ -49,12 +50,13 @@ async def test_a_worker_is_sent_no_more_than_its_places_and_all_the_others_follo
 
 
 async def test_a_client_that_leaves_the_line_is_forgotten_at_once(tmp_path):
-    async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
+    async with running(tmp_path, h0=Role.HYBRID) as workers, composed(workers) as parts:
+        generator = parts.generator
         tasks = await full_house(generator, workers["h0"], PLACES + 1)
-        await settled(lambda: generator.waiting() == {"standard": 1})
+        await settled(lambda: parts.status.waiting() == {"standard": 1})
         tasks[-1].cancel()
         await asyncio.gather(tasks[-1], return_exceptions=True)
-        assert generator.waiting() == {"standard": 0}
+        assert parts.status.waiting() == {"standard": 0}
         workers["h0"].gate.set()
         await asyncio.gather(*tasks[:-1])
         assert len(workers["h0"].started) == PLACES
@@ -72,10 +74,11 @@ async def test_a_deadline_ends_the_wait_in_line(tmp_path):
 async def test_a_full_line_refuses_with_its_reason_and_the_others_are_served(tmp_path):
     async with (
         running(tmp_path, h0=Role.HYBRID) as workers,
-        generating(workers, max_waiting_requests=2) as generator,
+        composed(workers, max_waiting_requests=2) as parts,
     ):
+        generator = parts.generator
         tasks = await full_house(generator, workers["h0"], PLACES + 2)
-        await settled(lambda: generator.waiting() == {"standard": 2})
+        await settled(lambda: parts.status.waiting() == {"standard": 2})
         with pytest.raises(OverloadedError) as refused:
             await collect(generator, job("one too many"))
         assert refused.value.reason == "queue_full"
@@ -84,13 +87,14 @@ async def test_a_full_line_refuses_with_its_reason_and_the_others_are_served(tmp
 
 
 async def test_a_tenant_that_floods_does_not_keep_another_waiting(tmp_path):
-    async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
+    async with running(tmp_path, h0=Role.HYBRID) as workers, composed(workers) as parts:
+        generator = parts.generator
         worker = workers["h0"]
         tasks = await full_house(generator, worker, PLACES + 200)
-        await settled(lambda: generator.waiting() == {"standard": 200})
+        await settled(lambda: parts.status.waiting() == {"standard": 200})
         quiet = job("quiet", tenant=Tenant(tenant_id=TenantId("quiet")))
         asking = asyncio.create_task(collect(generator, quiet))
-        await settled(lambda: generator.waiting() == {"standard": 201})
+        await settled(lambda: parts.status.waiting() == {"standard": 201})
         worker.gate.set()
         await asking
         order = [begun.request.request_id for begun in worker.started]
@@ -107,9 +111,10 @@ async def test_the_last_event_of_a_job_that_did_not_wait_says_so(tmp_path):
 
 
 async def test_a_router_that_stops_ends_those_in_line_too(tmp_path):
-    async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
+    async with running(tmp_path, h0=Role.HYBRID) as workers, composed(workers) as parts:
+        generator = parts.generator
         tasks = await full_house(generator, workers["h0"], PLACES + 5)
-        await settled(lambda: generator.waiting() == {"standard": 5})
+        await settled(lambda: parts.status.waiting() == {"standard": 5})
         generator.end_requests()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, Exception) for result in results)

@@ -1,0 +1,221 @@
+"""What a worker's core is told and what it asks its shell to do, besides the engine's and the hand-off's own messages.
+
+Commands of routers come in as leg events; `RouterMessage` is what goes back to them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+from baton.errors import BatonError
+from baton.generation import Prompt, TokenLogprobs, TokenSample
+from baton.ids import BlockId, LegId, RequestId, Role, SeqId, WorkerIdentity
+from baton.pages import Ready
+from baton_engine.messages import Command, SeqEvent
+from baton_engine.ports import PageExport
+from kv_transfer.ledger.ledger import (
+    FromPeer,
+    PagesVerified,
+    PeerFenced,
+    SessionLost,
+    SessionOpened,
+)
+from kv_transfer.ledger.outbox import (
+    FromDecode,
+    HandOver,
+    PeerDown,
+    PeerUp,
+    PushDone,
+    Send,
+    StartPush,
+)
+from kv_transfer.ledger.transfer import EndSession, ToPeer, VerifyPages
+from kv_transfer.ticket import Permit
+
+StreamId = NewType("StreamId", int)
+"""One router's stream, as the worker counts them."""
+
+LegKey = tuple[StreamId, LegId]
+"""One leg: routers number theirs themselves."""
+
+
+class LegKind(Enum):
+    """What a router asks of a worker, as the engine's modes have it."""
+
+    PREFILL = "prefill"
+    """Compute the prompt and hand its KV to another worker."""
+
+    RECEIVE = "receive"
+    """Take the prompt's KV from another worker and decode."""
+
+    GENERATE = "generate"
+    """Compute the prompt and decode."""
+
+
+KINDS_OF_ROLE: dict[Role, frozenset[LegKind]] = {
+    Role.PREFILL: frozenset({LegKind.PREFILL}),
+    Role.DECODE: frozenset({LegKind.RECEIVE, LegKind.GENERATE}),
+    Role.HYBRID: frozenset(LegKind),
+}
+"""Kinds of legs that a worker takes in each role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegAsked:
+    """A router wants a leg run here.
+
+    Attributes:
+        permit: For the hand-off; None for a leg of kind generate.
+        address: Of the worker that receives the pages of a prefill leg.
+    """
+
+    stream: StreamId
+    leg_id: LegId
+    kind: LegKind
+    request_id: RequestId
+    prompt: Prompt
+    permit: Permit | None = None
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegReassigned:
+    """A router gave the prefill of a receive leg to another worker."""
+
+    stream: StreamId
+    leg_id: LegId
+    permit: Permit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegCancelled:
+    """A router wants a leg no more."""
+
+    stream: StreamId
+    leg_id: LegId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamGone:
+    """A router's stream ended: nobody wants its legs any more."""
+
+    stream: StreamId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReady:
+    """The engine completed pages in one layer, or has them once its GPU comes to `done`."""
+
+    layer_index: int
+    exports: Sequence[PageExport]
+    done: Ready | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPut:
+    """The answer to `PutPrompt`; `complete` if the pool has every full block of the prompt."""
+
+    seq_id: SeqId
+    complete: bool
+
+
+LegEvent = LegAsked | LegCancelled | StreamGone
+SendingEvent = LayerReady | PromptPut | PeerUp | PeerDown | FromDecode | PushDone
+ReceivingEvent = LegReassigned | SessionOpened | FromPeer | PagesVerified | SessionLost | PeerFenced
+WorkerEvent = LegEvent | SeqEvent | SendingEvent | ReceivingEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutPrompt:
+    """Put a computed prompt into the pool; `PromptPut` answers. `blocks` are all its pages, in order."""
+
+    seq_id: SeqId
+    prompt: Prompt
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Open a session with a receiving worker; `PeerUp` or `PeerDown` answers."""
+
+    peer: WorkerIdentity
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensMessage:
+    """Tokens of one leg drawn in one step."""
+
+    stream: StreamId
+    leg_id: LegId
+    tokens: tuple[TokenSample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefilledMessage:
+    """A leg's prompt was computed here, and where the time went.
+
+    Attributes:
+        first_tokens: Of a prefill leg; those of a generate leg follow as `TokensMessage`.
+    """
+
+    stream: StreamId
+    leg_id: LegId
+    first_tokens: tuple[TokenSample, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    pooled_tokens: int
+    queue_s: float
+    prefill_s: float
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOffMessage:
+    """The receiving worker has the pages; the prefill leg is over."""
+
+    stream: StreamId
+    leg_id: LegId
+    done: HandOver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledMessage:
+    """The receiving worker has no room and can fetch the prompt from the pool when it has; the prefill leg is over."""
+
+    stream: StreamId
+    leg_id: LegId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterLostMessage:
+    """The sender of this attempt is gone; another one may take its place for a moment."""
+
+    stream: StreamId
+    leg_id: LegId
+    attempt: int
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedMessage:
+    """This leg is over."""
+
+    stream: StreamId
+    leg_id: LegId
+    kind: LegKind
+    error: BatonError
+
+
+RouterMessage = (
+    TokensMessage
+    | PrefilledMessage
+    | HandedOffMessage
+    | PooledMessage
+    | WriterLostMessage
+    | FailedMessage
+)
+SendingAction = Connect | PutPrompt | Send | StartPush
+ReceivingAction = VerifyPages | ToPeer | EndSession
+WorkerAction = Command | RouterMessage | SendingAction | ReceivingAction

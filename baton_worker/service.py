@@ -1,0 +1,233 @@
+"""A worker's shell: routers, other workers and one engine, around the pure lifecycle of its legs.
+
+Whatever happens to a leg passes here: events in from all sides, and the actions that they come to out again. Everything happens
+on the event loop. The engine's thread and the pushers' threads only post to a mailbox, in whose order events are handled: a
+layer's export before the token that was drawn after it.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import grpc
+
+from baton.clock import Clock
+from baton.errors import InvalidRequestError, InvariantError
+from baton.generation import WorkerLoad
+from baton.ids import Role, WorkerIdentity
+from baton.rpc.hello import WorkerHello
+from baton.rpc.mailbox import Mailbox
+from baton.telemetry.logs import get_logger
+from baton.telemetry.tracing import NotTraced, Tracer
+from baton_engine.messages import Start, StepEvents
+from baton_engine.ports import EnginePort
+from baton_worker.accounts import LegAccounts
+from baton_worker.legs import OWNER, LegLifecycle, LegTable
+from baton_worker.messages import (
+    KINDS_OF_ROLE,
+    Connect,
+    FailedMessage,
+    HandedOffMessage,
+    LegKind,
+    PooledMessage,
+    PrefilledMessage,
+    PutPrompt,
+    SendingEvent,
+    TokensMessage,
+    WorkerAction,
+    WorkerEvent,
+    WriterLostMessage,
+)
+from baton_worker.metrics import WorkerMetrics
+from baton_worker.ports import ReceivingHalf, SendingHalf
+from baton_worker.routers import Routers
+from baton_worker.spans import LegSpans
+from kv_transfer.ledger.outbox import Send, StartPush
+from kv_transfer.ledger.transfer import EndSession, ToPeer, VerifyPages
+from kv_transfer.ticket import TicketOffice
+
+_log = get_logger(__name__)
+
+_Posted = StepEvents | SendingEvent
+
+
+class WorkerService:
+    """Serves `Worker.Serve` over one engine.
+
+    Args:
+        engine: Its sequences are named `leg/N`.
+        hello: What routers are told first.
+        legs: Those that the halves were built with.
+        sending: Hands pages to other workers; None where this worker cannot.
+        receiving: Takes pages from other workers; None where this worker cannot.
+        link_rate: Bytes per second to a receiving worker, by the latest pushes; 0 while unknown.
+        office: Checks permits.
+        metrics: Of the process.
+        clock: Monotonic.
+        tracer: Takes the spans of legs whose requests are traced.
+        complete_load: Adds to the engine's load what the process knows of the pool; nothing if None.
+
+    Attributes:
+        hello: What routers are told of this worker now.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: EnginePort,
+        hello: WorkerHello,
+        legs: LegTable,
+        sending: SendingHalf | None,
+        receiving: ReceivingHalf | None,
+        office: TicketOffice,
+        metrics: WorkerMetrics,
+        clock: Clock,
+        link_rate: Callable[[WorkerIdentity], float] = lambda _: 0.0,
+        tracer: Tracer | None = None,
+        complete_load: Callable[[WorkerLoad], WorkerLoad] | None = None,
+    ) -> None:
+        self.hello = hello
+        self._engine = engine
+        self._sending = sending
+        self._receiving = receiving
+        self._complete_load = complete_load
+        self._clock = clock
+        self._load = hello.idle_load
+        self._mailbox: Mailbox[_Posted] | None = None
+        self._lifecycle = LegLifecycle(
+            legs,
+            hello.layout,
+            hello.role,
+            sending=None if sending is None else sending.hand_offs,
+            receiving=None if receiving is None else receiving.hand_offs,
+        )
+        self._accounts = LegAccounts(
+            self._lifecycle,
+            metrics,
+            LegSpans(tracer or NotTraced(), hello.identity.worker_id, clock),
+        )
+        self._routers = Routers(
+            hello=hello,
+            load=self.load,
+            link_rate=link_rate,
+            office=office,
+            accounts=self._accounts,
+            apply=self._apply,
+            clock=clock,
+        )
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the Worker service, and those of the halves."""
+        self._routers.add_to(server)
+        for half in self._halves():
+            half.add_to(server)
+
+    async def start(self) -> None:
+        """Listens to the engine; must run before the engine's loop starts."""
+        self._mailbox = Mailbox(asyncio.get_running_loop(), self._receive)
+        for half in self._halves():
+            half.start(self._apply, self._mailbox.post)
+        self._engine.attach(OWNER, self._mailbox.post)
+
+    def tick(self) -> None:
+        """Checks deadlines, and reports the load of a step that brought no news for any router."""
+        self._carry_out(self._lifecycle.tick(self._clock.now_s()))
+        self._accounts.observe()
+        for half in self._halves():
+            half.observe()
+        self._routers.report_load()
+        if self._lifecycle.in_flight() == 0:
+            self._lifecycle.check_integrity()
+
+    def refuse_new(self) -> None:
+        """Refuses new legs and tells the routers that this worker is leaving."""
+        self._lifecycle.draining = True
+        self._routers.report_load()
+
+    def narrow_role(self, role: Role) -> None:
+        """Takes only those legs from now on that its role and `role` have in common, and tells the routers so.
+
+        Raises:
+            InvalidRequestError: It can never take all legs of `role`.
+        """
+        if not KINDS_OF_ROLE[role] <= self._lifecycle.can_take:
+            raise InvalidRequestError(f"this worker cannot be a {role.value} worker", param="role")
+        common = KINDS_OF_ROLE[role] & KINDS_OF_ROLE[self.hello.role]
+        for narrower, kinds in KINDS_OF_ROLE.items():
+            if kinds == common:
+                self.take_role(narrower)
+                return
+        self._lifecycle.takes = frozenset()  # prefill to decode, or back: routers see it drain
+        self._routers.report_load()
+
+    def take_role(self, role: Role) -> None:
+        """Takes the legs of `role` from now on, and tells the routers so."""
+        self._lifecycle.takes = KINDS_OF_ROLE[role]
+        if role is not self.hello.role:
+            self.hello = replace(self.hello, role=role)
+            self._routers.greet_again(self.hello)
+        self._routers.report_load()
+
+    def in_flight(self, *, outside: Role | None = None) -> int:
+        """Legs, sequences and hand-offs that are not over: all of them, or those that `outside` would not take."""
+        kept = frozenset[LegKind]() if outside is None else KINDS_OF_ROLE[outside]
+        return self._lifecycle.in_flight(frozenset(LegKind) - kept)
+
+    def transfers_in_flight(self) -> int:
+        """Hand-offs that are not over."""
+        return self._lifecycle.transfers_in_flight()
+
+    def load(self) -> WorkerLoad:
+        """The engine's last report, completed."""
+        leaving = self._lifecycle.draining or not self._lifecycle.takes
+        load = replace(self._load, draining=leaving)
+        return load if self._complete_load is None else self._complete_load(load)
+
+    async def close(self) -> None:
+        """Ends every stream and session; waits until nobody writes any more."""
+        self._routers.close()
+        for half in self._halves():
+            await half.close()
+        if self._mailbox is not None:
+            self._mailbox.close()
+
+    def _halves(self) -> Sequence[SendingHalf | ReceivingHalf]:
+        return [half for half in (self._sending, self._receiving) if half is not None]
+
+    def _receive(self, posted: _Posted) -> None:
+        if not isinstance(posted, StepEvents):
+            self._apply(posted)
+            return
+        self._load = posted.load
+        self._routers.begin_step(posted.step)
+        for event in posted.events:
+            self._apply(event)
+        self._routers.end_step(posted.blocks)
+
+    def _apply(self, event: WorkerEvent) -> None:
+        try:
+            actions = self._lifecycle.handle(event, self._clock.now_s())
+        except InvariantError as error:
+            _log.error("a leg broke an invariant", cause=error, story=error.story_text)
+            return
+        self._carry_out(actions)
+
+    def _carry_out(self, actions: Sequence[WorkerAction]) -> None:
+        for action in actions:
+            match action:
+                case TokensMessage():  # first: by far the most frequent
+                    self._routers.tell(action)
+                case PrefilledMessage() | HandedOffMessage() | PooledMessage():
+                    self._routers.tell(action)
+                case WriterLostMessage() | FailedMessage():
+                    self._routers.tell(action)
+                case Connect() | PutPrompt() | Send() | StartPush():
+                    assert self._sending is not None
+                    self._sending.carry_out(action)
+                case VerifyPages() | ToPeer() | EndSession():
+                    assert self._receiving is not None
+                    self._receiving.carry_out(action)
+                case _:
+                    if isinstance(action, Start):
+                        self._accounts.ready(action.seq_id)
+                    self._engine.submit(action)
