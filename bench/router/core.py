@@ -16,11 +16,10 @@ from bench.router.reporting_workers import MODEL, SECRET, ReportingWorker
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.dispatch.actions import SendAction, SendExpect, SendGenerate, SendPrefill
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.events import ClientGone, LoadReported, StepTokens, Submitted, WorkerJoined
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
-from router.events import ClientGone, LoadReported, StepTokens, Submitted, WorkerJoined
 from router.fake import FakeGenerator
-from router.frames import command_of, events_of
 from router.http.account import RequestAccount
 from router.limits.local import LocalLimiter
 from router.limits.ports import GrantId
@@ -36,6 +35,7 @@ from router.routing.view import ClusterView
 from router.slo import STANDARD, SloBook
 from router.telemetry.metrics import RouterMetrics
 from router.tenants.tenant import ANONYMOUS, Caller
+from router.workers.frames import command_of, events_of
 
 
 class _Measured(Placement):
