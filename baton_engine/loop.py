@@ -108,14 +108,14 @@ class EngineLoop:
         self._busy_since_s: float | None = None
         self._failure: BaseException | None = None
         self._is_closing = False
-        self._outlet: BlockSink | None = None
+        self._block_sink: BlockSink | None = None
 
-    def connect_pool(self, source: KvSource, outlet: BlockSink) -> None:
-        """Blocks are fetched from `source` and offered to `outlet` from now on. Before `run`."""
+    def connect_pool(self, source: KvSource, block_sink: BlockSink) -> None:
+        """Blocks are fetched from `source` and given to `block_sink` from now on. Before `run`."""
         self._scheduler.fetch_from(source)
         self._runner.fetch_from(source)
         self._scheduler.note_published()
-        self._outlet = outlet
+        self._block_sink = block_sink
 
     def submit(self, command: Command) -> None:
         """Queues a command from any thread."""
@@ -260,8 +260,8 @@ class EngineLoop:
             )
 
     def _publish(self) -> None:
-        if self._outlet is not None and (pages := self._scheduler.take_published()):
-            self._outlet.offer(pages)
+        if self._block_sink is not None and (pages := self._scheduler.take_published()):
+            self._block_sink.put(pages)
 
     def _fail_rows(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
         """Only once all rows are computed: failing one sample takes the pages of its siblings."""
