@@ -5,10 +5,10 @@ from itertools import product
 import pytest
 
 from baton.errors import InvariantError, WrongRoleError
-from baton.generation import FinishReason, Prompt, SamplingParams, TokenSample
+from baton.generation import FinishReason, Prompt, SamplingParams
 from baton.ids import Incarnation, LayerName, LegId, RequestId, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
-from baton_engine.messages import Abort, Generate, Prefill, PrefillStarted, Released, Sampled
+from baton_engine.messages import Abort, Generate, Prefill, PrefillStarted, Released, SampledTokens
 from baton_worker.legs import ENDS, TRANSITIONS, LegLifecycle, LegState, LegTable
 from baton_worker.messages import (
     KINDS_OF_ROLE,
@@ -141,9 +141,11 @@ def test_a_leg_has_a_story_of_all_that_changed_it_and_none_of_others():
     core.handle(asked(LegKind.GENERATE, 2), 1.0)
     core.handle(PrefillStarted(seq_id=command.seq_id, num_blocks=2, cached_tokens=0), 2.0)
     for finish in (None, None, FinishReason.STOP):
-        token = TokenSample(sample=0, token=7, finish=finish)
-        core.handle(Sampled(seq_id=command.seq_id, tokens=(token,)), 3.0)
+        drawn = SampledTokens(
+            seq_ids=[command.seq_id], samples=[0], tokens=[7], finish_reasons=[finish]
+        )
+        core.handle(drawn, 3.0)
     told = [entry.event.partition("(")[0] for entry in core.story((STREAM, LegId(1)))]
-    assert told == ["LegAsked", "PrefillStarted", "Sampled", "every sample finished"]
+    assert told == ["LegAsked", "PrefillStarted", "first tokens", "every sample finished"]
     core.handle(LegCancelled(stream=STREAM, leg_id=LegId(1)), 4.0)
     assert len(core.story((STREAM, LegId(1)))) == 4
