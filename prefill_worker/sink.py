@@ -20,9 +20,9 @@ class TransferSink:
         """From now on `post` gets every report; it must neither block nor raise."""
         self._post = post
 
-    def layer_ready(
-        self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
+    def save_kv_layer(
+        self, layer_index: int, exports: Sequence[PageExport], ready: Ready | None
     ) -> None:
         """See `LayerSink`."""
         if exports and self._post is not None:
-            self._post(LayerReady(layer_index=layer_index, exports=tuple(exports), done=done))
+            self._post(LayerReady(layer_index=layer_index, exports=tuple(exports), done=ready))

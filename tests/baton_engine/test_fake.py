@@ -53,7 +53,7 @@ def test_the_sink_hears_of_exports_once_per_layer():
     heard: list[tuple[int, list[PageExport]]] = []
 
     class Sink:
-        def layer_ready(self, layer_index, exports, done):
+        def save_kv_layer(self, layer_index, exports, done):
             heard.append((layer_index, list(exports)))
 
     export = PageExport(seq_id=SeqId("s"), first_block=0, blocks=(BlockId(0),), last=True)

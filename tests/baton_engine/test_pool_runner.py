@@ -49,7 +49,7 @@ class Sink:
         self.layers: dict[SeqId, list[int]] = {}
         self.told: Callable[[int], None] = lambda layer_index: None
 
-    def layer_ready(
+    def save_kv_layer(
         self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
     ) -> None:
         for export in exports:

@@ -245,7 +245,7 @@ class RecordingSink:
         self.arena: KvArena | None = None
         self.told: list[tuple[int, tuple[PageExport, ...], torch.Tensor]] = []
 
-    def layer_ready(
+    def save_kv_layer(
         self, layer_index: int, exports: Exports[PageExport], done: Ready | None
     ) -> None:
         assert self.arena is not None

@@ -97,7 +97,7 @@ class PushingSink:
         self._outstanding = threading.Semaphore(0)
         self._num_pushes = 0
 
-    def layer_ready(
+    def save_kv_layer(
         self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
     ) -> None:
         assert self.writer is not None
