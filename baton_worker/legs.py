@@ -11,7 +11,7 @@ Here stand the states, the table of legs, and the moves that routers and the eng
 business of the worker's two halves (`HandOffs`): prefill_worker sends pages, decode_worker receives them.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,7 +27,7 @@ from baton.errors import (
     WrongRoleError,
 )
 from baton.generation import Prompt, TokenSample
-from baton.ids import LegId, Role, SeqId, XferId
+from baton.ids import LegId, RequestId, Role, SeqId, XferId
 from baton.layout import KvLayout
 from baton.story import StoryEntry, StoryLog
 from baton_engine.messages import (
@@ -61,6 +61,9 @@ from baton_worker.messages import (
 )
 from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone
 from kv_transfer.ticket import Permit, refuse_holder
+
+_MAX_REQUESTS = 1024
+"""Requests of which it is remembered which legs they had here."""
 
 OWNER = "leg"
 """The engine's sequences are named `leg/N`."""
@@ -299,6 +302,8 @@ class LegLifecycle:
         }
         self.takes = KINDS_OF_ROLE[role]
         self.draining = False
+        self._asked_for: OrderedDict[RequestId, list[LegKey]] = OrderedDict()
+        """The legs of the last requests, over or not."""
 
     def handle(self, event: WorkerEvent, now_s: float) -> list[WorkerAction]:
         """Applies one event; what names an unknown leg or sequence has no effect."""
@@ -307,7 +312,9 @@ class LegLifecycle:
                 return self._sampled(event, now_s)
             case LegAsked():
                 actions = self._asked(event, now_s)
-                self._legs.story.record((event.stream, event.leg_id), now_s, event, actions)
+                key = (event.stream, event.leg_id)
+                self._legs.story.record(key, now_s, event, actions)
+                self._remember(event.request_id, key)
                 return actions
             case LegCancelled():
                 leg = self._legs.get((event.stream, event.leg_id))
@@ -370,6 +377,11 @@ class LegLifecycle:
         """What is left of the events about one leg, oldest first."""
         return self._legs.story.story(key)
 
+    def story_of(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
+        """What is left of the events about the legs of one request, leg by leg."""
+        keys = self._asked_for.get(request_id, ())
+        return tuple(entry for key in keys for entry in self._legs.story.story(key))
+
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
         self._legs.check_integrity()
@@ -378,6 +390,11 @@ class LegLifecycle:
 
     def _both(self) -> "list[HandOffs[SendingEvent] | HandOffs[ReceivingEvent]]":
         return [half for half in self._halves.values() if half is not None]
+
+    def _remember(self, request_id: RequestId, key: LegKey) -> None:
+        self._asked_for.setdefault(request_id, []).append(key)
+        if len(self._asked_for) > _MAX_REQUESTS:
+            self._asked_for.popitem(last=False)
 
     def _asked(self, asked: LegAsked, now_s: float) -> list[WorkerAction]:
         if (asked.stream, asked.leg_id) in self._legs:
