@@ -1,6 +1,6 @@
 """What scheduling is worth, without a model: `python -m bench.batching [--seeds N] [--json FILE]`.
 
-The engine's own scheduler, with steps that take what a formula says (`bench.simulated_engine`), in three comparisons:
+The engine's own scheduler, with steps that take what a formula says (`bench.simulated.engine`), in three comparisons:
 
 - static against continuous batching: the share of its seats' time that an engine decodes in, when a batch is replaced once its
   last text has ended, and when texts join and leave between any two steps;
@@ -18,8 +18,8 @@ from baton.generation import NO_SLO, Prompt, SamplingParams, SloTargets
 from baton.ids import SeqId
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.ordering import SchedulingPolicy
-from bench.report import Report
-from bench.simulated_engine import Life, SimulatedEngine, StepSpeed
+from bench.harness.report import Report
+from bench.simulated.engine import Life, SimulatedEngine, StepSpeed
 
 _SEATS = 64
 _REQUESTS = 768

@@ -2,7 +2,7 @@
 
 Servers take turns on the same cores with the same random weights and prompts: a hybrid worker, one prefill and one decode worker,
 vLLM's CPU backend (`--vllm-python`), transformers, and llama.cpp (`--llamacpp-server`), for which the model is written as GGUF. Who
-they are stands in `bench.contenders`, what the figures are called in `bench.peer_figures`. Whoever does not come up, or fails, is
+they are stands in `bench.peers.contenders`, what the figures are called in `bench.peers.figures`. Whoever does not come up, or fails, is
 absent: the report says why, and the others go on.
 
 What takes long runs in parts, which `--merge` puts into one report. Both sides of a ratio belong in one part:
@@ -19,12 +19,12 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from bench.contenders import NAMES, OURS, Terms, contenders
-from bench.contest import Contest, Sizes
-from bench.parts import merge_parts
-from bench.peer_figures import over_all_shapes, peer_figures
-from bench.report import Report, write_document
-from bench.shapes import SHAPES, write_model
+from bench.harness.parts import merge_parts
+from bench.harness.report import Report, write_document
+from bench.harness.shapes import SHAPES, write_model
+from bench.peers.contenders import NAMES, OURS, Terms, contenders
+from bench.peers.contest import Contest, Sizes
+from bench.peers.figures import over_all_shapes, peer_figures
 
 _SHAPES = ("llama116m", "qwen370m")
 _NO_SETTINGS = {"json", "merge", "vllm_python", "llamacpp_server"}

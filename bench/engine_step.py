@@ -28,8 +28,8 @@ from baton_engine.models.loader import load_decoder
 from baton_engine.sampling.sampler import Sampler
 from baton_engine.scheduling.plan import Row
 from baton_engine.scheduling.request import Mode, Request
-from bench.report import Report
-from bench.shapes import SHAPES, write_model
+from bench.harness.report import Report
+from bench.harness.shapes import SHAPES, write_model
 
 _BLOCK_TOKENS = 16
 _CPU = torch.device("cpu")

@@ -26,11 +26,11 @@ from baton_engine.compiling import compile_glue
 from baton_engine.cuda_graphs import CudaGraphs
 from baton_engine.kernels.ports import KernelSet
 from baton_engine.kernels.select import choose_kv_dtype, select_kernels
-from bench.gpu_models import GPU_SHAPES, GpuShape, random_decoder
-from bench.gpu_points import Ceilings, ModelBench
-from bench.gpu_timing import CudaTimer, copy_rate, matmul_rate
-from bench.gpu_verify import verify
-from bench.report import Report
+from bench.gpu.models import GPU_SHAPES, GpuShape, random_decoder
+from bench.gpu.points import Ceilings, ModelBench
+from bench.gpu.timing import CudaTimer, copy_rate, matmul_rate
+from bench.gpu.verify import verify
+from bench.harness.report import Report
 
 BATCHES = (1, 64, 16, 256)
 CONTEXTS = (8192, 1024, 32_768)

@@ -1,8 +1,8 @@
 """How fast KV moves from one process to another, and what that costs a request: `python -m bench.handoff [--json FILE]`.
 
-Copying (`bench.copying`): for each page size every backend that is installed here pushes all pages of one region into a region
+Copying (`bench.transfer.copying`): for each page size every backend that is installed here pushes all pages of one region into a region
 that another process owns, in random order, taking turns with plain memory copies and with the libraries' own tools
-(`bench.perftools`). Medians over the rounds: `shm_16k_gb_s`, and the ratios `shm_over_memcpy_16k` (one piece),
+(`bench.transfer.perftools`). Medians over the rounds: `shm_16k_gb_s`, and the ratios `shm_over_memcpy_16k` (one piece),
 `shm_over_memcpy_pages_16k` (the same pages in the same order), `ucx_over_perftool_16k`.
 
 Bookkeeping: `reserve_cpu_us`, `commit_cpu_us` and `release_cpu_us` of a transfer of 1,000 pages, and `checksum_16k_gb_s`, what one core
@@ -25,11 +25,12 @@ from pathlib import Path
 
 import httpx
 
-from bench import copying, protocol
-from bench.copying import Copying
-from bench.report import Report
-from bench.server import serving
-from bench.shapes import SHAPES, write_model
+from bench import protocol
+from bench.harness.report import Report
+from bench.harness.server import serving
+from bench.harness.shapes import SHAPES, write_model
+from bench.transfer import copying
+from bench.transfer.copying import Copying
 from kv_transfer.backends.registry import BACKENDS
 
 PAGE_BYTES = {"16k": 16 << 10, "64k": 64 << 10, "1m": 1 << 20, "8m": 8 << 20}

@@ -20,8 +20,8 @@ from baton.errors import TransferError
 from baton.ids import LayerName
 from baton.layout import KvLayout
 from baton.pages import PageWrite
-from bench.copying import Way, push_of_all, pushing
-from bench.report import Report
+from bench.harness.report import Report
+from bench.transfer.copying import Way, push_of_all, pushing
 from kv_transfer.backends.cuda_ipc import PageMover
 from kv_transfer.backends.registry import BACKENDS, open_receivers, open_senders
 from kv_transfer.memory.arena import ArenaSpan

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import httpx
 
-from bench.report import Report
-from bench.server import serving
-from bench.shapes import SHAPES, write_model
+from bench.harness.report import Report
+from bench.harness.server import serving
+from bench.harness.shapes import SHAPES, write_model
 
 _TOPOLOGY = ("--prefill-workers", "1", "--decode-workers", "1")
 _FIRST_LATE_TURN = 3

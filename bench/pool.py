@@ -3,7 +3,7 @@
 Commits: chains are reserved and committed at a node's ledger whose memory is full, so that each block pushes out another one, and
 what routers and directory are to be told is taken after each chain. No byte is copied; one core, one tenant. By the clock, and by the
 processor's time (`commits_per_cpu_s_POLICY`).
-Lookups: chains of 2,000 blocks at the directory in memory and at one in a redis-server of the benchmark's own (`bench.pool_directory`).
+Lookups: chains of 2,000 blocks at the directory in memory and at one in a redis-server of the benchmark's own (`bench.kvpool.directories`).
 """
 
 import argparse
@@ -15,8 +15,8 @@ from statistics import median
 
 from baton.config.schema import PoolConfig
 from baton.ids import BlockKey
-from bench.pool_directory import measure_directories
-from bench.report import Report
+from bench.harness.report import Report
+from bench.kvpool.directories import measure_directories
 from kvpool.eviction.select import POLICIES
 from kvpool.ledger import NodeLedger
 from kvpool.limits import NodeLimits

@@ -25,7 +25,7 @@ from baton.clock import MonotonicClock
 from baton.ids import BlockId, BlockKey, LayerName, SeqId
 from baton.layout import KvLayout
 from baton.pages import PageFetch, PublishedPage
-from bench.report import Report
+from bench.harness.report import Report
 from kv_transfer.memory.pages import Pages, copy_rows, layer_pages
 from kv_transfer.memory.shared_region import SharedRegion
 from kvpool.hashed_copy import Hashes

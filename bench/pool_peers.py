@@ -23,10 +23,10 @@ import numpy as np
 from baton.config.schema import PoolConfig
 from baton.ids import BlockKey
 from baton.redis_link import open_redis
+from bench.harness.redis_server import redis_server
+from bench.harness.report import Report
+from bench.kvpool.hosts import Host, HostWorker, running
 from bench.pool_copy import BLOCK_BYTES, block_layout, memcpy
-from bench.pool_hosts import Host, HostWorker, running
-from bench.redis_server import redis_server
-from bench.report import Report
 from kv_transfer.backends.registry import BACKENDS
 from kv_transfer.memory.shared_region import SharedRegion
 from kvpool.directory.redis import RedisDirectory

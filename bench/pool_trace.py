@@ -1,7 +1,7 @@
 """What a pool of a given size would find on a real trace: `python -m bench.pool_trace --trace FILE [--json FILE]`.
 
-The blocks of a trace (Mooncake's format, `bench.trace`; 512 tokens each) go through the ledger that a pool node runs
-(`bench.pool_replay`): each request reads the longest held beginning of its prompt and puts the rest.
+The blocks of a trace (Mooncake's format, `bench.harness.trace`; 512 tokens each) go through the ledger that a pool node runs
+(`bench.kvpool.replay`): each request reads the longest held beginning of its prompt and puts the rest.
 
 - With room for everything: the share of blocks that any cache could find.
 - By capacity and eviction policy.
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.config.schema import PoolConfig
-from bench.pool_replay import in_turn, replay, to_longest, unique_blocks
-from bench.report import Report
-from bench.trace import TRACE_BLOCK_TOKENS, TracedRequest, read_trace
+from bench.harness.report import Report
+from bench.harness.trace import TRACE_BLOCK_TOKENS, TracedRequest, read_trace
+from bench.kvpool.replay import in_turn, replay, to_longest, unique_blocks
 from kvpool.eviction.select import POLICIES
 
 _DEFAULT = PoolConfig().eviction

@@ -24,8 +24,8 @@ from baton.generation import Prompt, SamplingParams
 from baton.ids import SeqId
 from baton.layout import SPARE_BLOCKS
 from baton_engine.messages import Abort, FlushCache, Generate, PrefillStarted, Sampled, StepEvents
-from bench.report import Report
-from bench.shapes import SHAPES, write_model
+from bench.harness.report import Report
+from bench.harness.shapes import SHAPES, write_model
 from kv_transfer.memory.arena import WorkerMemory
 from kvpool.agent import PoolAgent
 from kvpool.fake import FakePool

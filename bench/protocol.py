@@ -20,7 +20,7 @@ from baton.layout import KvLayout
 from baton.pages import PageWrite
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
-from bench.report import Report
+from bench.harness.report import Report
 from kv_transfer.heads import plan_link
 from kv_transfer.ledger.ledger import (
     Expected,

@@ -27,9 +27,9 @@ import psutil
 
 from baton.config.schema import RouterConfig
 from baton.ids import RequestId, Role
-from bench.report import Report
-from bench.reporting_workers import LongTexts, ReportingWorker, give_out
-from bench.router_core import RouterCore
+from bench.harness.report import Report
+from bench.router.core import RouterCore
+from bench.router.reporting_workers import LongTexts, ReportingWorker, give_out
 
 _Result = TypeVar("_Result")
 

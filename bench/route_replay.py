@@ -1,7 +1,7 @@
 """The routing policies against each other on a real trace: `python -m bench.route_replay --trace FILE [--json FILE]`.
 
-The first requests of a trace (Mooncake's format, `bench.trace`) go through the router's own core, dispatch, index, policy and
-learning included, against simulated workers (`bench.simulated_cluster`) on a simulated clock. What the predictions begin
+The first requests of a trace (Mooncake's format, `bench.harness.trace`) go through the router's own core, dispatch, index, policy and
+learning included, against simulated workers (`bench.simulated.cluster`) on a simulated clock. What the predictions begin
 with differs from what the workers really take: they are learned on the way, from what real workers report too.
 
 The cluster is mixed, as clusters become: of the prefill workers a third takes twice as long, of the decode workers one in
@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import fmean, quantiles
 
 from baton.config.rules import POLICIES
-from bench.report import Report, Setting
-from bench.simulated_cluster import Outcome, Replay
-from bench.simulation import Hardware
-from bench.trace import TracedRequest, read_trace
+from bench.harness.report import Report, Setting
+from bench.harness.trace import TracedRequest, read_trace
+from bench.simulated.cluster import Outcome, Replay
+from bench.simulated.hardware import Hardware
 
 TBT_TARGET_S = 0.05
 

@@ -25,10 +25,10 @@ from statistics import median
 
 import psutil
 
-from bench.fake_workers import addresses
-from bench.report import Report
-from bench.server import serving
-from bench.stream_clients import Counts, Orders
+from bench.harness.report import Report
+from bench.harness.server import serving
+from bench.router.fake_workers import addresses
+from bench.router.stream_clients import Counts, Orders
 
 _WARM_UP_TOKENS = 256
 
@@ -123,7 +123,7 @@ def _orders(url: str, arguments: argparse.Namespace) -> Orders:
 
 @contextmanager
 def _workers(directory: Path, model: str, step_ms: float, decoders: int) -> Iterator[None]:
-    command = [sys.executable, "-m", "bench.stream_workers", str(directory)]
+    command = [sys.executable, "-m", "bench.router.stream_workers", str(directory)]
     command += [f"{model}/tokenizer.json", str(step_ms), str(decoders)]
     process = subprocess.Popen(command)
     try:
@@ -136,7 +136,7 @@ def _workers(directory: Path, model: str, step_ms: float, decoders: int) -> Iter
 def _drive(orders: Orders) -> Counts:
     """Runs the clients in a process of their own."""
     ran = subprocess.run(
-        [sys.executable, "-m", "bench.stream_clients"],
+        [sys.executable, "-m", "bench.router.stream_clients"],
         input=json.dumps(asdict(orders)) + "\n",
         capture_output=True,
         text=True,

@@ -10,10 +10,10 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.load import Load, Outcome, run_load
-from bench.report import Report
-from bench.server import serving
-from bench.shapes import SHAPES, write_model
+from bench.harness.load import Load, Outcome, run_load
+from bench.harness.report import Report
+from bench.harness.server import serving
+from bench.harness.shapes import SHAPES, write_model
 
 TOPOLOGIES = {
     "": ("--prefill-workers", "1", "--decode-workers", "1"),

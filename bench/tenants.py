@@ -1,7 +1,7 @@
 """What a tenant notices of another's flood, and whether limits hold over two routers: `python -m bench.tenants [--json FILE]`.
 
 Real `baton serve` processes without workers of their own, and workers that take their time as real ones do
-(`bench.paced_workers`), in processes of their own. Capacity is what the prefill worker can compute; each of two tenants has
+(`bench.router.paced_workers`), in processes of their own. Capacity is what the prefill worker can compute; each of two tenants has
 half of it as its share.
 
 - `p99_ttft_alone_s`: a tenant uses half its share, alone. `p99_ttft_flooded_s`: the same arrivals, while the other sends
@@ -25,12 +25,12 @@ from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
-from bench.fake_workers import addresses
-from bench.open_load import Orders, Seen
-from bench.pacing import Pace
-from bench.redis_server import redis_server
-from bench.report import Report
-from bench.server import serving
+from bench.harness.redis_server import redis_server
+from bench.harness.report import Report
+from bench.harness.server import serving
+from bench.router.fake_workers import addresses
+from bench.router.open_load import Orders, Seen
+from bench.router.pacing import Pace
 
 KEYS = {name: f"baton-bench-{name}-0123456789abcdef" for name in ("quiet", "flood", "limited")}
 PROMISED_TTFT_S = 2.0
@@ -207,7 +207,13 @@ class Bench:
             seats=64,
             vocab_size=_VOCAB,
         )
-        command = [sys.executable, "-m", "bench.paced_workers", str(directory), pace.to_json()]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.router.paced_workers",
+            str(directory),
+            pace.to_json(),
+        ]
         process = subprocess.Popen(command)
         try:
             yield
@@ -230,7 +236,7 @@ class Bench:
 
     def _drive(self, loads: Sequence[Orders]) -> list[Seen]:
         """Runs each load in a process of its own, all at once."""
-        command = [sys.executable, "-m", "bench.open_load"]
+        command = [sys.executable, "-m", "bench.router.open_load"]
         processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for _ in loads

@@ -1,7 +1,7 @@
 """A circuit breaker: what keeps failing is left alone for a while, then tried with one request before it is trusted again.
 
 One core for two uses: a worker whose legs keep failing gets no new ones (`router.routing.view`), and a tenant whose
-requests keep breaking workers is slowed (`router.tenants.suspects`).
+requests keep breaking workers is slowed (`router.tenants.breakers`).
 """
 
 from dataclasses import dataclass

@@ -14,8 +14,7 @@ from baton.rpc.v1 import control_pb2_grpc as pb_grpc
 from router.admin.stories import RequestStories
 from router.links import WorkerLink
 from router.routing.explanation import DecisionLog
-from router.routing.view import ClusterView
-from router.routing.worker_view import WorkerView
+from router.routing.view import ClusterView, WorkerView
 from router.telemetry.explain import explanation_to_proto
 
 

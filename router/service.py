@@ -49,8 +49,8 @@ from router.openai.sampling import SamplingDefaults, read_defaults
 from router.pool_watch import watching
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
-from router.routing.local import LocalPrefill
 from router.routing.policies import policy_named
+from router.routing.predictive import LocalPrefill
 from router.routing.view import ClusterView
 from router.status import ClusterStatus
 from router.telemetry.collectors import IndexMetrics, RetryMetrics, WorkerLoads

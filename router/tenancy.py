@@ -22,15 +22,14 @@ from baton.telemetry.logs import get_logger
 from router.guardrails.chain import GuardChain
 from router.guardrails.load import load_guardrails
 from router.http.audit import AuditLog
-from router.limits.degrading import DegradingLimiter
+from router.limits.degrading import DegradingLimiter, LimitMetrics
 from router.limits.local import LocalLimiter
-from router.limits.metrics import LimitMetrics
 from router.limits.ports import Limiter
 from router.limits.shared import RedisLimiter
+from router.tenants.breakers import TenantBreakers
 from router.tenants.directory import TenantDirectory
 from router.tenants.reload import ReloadMetrics, TenantReloader
 from router.tenants.sources import FileSource, RedisSource, TenantSource
-from router.tenants.suspects import Suspects
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -56,7 +55,7 @@ class Tenancy:
     directory: TenantDirectory
     limiter: Limiter
     clock: Clock
-    suspects: Suspects = field(default_factory=Suspects)
+    suspects: TenantBreakers = field(default_factory=TenantBreakers)
     guards: GuardChain = field(default_factory=GuardChain)
     audit: AuditLog | None = None
     keep_content: bool = False

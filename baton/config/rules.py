@@ -49,6 +49,9 @@ def _positive(time_s: float | None) -> bool:
     return time_s is None or 0 < time_s < float("inf")
 
 
+_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""`package.module:Class`, of an operator's own."""
+
 POLICIES = (
     "predictive",
     "prefix_affinity",
@@ -114,7 +117,11 @@ RULES: tuple[Rule, ...] = (
     Rule(path="admin.host", holds=bool, demand="must not be empty"),
     Rule(path="admin.port", holds=lambda v: 0 <= v <= 65535, demand="must be from 0 to 65535"),
     Rule(path="admin.api_keys", holds=all, demand="must not hold an empty key"),
-    _one_of("router.policy", POLICIES),
+    Rule(
+        path="router.policy",
+        holds=lambda v: v in POLICIES or _CLASS_PATH.fullmatch(v) is not None,
+        demand=f"must be {_any_of((*POLICIES, 'package.module:Class'))}",
+    ),
     *_at_least(
         1,
         "router.max_body_bytes",

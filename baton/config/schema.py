@@ -118,7 +118,8 @@ class RouterConfig:
         host: Interface that HTTP binds to.
         port: HTTP port.
         api_keys: Accepted bearer keys; empty accepts everyone.
-        policy: Who runs a request: `predictive`, `prefix_affinity`, `least_loaded`, `round_robin`, `random` or `session`.
+        policy: Which workers run a request: `predictive`, `prefix_affinity`, `least_loaded`, `round_robin`, `random`, `session`,
+            or a class of the operator's own as `package.module:Class` (docs/guides/add-a-routing-policy.md).
         local_prefill_tokens: With `predictive`, a decode worker may compute up to so many tokens of a prompt itself, where
             that is predicted to be better; 0 forbids it.
         local_prefill_stall_s: The longest time for which that may hold up those who decode there.

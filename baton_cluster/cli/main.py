@@ -11,7 +11,18 @@ from typing import NoReturn, Protocol
 
 from baton.errors import BatonError, ConfigError
 from baton.version import version
-from baton_cluster.cli import chat, demo, doctor, explain, pool, run_role, serve, status, tenants
+from baton_cluster.cli import (
+    chat,
+    demo,
+    doctor,
+    explain,
+    pool,
+    role,
+    run_role,
+    serve,
+    status,
+    tenants,
+)
 
 
 class Subcommand(Protocol):
@@ -29,6 +40,7 @@ COMMANDS: Mapping[str, tuple[Subcommand, str]] = {
     "run": (run_role, "run one process of a cluster whose others are started elsewhere"),
     "chat": (chat, "talk to any server that speaks OpenAI's API"),
     "status": (status, "show the workers of a running cluster"),
+    "role": (role, "change what a worker of a running cluster takes: prefill, decode, or both"),
     "pool": (pool, "show what the KV pool holds, or make it forget"),
     "explain": (explain, "show why a request was sent where it was"),
     "tenants": (tenants, "make API keys, and check and publish the tenants document"),

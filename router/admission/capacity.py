@@ -7,9 +7,8 @@ waits inside a worker can be neither reordered nor taken back cheaply.
 from typing import Protocol
 
 from router.admission.queue import QueuedRequest
-from router.routing.costs import queue_s
-from router.routing.view import ClusterView
-from router.routing.worker_view import WorkerView
+from router.routing.predictive import queue_s
+from router.routing.view import ClusterView, WorkerView
 from router.slo import Slo
 
 _PROMPTS_AHEAD = 2

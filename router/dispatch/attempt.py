@@ -40,7 +40,7 @@ from router.events import (
     Service,
 )
 from router.routing.policy import Pair
-from router.routing.worker_view import WorkerView
+from router.routing.view import WorkerView
 
 
 class AttemptState(Enum):

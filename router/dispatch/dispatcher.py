@@ -61,8 +61,7 @@ from router.events import (
     WriterLost,
 )
 from router.routing.pools import node_of
-from router.routing.view import ClusterView
-from router.routing.worker_view import WorkerView
+from router.routing.view import ClusterView, WorkerView
 
 _STALL_S = 1.0
 """After such a pause between two ticks this router cannot tell which worker was silent: it read from none."""

@@ -18,12 +18,10 @@ from router.admission.capacity import WorkerCapacity
 from router.dispatch.request import RequestState
 from router.ports import Timing
 from router.routing.explanation import DecisionLog, Measured
-from router.routing.held import HeldBySlot
 from router.routing.index import PrefixIndex
-from router.routing.memory import Prints, prints_of
 from router.routing.policy import Demand, Pair, Policy, Unavailable
-from router.routing.view import ClusterView
-from router.routing.worker_view import WorkerView
+from router.routing.table import Fingerprints, HeldBySlot, fingerprints_of
+from router.routing.view import ClusterView, WorkerView
 
 _SESSION_TOKENS = 64
 """Prompts whose first tokens are these are taken for one session where the client names none."""
@@ -214,12 +212,12 @@ class Placement:
             slots = (worker.slot,) if pair.local else (worker.slot, pair.decode.slot)
             self._index.expect(chain, slots, demand.now_s)
 
-    def _chain(self, request: RequestState, group: int, layout: KvLayout) -> Prints:
+    def _chain(self, request: RequestState, group: int, layout: KvLayout) -> Fingerprints:
         if group not in request.chains:
             root = root_key(self._secret, scope=request.prompt.cache_scope, layout=layout)
             tokens = request.prompt.prompt_tokens
             keys = chain_keys(self._secret, root, tokens, layout.block_tokens)
-            request.chains[group] = prints_of(joined(keys))
+            request.chains[group] = fingerprints_of(joined(keys))
         return request.chains[group]
 
 

@@ -12,8 +12,8 @@ from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import RequestId
 from router.events import FirstTokensArrived, HandedOff, LocallyPrefilled
 from router.ports import Timing
-from router.routing.memory import Prints
 from router.routing.policy import Pair
+from router.routing.table import Fingerprints
 from router.slo import STANDARD, Slo
 
 
@@ -120,7 +120,7 @@ class RequestState:
         self.waited_s = waited_s
         self.trace_parent = trace_parent
         self.watch = Stopwatch(submitted_s=now_s)
-        self.chains: dict[int, Prints] = {}
+        self.chains: dict[int, Fingerprints] = {}
         """The prompt's blocks by layout group, hashed once."""
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         """What goes to the client with the next tokens; a prompt is scored once."""

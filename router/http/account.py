@@ -21,7 +21,7 @@ from router.guardrails.ports import Ask
 from router.limits.ports import GrantId, Level, Levels, Limiter, LimitKind, Refused
 from router.ports import GenerationRequest, Timing
 from router.telemetry.metrics import RouterMetrics
-from router.tenants.suspects import Suspects
+from router.tenants.breakers import TenantBreakers
 from router.tenants.tenant import Caller, Tenant
 
 _EXHAUSTED = {
@@ -211,7 +211,7 @@ class RateLimiter:
     def __init__(
         self,
         limiter: Limiter,
-        suspects: Suspects,
+        suspects: TenantBreakers,
         clock: Clock,
         metrics: RouterMetrics,
         *,

@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
 from baton.clock import Clock
 from baton.errors import UnavailableError
 from baton.telemetry.logs import get_logger
 from router.breaker import Breaker, BreakerPolicy
 from router.limits.local import LocalLimiter
-from router.limits.metrics import LimitMetrics
 from router.limits.ports import Granted, GrantId, Refused, Usage
 from router.limits.shared import RedisLimiter
 from router.tenants.tenant import Tenant
@@ -25,6 +26,30 @@ _ASK_AGAIN = BreakerPolicy(
 _RENEWALS_PER_LEASE = 3
 _Answer = TypeVar("_Answer")
 _log = get_logger(__name__)
+
+
+class LimitMetrics:
+    """Metrics of one router's limits on one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._degraded = Gauge(
+            "baton_limits_degraded",
+            "1 while Redis gives no answer and this router gives out its part of the limits.",
+            registry=registry,
+        )
+        self._alone = Counter(
+            "baton_limits_degraded_decisions",
+            "Decisions that this router made without Redis.",
+            registry=registry,
+        )
+
+    def degraded(self, is_degraded: bool) -> None:
+        """Whether Redis gave no answer."""
+        self._degraded.set(is_degraded)
+
+    def decided_alone(self) -> None:
+        """One decision was made without Redis."""
+        self._alone.inc()
 
 
 class DegradingLimiter:

@@ -9,8 +9,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from baton.redis_link import asked
-from router.limits.bucket import BucketSize
-from router.limits.ledger import CONCURRENCY_RETRY_S
+from router.limits.local import CONCURRENCY_RETRY_S, BucketSize
 from router.limits.ports import Granted, GrantId, Level, Levels, LimitKind, Refused, Usage
 from router.tenants.tenant import Limits, Tenant, TenantId
 

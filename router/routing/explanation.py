@@ -128,7 +128,7 @@ class DecisionLog:
         decision = self._decisions.get(request_id)
         if decision is None:
             return None
-        pair, grounds, demand = decision.pair, decision.pair.grounds, decision.demand
+        pair, rationale, demand = decision.pair, decision.pair.rationale, decision.demand
         return Explanation(
             request_id=request_id,
             policy=self._policy,
@@ -142,8 +142,8 @@ class DecisionLog:
             held_by_pool=decision.held_by_pool,
             output_tokens=demand.output_tokens,
             decisions=decision.count,
-            why="nobody else was to be asked" if grounds is None else grounds.why(),
-            considered=() if grounds is None else tuple(grounds.considered()),
+            why="nobody else was to be asked" if rationale is None else rationale.why(),
+            considered=() if rationale is None else tuple(rationale.considered()),
             predicted=pair.predicted,
             measured=decision.measured,
         )

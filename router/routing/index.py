@@ -5,27 +5,38 @@ sent where, which they correct. Both are hints: a block that is gone by the time
 never a wrong answer.
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 import numpy as np
 
 from baton.blocks import BlockReport
 from baton.errors import InvariantError
 from baton.ids import WorkerId, WorkerIdentity
-from router.routing.expected import ExpectedBlocks
-from router.routing.held import HeldBySlot
-from router.routing.memory import Prints, Words, prints_of
-from router.routing.sources import Sources
-from router.routing.table import BlockTable, HotPart
-from router.routing.table_library import hot_part
+from router.routing.native_table import fastest_operations
+from router.routing.table import (
+    BlockTable,
+    Fingerprints,
+    HeldBySlot,
+    LookupSources,
+    Places,
+    TableOperations,
+    Words,
+    fingerprints_of,
+)
 
 _SPARE_SHARE = 4
 """Columns of holders that are gone are cleared together, once they are a quarter of all."""
 
+_EVERY = 32
+_LIFE_S = 30.0
+_MAX_NOTED = 200_000
 
-class Heard(Enum):
+
+class ReportOutcome(Enum):
     """What became of a report."""
 
     APPLIED = "applied"
@@ -56,6 +67,72 @@ class _Holder:
     is_blank: bool = True
 
 
+class ExpectedBlocks:
+    """Chains on their way, by the columns of the workers they were sent to.
+
+    Of a chain only some blocks are noted: the first ones, every 32nd and the last. Depths are found by bisection over
+    these, in time that grows with the logarithm of the chain, and are too small by 31 blocks at most. A note lives for 30 to 60
+    seconds, or until the worker reports that it gave the block up: by then it has computed the prompt and reported it,
+    or it never will.
+
+    Args:
+        operations: Who does the hot part of the two tables, of recent and of older notes.
+        num_columns: Columns to begin with, a multiple of 64.
+    """
+
+    def __init__(self, *, operations: TableOperations, num_columns: int) -> None:
+        self._recent, self._older = (
+            BlockTable(max_blocks=2 * _MAX_NOTED, operations=operations, num_columns=num_columns)
+            for _ in range(2)
+        )
+        self.tables = self._recent, self._older
+        """Both tables, in an order that lasts."""
+        self._since_s = float("-inf")
+
+    def note(self, fingerprints: Fingerprints, columns: Iterable[int], now_s: float) -> None:
+        """The whole chain is expected at every worker of `columns`."""
+        age_s = now_s - self._since_s
+        if age_s >= _LIFE_S or len(self._recent) > _MAX_NOTED:
+            self._turn_over(keep=age_s < 2 * _LIFE_S)
+            self._since_s = now_s
+        noted = _noted(len(fingerprints))
+        for column in columns:
+            self._recent.add(fingerprints, column, noted)
+
+    def noted(self, fingerprints: Fingerprints, now_s: float) -> Places | None:
+        """Which positions of a chain may have been noted; None where nothing is expected of anybody."""
+        is_over = now_s - self._since_s >= 2 * _LIFE_S
+        return None if is_over else _noted(len(fingerprints))
+
+    def withdraw(self, fingerprints: Fingerprints, column: int) -> None:
+        """A worker has given blocks up."""
+        for notes in self.tables:
+            if len(notes):
+                notes.discard(fingerprints, column)
+
+    def keep_columns(self, live: Words) -> None:
+        """Nothing is expected of other columns than `live` any more. Looks at every note."""
+        for notes in self.tables:
+            notes.keep_columns(live)
+
+    def widen(self) -> None:
+        """Makes room for 64 more columns."""
+        for notes in self.tables:
+            notes.widen()
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` when a table of notes is broken."""
+        for notes in self.tables:
+            notes.check_integrity()
+
+    def _turn_over(self, *, keep: bool) -> None:
+        """What is recent becomes older, if it is to be kept; what was older is forgotten."""
+        self._recent, self._older = self._older, self._recent
+        self._recent.clear()
+        if not keep:
+            self._older.clear()
+
+
 class PrefixIndex:
     """Block key to the set of its holders.
 
@@ -67,20 +144,24 @@ class PrefixIndex:
 
     Args:
         max_blocks: Blocks remembered at most. With more, new ones are not taken up, and counted as lost.
-        hot: Who does the table's hot part; the fastest there is if None.
+        operations: Who does the table's hot part; the fastest there is if None.
     """
 
-    def __init__(self, *, max_blocks: int = 4_000_000, hot: HotPart | None = None) -> None:
-        self._hot = hot or hot_part()
-        self._table = BlockTable(max_blocks=max_blocks, hot=self._hot)
-        self._expected = ExpectedBlocks(hot=self._hot, num_columns=self._table.num_columns)
+    def __init__(
+        self, *, max_blocks: int = 4_000_000, operations: TableOperations | None = None
+    ) -> None:
+        self._operations = operations or fastest_operations()
+        self._table = BlockTable(max_blocks=max_blocks, operations=self._operations)
+        self._expected = ExpectedBlocks(
+            operations=self._operations, num_columns=self._table.num_columns
+        )
         self._holders: dict[WorkerId, _Holder] = {}
         self._free_slots: list[int] = []
         self._free_columns = list(range(self._table.num_columns))
         self._live = self._ragged = 0
         self._slot_of: dict[int, int] = {}
         self._column_of: dict[int, int] = {}
-        self._sources: Sources | None = None
+        self._sources: LookupSources | None = None
         self.counts = IndexCounts()
 
     def __len__(self) -> int:
@@ -119,30 +200,30 @@ class PrefixIndex:
         self._free_slots.append(holder.slot)
         del self._holders[identity.worker_id]
 
-    def apply(self, identity: WorkerIdentity, report: BlockReport) -> Heard:
+    def apply(self, identity: WorkerIdentity, report: BlockReport) -> ReportOutcome:
         """Takes a holder's report. After a gap nothing is believed before the next snapshot."""
         holder = self._holders.get(identity.worker_id)
         if holder is None or holder.identity != identity:
             self.counts.refused += 1
-            return Heard.REFUSED
+            return ReportOutcome.REFUSED
         if report.snapshot and report.first:
             self._start_over(holder)
         elif holder.seq is None:
-            return Heard.REFUSED
+            return ReportOutcome.REFUSED
         elif report.seq != holder.seq + 1:
             holder.seq = None
             self.counts.gaps += 1
-            return Heard.GAP
+            return ReportOutcome.GAP
         holder.seq = report.seq
         self._change(holder, report)
-        return Heard.APPLIED
+        return ReportOutcome.APPLIED
 
-    def expect(self, chain: Prints, slots: Iterable[int], now_s: float) -> None:
+    def expect(self, chain: Fingerprints, slots: Iterable[int], now_s: float) -> None:
         """Remembers that the workers at `slots` are about to hold the whole chain."""
         self._expected.note(chain, map(self._column_of.__getitem__, slots), now_s)
 
     def held_blocks(
-        self, chain: Prints, now_s: float, *, unit: int = 1, among: HeldBySlot | None = None
+        self, chain: Fingerprints, now_s: float, *, unit: int = 1, among: HeldBySlot | None = None
     ) -> HeldBySlot:
         """How many leading blocks of the chain each holder has or is about to have.
 
@@ -157,7 +238,7 @@ class PrefixIndex:
             held = HeldBySlot(len(self._holders) + len(self._free_slots))
         if chain:
             sources = self._sources or self._open_sources()
-            self._hot.held(sources, chain, self._expected.noted(chain, now_s), unit, held)
+            self._operations.held(sources, chain, self._expected.noted(chain, now_s), unit, held)
         return held
 
     def check_integrity(self) -> None:
@@ -178,12 +259,12 @@ class PrefixIndex:
 
     def _change(self, holder: _Holder, report: BlockReport) -> None:
         if report.removed:
-            removed = prints_of(report.removed)
+            removed = fingerprints_of(report.removed)
             self._table.discard(removed, holder.column)
             self._expected.withdraw(removed, holder.column)
             self.counts.events += len(removed)
         if report.stored:
-            stored = prints_of(report.stored)
+            stored = fingerprints_of(report.stored)
             self.counts.lost += self._table.add(stored, holder.column)
             self.counts.events += len(stored)
             holder.is_blank = False
@@ -222,11 +303,11 @@ class PrefixIndex:
             self._expected.widen()
             self._free_columns = list(range(total, self._table.num_columns))
 
-    def _open_sources(self) -> Sources:
+    def _open_sources(self) -> LookupSources:
         slots = np.zeros(self._table.num_columns, np.int64)
         for column, slot in self._slot_of.items():
             slots[column] = slot
-        self._sources = Sources(
+        self._sources = LookupSources(
             reports=self._table.memory,
             notes=[table.memory for table in self._expected.tables],
             live=self._words(self._live),
@@ -238,3 +319,12 @@ class PrefixIndex:
 
     def _words(self, columns: int) -> Words:
         return np.frombuffer(columns.to_bytes(self._table.num_columns // 8, "little"), np.uint64)
+
+
+@lru_cache(maxsize=1024)
+def _noted(num_blocks: int) -> Places:
+    """Positions of a chain that are noted; which they are does not depend on its length, but for the last."""
+    noted = [*range(min(_EVERY, num_blocks)), *range(2 * _EVERY - 1, num_blocks, _EVERY)]
+    if num_blocks > _EVERY and noted[-1] != num_blocks - 1:
+        noted.append(num_blocks - 1)
+    return array("q", noted)

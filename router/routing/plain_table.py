@@ -5,9 +5,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from router.routing.held import HeldBySlot
-from router.routing.memory import WIDTH, WORD_BITS, Memory, Places, Prints, Split, Words
-from router.routing.sources import Sources
+from router.routing.table import (
+    WIDTH,
+    WORD_BITS,
+    Fingerprints,
+    HeldBySlot,
+    LookupSources,
+    Places,
+    Split,
+    TableMemory,
+    Words,
+)
 
 _STRIDE = 16
 
@@ -18,28 +26,38 @@ _Depths = NDArray[np.int32]
 """How many leading blocks each column holds, by column."""
 
 
-class PlainHotPart:
-    """See `router.routing.table.HotPart`."""
+class PlainTable:
+    """See `router.routing.table.TableOperations`."""
 
     def held(
-        self, sources: Sources, prints: Prints, noted: Places | None, unit: int, held: HeldBySlot
+        self,
+        sources: LookupSources,
+        fingerprints: Fingerprints,
+        noted: Places | None,
+        unit: int,
+        held: HeldBySlot,
     ) -> None:
-        """See HotPart."""
+        """See TableOperations."""
         depths = np.zeros(len(sources.slots), np.int32)
-        _whole(sources.reports, prints, sources.whole, depths, range(len(prints)))
+        _whole(sources.reports, fingerprints, sources.whole, depths, range(len(fingerprints)))
         if sources.ragged is not None:
-            _ragged(sources.reports, prints, sources.ragged, depths)
+            _ragged(sources.reports, fingerprints, sources.ragged, depths)
         if noted is not None:
             for notes in sources.notes:
-                _whole(notes, prints, sources.live, depths, noted)
+                _whole(notes, fingerprints, sources.live, depths, noted)
         for column in depths.nonzero()[0]:
             held.put(int(sources.slots[column]), int(depths[column]) * unit)
 
     def add(
-        self, memory: Memory, prints: Prints, noted: Places | None, begin: int, column: int
+        self,
+        memory: TableMemory,
+        fingerprints: Fingerprints,
+        noted: Places | None,
+        begin: int,
+        column: int,
     ) -> int:
-        """See HotPart."""
-        blocks = prints if noted is None else [prints[place] for place in noted]
+        """See TableOperations."""
+        blocks = fingerprints if noted is None else [fingerprints[place] for place in noted]
         word, bit = divmod(column, WORD_BITS)
         for at, block in enumerate(blocks[begin:], begin):
             place = _find(memory, block)
@@ -47,41 +65,45 @@ class PlainHotPart:
                 place = _empty_place(memory, block) if memory.used < memory.limit else None
                 if place is None:
                     return at
-                memory.prints[place] = block
+                memory.fingerprints[place] = block
                 memory.used += 1
             memory.sets[(*place, word)] |= np.uint64(1 << bit)
         return len(blocks)
 
-    def discard(self, memory: Memory, prints: Prints, column: int) -> None:
-        """See HotPart."""
+    def discard(self, memory: TableMemory, fingerprints: Fingerprints, column: int) -> None:
+        """See TableOperations."""
         word, bit = divmod(column, WORD_BITS)
-        for block in prints:
+        for block in fingerprints:
             place = _find(memory, block)
             if place is None:
                 continue
             memory.sets[(*place, word)] &= ~np.uint64(1 << bit)
             if not memory.sets[place].any():
-                memory.prints[place] = 0
+                memory.fingerprints[place] = 0
                 memory.used -= 1
 
-    def split(self, memory: Memory, split: Split) -> None:
-        """See HotPart."""
+    def split(self, memory: TableMemory, split: Split) -> None:
+        """See TableOperations."""
         before, first, last = split
         here, there = slice(first, last), slice(before + first, before + last)
-        prints, sets = memory.prints[here], memory.sets[here]
+        fingerprints, sets = memory.fingerprints[here], memory.sets[here]
         numbers = np.arange(first, last, dtype=np.uint64)[:, None]
-        named_first = prints & np.uint64(before - 1) == numbers
-        names = np.where(named_first, prints, prints >> np.uint64(32))
+        named_first = fingerprints & np.uint64(before - 1) == numbers
+        names = np.where(named_first, fingerprints, fingerprints >> np.uint64(32))
         moves = names & np.uint64(before) != 0
-        memory.prints[there][moves], prints[moves] = prints[moves], 0
+        memory.fingerprints[there][moves], fingerprints[moves] = fingerprints[moves], 0
         memory.sets[there][moves], sets[moves] = sets[moves], 0
 
 
 def _whole(
-    memory: Memory, prints: Prints, live: Words, depths: _Depths, places: Sequence[int]
+    memory: TableMemory,
+    fingerprints: Fingerprints,
+    live: Words,
+    depths: _Depths,
+    places: Sequence[int],
 ) -> None:
-    """Raises `depths` to how many leading prints each column of `live` holds, where holding one means to hold those
-    before it. Only the prints at `places` are looked at, by halves.
+    """Raises `depths` to how many leading fingerprints each column of `live` holds, where holding one means to hold those
+    before it. Only the fingerprints at `places` are looked at, by halves.
     """
     # Spans (low, high] of positions with the sets at both ends; -1 stands for the empty chain.
     spans = [(-1, len(places), _number(live), 0)]
@@ -95,33 +117,35 @@ def _whole(
             depths[columns] = np.maximum(depths[columns], depth)
             continue
         middle = low + (high - low) // 2
-        place = _find(memory, prints[places[middle]])
+        place = _find(memory, fingerprints[places[middle]])
         here = 0 if place is None else at_low & _number(memory.sets[place])
         spans.append((middle, high, here, at_high))
         spans.append((low, middle, at_low, here))
 
 
-def _ragged(memory: Memory, prints: Prints, live: Words, depths: _Depths) -> None:
+def _ragged(memory: TableMemory, fingerprints: Fingerprints, live: Words, depths: _Depths) -> None:
     """The same where that does not follow: looks at every 16th block, and at each where columns end. A hole between two that are
     looked at may be passed over.
     """
     low, at_low = -1, _number(live)
     while at_low:
-        high = min(low + _STRIDE, len(prints))
-        here = at_low & _set_of(memory, prints[high]) if high < len(prints) else 0
-        _follow(memory, prints[low + 1 : high], low + 1, at_low & ~here, depths)
+        high = min(low + _STRIDE, len(fingerprints))
+        here = at_low & _set_of(memory, fingerprints[high]) if high < len(fingerprints) else 0
+        _follow(memory, fingerprints[low + 1 : high], low + 1, at_low & ~here, depths)
         low, at_low = high, here
 
 
-def _follow(memory: Memory, prints: Prints, at: int, ends: int, depths: _Depths) -> None:
-    """The columns `ends` hold the block before `prints`, which begin at position `at`, and not the one after them."""
-    for depth, block in enumerate(prints, at):
+def _follow(
+    memory: TableMemory, fingerprints: Fingerprints, at: int, ends: int, depths: _Depths
+) -> None:
+    """The columns `ends` hold the block before `fingerprints`, which begin at position `at`, and not the one after them."""
+    for depth, block in enumerate(fingerprints, at):
         if not ends:
             return
         here = ends & _set_of(memory, block)
         depths[bits_of(ends & ~here)] = depth
         ends = here
-    depths[bits_of(ends)] = at + len(prints)
+    depths[bits_of(ends)] = at + len(fingerprints)
 
 
 def bits_of(columns: int) -> list[int]:
@@ -138,33 +162,33 @@ def _number(columns: Words) -> int:
     return int.from_bytes(columns.tobytes(), "little")
 
 
-def _set_of(memory: Memory, block: int) -> int:
+def _set_of(memory: TableMemory, block: int) -> int:
     """The columns that hold `block`."""
     place = _find(memory, block)
     return 0 if place is None else _number(memory.sets[place])
 
 
-def _buckets(memory: Memory, block: int) -> tuple[int, int]:
+def _buckets(memory: TableMemory, block: int) -> tuple[int, int]:
     return _bucket(memory, block), _bucket(memory, block >> 32)
 
 
-def _bucket(memory: Memory, name: int) -> int:
+def _bucket(memory: TableMemory, name: int) -> int:
     number = name & 2 * memory.num_unsplit - 1
     return number if number < memory.num_buckets else name & memory.num_unsplit - 1
 
 
-def _find(memory: Memory, block: int) -> tuple[int, int] | None:
+def _find(memory: TableMemory, block: int) -> tuple[int, int] | None:
     for bucket in _buckets(memory, block):
-        prints = memory.prints[bucket].tolist()
-        if block in prints:
-            return bucket, prints.index(block)
+        fingerprints = memory.fingerprints[bucket].tolist()
+        if block in fingerprints:
+            return bucket, fingerprints.index(block)
     return None
 
 
-def _empty_place(memory: Memory, block: int) -> tuple[int, int] | None:
+def _empty_place(memory: TableMemory, block: int) -> tuple[int, int] | None:
     """In the first of its buckets, or in the second if the first is crowded and the second is emptier."""
     bucket, other = _buckets(memory, block)
-    prints, others = memory.prints[bucket].tolist(), memory.prints[other].tolist()
-    if prints.count(0) <= WIDTH - _CROWDED and others.count(0) > prints.count(0):
-        bucket, prints = other, others
-    return (bucket, prints.index(0)) if 0 in prints else None
+    fingerprints, others = memory.fingerprints[bucket].tolist(), memory.fingerprints[other].tolist()
+    if fingerprints.count(0) <= WIDTH - _CROWDED and others.count(0) > fingerprints.count(0):
+        bucket, fingerprints = other, others
+    return (bucket, fingerprints.index(0)) if 0 in fingerprints else None

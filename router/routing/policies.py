@@ -1,20 +1,33 @@
-"""The policies an operator can choose by name (`router.policy`), and the prices of those that look at one worker at a time.
+"""The policies that an operator can choose (`router.policy`): by name, or one of its own as `package.module:Class`.
 
-`predictive` has a module of its own (`router.routing.predictive`).
+Most price one worker at a time, and the pair's price is the sum, so that the best pair is the best P with the best D
+(`AdditivePolicy`). `predictive`, the default, has a module of its own (`router.routing.predictive`).
 """
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from random import Random
+from typing import Any, Protocol
 
+from baton.config.rules import POLICIES
 from baton.errors import ConfigError
 from baton.ids import WorkerId
-from router.routing.local import LocalPrefill
-from router.routing.policy import Demand, Policy
-from router.routing.predictive import Predictive
-from router.routing.separable import Separable
-from router.routing.worker_view import WorkerView
+from router.routing.policy import (
+    NO_DECODER,
+    Considered,
+    Demand,
+    Pair,
+    Policy,
+    Rank,
+    RouteKind,
+    Unavailable,
+)
+from router.routing.predictive import LocalPrefill, Predictive
+from router.routing.pricing import fastest_pricing
+from router.routing.view import WorkerView
 
 _SEQUENCE_TOKENS = 64
 """What one more running sequence costs beside its context: about a page's worth of reading per step."""
@@ -24,6 +37,146 @@ _CONTEXT_WEIGHT = 0.1
 
 _HANDOVER_WEIGHT = 0.05
 """A token's KV moved against a token prefilled. Its purpose is that a hybrid worker that is as good keeps both legs."""
+
+
+class WorkerPrices(Protocol):
+    """Prices one worker for a demand; less is better."""
+
+    uses_prefix: bool
+    """Whether `Demand.held` matters."""
+
+    uses_session: bool
+    """Whether `Demand.session` matters."""
+
+    def prefill_cost(self, worker: WorkerView, demand: Demand) -> float:
+        """Of prefilling on `worker`."""
+
+    def decode_cost(self, worker: WorkerView, demand: Demand) -> float:
+        """Of decoding on `worker`."""
+
+    def handover_cost(self, decoder: WorkerView, demand: Demand) -> float:
+        """Of moving the KV that `decoder` lacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    """A possible pair and its rank."""
+
+    rank: Rank
+    pair: Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedRationale:
+    """Why an additive policy chose: the best option of each kind (a `Rationale`)."""
+
+    options: Sequence[_Option]
+
+    def predicted(self, *, alone: bool) -> None:
+        """Nothing: prices are no times."""
+
+    def considered(self) -> list[Considered]:
+        """The best pair and the best single worker of each layout."""
+        return [
+            Considered(
+                prefill=option.pair.prefill.identity.worker_id,
+                decode=option.pair.decode.identity.worker_id,
+                cost=option.rank[0],
+            )
+            for option in sorted(self.options, key=lambda option: option.rank)
+        ]
+
+    def why(self) -> str:
+        """The rule."""
+        return "the least sum of both workers' prices; ties to the lighter, then at random"
+
+
+class AdditivePolicy:
+    """A policy that adds up prices (a `router.routing.policy.Policy`).
+
+    Args:
+        prices: Of single workers.
+    """
+
+    def __init__(self, prices: WorkerPrices) -> None:
+        self.prices = prices
+        self.uses_prefix = prices.uses_prefix
+        self.uses_session = prices.uses_session
+
+    def pair(
+        self, workers: Collection[WorkerView], demand: Demand, rng: Random
+    ) -> Pair | Unavailable:
+        """The cheapest way. A decode worker prefills for itself only when nobody else can; a hybrid one whenever that
+        is cheaper.
+        """
+        decoders = demand.decoders(workers)
+        if not decoders:
+            return NO_DECODER
+        options = list(self._options(workers, decoders, demand, rng))
+        if not options:
+            options = [self._local(decoders, RouteKind.NO_PREFILLER, demand, rng)]
+        best = min(options, key=lambda option: option.rank).pair
+        rationale = SummedRationale(options=options)
+        return Pair(prefill=best.prefill, decode=best.decode, kind=best.kind, rationale=rationale)
+
+    def prefiller(
+        self, workers: Collection[WorkerView], decode: WorkerView, demand: Demand, rng: Random
+    ) -> Pair:
+        """The cheapest P."""
+        worker = _cheapest(workers, lambda w: self.prices.prefill_cost(w, demand), rng)[1]
+        return Pair(prefill=worker, decode=decode, kind=RouteKind.TAKE_OVER)
+
+    def _options(
+        self,
+        workers: Collection[WorkerView],
+        decoders: Collection[WorkerView],
+        demand: Demand,
+        rng: Random,
+    ) -> Iterator[_Option]:
+        for group in {worker.layout_group for worker in workers}:
+            members = [worker for worker in workers if worker.layout_group == group]
+            prefillers = [worker for worker in members if worker.can_prefill]
+            here = [worker for worker in decoders if worker.layout_group == group]
+            takers = [worker for worker in here if worker.takes_kv]
+            both = [worker for worker in here if worker.can_prefill]
+            if prefillers and takers:
+                yield self._handed_over(prefillers, takers, demand, rng)
+            if both:
+                yield self._local(both, RouteKind.HYBRID, demand, rng)
+
+    def _handed_over(
+        self,
+        prefillers: Collection[WorkerView],
+        takers: Collection[WorkerView],
+        demand: Demand,
+        rng: Random,
+    ) -> _Option:
+        prices = self.prices
+        p_rank, p = _cheapest(prefillers, lambda w: prices.prefill_cost(w, demand), rng)
+        d_rank, d = _cheapest(
+            takers, lambda w: prices.decode_cost(w, demand) + prices.handover_cost(w, demand), rng
+        )
+        rank = (p_rank[0] + d_rank[0], p_rank[1] + d_rank[1], d_rank[2])
+        kind = RouteKind.HYBRID if p is d else RouteKind.PAIR
+        return _Option(rank=rank, pair=Pair(prefill=p, decode=d, kind=kind))
+
+    def _local(
+        self, workers: Collection[WorkerView], kind: RouteKind, demand: Demand, rng: Random
+    ) -> _Option:
+        prices = self.prices
+        rank, worker = _cheapest(
+            workers,
+            lambda w: prices.prefill_cost(w, demand) + prices.decode_cost(w, demand),
+            rng,
+        )
+        return _Option(rank=rank, pair=Pair(prefill=worker, decode=worker, kind=kind))
+
+
+def _cheapest(
+    workers: Collection[WorkerView], cost: Callable[[WorkerView], float], rng: Random
+) -> tuple[Rank, WorkerView]:
+    ranked = ((cost(worker), worker.legs, rng.random()) for worker in workers)
+    return min(zip(ranked, workers, strict=True), key=lambda entry: entry[0])
 
 
 class PrefixAffinity:
@@ -144,24 +297,63 @@ _PRICES: dict[str, Callable[[], PrefixAffinity | LeastLoaded | RoundRobin | Sess
 def policy_named(
     name: str, local_prefill: LocalPrefill | None = None, rng: Random | None = None
 ) -> Policy:
-    """The policy of that name.
+    """The policy of that name, or one of the operator's own.
 
     Args:
-        name: As in the configuration.
+        name: As in the configuration: a name, or `package.module:Class` of a `Policy` or of `WorkerPrices`. The class is
+            imported and called without arguments, once.
         local_prefill: When `predictive` may have a decode worker compute a prompt.
         rng: What `random` draws from; one of its own if None.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or it cannot be made.
     """
     if name == "predictive":
-        return Predictive(local_prefill or LocalPrefill())
+        return Predictive(local_prefill or LocalPrefill(), fastest_pricing())
     if name == "random":
-        return Separable(AtRandom(rng))
-    if name not in _PRICES:
-        names = ", ".join(("predictive", "random", *_PRICES))
-        raise ConfigError(f"unknown policy {name!r}; there are {names}", param="router.policy")
-    return Separable(_PRICES[name]())
+        return AdditivePolicy(AtRandom(rng))
+    if name in _PRICES:
+        return AdditivePolicy(_PRICES[name]())
+    if ":" in name:
+        return _loaded(name)
+    raise _unusable(name, "there is no such policy")
+
+
+def _loaded(name: str) -> Policy:
+    """The operator's own policy: `package.module:Class`."""
+    module, _, attribute = name.partition(":")
+    try:
+        factory: Callable[[], Policy | WorkerPrices] = getattr(
+            importlib.import_module(module), attribute
+        )
+    except (ImportError, AttributeError, ValueError) as error:
+        raise _unusable(name, f"there is no such class ({error})") from error
+    try:
+        made: Any = factory()
+    except Exception as error:
+        raise _unusable(name, f"it cannot be made: {error}") from error
+    if not _has(made, "uses_prefix", "uses_session"):
+        raise _unusable(name, "it has no uses_prefix and uses_session")
+    if _has(made, "pair", "prefiller"):
+        policy: Policy = made
+        return policy
+    if _has(made, "prefill_cost", "decode_cost", "handover_cost"):
+        return AdditivePolicy(made)
+    raise _unusable(
+        name, "it has neither pair and prefiller nor prefill_cost, decode_cost and handover_cost"
+    )
+
+
+def _has(made: object, *names: str) -> bool:
+    return all(hasattr(made, name) for name in names)
+
+
+def _unusable(name: str, why: str) -> ConfigError:
+    known = ", ".join(POLICIES)
+    return ConfigError(
+        f"router.policy: {name}: {why}; there are {known}, or package.module:Class",
+        param="router.policy",
+    )
 
 
 def _rendezvous(session: int, worker_id: WorkerId) -> float:

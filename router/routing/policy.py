@@ -1,7 +1,7 @@
-"""What a policy is: given the workers that may be used and what a request asks, it says who runs which leg.
+"""What a policy is: given the workers that may be used and what a request asks, it says which worker runs which leg.
 
-Policies are small pure classes, chosen by name (`router.routing.policies`). They see workers through
-`router.routing.worker_view` and prompts through a `Demand`, and answer with a `Pair`.
+Policies are small pure classes, chosen by name or loaded from outside (`router.routing.policies`). They see workers through
+`WorkerView`s and prompts through a `Demand`, and answer with a `Pair`.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Set
@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from baton.ids import WorkerIdentity
-from router.routing.worker_view import WorkerView
+from router.routing.view import WorkerView
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,8 +105,8 @@ class Considered:
     cost: float
 
 
-class Grounds(Protocol):
-    """Why a policy chose as it did, kept as it fell out of the choice and put into words only when somebody asks."""
+class Rationale(Protocol):
+    """Why a policy chose as it did: kept as it fell out of the choice, and put into words only when it is asked for."""
 
     def predicted(self, *, alone: bool) -> Predicted | None:
         """What it expected of the best pair, or of the best worker that would do both; None if it predicts nothing."""
@@ -119,19 +119,19 @@ class Grounds(Protocol):
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """Who prefills and who decodes; one and the same when no KV is handed over.
+    """The workers that prefill and decode; one and the same when no KV is handed over.
 
     Attributes:
         prefill: Computes the prompt.
         decode: Draws the tokens.
         kind: How the legs lie.
-        grounds: Why these two.
+        rationale: Why these two.
     """
 
     prefill: WorkerView
     decode: WorkerView
     kind: RouteKind = RouteKind.PAIR
-    grounds: Grounds | None = None
+    rationale: Rationale | None = None
 
     @property
     def local(self) -> bool:
@@ -141,7 +141,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def predicted(self) -> Predicted | None:
         """What the policy expects, if it predicts anything."""
-        return None if self.grounds is None else self.grounds.predicted(alone=self.local)
+        return None if self.rationale is None else self.rationale.predicted(alone=self.local)
 
     @property
     def compute_s(self) -> float:
@@ -157,6 +157,12 @@ class Unavailable:
     reason: str
 
 
+NO_DECODER = Unavailable(reason="no decode worker is available")
+
+Rank = tuple[float, int, float]
+"""Cost, then fewer legs, then at random."""
+
+
 class Policy(Protocol):
     """Chooses workers. May keep what it needs for spreading load, nothing about single requests."""
 
@@ -169,9 +175,9 @@ class Policy(Protocol):
     def pair(
         self, workers: Collection[WorkerView], demand: Demand, rng: Random
     ) -> Pair | Unavailable:
-        """Who runs `demand`, among `workers`, which may all be used."""
+        """The workers that run `demand`, among `workers`, which may all be used."""
 
     def prefiller(
         self, workers: Collection[WorkerView], decode: WorkerView, demand: Demand, rng: Random
     ) -> Pair:
-        """Who of `workers`, at least one, prefills for `decode`, which is settled already."""
+        """Which of `workers`, at least one, prefills for `decode`, which is settled already."""

@@ -12,7 +12,7 @@ from baton.blocks import BlockReport
 from baton.errors import IncompatibleError, InvariantError
 from baton.generation import WorkerLoad
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
-from router.routing.index import Heard, PrefixIndex
+from router.routing.index import PrefixIndex, ReportOutcome
 
 NO_SLOT = -1
 """Of a worker that can fetch from nowhere."""
@@ -81,7 +81,7 @@ class PoolNodes:
     def report_blocks(self, node: WorkerIdentity, report: BlockReport) -> bool:
         """Takes a node's report on its blocks; whether something was missed, so that it has to begin anew."""
         known = self._nodes.get(node)
-        return known is not None and self._index.apply(known.holder, report) is Heard.GAP
+        return known is not None and self._index.apply(known.holder, report) is ReportOutcome.GAP
 
     def attach(self, worker: Fetcher) -> None:
         """Notes which node `worker` says it maps."""

@@ -1,5 +1,5 @@
-/* What router/routing/costs.py computes, for many workers at once and to the last bit: there stands what it means. The records
- * are those of router/routing/numbers.py. */
+/* The costs and the choice of router/routing/predictive.py, to the last bit: what they mean stands there. The records are those
+ * of router/routing/view.py (WorkerRecord), forecast.py (ForecastRecord, LinkRecord) and pricing.py. */
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -37,10 +37,10 @@ typedef struct {
     int64_t milliseconds, legs;
     double chance, cost_s;
     int64_t at;
-} Entry;
+} Priced;
 
 typedef struct {
-    Entry *best;
+    Priced *best;
     int64_t count, most;
     uint64_t seed;
 } Shortlist;
@@ -52,14 +52,14 @@ static double chance(uint64_t *seed) { /* splitmix64 */
     return (double)((z ^ (z >> 31)) >> 11) * 0x1p-53;
 }
 
-static bool before(const Entry *a, const Entry *b) {
+static bool before(const Priced *a, const Priced *b) {
     if (a->milliseconds != b->milliseconds) return a->milliseconds < b->milliseconds;
     if (a->legs != b->legs) return a->legs < b->legs;
     return a->chance < b->chance;
 }
 
 static void enter(Shortlist *list, int64_t at, int64_t legs, double cost_s) {
-    Entry entry = {(int64_t)(1000.0 * cost_s), legs, chance(&list->seed), cost_s, at};
+    Priced entry = {(int64_t)(1000.0 * cost_s), legs, chance(&list->seed), cost_s, at};
     if (list->count == list->most) {
         if (!before(&entry, &list->best[list->most - 1])) return;
         list->count--;
@@ -94,22 +94,22 @@ static double computing_s(const Worker *w, const Demand *d, int64_t known) {
 typedef struct {
     double fetch_s, compute_s;
     int64_t tokens; /* computed */
-} Work;
+} PrefillWork;
 
-static Work work_of(const Worker *w, const Demand *d) {
+static PrefillWork prefill_work(const Worker *w, const Demand *d) {
     const Forecast *f = w->forecast;
     int64_t held = cached(w, d);
-    Work all = {0.0, computing_s(w, d, held), d->tokens - held};
+    PrefillWork all = {0.0, computing_s(w, d, held), d->tokens - held};
     if (w->pool_slot < 0 || w->pool_slot >= d->slots) return all;
     int64_t pooled = d->held[w->pool_slot], last = d->tokens - 1;
     if (pooled > last) pooled = last;
     if (pooled <= held) return all;
-    Work rest = {f->fetch_s + f->fetch_token_s * (double)(pooled - held), computing_s(w, d, pooled), d->tokens - pooled};
+    PrefillWork rest = {f->fetch_s + f->fetch_token_s * (double)(pooled - held), computing_s(w, d, pooled), d->tokens - pooled};
     return rest.fetch_s + rest.compute_s < all.compute_s ? rest : all;
 }
 
 static double prefill_s(const Worker *w, const Demand *d) {
-    Work work = work_of(w, d);
+    PrefillWork work = prefill_work(w, d);
     double busy = work.fetch_s + work.compute_s;
     return queue_s(w, d) + busy + busy * (double)sequences(w);
 }
@@ -141,14 +141,14 @@ static double unhidden_s(const Worker *p, const Worker *decode, const Demand *d)
     const Link *link = decode->slot < f->num_links ? f->links[decode->slot] : 0;
     if (!link) link = f->fleet_link;
     double size_bytes = (double)(d->tokens - cached(decode, d)) * decode->kv_token_bytes;
-    Work work = work_of(p, d);
+    PrefillWork work = prefill_work(p, d);
     return link->latency_s + larger(0.0, size_bytes / link->bytes_per_s - (work.fetch_s + work.compute_s));
 }
 
-/* Whether a worker may compute the prompt itself: router/routing/local.py. */
+/* Whether a worker may compute the prompt itself: `LocalPrefill`. */
 static bool may_do_both(const Worker *w, const Demand *d, int64_t max_tokens, double max_stall_s) {
     if (w->can_prefill) return true;
-    Work work = work_of(w, d);
+    PrefillWork work = prefill_work(w, d);
     if (work.tokens > max_tokens) return false;
     return sequences(w) == 0 || queue_s(w, d) + (work.fetch_s + work.compute_s) <= max_stall_s;
 }
@@ -160,12 +160,12 @@ typedef struct {
 
 /* The workers of one layout by what they can do, and the bounds for doing both. */
 typedef struct {
-    Side prefillers, takers, decoders;
+    Side prefillers, receivers, decoders;
     int64_t max_tokens;
     double max_stall_s;
-} Field;
+} Candidates;
 
-/* One way to run a request: its rank, who (-1: there is no such way), and all parts of its cost as in `Predicted`. */
+/* One way to run a request: its rank, its workers (-1: there is no such way), and all parts of its cost as in `Predicted`. */
 typedef struct {
     int64_t milliseconds, legs;
     double chance;
@@ -174,13 +174,13 @@ typedef struct {
 } Option;
 
 typedef struct {
-    Entry prefillers[SHORTLIST], takers[SHORTLIST], alone[SHORTLIST];
-    int64_t num_prefillers, num_takers, num_alone;
+    Priced prefillers[SHORTLIST], receivers[SHORTLIST], singles[SHORTLIST];
+    int64_t num_prefillers, num_receivers, num_singles;
     Option pair, single;
-} Weighed;
+} Cheapest;
 
 static void predict(Option *option, const Worker *p, const Worker *decode, const Demand *d) {
-    Work work = work_of(p, d);
+    PrefillWork work = prefill_work(p, d);
     option->queue_s = queue_s(p, d);
     option->fetch_s = work.fetch_s;
     option->prefill_s = work.compute_s;
@@ -197,15 +197,15 @@ static bool outranks(const Option *a, const Option *b) {
 }
 
 /* The best pair of those on the shortlists, links included. */
-static void hand_over(const Field *f, const Demand *d, Weighed *w) {
+static void best_pair(const Candidates *c, const Demand *d, Cheapest *w) {
     double bound_s = 1.0 / 0.0;
     w->pair.prefill = -1;
     for (int64_t i = 0; i < w->num_prefillers; i++) {
-        const Entry *ours = &w->prefillers[i];
-        const Worker *p = f->prefillers.workers[ours->at];
-        for (int64_t j = 0; j < w->num_takers; j++) {
-            const Entry *theirs = &w->takers[j];
-            const Worker *decode = f->takers.workers[theirs->at];
+        const Priced *ours = &w->prefillers[i];
+        const Worker *p = c->prefillers.workers[ours->at];
+        for (int64_t j = 0; j < w->num_receivers; j++) {
+            const Priced *theirs = &w->receivers[j];
+            const Worker *decode = c->receivers.workers[theirs->at];
             if (ours->cost_s + theirs->cost_s > bound_s) break;
             if (p == decode) continue;
             double cost_s = ours->cost_s + theirs->cost_s + unhidden_s(p, decode, d);
@@ -217,38 +217,38 @@ static void hand_over(const Field *f, const Demand *d, Weighed *w) {
         }
     }
     if (w->pair.prefill >= 0)
-        predict(&w->pair, f->prefillers.workers[w->pair.prefill], f->takers.workers[w->pair.decode], d);
+        predict(&w->pair, c->prefillers.workers[w->pair.prefill], c->receivers.workers[w->pair.decode], d);
 }
 
-/* All of a decision among the workers of one layout: see router/routing/weighing.py. What is asked stands between the workers and
- * the seed, number by number: for so few that is quicker than a record of them. */
-void baton_weigh(const Field *f, const int64_t *held, int64_t slots, int64_t tokens, int64_t samples,
-                 int64_t output_tokens, double now_s, uint64_t seed, Weighed *w) {
+/* All of a decision among the workers of one layout. What is asked stands between the workers and the seed, number by number:
+ * for so few that is quicker than a record of them. */
+void baton_cheapest(const Candidates *c, const int64_t *held, int64_t slots, int64_t tokens, int64_t samples,
+                    int64_t output_tokens, double now_s, uint64_t seed, Cheapest *w) {
     const Demand demand = {held, slots, tokens, samples, output_tokens, now_s}, *d = &demand;
     Shortlist list = {w->prefillers, 0, SHORTLIST, seed};
-    for (int64_t at = 0; at < f->prefillers.count; at++) {
-        const Worker *p = f->prefillers.workers[at];
+    for (int64_t at = 0; at < c->prefillers.count; at++) {
+        const Worker *p = c->prefillers.workers[at];
         enter(&list, at, p->legs, prefill_s(p, d));
     }
     w->num_prefillers = list.count;
-    list = (Shortlist){w->takers, 0, SHORTLIST, list.seed};
-    for (int64_t at = 0; at < f->takers.count; at++) {
-        const Worker *taker = f->takers.workers[at];
-        enter(&list, at, taker->legs, decode_s(taker, d));
+    list = (Shortlist){w->receivers, 0, SHORTLIST, list.seed};
+    for (int64_t at = 0; at < c->receivers.count; at++) {
+        const Worker *receiver = c->receivers.workers[at];
+        enter(&list, at, receiver->legs, decode_s(receiver, d));
     }
-    w->num_takers = list.count;
-    list = (Shortlist){w->alone, 0, SHORTLIST, list.seed};
-    for (int64_t at = 0; at < f->decoders.count; at++) {
-        const Worker *both = f->decoders.workers[at];
-        if (may_do_both(both, d, f->max_tokens, f->max_stall_s))
+    w->num_receivers = list.count;
+    list = (Shortlist){w->singles, 0, SHORTLIST, list.seed};
+    for (int64_t at = 0; at < c->decoders.count; at++) {
+        const Worker *both = c->decoders.workers[at];
+        if (may_do_both(both, d, c->max_tokens, c->max_stall_s))
             enter(&list, at, both->legs, prefill_s(both, d) + decode_s(both, d));
     }
-    w->num_alone = list.count;
-    hand_over(f, d, w);
+    w->num_singles = list.count;
+    best_pair(c, d, w);
     w->single.prefill = -1;
-    if (!w->num_alone) return;
-    const Entry *best = &w->alone[0];
-    const Worker *single = f->decoders.workers[best->at];
+    if (!w->num_singles) return;
+    const Priced *best = &w->singles[0];
+    const Worker *single = c->decoders.workers[best->at];
     w->single = (Option){(int64_t)(best->cost_s / RESOLUTION_S), best->legs, best->chance, best->at, best->at,
                          0, 0, 0, 0, 0, 0, 0};
     predict(&w->single, single, single, d);

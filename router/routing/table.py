@@ -1,18 +1,43 @@
-"""The prefix index's memory: who holds each block, one bit per holder, in 40 to 80 bytes per block for 128 holders.
+"""The prefix index's memory: which holders have each block, one bit per holder, in 40 to 80 bytes per block for 128 holders.
 
-A hash table (`router.routing.memory`) that grows, a little with each report that needs it so that nothing waits for it, and
-widens. What is done to it for every report and every decision is
-written twice: in C (`table.c`), and for machines without a compiler in Python (`router.routing.plain_table`).
+A hash table that grows, a little with each report that needs it so that nothing waits for it, and widens. What is done to it
+for every report and every decision is written twice: in C (`table.c`, `router.routing.native_table`), and for machines without
+a compiler in Python (`router.routing.plain_table`).
+
+A block is known by its *fingerprint*, the first 8 bytes of its key, which are already uniformly random: that any two among a
+million blocks have the same has odds of one in thirty million, and a wrong answer costs a wrong guess. A fingerprint lies in
+one of two buckets of 8 (half of its bits name one, half the other), so that a lookup is two cache lines at most, and a
+removal leaves no trace.
 """
 
-from typing import Protocol
+import ctypes
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baton.errors import InvariantError
-from router.routing.held import HeldBySlot
-from router.routing.memory import WIDTH, WORD_BITS, Memory, Places, Prints, Split, Words
-from router.routing.sources import Sources
+from baton.hashing import KEY_BYTES
+
+if TYPE_CHECKING:
+    _Numbers = array[int]
+else:
+    _Numbers = array  # takes no argument before Python 3.12
+
+Fingerprints = _Numbers
+"""Fingerprints of a chain's blocks, in order, as 64-bit numbers: an array, because that tells its address quickly."""
+
+Places = _Numbers
+"""Positions in a chain, ascending, as 64-bit numbers."""
+
+Words = NDArray[np.uint64]
+"""A set of columns, 64 per word, lowest first."""
+
+WIDTH = 8
+WORD_BITS = 64
 
 _MAX_FILL = 0.6
 """Once so much of it is filled a table begins to grow."""
@@ -26,11 +51,202 @@ _PACE = 2
 """Buckets that are split per block that comes meanwhile: then those that wait for it fill up by a tenth."""
 
 
-class HotPart(Protocol):
+def fingerprints_of(keys: bytes) -> Fingerprints:
+    """Fingerprints of keys that stand one after the other."""
+    words = np.frombuffer(keys, dtype="<u8").reshape(-1, KEY_BYTES // 8)
+    fingerprints = np.maximum(words[:, 0], np.uint64(1))  # 0 marks an empty place
+    return array("Q", fingerprints.tobytes())
+
+
+class Split(NamedTuple):
+    """Buckets `first` to `last` share their entries with those that stand `before` places further on: so many there were."""
+
+    before: int
+    first: int
+    last: int
+
+
+class TableMemory(ctypes.Structure):
+    """A bucket's fingerprints, 0 where empty, stand before its sets: close together, for looking one up is waiting for memory.
+
+    Buckets are split one by one, in order, until there are twice as many (linear hashing): half of their names then say so by
+    one bit more. They lie in one array with room for as many as there may ever be; the system gives memory only for
+    those that were written to, so that a table neither moves when it grows nor leaves an old one behind.
+
+    Its counts lie in a record as `table.c` has it.
+
+    Attributes:
+        address: Of the record.
+        cells: `[buckets + 1, WIDTH * (1 + words)]`; the last bucket stays empty, for blocks that nobody holds.
+        fingerprints: `[buckets + 1, WIDTH]`, a view.
+        sets: `[buckets + 1, WIDTH, words]`, a view.
+        used: Places that hold a print.
+        limit: So many may be used before the table has to grow.
+    """
+
+    num_buckets: int
+    num_words: int
+    used: int
+    limit: int
+
+    _fields_ = (
+        ("cells_address", ctypes.c_void_p),
+        ("num_buckets", ctypes.c_uint64),
+        ("last_narrow", ctypes.c_uint64),
+        ("num_words", ctypes.c_int64),
+        ("used", ctypes.c_int64),
+        ("limit", ctypes.c_int64),
+    )
+
+    def __init__(self, *, num_buckets: int, most_buckets: int, num_words: int) -> None:
+        super().__init__()
+        self.address = ctypes.addressof(self)
+        self._most_buckets = most_buckets
+        self.reset(num_buckets=num_buckets, num_words=num_words)
+
+    def reset(self, *, num_buckets: int, num_words: int) -> None:
+        """Takes new cells, all empty. How many may be used is for the caller to say."""
+        self._room = np.zeros((self._most_buckets + 1, WIDTH * (1 + num_words)), np.uint64)
+        self.cells_address = self._room.ctypes.data
+        self.num_words, self.used, self.limit = num_words, 0, 0
+        self._open(num_buckets)
+
+    @property
+    def num_unsplit(self) -> int:
+        """So many buckets there were before the splitting that is under way: a power of two."""
+        return int(self.last_narrow) + 1
+
+    @property
+    def may_split(self) -> bool:
+        """Whether there is room for more buckets."""
+        return self.num_buckets < self._most_buckets
+
+    def buckets_of(self, names: Words) -> Words:
+        """The buckets that these halves of fingerprints name."""
+        narrow = np.uint64(self.last_narrow)
+        wide = names & (2 * narrow + np.uint64(1))
+        return np.where(wide < np.uint64(self.num_buckets), wide, names & narrow)
+
+    def extend(self, count: int) -> Split:
+        """Opens `count` more buckets, or fewer where the splitting that is under way ends with them. Their share of the
+        entries is still to be moved there.
+        """
+        before = self.num_unsplit
+        first = self.num_buckets - before
+        last = min(first + count, before)
+        self._open(before + last)
+        return Split(before=before, first=first, last=last)
+
+    def _open(self, num_buckets: int) -> None:
+        """Counts the first so many buckets as in use."""
+        self.num_buckets = num_buckets
+        self.last_narrow = (1 << num_buckets.bit_length() - 1) - 1
+        self.cells = self._room[: num_buckets + 1]
+        self.fingerprints = self.cells[:, :WIDTH]
+        self.sets = self.cells[:, WIDTH:].reshape(num_buckets + 1, WIDTH, self.num_words)
+
+
+class HeldBySlot(Mapping[int, int]):
+    """Leading blocks or tokens of one prompt by slot of the prefix index; slots that hold none are not in it.
+
+    Args:
+        slots: So many there are.
+
+    Attributes:
+        numbers: The same for C.
+        slots: As many as there are.
+    """
+
+    __slots__ = ("numbers", "slots")
+
+    def __init__(self, slots: int) -> None:
+        self.numbers = _numbers(slots)()
+        self.slots = slots
+
+    @classmethod
+    def covering(cls, held: Mapping[int, int], slots: int) -> "HeldBySlot":
+        """`held` with at least that many slots: itself if it has them, a copy if not."""
+        if isinstance(held, cls) and held.slots >= slots:
+            return held
+        copy = cls(max(slots, 1 + max(held, default=-1)))
+        for slot, count in held.items():
+            copy.put(slot, count)
+        return copy
+
+    def put(self, slot: int, count: int) -> None:
+        """Sets what the worker at `slot` holds."""
+        self.numbers[slot] = count
+
+    def __getitem__(self, slot: int) -> int:
+        count = self.numbers[slot] if 0 <= slot < self.slots else 0
+        if not count:
+            raise KeyError(slot)
+        return count
+
+    def get(self, slot: int, default: int = 0) -> int:  # type: ignore[override]  # nothing held is 0
+        """What the worker at `slot` holds, or `default`."""
+        count = self.numbers[slot] if 0 <= slot < self.slots else 0
+        return count or default
+
+    def __iter__(self) -> Iterator[int]:
+        return (slot for slot, count in enumerate(self.numbers) if count)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class LookupSources(ctypes.Structure):
+    """Good until a column is given to another holder. A record as `table.c` has it; it keeps alive what it points to.
+
+    Args:
+        reports: What holders report.
+        notes: What the router sent lately, in two tables.
+        live: Columns in use.
+        whole: Those of which it is known that to hold a block is to hold those before it.
+        ragged: The others, if there are any.
+        slots: Slots of the holders, by column.
+    """
+
+    _fields_ = (
+        ("reports_address", ctypes.c_void_p),
+        ("notes_addresses", ctypes.c_void_p * 2),
+        ("live_address", ctypes.c_void_p),
+        ("whole_address", ctypes.c_void_p),
+        ("ragged_address", ctypes.c_void_p),
+        ("slots_address", ctypes.c_void_p),
+    )
+
+    def __init__(
+        self,
+        *,
+        reports: TableMemory,
+        notes: Sequence[TableMemory],
+        live: Words,
+        whole: Words,
+        ragged: Words | None,
+        slots: NDArray[np.int64],
+    ) -> None:
+        super().__init__()
+        self.reports, self.notes = reports, notes
+        self.live, self.whole, self.ragged, self.slots = live, whole, ragged, slots
+        self.address = ctypes.addressof(self)
+        self.reports_address = reports.address
+        self.notes_addresses = (ctypes.c_void_p * 2)(*(table.address for table in notes))
+        self.live_address, self.whole_address = live.ctypes.data, whole.ctypes.data
+        self.ragged_address = None if ragged is None else ragged.ctypes.data
+        self.slots_address = slots.ctypes.data
+
+
+class TableOperations(Protocol):
     """What is done for every report and every decision."""
 
     def held(
-        self, sources: Sources, prints: Prints, noted: Places | None, unit: int, held: HeldBySlot
+        self,
+        sources: LookupSources,
+        fingerprints: Fingerprints,
+        noted: Places | None,
+        unit: int,
+        held: HeldBySlot,
     ) -> None:
         """Writes to `held` how many leading blocks of a chain, not empty, each holder has reported, or is expected to
         have by the notes that stand at the places `noted`; a block counts for `unit`. Who has none is left out.
@@ -39,16 +255,21 @@ class HotPart(Protocol):
         """
 
     def add(
-        self, memory: Memory, prints: Prints, noted: Places | None, begin: int, column: int
+        self,
+        memory: TableMemory,
+        fingerprints: Fingerprints,
+        noted: Places | None,
+        begin: int,
+        column: int,
     ) -> int:
-        """Adds `column` to the sets of the prints, or of those at the places `noted`, from the one numbered `begin` on;
+        """Adds `column` to the sets of the fingerprints, or of those at the places `noted`, from the one numbered `begin` on;
         returns the first one for which there is no place.
         """
 
-    def discard(self, memory: Memory, prints: Prints, column: int) -> None:
-        """Takes `column` out of the sets of all prints; empty sets are forgotten."""
+    def discard(self, memory: TableMemory, fingerprints: Fingerprints, column: int) -> None:
+        """Takes `column` out of the sets of all fingerprints; empty sets are forgotten."""
 
-    def split(self, memory: Memory, split: Split) -> None:
+    def split(self, memory: TableMemory, split: Split) -> None:
         """Moves what one more bit of its name says to the new buckets; each entry keeps its place within the bucket."""
 
 
@@ -56,18 +277,20 @@ class BlockTable:
     """Sets of columns (holders) by print.
 
     Args:
-        max_blocks: Prints held at most.
-        hot: Who does the hot part.
+        max_blocks: Fingerprints held at most.
+        operations: Who does the hot part.
         num_columns: Columns to begin with, a multiple of 64.
     """
 
-    def __init__(self, *, max_blocks: int, hot: HotPart, num_columns: int = WORD_BITS) -> None:
+    def __init__(
+        self, *, max_blocks: int, operations: TableOperations, num_columns: int = WORD_BITS
+    ) -> None:
         self._max_blocks = max_blocks
-        self._hot = hot
+        self._operations = operations
         most_buckets = _FIRST_BUCKETS
         while _roomy(most_buckets) < max_blocks:
             most_buckets *= 2
-        self.memory = Memory(
+        self.memory = TableMemory(
             num_buckets=_FIRST_BUCKETS,
             most_buckets=most_buckets,
             num_words=num_columns // WORD_BITS,
@@ -95,42 +318,52 @@ class BlockTable:
     def widen(self) -> None:
         """Makes room for 64 more columns. Moves the whole table."""
         memory = self.memory
-        prints, sets, used, limit = memory.prints, memory.sets, memory.used, memory.limit
+        fingerprints, sets, used, limit = (
+            memory.fingerprints,
+            memory.sets,
+            memory.used,
+            memory.limit,
+        )
         memory.reset(num_buckets=memory.num_buckets, num_words=memory.num_words + 1)
-        memory.prints[:], memory.sets[:, :, :-1] = prints, sets
+        memory.fingerprints[:], memory.sets[:, :, :-1] = fingerprints, sets
         memory.used, memory.limit = used, limit
 
-    def add(self, prints: Prints, column: int, noted: Places | None = None) -> int:
-        """Adds `column` to the sets of all `prints`, or of those at the places `noted`; returns how many found no room."""
-        count = len(prints if noted is None else noted)
+    def add(self, fingerprints: Fingerprints, column: int, noted: Places | None = None) -> int:
+        """Adds `column` to the sets of all `fingerprints`, or of those at the places `noted`; returns how many found no room."""
+        count = len(fingerprints if noted is None else noted)
         done, lost = 0, 0
-        while (done := self._hot.add(self.memory, prints, noted, done, column)) < count:
+        while (
+            done := self._operations.add(self.memory, fingerprints, noted, done, column)
+        ) < count:
             if not self._grow():
                 done, lost = done + 1, lost + 1
         return lost
 
-    def discard(self, prints: Prints, column: int) -> None:
-        """Takes `column` out of the sets of all `prints`; empty sets are forgotten."""
-        self._hot.discard(self.memory, prints, column)
+    def discard(self, fingerprints: Fingerprints, column: int) -> None:
+        """Takes `column` out of the sets of all `fingerprints`; empty sets are forgotten."""
+        self._operations.discard(self.memory, fingerprints, column)
 
     def keep_columns(self, live: Words) -> None:
         """Takes every column that is not in `live` out of all sets, and forgets empty ones. Looks at the whole table."""
         memory = self.memory
         memory.sets &= live
-        memory.prints[~memory.sets.any(axis=2)] = 0
-        memory.used = int(np.count_nonzero(memory.prints))
+        memory.fingerprints[~memory.sets.any(axis=2)] = 0
+        memory.used = int(np.count_nonzero(memory.fingerprints))
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a print is not where it belongs or an empty place holds bits."""
         memory = self.memory
-        buckets, places = memory.prints.nonzero()
-        prints = memory.prints[buckets, places]
-        first, second = memory.buckets_of(prints), memory.buckets_of(prints >> np.uint64(32))
+        buckets, places = memory.fingerprints.nonzero()
+        fingerprints = memory.fingerprints[buckets, places]
+        first, second = (
+            memory.buckets_of(fingerprints),
+            memory.buckets_of(fingerprints >> np.uint64(32)),
+        )
         if not ((buckets == first) | (buckets == second)).all():
             raise InvariantError("a block lies in a bucket that is not its own")
-        if len(prints) != memory.used or len(np.unique(prints)) != memory.used:
-            raise InvariantError(f"{len(prints)} blocks, counted {memory.used}")
-        if not np.array_equal(memory.sets.any(axis=2), memory.prints != 0):
+        if len(fingerprints) != memory.used or len(np.unique(fingerprints)) != memory.used:
+            raise InvariantError(f"{len(fingerprints)} blocks, counted {memory.used}")
+        if not np.array_equal(memory.sets.any(axis=2), memory.fingerprints != 0):
             raise InvariantError("a block without holder, or a holder without block")
 
     def _allow(self, limit: int) -> None:
@@ -141,7 +374,7 @@ class BlockTable:
         memory = self.memory
         if memory.used < memory.limit or memory.used >= self._max_blocks or not memory.may_split:
             return False
-        self._hot.split(memory, memory.extend(_STRIDE))
+        self._operations.split(memory, memory.extend(_STRIDE))
         is_done = memory.num_buckets == memory.num_unsplit
         self._allow(_roomy(memory.num_buckets) if is_done else memory.used + _STRIDE // _PACE)
         return True
@@ -150,3 +383,8 @@ class BlockTable:
 def _roomy(num_buckets: int) -> int:
     """Blocks that so many buckets hold without being crowded."""
     return int(num_buckets * WIDTH * _MAX_FILL)
+
+
+@lru_cache(maxsize=64)
+def _numbers(slots: int) -> type[ctypes.Array[ctypes.c_int64]]:
+    return ctypes.c_int64 * slots

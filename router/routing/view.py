@@ -1,20 +1,198 @@
-"""Every connected worker (`router.routing.worker_view`), and which of them may be given new work."""
+"""Every connected worker (`router.routing.view`), and which of them may be given new work."""
 
+import ctypes
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from baton.blocks import BlockReport
 from baton.errors import IncompatibleError, InvariantError
+from baton.generation import WorkerLoad
 from baton.ids import Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.hello import WorkerHello
 from router.breaker import Breaker
-from router.routing.forecast import Fleet
-from router.routing.index import Heard, PrefixIndex
-from router.routing.pools import PoolNodes
-from router.routing.worker_view import WorkerView
+from router.routing.forecast import Fleet, Forecast
+from router.routing.index import PrefixIndex, ReportOutcome
+from router.routing.pools import NO_SLOT, PoolNodes
 
 _READY = "ready"
 _LEFT_OUT = "left out"
+
+
+class WorkerRecord(ctypes.Structure):
+    """See `WorkerView`. `forecast_address` is that of its `ForecastNumbers`. All are 0 at first."""
+
+    forecast_address: int
+    progress_s: float
+    heard_s: float
+    kv_token_bytes: float
+    slot: int
+    pool_slot: int
+    legs: int
+    decode_sequences: int
+    decode_tokens: int
+    foreign_prefill_tokens: int
+    foreign_sequences: int
+    used_tokens: int
+    reported_context_tokens: int
+    capacity_tokens: int
+    max_sequences: int
+    can_prefill: bool
+
+    _fields_ = (
+        ("forecast_address", ctypes.c_void_p),
+        ("progress_s", ctypes.c_double),
+        ("heard_s", ctypes.c_double),
+        ("kv_token_bytes", ctypes.c_double),
+        ("slot", ctypes.c_int64),
+        ("pool_slot", ctypes.c_int64),
+        ("legs", ctypes.c_int64),
+        ("decode_sequences", ctypes.c_int64),
+        ("decode_tokens", ctypes.c_int64),
+        ("foreign_prefill_tokens", ctypes.c_int64),
+        ("foreign_sequences", ctypes.c_int64),
+        ("used_tokens", ctypes.c_int64),
+        ("reported_context_tokens", ctypes.c_int64),
+        ("capacity_tokens", ctypes.c_int64),
+        ("max_sequences", ctypes.c_int64),
+        ("can_prefill", ctypes.c_bool),
+    )
+
+    __hash__ = object.__hash__
+
+
+@dataclass(eq=False)
+class WorkerView(WorkerRecord):
+    """One connected worker. The dispatcher's legs count up and down on it.
+
+    The numbers that decisions read lie in a record (`router.routing.numbers`) and begin at 0.
+
+    Attributes:
+        hello: What it said of itself.
+        address: Where it was reached.
+        slot: Its place in the prefix index.
+        pool_slot: That of the pool node from which it can fetch; below 0 without one.
+        layout_group: Equal exactly for workers with equal layouts; pairs are made within a group.
+        load: Its last report.
+        leaving: Those of its view that take nothing new; whoever drains enters itself.
+        legs: Legs of this router on it.
+        prefill_tokens: Prompt tokens this router sent whose KV is not computed yet.
+        decode_sequences: Samples this router decodes there.
+        decode_tokens: Tokens of context of those samples.
+        prefills: Prompts of this router whose KV is not computed yet.
+        tbt_targets: How many of its legs that decode there were promised which time between tokens.
+        foreign_prefill_tokens: Pending prompt tokens that are not this router's, by the last report.
+        foreign_sequences: The same for sequences.
+        progress_s: When it last showed progress, or when it last became busy.
+        heard_s: When it last said anything; a worker that is well reports twice per second.
+        breaker: Whether its legs fail so often that it is left out for a while.
+        last_pick: Number of the last decision that chose it.
+        forecast: What it will take for its work.
+        used_tokens: Room taken by KV that is in use there, by the last report.
+        reported_context_tokens: Tokens of context that its last decode step read.
+        can_prefill: Whether it computes prompts for others. This and what follows comes from its greeting.
+        can_decode: Whether it draws tokens.
+        takes_kv: Whether others can hand KV over to it.
+        capacity_tokens: Tokens whose KV it has room for.
+        max_sequences: Sequences that it runs at once.
+        kv_token_bytes: Bytes of KV per token.
+    """
+
+    hello: WorkerHello
+    address: str
+    slot: int = field()  # in the record
+    layout_group: int
+    progress_s: float = field()  # in the record
+    heard_s: float = field()  # in the record
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    breaker: Breaker = field(default_factory=Breaker)
+    prefill_tokens: int = 0
+    prefills: int = 0
+    tbt_targets: dict[float, int] = field(default_factory=dict)
+    leaving: set["WorkerView"] = field(default_factory=set)
+    last_pick: int = 0
+    forecast: Forecast = field(default_factory=Forecast)
+    can_decode: bool = field(init=False)
+    takes_kv: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        hello, layout = self.hello, self.hello.layout
+        self.take_role(hello.role)
+        self.capacity_tokens = hello.num_blocks * layout.block_tokens
+        self.max_sequences = hello.max_num_seqs
+        self.pool_slot = NO_SLOT
+        self.kv_token_bytes = layout.page_bytes / layout.block_tokens
+        self.forecast_address = ctypes.addressof(self.forecast)
+
+    def take_role(self, role: Role) -> None:
+        """It takes the legs of `role` from now on."""
+        self.hello = replace(self.hello, role=role)
+        self.can_prefill = role.prefills_for_others
+        self.can_decode = role.decodes
+        self.takes_kv = self.can_decode and bool(self.hello.transfer_address)
+
+    @property
+    def identity(self) -> WorkerIdentity:
+        """Name and incarnation."""
+        return self.hello.identity
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes nothing new."""
+        return self in self.leaving
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        if draining:
+            self.leaving.add(self)
+        else:
+            self.leaving.discard(self)
+
+    @property
+    def kind(self) -> tuple[Role, int]:
+        """What another worker must be like to do the same."""
+        return self.hello.role, self.layout_group
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Prompt tokens that stand before a new prompt."""
+        return self.prefill_tokens + self.foreign_prefill_tokens
+
+    @property
+    def sequences(self) -> int:
+        """Sequences a new one would share steps with."""
+        return self.decode_sequences + self.foreign_sequences
+
+    @property
+    def tightest_tbt_s(self) -> float | None:
+        """The shortest time between tokens that anybody who decodes there was promised."""
+        return min(self.tbt_targets, default=None)
+
+    def report(self, load: WorkerLoad, now_s: float) -> None:
+        """Takes a load report: corrects what is not this router's own."""
+        self.heard_s = now_s
+        if load.steps != self.load.steps:
+            self.progress_s = now_s
+            if load.step_s > 0.0:
+                sequences, context = load.step_sequences, load.step_context_tokens
+                self.forecast.stepped(sequences, context, load.step_s, now_s)
+        self.forecast.fetches_reported(self.load, load, self.hello.layout.block_tokens)
+        self.used_tokens = load.blocks_used * self.hello.layout.block_tokens
+        self.reported_context_tokens = load.step_context_tokens if load.running else 0
+        self.load = load
+        self.draining = load.draining
+        # A leg is one sequence to the worker until its samples fork.
+        own = max(self.legs, self.decode_sequences)
+        self.foreign_prefill_tokens = max(0, load.prefill_tokens_pending - self.prefill_tokens)
+        self.foreign_sequences = max(0, load.running + load.waiting - own)
+
+    def stalled(self, now_s: float, timeout_s: float) -> bool:
+        """Whether it holds work of this router and has shown no progress for `timeout_s`."""
+        return self.legs > 0 and now_s - self.progress_s > timeout_s
+
+    def silent(self, now_s: float, timeout_s: float) -> bool:
+        """Whether nothing came from it for `timeout_s`: it stands still, or the way to it is cut."""
+        return now_s - self.heard_s > timeout_s
 
 
 class ClusterView:
@@ -111,7 +289,7 @@ class ClusterView:
 
     def report_blocks(self, identity: WorkerIdentity, report: BlockReport) -> bool:
         """Takes a worker's report on its blocks; whether it has to send a snapshot because something was missed."""
-        return self._index.apply(identity, report) is Heard.GAP
+        return self._index.apply(identity, report) is ReportOutcome.GAP
 
     def usable(self, now_s: float) -> tuple[WorkerView, ...]:
         """Those that may be given new work: neither draining nor stalled nor suspected, nor left out for failing. Where

@@ -9,8 +9,7 @@ from baton.generation import WorkerLoad
 from router.dispatch.retry import Fallback, RetryCounters
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex
-from router.routing.view import ClusterView
-from router.routing.worker_view import WorkerView
+from router.routing.view import ClusterView, WorkerView
 
 _LABELS = ("model_name", "worker")
 _Read = Callable[[WorkerLoad], float]

@@ -31,5 +31,5 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     def with_transport(**settings: object) -> httpx.AsyncClient:
         return client(transport=_transport(2, seen), base_url="http://bench")
 
-    monkeypatch.setattr("bench.load.httpx.AsyncClient", with_transport)
+    monkeypatch.setattr("bench.harness.load.httpx.AsyncClient", with_transport)
     return seen

@@ -1,5 +1,5 @@
 from bench.batching import batches
-from bench.simulated_engine import Life
+from bench.simulated.engine import Life
 
 
 def test_texts_that_join_and_leave_keep_an_engine_busier_than_batches():

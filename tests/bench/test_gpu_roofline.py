@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from baton_engine.kernels.reference import ReferenceKernels, linear_by_row
-from bench.gpu_models import GPU_SHAPES, GpuShape, random_decoder
-from bench.gpu_points import Ceilings, ModelBench
-from bench.gpu_verify import verify
+from bench.gpu.models import GPU_SHAPES, GpuShape, random_decoder
+from bench.gpu.points import Ceilings, ModelBench
+from bench.gpu.verify import verify
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

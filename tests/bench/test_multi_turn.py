@@ -5,8 +5,8 @@ import json
 import httpx
 import pytest
 
+from bench.harness.report import Report
 from bench.multi_turn import Chat, Turn, record, take_turn
-from bench.report import Report
 
 TIMING = {"prefill_worker": "p", "prompt_tokens": 5, "cached_tokens": 1, "pooled_tokens": 2}
 

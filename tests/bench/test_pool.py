@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
+from bench.kvpool.directories import measure_directories
 from bench.pool import commits_per_s
-from bench.pool_directory import measure_directories
 
 
 def test_it_commits_more_than_fits():

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from bench import pool_trace
-from bench.pool_replay import replay, to_longest, unique_blocks
-from bench.trace import TracedRequest
+from bench.harness.trace import TracedRequest
+from bench.kvpool.replay import replay, to_longest, unique_blocks
 
 
 def requests(*prompts: tuple[int, ...]) -> list[TracedRequest]:

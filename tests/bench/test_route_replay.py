@@ -3,10 +3,10 @@ from random import Random
 
 import pytest
 
+from bench.harness.trace import read_trace
 from bench.route_replay import Summary, main
-from bench.simulated_cluster import Replay
-from bench.simulation import Hardware
-from bench.trace import read_trace
+from bench.simulated.cluster import Replay
+from bench.simulated.hardware import Hardware
 
 
 @pytest.fixture

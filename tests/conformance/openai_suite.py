@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from bench.report import Report
+from bench.harness.report import Report
 from tests.baton_engine.tiny_models import make_model
 from tests.e2e.served import serve
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class FakeWorker:
         started: Commands that began a leg, in order.
         cancelled: Legs that were cancelled by command.
         hung_up: Set when the router's stream ended.
+        frames: Of the last stream that was opened.
     """
 
     name: str
@@ -48,6 +49,7 @@ class FakeWorker:
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)
     server: grpc.aio.Server | None = None
     changes: dict[str, Any] = field(default_factory=dict)
+    frames: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     _handed: dict[str, asyncio.Event] = field(default_factory=dict)
 
     @property
@@ -64,6 +66,11 @@ class FakeWorker:
         worker_pb2_grpc.add_WorkerServicer_to_server(_Service(self), self.server)
         bind(self.server, self.address)
         await self.server.start()
+
+    def greet_again(self, **changes: Any) -> None:
+        """Says on an open stream what it is now."""
+        again = replace(self.hello, **changes)
+        self.frames.put_nowait(worker_pb2.Frame(hello=hello_to_proto(again)))
 
     async def kill(self) -> None:
         if self.server is not None:
@@ -91,6 +98,7 @@ class _Stream:
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
         self.frames: asyncio.Queue[Any] = asyncio.Queue()
+        worker.frames = self.frames
         self.legs: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, commands, first) -> AsyncIterator[Any]:

@@ -15,7 +15,7 @@ from baton.ids import RequestId, Role
 from baton_engine.messages import FlushCache
 from router.admin.stories import RequestStories
 from router.ports import GenerationRequest
-from router.routing.memory import prints_of
+from router.routing.table import fingerprints_of
 from router.service import RouterParts, compose, running
 from router.telemetry.collectors import IndexMetrics
 from tests.decode_worker.cluster import LAYOUT, LIMITS, SECRET, Node, node
@@ -53,7 +53,7 @@ def text(first: int, length: int = 40) -> tuple[int, ...]:
 def depth(parts: RouterParts, node: Node, first: int) -> int:
     """How many blocks of a text the router believes this worker to hold."""
     root = root_key(SECRET, scope="", layout=LAYOUT)
-    chain = prints_of(joined(chain_keys(SECRET, root, text(first), LAYOUT.block_tokens)))
+    chain = fingerprints_of(joined(chain_keys(SECRET, root, text(first), LAYOUT.block_tokens)))
     worker = parts.view.find(node.identity.worker_id)
     assert worker is not None
     return parts.index.held_blocks(chain, asyncio.get_running_loop().time()).get(worker.slot, 0)

@@ -10,10 +10,10 @@ from baton.clock import ManualClock
 from baton.errors import DrainingError, OverloadedError, WorkerLostError
 from router.http.errors import ErrorReply
 from router.limits.local import LocalLimiter
+from router.tenants.breakers import TenantBreakers
 from router.tenants.directory import TenantDirectory
 from router.tenants.document import parse
 from router.tenants.keys import hash_key
-from router.tenants.suspects import Suspects
 from router.tenants.tenant import TenantId
 from router.text.tokenizer import Tokenizer
 from tests.router.served import MODEL, Served, serve
@@ -33,7 +33,7 @@ def parts(limits: str) -> dict[str, Any]:
         "directory": directory,
         "limiter": LocalLimiter(clock),
         "clock": clock,
-        "suspects": Suspects(),
+        "suspects": TenantBreakers(),
     }
 
 

@@ -9,9 +9,8 @@ import pytest
 from baton.clock import ManualClock
 from baton.errors import UnavailableError
 from baton.telemetry.metrics import new_registry
-from router.limits.degrading import DegradingLimiter
+from router.limits.degrading import DegradingLimiter, LimitMetrics
 from router.limits.local import LocalLimiter
-from router.limits.metrics import LimitMetrics
 from router.limits.ports import Granted, GrantId, Refused
 from router.tenants.tenant import Tenant
 from tests.redis_servers import REDIS_SERVER, real_redis

@@ -14,6 +14,7 @@ from router.events import (
     HandedOff,
     LoadReported,
     LocallyPrefilled,
+    RoleChanged,
     StepTokens,
     WorkerJoined,
     WorkerLost,
@@ -136,6 +137,24 @@ async def test_a_worker_of_another_protocol_is_not_taken_until_it_speaks_ours(tm
             assert events.empty()
             workers["w"].changes = {}
             assert isinstance(await events.get(), WorkerJoined)
+
+
+async def test_a_worker_that_changes_its_role_stays_the_worker_that_it_is(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
+        identity = (await events.get()).hello.identity
+        workers["w"].greet_again(role=Role.DECODE)
+        assert await events.get() == RoleChanged(worker=identity, role=Role.DECODE)
+        assert link.hello.role is Role.DECODE
+        link.send(generate(link))
+        assert isinstance(await events.get(), LocallyPrefilled)
+
+
+async def test_a_worker_that_becomes_another_one_in_mid_stream_is_hung_up_on(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (_, events):
+        await events.get()
+        workers["w"].greet_again(vocab_size=7)
+        assert isinstance(await events.get(), WorkerLost)
+        assert isinstance(await events.get(), WorkerJoined)
 
 
 async def test_failed_attempts_leave_no_task_behind(tmp_path, caplog):

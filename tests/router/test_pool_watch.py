@@ -16,12 +16,12 @@ from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
 from router.pool_watch import PoolWatch, WatchTiming, watching
 from router.routing.index import PrefixIndex
-from router.routing.memory import prints_of
+from router.routing.table import fingerprints_of
 from router.routing.view import ClusterView
 from tests.router.workers import hello
 
 KEYS = [BlockKey(bytes([number]) * 16) for number in range(1, 6)]
-CHAIN = prints_of(joined(KEYS))
+CHAIN = fingerprints_of(joined(KEYS))
 TIMING = WatchTiming(backoff_s=0.01, backoff_max_s=0.05, silence_s=30.0)
 
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from baton.blocks import BlockReport, joined
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
-from router.routing.index import Heard, PrefixIndex
-from router.routing.memory import prints_of
-from router.routing.plain_table import PlainHotPart
-from router.routing.table_library import hot_part
+from router.routing.index import PrefixIndex, ReportOutcome
+from router.routing.native_table import fastest_operations
+from router.routing.plain_table import PlainTable
+from router.routing.table import fingerprints_of
 
 
 def worker(name: str, incarnation: int = 1) -> WorkerIdentity:
@@ -23,11 +23,11 @@ def key(*blocks: int) -> BlockKey:
 
 
 def depths(index: PrefixIndex, keys: list[BlockKey], now_s: float = 0.0) -> Mapping[int, int]:
-    return index.held_blocks(prints_of(joined(keys)), now_s)
+    return index.held_blocks(fingerprints_of(joined(keys)), now_s)
 
 
 def expect(index: PrefixIndex, keys: list[BlockKey], slots: list[int]) -> None:
-    index.expect(prints_of(joined(keys)), slots, 0.0)
+    index.expect(fingerprints_of(joined(keys)), slots, 0.0)
 
 
 def chain(*blocks: int) -> list[BlockKey]:
@@ -45,15 +45,15 @@ class Holder:
         self.seq = 0
         self.holds: list[BlockKey] = []
 
-    def snapshot(self, *keys: BlockKey) -> Heard:
+    def snapshot(self, *keys: BlockKey) -> ReportOutcome:
         self.holds = list(keys)
         return self.send(stored=joined(keys), snapshot=True, first=True, last=True)
 
-    def change(self, stored=(), removed=()) -> Heard:
+    def change(self, stored=(), removed=()) -> ReportOutcome:
         self.holds = [k for k in self.holds if k not in removed] + list(stored)
         return self.send(stored=joined(stored), removed=joined(removed))
 
-    def send(self, **fields) -> Heard:
+    def send(self, **fields) -> ReportOutcome:
         self.seq += 1
         return self.index.apply(self.identity, BlockReport(seq=self.seq, **fields))
 
@@ -93,10 +93,10 @@ def test_after_a_gap_nothing_is_believed_before_the_next_snapshot():
     a = Holder(index)
     a.snapshot(*chain(1))
     a.seq += 1
-    assert a.change(stored=[key(1, 2)]) is Heard.GAP
-    assert a.change(stored=[key(1, 2, 3)]) is Heard.REFUSED
+    assert a.change(stored=[key(1, 2)]) is ReportOutcome.GAP
+    assert a.change(stored=[key(1, 2, 3)]) is ReportOutcome.REFUSED
     assert depths(index, chain(1, 2, 3)) == {a.slot: 1}
-    assert a.snapshot(*chain(1, 2, 3)) is Heard.APPLIED
+    assert a.snapshot(*chain(1, 2, 3)) is ReportOutcome.APPLIED
     assert depths(index, chain(1, 2, 3)) == {a.slot: 3}
     assert index.counts.gaps == 1
 
@@ -115,7 +115,7 @@ def test_reports_of_another_incarnation_are_refused_and_counted():
     old = Holder(index, "a", 1)
     old.snapshot(*chain(1))
     new = Holder(index, "a", 2)
-    assert old.change(stored=[key(1, 2)]) is Heard.REFUSED
+    assert old.change(stored=[key(1, 2)]) is ReportOutcome.REFUSED
     assert depths(index, chain(1, 2)) == {}
     assert index.counts.refused == 1
     new.snapshot(*chain(1))
@@ -238,7 +238,10 @@ def _beyond(blocks: list[int]) -> Iterator[BlockKey]:
 @given(st.lists(OPERATION, max_size=30), BLOCKS, st.booleans())
 def test_the_index_knows_exactly_what_was_reported(operations, blocks, in_c):
     """Against a dictionary of sets; who has missed a report is compared again after a snapshot."""
-    index, asked = PrefixIndex(hot=hot_part() if in_c else PlainHotPart()), chain(*blocks)
+    index, asked = (
+        PrefixIndex(operations=fastest_operations() if in_c else PlainTable()),
+        chain(*blocks),
+    )
     holders = {name: Holder(index, name) for name in NAMES}
     for holder in holders.values():
         holder.snapshot()
@@ -246,8 +249,8 @@ def test_the_index_knows_exactly_what_was_reported(operations, blocks, in_c):
         holders[name] = _operate(kind, holders[name], subject)
         index.check_integrity()
     for holder in holders.values():
-        if holder.change() is not Heard.APPLIED:
-            assert holder.snapshot(*holder.holds) is Heard.APPLIED
+        if holder.change() is not ReportOutcome.APPLIED:
+            assert holder.snapshot(*holder.holds) is ReportOutcome.APPLIED
     found = depths(index, asked)
     for holder in holders.values():
         missing = [at for at, k in enumerate(asked) if k not in holder.holds]

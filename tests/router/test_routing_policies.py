@@ -174,10 +174,10 @@ def test_a_choice_says_what_it_was_chosen_from(policy):
     pair = Cluster("p0", "p1", "d0").choose(policy)
     assert isinstance(pair, Pair)
     assert pair.kind is RouteKind.PAIR
-    assert pair.grounds is not None
-    assert pair.grounds.why()
+    assert pair.rationale is not None
+    assert pair.rationale.why()
     names = (pair.prefill.identity.worker_id, pair.decode.identity.worker_id)
-    assert names in {(option.prefill, option.decode) for option in pair.grounds.considered()}
+    assert names in {(option.prefill, option.decode) for option in pair.rationale.considered()}
 
 
 @pytest.mark.parametrize("policy", ALL)

@@ -9,12 +9,12 @@ from baton.errors import IncompatibleError
 from baton.generation import WorkerLoad
 from baton.ids import BlockKey, Incarnation, Role, WorkerId, WorkerIdentity
 from router.routing.index import PrefixIndex
-from router.routing.memory import prints_of
+from router.routing.table import fingerprints_of
 from router.routing.view import ClusterView
 from tests.router.workers import BLOCK_TOKENS, hello
 
 KEYS = [BlockKey(bytes([number]) * 16) for number in range(1, 7)]
-CHAIN = prints_of(joined(KEYS))
+CHAIN = fingerprints_of(joined(KEYS))
 
 
 def node(incarnation: int, name: str = "pool-0") -> WorkerIdentity:

@@ -7,9 +7,9 @@ import pytest
 from baton.generation import WorkerLoad
 from baton.ids import Incarnation, LayerName, LegId, Role, WorkerId, WorkerIdentity
 from router.routing.index import PrefixIndex
-from router.routing.local import LocalPrefill
 from router.routing.policy import Demand, Pair, RouteKind
-from router.routing.predictive import Predictive
+from router.routing.predictive import LocalPrefill, Predictive
+from router.routing.pricing import fastest_pricing
 from router.routing.view import ClusterView
 from tests.router.workers import hello, layout
 
@@ -25,7 +25,7 @@ class Cluster:
 
     def __init__(self, *names: str, local: LocalPrefill = NEVER) -> None:
         self.view = ClusterView(PrefixIndex(max_blocks=100), silence_timeout_s=1e9)
-        self.policy = Predictive(local)
+        self.policy = Predictive(local, fastest_pricing())
         self.rng = Random(0)
         for name in names:
             self.add(name)
@@ -274,7 +274,7 @@ def test_what_many_would_lose_outweighs_what_one_would_gain():
 
 def test_a_bound_of_nothing_keeps_all_prompts_off_decode_workers():
     cluster = queued("p0", "d0")
-    cluster.policy = Predictive(NEVER)
+    cluster.policy = Predictive(NEVER, fastest_pricing())
     assert cluster.choose(tokens=4).kind is RouteKind.PAIR
 
 

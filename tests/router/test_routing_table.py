@@ -3,12 +3,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.routing.held import HeldBySlot
-from router.routing.memory import Prints, Words, prints_of
-from router.routing.plain_table import PlainHotPart
-from router.routing.sources import Sources
-from router.routing.table import BlockTable, HotPart
-from router.routing.table_library import NativeHotPart, hot_part
+from router.routing.native_table import NativeTable, fastest_operations
+from router.routing.plain_table import PlainTable
+from router.routing.table import (
+    BlockTable,
+    Fingerprints,
+    HeldBySlot,
+    LookupSources,
+    TableOperations,
+    Words,
+    fingerprints_of,
+)
 
 NOBODY: Words = np.zeros(1, np.uint64)
 EVERYBODY: Words = ~NOBODY
@@ -17,22 +22,28 @@ EVERYBODY: Words = ~NOBODY
 @pytest.fixture(params=["c", "python"])
 def hot(request):
     if request.param == "python":
-        return PlainHotPart()
-    if not isinstance(hot_part(), NativeHotPart):
+        return PlainTable()
+    if not isinstance(fastest_operations(), NativeTable):
         pytest.skip("no C compiler here")
-    return hot_part()
+    return fastest_operations()
 
 
-def prints(seed: int, count: int) -> Prints:
-    return prints_of(np.random.default_rng(seed).bytes(16 * count))
+def prints(seed: int, count: int) -> Fingerprints:
+    return fingerprints_of(np.random.default_rng(seed).bytes(16 * count))
 
 
 def depths(
-    hot: HotPart, table: BlockTable, asked: Prints, whole: Words, ragged: Words | None = None
+    hot: TableOperations,
+    table: BlockTable,
+    asked: Fingerprints,
+    whole: Words,
+    ragged: Words | None = None,
 ) -> dict[int, int]:
     """By column: every holder's slot is that of its column."""
-    notes = [BlockTable(max_blocks=1, hot=hot, num_columns=table.num_columns) for _ in range(2)]
-    sources = Sources(
+    notes = [
+        BlockTable(max_blocks=1, operations=hot, num_columns=table.num_columns) for _ in range(2)
+    ]
+    sources = LookupSources(
         reports=table.memory,
         notes=[table.memory for table in notes],
         live=whole,
@@ -46,7 +57,7 @@ def depths(
 
 
 def test_a_table_grows_and_loses_nothing(hot):
-    table, blocks = BlockTable(max_blocks=20_000, hot=hot), prints(0, 6000)
+    table, blocks = BlockTable(max_blocks=20_000, operations=hot), prints(0, 6000)
     assert table.add(blocks, 3) == 0
     table.check_integrity()
     assert len(table) == 6000
@@ -55,7 +66,7 @@ def test_a_table_grows_and_loses_nothing(hot):
 
 
 def test_a_table_grows_a_little_with_each_report(hot):
-    table, blocks, size = BlockTable(max_blocks=40_000, hot=hot), prints(0, 20_500), 0
+    table, blocks, size = BlockTable(max_blocks=40_000, operations=hot), prints(0, 20_500), 0
     for begin in range(0, 20_500, 500):
         assert table.add(blocks[begin : begin + 500], 3) == 0
         if size:
@@ -68,7 +79,7 @@ def test_a_table_grows_a_little_with_each_report(hot):
 
 
 def test_a_table_can_be_widened_and_cleared_while_it_grows(hot):
-    table, blocks = BlockTable(max_blocks=40_000, hot=hot), prints(0, 10_000)
+    table, blocks = BlockTable(max_blocks=40_000, operations=hot), prints(0, 10_000)
     table.add(blocks, 3)
     assert table.memory.num_buckets > table.memory.num_unsplit
     table.widen()
@@ -83,10 +94,13 @@ def test_a_table_can_be_widened_and_cleared_while_it_grows(hot):
 
 
 def test_c_and_python_leave_the_same_bytes_while_a_table_grows():
-    if not isinstance(hot_part(), NativeHotPart):
+    if not isinstance(fastest_operations(), NativeTable):
         pytest.skip("no C compiler here")
     blocks = prints(2, 10_000)
-    tables = [BlockTable(max_blocks=40_000, hot=hot) for hot in (hot_part(), PlainHotPart())]
+    tables = [
+        BlockTable(max_blocks=40_000, operations=hot)
+        for hot in (fastest_operations(), PlainTable())
+    ]
     for table in tables:
         table.add(blocks, 3)
     ours, theirs = (table.memory for table in tables)
@@ -99,7 +113,7 @@ def size_of_a_bucket(table: BlockTable) -> int:
 
 
 def test_a_full_table_takes_nothing_new_and_still_knows_what_it_has(hot):
-    table, blocks = BlockTable(max_blocks=100, hot=hot), prints(0, 250)
+    table, blocks = BlockTable(max_blocks=100, operations=hot), prints(0, 250)
     assert table.add(blocks, 0) == 150
     assert table.add(blocks[:100], 1) == 0
     assert len(table) == 100
@@ -110,7 +124,7 @@ def test_a_full_table_takes_nothing_new_and_still_knows_what_it_has(hot):
 
 
 def test_columns_are_cleared_together_and_blocks_that_nobody_holds_with_them(hot):
-    table, blocks = BlockTable(max_blocks=1000, hot=hot), prints(0, 100)
+    table, blocks = BlockTable(max_blocks=1000, operations=hot), prints(0, 100)
     table.widen()
     table.add(blocks, 0)
     table.add(blocks[:50], 70)
@@ -123,7 +137,7 @@ def test_columns_are_cleared_together_and_blocks_that_nobody_holds_with_them(hot
 
 @pytest.mark.parametrize("begin", [0, 1, 14, 15, 16, 37, 83])
 def test_a_hole_of_sixteen_blocks_ends_the_depth_of_a_ragged_column(hot, begin):
-    table, blocks = BlockTable(max_blocks=1000, hot=hot), prints(0, 100)
+    table, blocks = BlockTable(max_blocks=1000, operations=hot), prints(0, 100)
     table.add(blocks, 0)
     table.discard(blocks[begin : begin + 16], 0)
     assert depths(hot, table, blocks, NOBODY, EVERYBODY).get(0, 0) == begin
@@ -131,7 +145,7 @@ def test_a_hole_of_sixteen_blocks_ends_the_depth_of_a_ragged_column(hot, begin):
 
 @pytest.mark.parametrize(("begin", "depth"), [(30, 100), (31, 31), (32, 100), (96, 96)])
 def test_a_hole_of_one_block_is_seen_near_the_end_and_at_every_sixteenth_block(hot, begin, depth):
-    table, blocks = BlockTable(max_blocks=1000, hot=hot), prints(0, 100)
+    table, blocks = BlockTable(max_blocks=1000, operations=hot), prints(0, 100)
     table.add(blocks, 0)
     table.discard(blocks[begin : begin + 1], 0)
     assert depths(hot, table, blocks, NOBODY, EVERYBODY) == {0: depth}
@@ -141,11 +155,11 @@ def test_a_hole_of_one_block_is_seen_near_the_end_and_at_every_sixteenth_block(h
 @given(st.data())
 def test_c_and_python_do_the_same(data):
     """The same changes leave the same bytes, and the same depths."""
-    if not isinstance(hot_part(), NativeHotPart):
+    if not isinstance(fastest_operations(), NativeTable):
         pytest.skip("no C compiler here")
     blocks = prints(1, 5000)
-    hots = (hot_part(), PlainHotPart())
-    tables = [BlockTable(max_blocks=4000, hot=hot) for hot in hots]
+    hots = (fastest_operations(), PlainTable())
+    tables = [BlockTable(max_blocks=4000, operations=hot) for hot in hots]
     for _ in range(data.draw(st.integers(1, 8))):
         start = data.draw(st.integers(0, 4900))
         some = blocks[start : start + data.draw(st.integers(1, 1500))]

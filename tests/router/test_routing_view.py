@@ -43,6 +43,21 @@ def test_a_draining_worker_gets_nothing_new(view):
     assert view.state(worker, 1.0) == "draining"
 
 
+def test_a_worker_that_changes_its_role_is_weighed_anew_for_what_it_takes_now(view):
+    worker = view.join(hello("a", Role.HYBRID), "unix:a", 0.0)
+    before = view.usable(1.0)
+    view.change_role(worker.identity, Role.DECODE)
+    assert (worker.can_prefill, worker.can_decode, worker.kind[0]) == (False, True, Role.DECODE)
+    assert view.usable(1.0) == before
+    assert view.usable(1.0) is not before, "what policies have prepared for a tuple is void"
+
+
+def test_the_role_of_an_incarnation_that_is_gone_changes_nothing(view):
+    worker = view.join(hello("a", Role.HYBRID, incarnation=2), "unix:a", 0.0)
+    view.change_role(hello("a", Role.HYBRID, incarnation=1).identity, Role.DECODE)
+    assert worker.can_prefill
+
+
 def test_a_worker_with_work_and_no_progress_is_stalled_until_it_moves(view):
     worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
     worker.legs = 1

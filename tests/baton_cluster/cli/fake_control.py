@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 
-from baton.rpc.v1 import control_pb2, control_pb2_grpc
+from baton.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 from baton_cluster.launch.runtime_dir import RuntimeDir
 
 
@@ -24,18 +24,21 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         explained: dict[str, control_pb2.ExplainReply] | None = None,
         stories: dict[str, control_pb2.StoryReply] | None = None,
     ) -> None:
-        self._status = status
+        self.status = status
         self._explained = explained or {}
         self._stories = stories or {}
 
     def Status(self, request, context):  # noqa: N802  # as gRPC names it
-        return self._status
+        return self.status
 
     def Drain(self, request, context):  # noqa: N802
         raise NotImplementedError
 
     def SetRole(self, request, context):  # noqa: N802
-        raise NotImplementedError
+        """As a worker with two legs that go on for longer than a second."""
+        stays = request.timeout_s < 1.0
+        role = common_pb2.ROLE_HYBRID if stays else request.role
+        return control_pb2.SetRoleReply(role=role, changed=not stays, left=2 * stays)
 
     def Explain(self, request, context):  # noqa: N802
         return self._explained.get(request.request_id, control_pb2.ExplainReply())

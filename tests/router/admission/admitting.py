@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from baton.ids import RequestId
 from router.admission.queue import QueuedRequest
-from router.routing.worker_view import WorkerView
+from router.routing.view import WorkerView
 from router.slo import STANDARD, Slo
 from router.tenants.tenant import Tenant, TenantId
 

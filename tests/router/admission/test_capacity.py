@@ -8,8 +8,7 @@ from baton.generation import WorkerLoad
 from baton.ids import Role
 from router.admission.capacity import WorkerCapacity
 from router.routing.index import PrefixIndex
-from router.routing.view import ClusterView
-from router.routing.worker_view import WorkerView
+from router.routing.view import ClusterView, WorkerView
 from router.slo import STANDARD, Slo
 from tests.router.admission.admitting import UnknownSpeed, queued
 from tests.router.workers import hello

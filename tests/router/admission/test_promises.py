@@ -18,8 +18,7 @@ from router.events import ClientGone, Submitted, WorkerJoined
 from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
-from router.routing.view import ClusterView
-from router.routing.worker_view import WorkerView
+from router.routing.view import ClusterView, WorkerView
 from router.slo import STANDARD, Slo
 from router.tenants.tenant import ANONYMOUS
 from tests.router.admission.test_controller import limits

@@ -1,0 +1,1 @@
+"""How near the engine comes to what a GPU can do."""

@@ -1,0 +1,205 @@
+"""What `bench.gpu_roofline` measures of one model: its decode, its prefill, and the kernels alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from baton.generation import Prompt, SamplingParams
+from baton.ids import BlockId, SeqId
+from baton_engine.cache.arena import KvArena
+from baton_engine.cuda_graphs import DecodeGraphs, GraphBackend
+from baton_engine.models.config import kv_layout
+from baton_engine.models.decoder import Decoder, DecoderInput
+from baton_engine.models.inputs import InputBuilder
+from baton_engine.runner import ModelRunner
+from baton_engine.scheduling.plan import Row, StepPlan
+from baton_engine.scheduling.request import Mode, Request
+from bench.gpu.models import GpuShape
+from bench.gpu.timing import Timer
+
+_NUMBERS_OF_8_BITS = 0x58
+"""Bytes below are numbers from 0 to 15."""
+_PARAMS = SamplingParams(temperature=0, max_tokens=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """What the device can do at most: bytes copied and operations per second."""
+
+    copy: float
+    matmul: float
+
+
+class ModelBench:
+    """Measures one decoder on one device.
+
+    Args:
+        shape: Its dimensions.
+        model: The decoder.
+        num_blocks: Pages to take; they are filled with random keys and values.
+        kv_dtype: Of the pages.
+        block_tokens: Per page.
+        most_rows: Of a decode step.
+        longest: Longest context, in tokens.
+        timer: Times.
+        graphs: Captures.
+        ceilings: What figures are shares of.
+    """
+
+    def __init__(
+        self,
+        shape: GpuShape,
+        model: Decoder,
+        *,
+        num_blocks: int,
+        kv_dtype: torch.dtype,
+        block_tokens: int,
+        most_rows: int,
+        longest: int,
+        timer: Timer,
+        graphs: GraphBackend,
+        ceilings: Ceilings,
+    ) -> None:
+        self._shape, self._model = shape, model
+        self._scales = model.layers[0].attention.scales
+        self._timer, self._graphs, self._ceilings = timer, graphs, ceilings
+        self._block_tokens, self._num_blocks = block_tokens, num_blocks
+        self._kv_token_bytes = shape.kv_token_elements * kv_dtype.itemsize
+        layout = kv_layout(model.spec, kv_dtype, block_tokens)
+        size = layout.region_bytes(num_blocks)
+        memory = torch.empty(size, dtype=torch.uint8, device=model.device)
+        if kv_dtype.itemsize == 1:
+            memory.random_(_NUMBERS_OF_8_BITS)
+        else:
+            memory.view(kv_dtype).normal_()
+        self._arena = KvArena(layout, num_blocks, _buffer(memory))
+        rule = model.kernels.split_rule(shape.kv_heads)
+        self._inputs = InputBuilder(block_tokens, num_blocks, model.device, rule)
+        captured = DecodeGraphs(
+            model,
+            self._arena,
+            most_rows=most_rows,
+            table_width=-(-longest // block_tokens),
+            backend=graphs,
+        )
+        self._runner = ModelRunner(model, self._arena, graphs=captured)
+
+    def fits(self, batch: int, context: int) -> bool:
+        """Whether the pages suffice for so many contexts."""
+        return batch * -(-context // self._block_tokens) <= self._num_blocks
+
+    @torch.inference_mode()
+    def decode(self, batch: int, context: int) -> dict[str, float]:
+        """A decode step, from plan to tokens on the host, and the same without the host."""
+        plan = StepPlan(step=0, rows=self._rows(batch, context, num_tokens=1))
+        inputs = self._inputs.build(plan.rows)
+        repeat = self._graphs.capture(lambda: self._model.forward(inputs, self._arena))
+        step_s = self._timer.wall_s(lambda: self._runner.execute(plan))
+        kernels_s = self._timer.device_s(repeat)
+        kv_bytes = self._shape.layers * self._kv_token_bytes * batch * context
+        least_s = (self._shape.streamed_bytes + kv_bytes) / self._ceilings.copy
+        return {
+            "tok_s": batch / step_s,
+            "step_ms": step_s * 1e3,
+            "fraction": least_s / step_s,
+            "kernels_fraction": least_s / kernels_s,
+            "overhead": 1 - kernels_s / step_s,
+        }
+
+    @torch.inference_mode()
+    def decode_attention(self, batch: int, context: int) -> dict[str, float]:
+        """The decode attention alone: bytes of the KV it reads against the copy rate."""
+        inputs = self._inputs.build(self._rows(batch, context, num_tokens=1))
+        seconds = self._timer.device_s(self._attending(inputs)) / self._shape.layers
+        rate = self._kv_token_bytes * batch * context / seconds
+        return {"us": seconds * 1e6, "fraction": rate / self._ceilings.copy}
+
+    @torch.inference_mode()
+    def prefill(self, tokens: int) -> dict[str, float]:
+        """A whole prompt in one chunk, to the logits of its last token."""
+        inputs = self._inputs.build(self._rows(1, tokens, num_tokens=tokens))
+        seconds = self._timer.device_s(lambda: self._model.forward(inputs, self._arena))
+        rate = self._shape.prefill_flops(tokens) / seconds
+        return {"tok_s": tokens / seconds, "fraction": rate / self._ceilings.matmul}
+
+    @torch.inference_mode()
+    def prefill_attention(self, tokens: int) -> dict[str, float]:
+        """The prefill attention alone, against the matmul rate."""
+        inputs = self._inputs.build(self._rows(1, tokens, num_tokens=tokens))
+        seconds = self._timer.device_s(self._attending(inputs)) / self._shape.layers
+        rate = self._shape.attention_flops(tokens) / seconds
+        return {"tflop_s": rate / 1e12, "fraction": rate / self._ceilings.matmul}
+
+    @torch.inference_mode()
+    def fused(self, tokens: int) -> dict[str, dict[str, float]]:
+        """The kernels that only move memory, each as a share of the copy rate, over so many tokens."""
+        shape, kernels, model = self._shape, self._model.kernels, self._model
+        inputs = self._inputs.build(self._rows(1, tokens, num_tokens=tokens))
+        heads = shape.heads + 2 * shape.kv_heads
+        x, residual, qkv, gates = (
+            torch.randn(tokens, width, device=model.device).to(model.dtype)
+            for width in (
+                shape.hidden,
+                shape.hidden,
+                heads * shape.head_dim,
+                2 * shape.intermediate,
+            )
+        )
+        norm, rotation, pages = (
+            model.final_norm,
+            model.rotary(inputs.positions),
+            self._arena.layer(0),
+        )
+        works: dict[str, tuple[Callable[[], torch.Tensor], int]] = {
+            "rms_norm": (lambda: norm.add(x, residual), 4 * shape.hidden),
+            "silu_mul": (lambda: kernels.silu_mul(gates), 3 * shape.intermediate),
+            "rotate_and_store": (
+                lambda: kernels.rotate_and_store(
+                    qkv, rotation, None, pages, inputs.batch.slots, self._scales
+                ),
+                2 * heads * shape.head_dim,
+            ),
+        }
+        figures = {}
+        for name, (work, elements) in works.items():
+            seconds = self._timer.device_s(self._graphs.capture(work))
+            rate = tokens * elements * model.dtype.itemsize / seconds
+            figures[name] = {"us": seconds * 1e6, "fraction": rate / self._ceilings.copy}
+        return figures
+
+    def _attending(self, inputs: DecoderInput) -> Callable[[], torch.Tensor]:
+        """Attention of all layers, one after the other, so that no layer's pages are still in a cache."""
+        shape, kernels = self._shape, self._model.kernels
+        tokens, scale = inputs.tokens.shape[0], shape.head_dim**-0.5
+        query = torch.randn(tokens, shape.heads, shape.head_dim, device=self._model.device)
+        query = query.to(self._model.dtype)
+
+        def work() -> torch.Tensor:
+            out = query
+            for layer in range(shape.layers):
+                pages = self._arena.layer(layer)
+                out = kernels.paged_attention(query, pages, inputs.batch, scale, None, self._scales)
+            return out
+
+        return self._graphs.capture(work)
+
+    def _rows(self, batch: int, context: int, *, num_tokens: int) -> tuple[Row, ...]:
+        """Rows of their own pages, scattered, that compute the last tokens of their contexts."""
+        needed = -(-context // self._block_tokens)
+        order = torch.randperm(self._num_blocks, generator=torch.Generator().manual_seed(0))
+        pages = [BlockId(page) for page in order[: batch * needed].tolist()]
+        prompt = Prompt(prompt_tokens=(1,) * context, sampling=_PARAMS)
+        rows = []
+        for index in range(batch):
+            request = Request(seq_id=SeqId(str(index)), mode=Mode.GENERATE, prompt=prompt)
+            seq = request.first_sequence()
+            seq.blocks += pages[index * needed : (index + 1) * needed]
+            rows.append(
+                Row(seq=seq, start=context - num_tokens, num_tokens=num_tokens, samples=(0,))
+            )
+        return tuple(rows)
+
+
+def _buffer(memory: torch.Tensor) -> memoryview | torch.Tensor:
+    return memory if memory.device.type == "cuda" else memory.numpy().data

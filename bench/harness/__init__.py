@@ -1,0 +1,1 @@
+"""What every benchmark uses: reports, loads, servers, models to measure with, traces."""

@@ -1,0 +1,1 @@
+"""Other serving engines, measured beside ours in one run."""

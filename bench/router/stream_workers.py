@@ -1,0 +1,200 @@
+"""Workers without an engine for `bench.router_stream`: `python -m bench.router.stream_workers DIRECTORY TOKENIZER STEP_MS DECODERS`.
+
+A prefill worker and some decode workers over real gRPC. A prompt is prefilled as soon as it arrives; each decode worker then takes
+a step for all its sequences at fixed times, or late if the router has not taken the frame before.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import uvloop
+from tokenizers import Tokenizer
+
+from baton.ids import WorkerId
+from baton.rpc.block_feed import HEARTBEAT_S
+from baton.rpc.hello import WorkerHello, hello_to_proto
+from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from bench.router.fake_workers import (
+    WorkerContext,
+    first_token,
+    hellos,
+    serve_decode,
+    serve_prefill,
+    transfer_of,
+)
+
+TEXT = (
+    "The baton is handed over at full speed, and the runner who takes it must already be running. Whoever prefills reads "
+    "the whole prompt at once; whoever decodes writes one word after another — patiently, and for everybody at once. "
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One leg on the decode worker."""
+
+    leg_id: int
+    position: int
+    max_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """What one decode worker runs."""
+
+    running: dict[int, _Sequence] = field(default_factory=dict)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def join(self, sequence: _Sequence) -> None:
+        self.running[sequence.leg_id] = sequence
+        self.news.set()
+
+
+@dataclass(slots=True, eq=False)
+class _Handover:
+    """Hand-offs by transfer id: a leg runs once both workers have spoken of it."""
+
+    expected: dict[str, tuple[_Sequence, _Batch]] = field(default_factory=dict)
+    prefilled: set[str] = field(default_factory=set)
+
+    def expect(self, xfer_id: str, sequence: _Sequence, batch: _Batch) -> None:
+        self.expected[xfer_id] = sequence, batch
+        self._start(xfer_id)
+
+    def done(self, xfer_id: str) -> None:
+        self.prefilled.add(xfer_id)
+        self._start(xfer_id)
+
+    def _start(self, xfer_id: str) -> None:
+        if xfer_id in self.prefilled and xfer_id in self.expected:
+            self.prefilled.remove(xfer_id)
+            sequence, batch = self.expected.pop(xfer_id)
+            batch.join(sequence)
+
+
+class _Prefill(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, hello: WorkerHello, handover: _Handover, first_token: int) -> None:
+        self._hello = hello
+        self._handover = handover
+        self._first_token = first_token
+
+    async def Serve(  # type: ignore[override]  # noqa: N802  # the stub's name
+        self, request_iterator: AsyncIterator[worker_pb2.Command], context: WorkerContext
+    ) -> None:
+        await context.write(worker_pb2.Frame(hello=hello_to_proto(self._hello)))
+        answers: asyncio.Queue[worker_pb2.Frame] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(self._read(request_iterator, answers)),
+            asyncio.create_task(_beat(answers)),
+        ]
+        try:
+            while True:
+                await context.write(await answers.get())
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _read(
+        self,
+        commands: AsyncIterator[worker_pb2.Command],
+        answers: asyncio.Queue[worker_pb2.Frame],
+    ) -> None:
+        async for command in commands:
+            if command.WhichOneof("command") == "prefill":
+                answers.put_nowait(first_token(command.prefill.request.leg_id, self._first_token))
+                xfer_id = transfer_of(command.prefill.permit)
+                self._handover.done(xfer_id)
+
+
+async def _beat(answers: asyncio.Queue[worker_pb2.Frame]) -> None:
+    while True:
+        answers.put_nowait(worker_pb2.Frame(load=common_pb2.WorkerLoad()))
+        await asyncio.sleep(HEARTBEAT_S)
+
+
+class _Decode(worker_pb2_grpc.WorkerServicer):
+    def __init__(
+        self, hello: WorkerHello, handover: _Handover, text: Sequence[int], step_s: float
+    ) -> None:
+        self._hello = hello
+        self._handover = handover
+        self._batch = _Batch()
+        self._text = text
+        self._step_s = step_s
+
+    async def Serve(  # type: ignore[override]  # noqa: N802  # the stub's name
+        self, request_iterator: AsyncIterator[worker_pb2.Command], context: WorkerContext
+    ) -> None:
+        await context.write(worker_pb2.Frame(hello=hello_to_proto(self._hello)))
+        reading = asyncio.create_task(self._read(request_iterator))
+        clock = asyncio.get_running_loop().time
+        told_s = 0.0
+        try:
+            while True:
+                due_s = clock() + self._step_s
+                frame = await self._next_frame()
+                if clock() - told_s > HEARTBEAT_S:
+                    told_s = clock()
+                    frame.load.CopyFrom(common_pb2.WorkerLoad())
+                await context.write(frame)
+                await asyncio.sleep(max(0.0, due_s - clock()))
+        finally:
+            reading.cancel()
+
+    async def _read(self, commands: AsyncIterator[worker_pb2.Command]) -> None:
+        async for command in commands:
+            if command.WhichOneof("command") == "cancel":
+                self._batch.running.pop(command.cancel.leg_id, None)
+            elif command.WhichOneof("command") == "receive":
+                request = command.receive.request
+                xfer_id = transfer_of(command.receive.permit)
+                sequence = _Sequence(request.leg_id, 1, request.sampling.max_tokens)
+                self._handover.expect(xfer_id, sequence, self._batch)
+
+    async def _next_frame(self) -> worker_pb2.Frame:
+        """The next step's, or an empty one when there is nothing to do for a while."""
+        batch = self._batch
+        if not batch.running:
+            batch.news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(batch.news.wait(), HEARTBEAT_S)
+        running, text = list(batch.running.values()), self._text
+        frame = worker_pb2.Frame(
+            leg_ids=[sequence.leg_id for sequence in running],
+            samples=[0] * len(running),
+            tokens=[text[(s.leg_id + s.position) % len(text)] for s in running],
+        )
+        for sequence in running:
+            sequence.position += 1
+            if sequence.position == sequence.max_tokens:
+                del batch.running[sequence.leg_id]
+                frame.finished.add(leg_id=sequence.leg_id, reason=common_pb2.FINISH_REASON_LENGTH)
+        return frame
+
+
+async def _serve(directory: Path, tokenizer: Tokenizer, step_s: float, decoders: int) -> None:
+    text = tokenizer.encode(TEXT, add_special_tokens=False).ids
+    handover = _Handover()
+    prefill, decode = hellos(directory, vocab_size=tokenizer.get_vocab_size(), max_num_seqs=4096)
+    servers = [await serve_prefill(directory, _Prefill(prefill, handover, text[0]))]
+    for number in range(decoders):
+        identity = replace(decode.identity, worker_id=WorkerId(f"decode-{number}"))
+        hello = replace(decode, identity=identity)
+        worker = _Decode(hello, handover, text, step_s)
+        servers.append(await serve_decode(directory, worker, number))
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(
+        _serve(
+            Path(sys.argv[1]),
+            Tokenizer.from_file(sys.argv[2]),
+            float(sys.argv[3]) / 1e3,
+            int(sys.argv[4]),
+        )
+    )

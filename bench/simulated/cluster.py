@@ -1,0 +1,260 @@
+"""A trace replayed through the router's core against a simulated cluster."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from baton.blocks import BlockReport
+from baton.errors import EngineError
+from baton.generation import Prompt, SamplingParams
+from baton.hashing import chain_keys, root_key
+from baton.ids import BlockKey, Incarnation, LayerName, RequestId, Role, WorkerId, WorkerIdentity
+from baton.layout import KvLayout
+from baton.rpc.hello import WorkerHello
+from bench.harness.trace import TracedRequest
+from bench.simulated.decode import DecodeWorker
+from bench.simulated.hardware import BlockCache, Hardware, Room, Text, Timeline
+from bench.simulated.prefill import PrefillWorker
+from router.dispatch.actions import (
+    Action,
+    Emit,
+    Fail,
+    Finish,
+    SendExpect,
+    SendGenerate,
+    SendPrefill,
+)
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.placement import Placement
+from router.dispatch.retry import RetryPolicy
+from router.events import BlocksReported, Event, Submitted, TimePassed, WorkerJoined
+from router.ports import GenerationRequest
+from router.routing.index import PrefixIndex
+from router.routing.policies import policy_named
+from router.routing.view import ClusterView
+
+_SECRET = bytes(32)
+_LAYOUT = KvLayout(
+    model_fingerprint="simulated-70b",
+    dtype="bfloat16",
+    block_tokens=256,
+    num_kv_heads=8,
+    head_dim=128,
+    layers=tuple(LayerName(f"layers.{number}") for number in range(80)),
+)
+_REPORT_S, _TICK_S = 0.25, 0.5
+_MAX_SEQUENCES = 128
+_NEVER_S = 1e9
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """One request, as its client saw it."""
+
+    came_s: float
+    input_tokens: int
+    output_tokens: int
+    first_s: float = 0.0
+    last_s: float = 0.0
+    cached_tokens: int = 0
+    local: bool = False
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.first_s - self.came_s
+
+    @property
+    def tbt_s(self) -> float:
+        """Mean time between tokens, what waits for the hand-off included."""
+        return (self.last_s - self.first_s) / max(1, self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A whole replay."""
+
+    served: Sequence[Served]
+    prefill_busy_share: float
+
+
+class Replay:
+    """Replays one trace on one cluster, once per policy and load.
+
+    Args:
+        requests: The trace; block keys are computed once for all simulated workers. The router computes its own.
+        hardware: The cluster.
+    """
+
+    def __init__(self, requests: Sequence[TracedRequest], hardware: Hardware) -> None:
+        self._requests = requests
+        self._hardware = hardware
+        root = root_key(_SECRET, scope="", layout=_LAYOUT)
+        self._texts = [_text(root, request) for request in requests]
+
+    def run(self, policy: str, *, speedup: float, seed: int) -> Outcome:
+        """Replays with the trace's clock going `speedup` times as fast.
+
+        Raises:
+            EngineError: A request was not served to its end, which is a fault of the simulation or of the router.
+        """
+        return _Run(self._requests, self._texts, self._hardware, policy, speedup, seed).outcome()
+
+
+class _Run:
+    """One replay."""
+
+    def __init__(
+        self,
+        requests: Sequence[TracedRequest],
+        texts: Sequence[Text],
+        hardware: Hardware,
+        policy: str,
+        speedup: float,
+        seed: int,
+    ) -> None:
+        self._timeline = Timeline()
+        self._texts: dict[RequestId, Text] = {}
+        self._served: dict[RequestId, Served] = {}
+        self._left = len(requests)
+        index = PrefixIndex()
+        view = ClusterView(index, silence_timeout_s=_NEVER_S, stall_timeout_s=_NEVER_S)
+        placement = Placement(
+            view=view,
+            index=index,
+            policy=policy_named(policy, rng=Random(seed)),
+            secret=_SECRET,
+            rng=Random(seed),
+        )
+        self._core = Dispatcher(view=view, placement=placement, policy=RetryPolicy())
+        self._build(hardware)
+        for number, (request, text) in enumerate(zip(requests, texts, strict=True)):
+            self._timeline.after(
+                request.at_s / speedup, partial(self._submit, number, request, text)
+            )
+
+    def outcome(self) -> Outcome:
+        """Runs to the end."""
+        while self._left:
+            if not self._timeline.step():
+                raise EngineError(f"{self._left} requests never ended")
+        span_s = self._timeline.now_s
+        busy_s = sum(worker.busy_s for worker in self._prefill.values())
+        return Outcome(
+            served=list(self._served.values()),
+            prefill_busy_share=busy_s / span_s / len(self._prefill),
+        )
+
+    def _build(self, hardware: Hardware) -> None:
+        room = Room(
+            timeline=self._timeline,
+            sink=self._feed,
+            block_tokens=_LAYOUT.block_tokens,
+            token_bytes=_LAYOUT.page_bytes / _LAYOUT.block_tokens,
+        )
+        blocks = hardware.cache_tokens // _LAYOUT.block_tokens
+        prefill = [_identity("p", number) for number in range(hardware.prefill_workers)]
+        decode = [_identity("d", number) for number in range(hardware.decode_workers)]
+        self._decode = {
+            identity: DecodeWorker(
+                identity, hardware.decode_speed(number), BlockCache(blocks), _MAX_SEQUENCES, room
+            )
+            for number, identity in enumerate(decode)
+        }
+        self._prefill = {
+            identity: PrefillWorker(
+                identity,
+                hardware.prefill_speed(number),
+                BlockCache(blocks),
+                {d: hardware.link(number, at) for at, d in enumerate(decode)},
+                room,
+            )
+            for number, identity in enumerate(prefill)
+        }
+        for identities, role in ((prefill, Role.PREFILL), (decode, Role.DECODE)):
+            for identity in identities:
+                self._join(identity, role, blocks)
+        self._timeline.after(_REPORT_S, self._report)
+        self._timeline.after(_TICK_S, self._tick)
+
+    def _join(self, identity: WorkerIdentity, role: Role, blocks: int) -> None:
+        hello = WorkerHello(
+            identity=identity,
+            role=role,
+            layout=_LAYOUT,
+            max_model_len=1_000_000,
+            vocab_size=256,
+            num_blocks=blocks,
+            max_num_seqs=_MAX_SEQUENCES,
+            transfer_address=identity.worker_id if role.decodes else "",
+        )
+        self._feed(WorkerJoined(hello=hello, address=identity.worker_id))
+        worker = self._prefill[identity] if role is Role.PREFILL else self._decode[identity]
+        empty: BlockReport = worker.cache.greeting()
+        self._feed(BlocksReported(worker=identity, report=empty))
+
+    def _submit(self, number: int, request: TracedRequest, text: Text) -> None:
+        request_id = RequestId(f"request-{number}")
+        self._texts[request_id] = text
+        self._served[request_id] = Served(
+            came_s=self._timeline.now_s,
+            input_tokens=text.tokens,
+            output_tokens=text.output_tokens,
+        )
+        prompt = Prompt(
+            prompt_tokens=request.tokens(),
+            sampling=SamplingParams(max_tokens=request.output_tokens),
+        )
+        self._feed(
+            Submitted(
+                request=GenerationRequest(request_id=request_id, prompt=prompt, deadline_s=_NEVER_S)
+            )
+        )
+
+    def _report(self) -> None:
+        for prefill in self._prefill.values():
+            self._feed(prefill.report())
+        for decode in self._decode.values():
+            self._feed(decode.report())
+        self._timeline.after(_REPORT_S, self._report)
+
+    def _tick(self) -> None:
+        self._feed(TimePassed())
+        self._timeline.after(_TICK_S, self._tick)
+
+    def _feed(self, event: Event) -> None:
+        for action in self._core.handle(event, self._timeline.now_s):
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case SendPrefill():
+                decode = self._decode[action.permit.target]
+                text = self._texts[action.request_id]
+                self._prefill[action.worker].submit(action, text, decode)
+            case SendExpect():
+                self._decode[action.worker].expect(action, self._texts[action.request_id])
+            case SendGenerate():
+                self._served[action.request_id].local = True
+                self._decode[action.worker].generate(action, self._texts[action.request_id])
+            case Emit():
+                served = self._served[action.request_id]
+                served.last_s = self._timeline.now_s
+                served.first_s = served.first_s or self._timeline.now_s
+            case Finish():
+                self._left -= 1
+                self._served[action.request_id].cached_tokens = action.timing.cached_tokens
+            case Fail():
+                raise EngineError(f"{action.request_id}: {action.error}")
+            case _:
+                pass  # cancels of what has ended
+
+
+def _identity(kind: str, number: int) -> WorkerIdentity:
+    return WorkerIdentity(worker_id=WorkerId(f"{kind}{number}"), incarnation=Incarnation(1))
+
+
+def _text(root: BlockKey, request: TracedRequest) -> Text:
+    keys = chain_keys(_SECRET, root, request.tokens(), _LAYOUT.block_tokens)
+    return Text(keys=keys, tokens=request.input_tokens, output_tokens=request.output_tokens)

@@ -1,0 +1,1 @@
+"""What moves KV between processes, and the libraries that do nothing else."""

@@ -1,0 +1,46 @@
+"""The load generator against a server that speaks just enough SSE."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.harness.load import Load, run_load, run_under
+from bench.harness.report import Report
+
+LOAD = Load(concurrency=2, requests=4, input_tokens=3, output_tokens=2, vocab=100)
+
+
+async def test_every_request_is_sent_once_with_a_prompt_of_its_own(
+    served: list[list[int]],
+) -> None:
+    outcome = await run_load("http://bench", "bench", LOAD, seed=1)
+    assert len(served) == 4
+    assert len({tuple(prompt) for prompt in served}) == 4
+    assert outcome.output_tok_s > 0
+
+
+async def test_a_short_answer_is_an_error_and_no_figure(served: list[list[int]]) -> None:
+    asks_more = Load(concurrency=1, requests=1, input_tokens=3, output_tokens=5, vocab=100)
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_load("http://bench", "bench", asks_more, seed=1)
+    assert "2 tokens generated, 5 asked" in str(caught.value.exceptions[0])
+
+
+def test_a_report_says_where_its_figures_come_from(tmp_path: Path) -> None:
+    file = tmp_path / "results" / "x.json"
+    Report(benchmark="x", settings={"seed": 1}, figures={"b": 2.0, "a": 1.0}).write(file)
+    document = json.loads(file.read_text())
+    assert list(document["figures"]) == ["a", "b"]
+    assert {"revision", "hardware", "versions", "settings"} <= document.keys()
+
+
+async def test_a_load_is_measured_while_another_is_sent_again_and_again(
+    served: list[list[int]],
+) -> None:
+    prompts = Load(concurrency=1, requests=1, input_tokens=9, output_tokens=2, vocab=100)
+    outcome, pressed = await run_under("http://bench", "bench", LOAD, prompts, seed=1)
+    lengths = [len(prompt) for prompt in served]
+    assert lengths.count(3) == 4
+    assert lengths.count(9) >= max(1, len(pressed))
+    assert outcome.output_tok_s > 0
