@@ -12,10 +12,10 @@ from baton.rpc.reports import load_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
 from router.admin.stories import RequestStories
-from router.links import WorkerLink
 from router.routing.explanation import DecisionLog
 from router.routing.view import ClusterView, WorkerView
 from router.telemetry.explain import explanation_to_proto
+from router.workers.links import WorkerLink
 
 
 class RequestDrain(Protocol):
