@@ -20,7 +20,7 @@ class TransferSink:
         """From now on `post` gets every report; it must neither block nor raise."""
         self._post = post
 
-    def layer_ready(
+    def save_kv_layer(
         self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
     ) -> None:
         """See `LayerSink`."""

@@ -6,10 +6,10 @@ from itertools import pairwise
 from baton.generation import Prompt
 from baton.ids import LayerName, SeqId
 from baton.layout import KvLayout
-from baton_engine.messages import Generate, Sampled
+from baton_engine.messages import Generate
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.ordering import SchedulingPolicy
-from baton_engine.scheduling.plan import Drawn, StepPlan, StepResult
+from baton_engine.scheduling.plan import StepPlan, StepResult
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.step_cost import attended_pairs, is_decode
 
@@ -120,13 +120,11 @@ class SimulatedEngine:
         seconds = self._speed.of(plan)
         self.now_s += seconds
         self.decode_seat_s += seconds * sum(map(is_decode, plan.rows))
-        result = StepResult(
-            drawn=tuple(tuple(Drawn(token=_TOKEN) for _ in row.samples) for row in plan.rows)
-        )
+        result = StepResult(tokens=[_TOKEN for row in plan.rows for _ in row.samples])
         self._scheduler.measured(plan, result, seconds)
-        for event in self._scheduler.update_from_output(plan, result, self.now_s):
-            if isinstance(event, Sampled):
-                self.lives[event.seq_id].tokens_s.append(self.now_s)
+        sampled = self._scheduler.update_from_output(plan, result, self.now_s)
+        for seq_id in () if sampled is None else dict.fromkeys(sampled.seq_ids):
+            self.lives[seq_id].tokens_s.append(self.now_s)
         return True
 
     def run(self) -> None:

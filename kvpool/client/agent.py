@@ -86,7 +86,7 @@ class PoolAgent:
         )
 
     @property
-    def outlet(self) -> PublishQueue:
+    def block_sink(self) -> PublishQueue:
         """For the engine (`baton_engine.ports.BlockSink`)."""
         return self._publisher.queue
 
@@ -127,7 +127,7 @@ class PoolAgent:
             async with asyncio.timeout(_FAREWELL_S):
                 await self._publisher.idle()
         except TimeoutError:
-            _log.info("left without publishing", pages=len(self.outlet))
+            _log.info("left without publishing", pages=len(self.block_sink))
         await self._publisher.close()
         await self._borrower.close()
         await self._client.close()

@@ -73,7 +73,7 @@ class PublishQueue:
         """Pages that were forgotten so far."""
         return self._dropped
 
-    def offer(self, pages: Sequence[PublishedPage]) -> None:
+    def put(self, pages: Sequence[PublishedPage]) -> None:
         """See BlockSink."""
         with self._lock:
             room = (self._pages.maxlen or 0) - len(self._pages)
