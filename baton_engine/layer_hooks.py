@@ -46,7 +46,7 @@ class KvLayerHooks:
 
     @property
     def between_layers(self) -> "KvLayerHooks | None":
-        """What the decoder has to call between layers: None where nobody takes part, which lets it compute all at once."""
+        """What the decoder has to call between layers: None where no pages are fetched or exported, which lets it compute all at once."""
         return self if self._source is not None or self._sink is not None else None
 
     def __enter__(self) -> "KvLayerHooks":

@@ -178,7 +178,7 @@ class EngineLoop:
         return None if plan is None else self._hand_over(plan)
 
     def _begin_ahead(self) -> _Begun | None:
-        """The step after the one in flight; None where it has to wait for that one, or somebody asks for something."""
+        """The step after the one in flight; None where it has to wait for that one, or a command has come."""
         if not self._runs_ahead or not self._inbox.empty():
             return None
         plan = self._scheduler.plan_ahead()

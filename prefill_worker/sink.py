@@ -21,8 +21,8 @@ class TransferSink:
         self._post = post
 
     def save_kv_layer(
-        self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
+        self, layer_index: int, exports: Sequence[PageExport], ready: Ready | None
     ) -> None:
         """See `LayerSink`."""
         if exports and self._post is not None:
-            self._post(LayerReady(layer_index=layer_index, exports=tuple(exports), done=done))
+            self._post(LayerReady(layer_index=layer_index, exports=tuple(exports), done=ready))

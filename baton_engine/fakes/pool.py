@@ -42,7 +42,7 @@ class FakeSource:
 
     Attributes:
         unleased: Sequences that are offered nothing.
-        expiring: Sequences whose leave to read ends between the offer and the copy.
+        expiring: Sequences whose lease ends between the match and the copy.
         failing_layer: In which layer fetches that fail do so.
         fetched: All fetches that were begun.
         wanted: Sequences that gave up their pages, with what they will need again.

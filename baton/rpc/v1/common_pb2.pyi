@@ -445,7 +445,7 @@ class GenerationRequest(_message.Message):
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
-    PROMISE_FIELD_NUMBER: _builtins.int
+    SLO_FIELD_NUMBER: _builtins.int
     leg_id: _builtins.int
     request_id: _builtins.str
     """for logs and traces only, never a key"""
@@ -466,7 +466,7 @@ class GenerationRequest(_message.Message):
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
-    def promise(self) -> Global___Promise:
+    def slo(self) -> Global___SloTargets:
         """absent: none"""
 
     def __init__(
@@ -481,19 +481,19 @@ class GenerationRequest(_message.Message):
         cache_scope: _builtins.str = ...,
         trace_parent: _builtins.str = ...,
         tenant: _builtins.str = ...,
-        promise: Global___Promise | None = ...,
+        slo: Global___SloTargets | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["promise", b"promise", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "leg_id", b"leg_id", "output_tokens", b"output_tokens", "promise", b"promise", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "tenant", b"tenant", "trace_parent", b"trace_parent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "leg_id", b"leg_id", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "trace_parent", b"trace_parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationRequest: _TypeAlias = GenerationRequest  # noqa: Y015
 
 @_typing.final
-class Promise(_message.Message):
-    """What the request's class of service still leaves the worker; times from when it is told."""
+class SloTargets(_message.Message):
+    """The request's service-level objectives, as far as the worker can meet them; times from when it receives the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -526,7 +526,7 @@ class Promise(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
 
-Global___Promise: _TypeAlias = Promise  # noqa: Y015
+Global___SloTargets: _TypeAlias = SloTargets  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
