@@ -14,9 +14,10 @@ import grpc
 from baton.clock import Clock
 from baton.errors import InvalidRequestError, InvariantError
 from baton.generation import WorkerLoad
-from baton.ids import Role, WorkerIdentity
+from baton.ids import RequestId, Role, WorkerIdentity
 from baton.rpc.hello import WorkerHello
 from baton.rpc.mailbox import Mailbox
+from baton.story import StoryEntry
 from baton.telemetry.logs import get_logger
 from baton.telemetry.tracing import NotTraced, Tracer
 from baton_engine.messages import Start, StepEvents
@@ -177,6 +178,10 @@ class WorkerService:
     def transfers_in_flight(self) -> int:
         """Hand-offs that are not over."""
         return self._lifecycle.transfers_in_flight()
+
+    def story_of(self, request_id: RequestId) -> Sequence[StoryEntry]:
+        """What happened here to the legs of a request, as far as it is remembered."""
+        return self._lifecycle.story_of(request_id)
 
     def load(self) -> WorkerLoad:
         """The engine's last report, completed."""
