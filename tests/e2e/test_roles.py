@@ -40,6 +40,11 @@ def _roles(cluster: Served) -> dict[str, tuple[str, str]]:
     }
 
 
+def _shows(cluster: Served, name: str, role: str) -> None:
+    """Waits until `baton status` shows the worker's new role."""
+    eventually(lambda: _roles(cluster)[name][0] == role, "the role is shown")
+
+
 def test_the_two_workers_of_a_cluster_exchange_their_roles_and_no_request_fails() -> None:
     with serve(None) as cluster:
         before = _roles(cluster)
@@ -50,7 +55,7 @@ def test_the_two_workers_of_a_cluster_exchange_their_roles_and_no_request_fails(
             clients.more(3)
             for name, role in ((prefill, "hybrid"), (decode, "prefill"), (prefill, "decode")):
                 assert cluster.told("role", name, role) == {"role": role, "left": 0}
-                eventually(lambda n=name, r=role: _roles(cluster)[n][0] == r, "the role is shown")
+                _shows(cluster, name, role)
                 clients.more(6)
         finally:
             clients.stop()
