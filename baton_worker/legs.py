@@ -11,7 +11,7 @@ Here stand the states, the table of legs, and the moves that routers and the eng
 business of the worker's two halves (`HandOffs`): prefill_worker sends pages, decode_worker receives them.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,7 +27,7 @@ from baton.errors import (
     WrongRoleError,
 )
 from baton.generation import Prompt, TokenSample
-from baton.ids import LegId, Role, SeqId, XferId
+from baton.ids import LegId, RequestId, Role, SeqId, XferId
 from baton.layout import KvLayout
 from baton.story import StoryEntry, StoryLog
 from baton_engine.messages import (
@@ -62,6 +62,9 @@ from baton_worker.messages import (
 )
 from kv_transfer.ledger.outbox import FirstTokensDrawn, FromDecode, PeerDown, PeerUp, PushDone
 from kv_transfer.ticket import Permit, refuse_holder
+
+_MAX_REQUESTS = 1024
+"""Requests of which it is remembered which legs they had here."""
 
 
 class LegState(Enum):
@@ -308,6 +311,8 @@ class LegLifecycle:
             self._halves[LegKind.RECEIVE] = receiving
         self.takes = KINDS_OF_ROLE[role]
         self.draining = False
+        self._asked_for: OrderedDict[RequestId, list[LegKey]] = OrderedDict()
+        """The legs of the last requests, over or not."""
 
     def handle(self, event: WorkerEvent, now_s: float) -> list[WorkerAction]:
         """Applies one event; what names an unknown leg or sequence has no effect."""
@@ -316,7 +321,9 @@ class LegLifecycle:
                 return self._sampled(event, now_s)
             case LegAsked():
                 actions = self._asked(event, now_s)
-                self._legs.story.record((event.stream, event.leg_id), now_s, event, actions)
+                key = (event.stream, event.leg_id)
+                self._legs.story.record(key, now_s, event, actions)
+                self._remember(event.request_id, key)
                 return actions
             case LegCancelled():
                 leg = self._legs.get((event.stream, event.leg_id))
@@ -378,11 +385,21 @@ class LegLifecycle:
         """What is left of the events about one leg, oldest first."""
         return self._legs.story.story(key)
 
+    def story_of(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
+        """What is left of the events about the legs of one request, leg by leg."""
+        keys = self._asked_for.get(request_id, ())
+        return tuple(entry for key in keys for entry in self._legs.story.story(key))
+
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
         self._legs.check_integrity()
         for half in self._halves.values():
             half.check_integrity()
+
+    def _remember(self, request_id: RequestId, key: LegKey) -> None:
+        self._asked_for.setdefault(request_id, []).append(key)
+        if len(self._asked_for) > _MAX_REQUESTS:
+            self._asked_for.popitem(last=False)
 
     def _asked(self, asked: LegAsked, now_s: float) -> list[WorkerAction]:
         if (asked.stream, asked.leg_id) in self._legs:
