@@ -108,10 +108,10 @@ async def test_a_page_that_was_handed_out_again_is_not_put():
 
 async def test_what_the_node_refuses_is_dropped():
     async with working(AgentWorld()) as world:
-        world.pool.ledger.refuse(RefusalReason.SICK)
+        world.pool.ledger.refuses = RefusalReason.SICK
         await world.publish([0, 1])
         assert world.counted("unpublished_blocks", reason="refused") == 2
-        world.pool.ledger.refuse(None)
+        world.pool.ledger.refuses = None
         await world.publish([2])
         assert world.held(2) == 1
 
@@ -170,9 +170,9 @@ async def test_a_text_in_a_hurry_does_not_wait_for_the_line():
 
 async def test_a_text_in_a_hurry_is_not_there_when_the_node_refuses_it_or_is_away():
     async with working(AgentWorld()) as world:
-        world.pool.ledger.refuse(RefusalReason.SICK)
+        world.pool.ledger.refuses = RefusalReason.SICK
         assert not await world.agent.put_now([world.page(0)])
-        world.pool.ledger.refuse(None)
+        world.pool.ledger.refuses = None
         world.pool.leave()
         assert not await world.agent.put_now([world.page(0)])
 
