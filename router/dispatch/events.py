@@ -31,7 +31,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopSample:
-    """The HTTP face wants no more tokens of this sample (a stop string)."""
+    """The HTTP front end wants no more tokens of this sample (a stop string)."""
 
     request_id: RequestId
     sample: int
@@ -39,7 +39,7 @@ class StopSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientGone:
-    """Nobody reads this job any more."""
+    """The client of this request is gone."""
 
     request_id: RequestId
 
