@@ -31,8 +31,9 @@ MAX_RENDER_S = 10.0
 MAX_RENDERED_CHARS = 64 * 1024 * 1024
 """The longest text that may be made of it."""
 
-MAX_MEMORY_BYTES = 1024 * 1024 * 1024
-"""Address space of a child: room for the longest text, at four bytes a character, twice over and more."""
+MAX_MEMORY_BYTES = 512 * 1024 * 1024
+"""Address space of a child: room for four times the text that fits into the largest body (`router.max_body_bytes` as it is by
+default), at four bytes a character."""
 
 START_S = 30.0
 """How long a child may take to start; about 0.1 s."""
