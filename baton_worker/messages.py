@@ -90,7 +90,7 @@ class LegReassigned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegCancelled:
-    """A router wants a leg no more."""
+    """A router cancels a leg."""
 
     stream: StreamId
     leg_id: LegId
@@ -98,7 +98,7 @@ class LegCancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamGone:
-    """A router's stream ended: nobody wants its legs any more."""
+    """A router's stream ended: its legs are no longer wanted."""
 
     stream: StreamId
 

@@ -212,7 +212,7 @@ class WorkerServer:
         await self._server.stop(_STOP_GRACE_S)
         await self._service.close()
         if self.failed.done():
-            self.failed.exception()  # seen, whether or not anybody waited for it
+            self.failed.exception()  # retrieved, so that asyncio does not complain where it was not awaited
         else:
             self.failed.cancel()
 
@@ -344,7 +344,7 @@ class _Control(control_pb2_grpc.ControlServicer):
         request: pb.ExplainRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext[pb.ExplainRequest, pb.ExplainReply],
     ) -> pb.ExplainReply:
-        """Refused: routers decide who serves what."""
+        """Refused: only routers choose workers for requests."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a worker decides nothing: ask a router")
 
 

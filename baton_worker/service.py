@@ -190,7 +190,7 @@ class WorkerService:
         return load if self._complete_load is None else self._complete_load(load)
 
     async def close(self) -> None:
-        """Ends every stream and session; waits until nobody writes any more."""
+        """Ends every stream and session; waits until no write is under way."""
         self._routers.close()
         for half in self._halves():
             await half.close()

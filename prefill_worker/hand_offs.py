@@ -138,7 +138,7 @@ class SendingHandOffs:
                 raise InvariantError(f"{leg.seq_id} was reserved to be prefilled")
 
     def give_up(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:  # noqa: ARG002
-        """See `HandOffs`; the receiving worker hears no more than that nobody writes."""
+        """See `HandOffs`; the receiving worker is told only that no write is under way any more."""
         return self._over(xfer_id, now_s)
 
     def handle(self, event: SendingEvent, now_s: float) -> list[WorkerAction]:
