@@ -28,7 +28,9 @@ def test_every_package_of_the_tree_is_in_the_wheel_or_left_out_on_purpose():
 
 def test_the_wheel_has_neither_fakes_nor_training_nor_benchmarks():
     assert not [
-        name for name in in_the_wheel() if {"fakes", "training", "bench", "examples"} & set(name.split("."))
+        name
+        for name in in_the_wheel()
+        if {"fakes", "training", "bench", "examples"} & set(name.split("."))
     ]
 
 
