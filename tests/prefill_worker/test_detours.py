@@ -18,7 +18,7 @@ from baton.ids import (
 from baton.layout import KvLayout
 from baton_engine.messages import Prefill, PrefillStarted, Release, Released
 from baton_engine.ports import PageExport
-from baton_worker.legs import LegLifecycle, LegTable
+from baton_worker.legs import LegLifecycle, WorkerLegTable
 from baton_worker.messages import (
     LayerReady,
     LegAsked,
@@ -52,7 +52,7 @@ AFTER_S = 0.5
 
 
 def new_core(pool_after_s: float | None = None) -> LegLifecycle:
-    legs = LegTable()
+    legs = WorkerLegTable()
     sending = SendingHandOffs(LAYOUT, legs, pool_after_s=pool_after_s)
     return LegLifecycle(legs, LAYOUT, Role.PREFILL, sending=sending)
 
