@@ -13,7 +13,7 @@ from types import TracebackType
 
 from baton.ids import SeqId
 from baton.pages import FetchOutcome, Ready
-from baton_engine.ports import KvSource, LayerSink
+from baton_engine.ports import KvSource, LayerReady, LayerSink
 from baton_engine.scheduling.plan import StepPlan
 
 
@@ -78,4 +78,5 @@ class KvLayerHooks:
         exports = [export for export in self._plan.exports if export.seq_id not in lost]
         if exports:
             ready = self._mark() if self._mark is not None else None
-            self._sink.save_kv_layer(layer_index, exports, ready)
+            layer = LayerReady(layer_index=layer_index, exports=exports, ready=ready)
+            self._sink.save_kv_layer(layer)

@@ -17,13 +17,26 @@ class PageExport:
         seq_id: The sequence.
         first_block: Index in the sequence of the first page below.
         blocks: Pages in this engine's arena.
-        last: Whether these are the last pages of the prompt.
     """
 
     seq_id: SeqId
     first_block: int
     blocks: tuple[BlockId, ...]
-    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReady:
+    """Pages that hold their KV in one layer: now, or once a GPU has come to `ready`.
+
+    Attributes:
+        layer_index: Index into `KvLayout.layers`.
+        exports: The pages, at least one sequence's.
+        ready: None where they hold it now.
+    """
+
+    layer_index: int
+    exports: Sequence[PageExport]
+    ready: Ready | None = None
 
 
 class LayerSink(Protocol):
@@ -31,10 +44,8 @@ class LayerSink(Protocol):
     block and must not raise.
     """
 
-    def save_kv_layer(
-        self, layer_index: int, exports: Sequence[PageExport], ready: Ready | None
-    ) -> None:
-        """The pages of `exports` hold their KV in layer `layer_index` (an index into `KvLayout.layers`): now, or once `ready`."""
+    def save_kv_layer(self, layer: LayerReady) -> None:
+        """A layer's pages hold their KV, or will once `layer.ready`; at least one sequence's."""
 
 
 class KvSource(Protocol):

@@ -40,10 +40,10 @@ from baton_engine.messages import (
     Reserved,
     SampledTokens,
 )
+from baton_engine.ports import LayerReady
 from baton_worker.messages import (
     KINDS_OF_ROLE,
     FailedMessage,
-    LayerReady,
     LegAsked,
     LegBroken,
     LegCancelled,

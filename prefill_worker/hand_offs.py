@@ -22,12 +22,11 @@ from baton_engine.messages import (
     Released,
     Reserved,
 )
-from baton_engine.ports import PageExport
+from baton_engine.ports import LayerReady, PageExport
 from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable, failed
 from baton_worker.messages import (
     Connect,
     HandedOffMessage,
-    LayerReady,
     LegAsked,
     PooledMessage,
     PromptPut,
@@ -205,7 +204,7 @@ class SendingHandOffs:
                 layer_index=event.layer_index,
                 first_block=export.first_block,
                 source=export.blocks,
-                ready=event.done,
+                ready=event.ready,
             )
             actions += self._carry_out(write, now_s)
         return actions

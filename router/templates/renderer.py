@@ -38,6 +38,7 @@ default), at four bytes a character."""
 START_S = 30.0
 """How long a child may take to start; about 0.1 s."""
 
+_MAX_REASON_BYTES = 4096
 _PASSED_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 _log = get_logger(__name__)
 
@@ -89,6 +90,7 @@ class TemplateRenderer:
             "limit_s": limit_s,
             "memory_bytes": memory_bytes,
         }
+        self._max_reply_bytes = 4 * max_chars + _MAX_REASON_BYTES
         self._settings = sandbox.message(json.dumps(settings).encode())
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
@@ -117,7 +119,7 @@ class TemplateRenderer:
             if error.by_signal == signal.SIGXCPU:
                 raise _takes_too_long(conversation) from error
             raise _refused(conversation, "it ended the process that rendered it") from error
-        text = str(memoryview(reply)[1:], "utf-8")
+        text = str(memoryview(reply)[1:], "utf-8", "replace")
         if reply[:1] != sandbox.EXHAUSTED:
             self._give_back(child)
         else:
@@ -139,7 +141,7 @@ class TemplateRenderer:
             with self._lock:
                 child = self._idle.pop() if self._idle else None
             if child is None:
-                return _Child(self._settings)
+                return _Child(self._settings, self._max_reply_bytes)
             if child.alive():
                 return child
             child.end()
@@ -163,7 +165,8 @@ class _ChildEndedError(Exception):
 class _Child:
     """One process that renders."""
 
-    def __init__(self, settings: bytes) -> None:
+    def __init__(self, settings: bytes, max_reply_bytes: int) -> None:
+        self._max_reply_bytes = max_reply_bytes
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603  # this interpreter, with a file of ours
@@ -199,7 +202,7 @@ class _Child:
         try:
             self._socket.settimeout(limit_s)
             self._socket.sendall(body)
-            reply = sandbox.receive(self._socket, until_s - time.monotonic())
+            reply = sandbox.receive(self._socket, until_s - time.monotonic(), self._max_reply_bytes)
         except TimeoutError:
             _log.warning("a chat template took too long", limit_s=limit_s)
             self.end()

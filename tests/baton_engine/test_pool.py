@@ -169,7 +169,7 @@ def test_a_fetched_prompt_is_exported_whole():
     world = World(limits(), pool=filled(asked))
     world.tell(Prefill(seq_id=A, prompt=asked))
     world.run()
-    assert [(e.first_block, len(e.blocks), e.last) for e in world.exports(A)] == [(0, 8, True)]
+    assert [(e.first_block, len(e.blocks)) for e in world.exports(A)] == [(0, 8)]
     world.tell(Release(seq_id=A))
     world.assert_empty()
 
