@@ -342,7 +342,7 @@ async def _http(
         lifespan="off",
         access_log=False,
         log_config=None,
-        # By then every job has ended; what is left are clients that do not read.
+        # By then every request has ended; what is left are clients that do not read.
         timeout_graceful_shutdown=max(1, round(config.cluster.drain_timeout_s)),
     )
     server = _Server(settings, sockets)

@@ -38,7 +38,7 @@ from tests.decode_worker.cluster import (
     quiet,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 CLIENTS = 4
 
 
