@@ -11,17 +11,15 @@ from baton_cluster.launch.assignment import Assignment
 from baton_worker.metrics import WorkerMetrics
 from kv_transfer.memory.arena import ArenaSpan, WorkerMemory
 from kv_transfer.memory.cuda import Cuda
-from kvpool.agent import PoolAgent
-from kvpool.client import GrpcPoolClient
-from kvpool.gpu_pages import GpuPages
-from kvpool.host_pages import HostPages
+from kvpool.client.agent import PoolAgent
+from kvpool.client.arena_pages import GpuPages, HostPages
+from kvpool.client.metrics import PoolMetrics
+from kvpool.client.node_client import GrpcPoolClient
 from kvpool.ports import ArenaPages
-from kvpool.worker_metrics import PoolMetrics
 
 if TYPE_CHECKING:
     from baton_engine.host import ThreadEngineHost
-    from kvpool.pooled_engine import PooledEngine
-    from kvpool.prompt_store import PooledPrompts
+    from kvpool.client.pooled_engine import PooledEngine, PoolPromptStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +34,7 @@ class WorkerPool:
 
     agent: PoolAgent
     engine: "PooledEngine"
-    prompts: "PooledPrompts"
+    prompts: "PoolPromptStore"
 
 
 def join_pool(
@@ -47,8 +45,7 @@ def join_pool(
     metrics: WorkerMetrics,
 ) -> WorkerPool | None:
     """None where there is no pool, or where the engine shares no blocks. `memory` is the engine's arena."""
-    from kvpool.pooled_engine import PooledEngine, PromptKeys
-    from kvpool.prompt_store import PooledPrompts
+    from kvpool.client.pooled_engine import PooledEngine, PoolPromptStore, PromptKeys
 
     config, address, layout = assignment.config, assignment.part.pool_address, hello.layout
     if not (config.pool.enabled and address and config.engine.enable_prefix_caching):
@@ -67,7 +64,7 @@ def join_pool(
     return WorkerPool(
         agent=agent,
         engine=PooledEngine(host, agent, keys),
-        prompts=PooledPrompts(agent, keys, host.generation),
+        prompts=PoolPromptStore(agent, keys, host.generation),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from baton.config.schema import TenantsConfig
 from baton.redis_link import open_redis
-from kvpool.accounts import Allowance
+from kvpool.messages import Allowance
 from router.tenants.document import TenantsDocument, tenant_of
 from router.tenants.sources import FileSource, RedisSource, TenantSource
 

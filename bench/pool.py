@@ -18,9 +18,8 @@ from baton.ids import BlockKey
 from bench.harness.report import Report
 from bench.kvpool.directories import measure_directories
 from kvpool.eviction.select import POLICIES
-from kvpool.ledger import NodeLedger
-from kvpool.limits import NodeLimits
 from kvpool.messages import Owner, PutGrant
+from kvpool.node.ledger import NodeLedger, NodeLimits
 
 _OWNER = Owner(tenant="bench", scope="bench", model="bench")
 _LOOKUP_BLOCKS = 2000

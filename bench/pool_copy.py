@@ -28,13 +28,13 @@ from baton.pages import PageFetch, PublishedPage
 from bench.harness.report import Report
 from kv_transfer.memory.pages import Pages, copy_rows, layer_pages
 from kv_transfer.memory.shared_region import SharedRegion
+from kvpool.client.arena_pages import HostPages, slab_layers
+from kvpool.client.publisher import Placed, PoolWriter
+from kvpool.client.read_leases import ReadLeases
+from kvpool.client.reader import PoolReader
 from kvpool.hashed_copy import Hashes
-from kvpool.host_pages import HostPages, slab_layers
 from kvpool.messages import BlockLease, HeldBlock
 from kvpool.ports import ArenaPages
-from kvpool.read_leases import ReadLeases
-from kvpool.reader import PoolReader
-from kvpool.writer import Placed, PoolWriter
 
 BLOCK_BYTES = {
     "16k": 16 << 10,

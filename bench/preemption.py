@@ -27,11 +27,11 @@ from baton_engine.messages import Abort, FlushCache, Generate, PrefillStarted, S
 from bench.harness.report import Report
 from bench.harness.shapes import SHAPES, write_model
 from kv_transfer.memory.arena import WorkerMemory
-from kvpool.agent import PoolAgent
-from kvpool.fake import FakePool
-from kvpool.host_pages import HostPages
-from kvpool.pooled_engine import PooledEngine, PromptKeys
-from kvpool.worker_metrics import PoolMetrics
+from kvpool.client.agent import PoolAgent
+from kvpool.client.arena_pages import HostPages
+from kvpool.client.metrics import PoolMetrics
+from kvpool.client.pooled_engine import PooledEngine, PromptKeys
+from kvpool.fakes.pool import FakePool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -1,9 +1,9 @@
 """Between the pool's protobuf messages and its own types."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from baton.errors import InvalidRequestError
+from baton.errors import InvalidRequestError, TransferError
 from baton.hashing import KEY_BYTES
 from baton.ids import BlockKey
 from baton.rpc.hello import identity_to_proto
@@ -11,16 +11,15 @@ from baton.rpc.v1 import pool_pb2 as pb
 from kvpool.messages import (
     BlockLease,
     HeldBlock,
+    NodeStatus,
     Owner,
     PutGrant,
     PutItem,
     RefusalReason,
     Refused,
     Selection,
+    Stored,
 )
-
-if TYPE_CHECKING:
-    from kvpool.node import PoolNode  # which imports this module
 
 MAX_KEYS = 16_384
 """In one message: a text of a million tokens in blocks of 64."""
@@ -108,14 +107,14 @@ def lease_from_proto(message: pb.LeaseBlocksReply, keys: Sequence[BlockKey]) -> 
     return BlockLease(lease_id=message.lease_id, blocks=blocks, lease_s=message.lease_s)
 
 
-def usage_to_proto(node: "PoolNode", hottest: int) -> pb.PoolUsageReply:
-    """How a node is used, with so many of its hottest prefixes."""
-    usage = node.usage()
+def status_to_proto(status: NodeStatus) -> pb.PoolUsageReply:
+    """How a node is used."""
+    usage = status.usage
     return pb.PoolUsageReply(
-        node=identity_to_proto(node.identity),
+        node=identity_to_proto(status.state.node),
         slots_total=usage.slots_total,
         slots_free=usage.slots_free,
-        slot_bytes=node.slot_bytes,
+        slot_bytes=status.slot_bytes,
         ssd_blocks=usage.ssd_blocks,
         hit_blocks=usage.hit_blocks,
         missed_blocks=usage.missed_blocks,
@@ -127,8 +126,8 @@ def usage_to_proto(node: "PoolNode", hottest: int) -> pb.PoolUsageReply:
         corrupt_blocks=usage.corrupt_blocks,
         leases=usage.leases,
         puts=usage.puts,
-        sick=node.state().sick,
-        directory_reachable=node.directory_reachable,
+        sick=status.state.sick,
+        directory_reachable=status.directory_reachable,
         owners=[
             pb.OwnerUsage(
                 tenant=owner.tenant,
@@ -140,11 +139,75 @@ def usage_to_proto(node: "PoolNode", hottest: int) -> pb.PoolUsageReply:
                 hit_blocks=owner.hit_blocks,
                 missed_blocks=owner.missed_blocks,
             )
-            for owner in node.owners()
+            for owner in status.owners
         ],
         fetched_blocks=usage.fetched_blocks,
         sent_blocks=usage.sent_blocks,
         failed_fetches=usage.failed_fetches,
         copies=usage.copies,
-        hottest=[pb.HotPrefix(key=key, hits=hits) for key, hits in node.hottest(hottest)],
+        hottest=[pb.HotPrefix(key=key, hits=hits) for key, hits in status.hottest],
+    )
+
+
+_CHECKSUM_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncomingBlocks:
+    """What a holder says of the blocks that it sends.
+
+    Attributes:
+        block_bytes: Of each.
+        checksums: Of each, as `HeldBlock` has them.
+        owners: Of each.
+    """
+
+    block_bytes: int
+    checksums: tuple[bytes, ...]
+    owners: tuple[Owner, ...]
+
+
+def incoming_to_proto(held: Sequence[HeldBlock], stored: Sequence[Stored]) -> pb.BlocksComing:
+    """What is said of leased blocks; all of one size, being of one text."""
+    owners = dict.fromkeys(block.owner for block in stored)
+    numbers = {owner: number for number, owner in enumerate(owners)}
+    blocks = [
+        pb.ComingBlock(checksums=block.checksums, owner=numbers[known.owner])
+        for block, known in zip(held, stored, strict=True)
+    ]
+    return pb.BlocksComing(
+        held=len(held),
+        block_bytes=stored[0].size_bytes,
+        owners=[owner_to_proto(owner) for owner in owners],
+        blocks=blocks,
+    )
+
+
+def incoming_from_proto(
+    message: pb.BlocksComing, *, num_blocks: int, slot_bytes: int
+) -> IncomingBlocks:
+    """The inverse.
+
+    Raises:
+        TransferError: It does not fit what was asked for, or itself.
+    """
+    owners = [owner_from_proto(owner) for owner in message.owners]
+    checksums = tuple(block.checksums for block in message.blocks)
+    sizes = {len(sums) for sums in checksums}
+    num_layers, odd = divmod(max(sizes, default=0), _CHECKSUM_BYTES)
+    fits = (
+        len(checksums) == num_blocks
+        and len(sizes) == 1
+        and not odd
+        and num_layers > 0
+        and 0 < message.block_bytes <= slot_bytes
+        and message.block_bytes % num_layers == 0
+        and all(block.owner < len(owners) for block in message.blocks)
+    )
+    if not fits:
+        raise TransferError("what another pool node says of its blocks contradicts itself")
+    return IncomingBlocks(
+        block_bytes=message.block_bytes,
+        checksums=checksums,
+        owners=tuple(owners[block.owner] for block in message.blocks),
     )

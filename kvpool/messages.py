@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.ids import BlockKey, WorkerIdentity
-from kvpool.tenant_parts import TenantPart
 
 
 class Tier(Enum):
@@ -97,6 +96,34 @@ class DirectoryChanges:
 
     stored: tuple[Stored, ...] = ()
     removed: tuple[BlockKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """What a tenant may take: of the whole pool, as the operator says it, or the part of that which is this node's.
+
+    Attributes:
+        max_bytes: Of memory and disk together; None for any number.
+        weight: Its share of memory against other tenants'.
+    """
+
+    max_bytes: int | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantPart:
+    """What a tenant has on one node.
+
+    Attributes:
+        tenant: Its name.
+        size_bytes: Of memory and disk together.
+        active: It has put or read there of late.
+    """
+
+    tenant: str
+    size_bytes: int
+    active: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,3 +320,95 @@ class NodeUsage:
     failed_fetches: int = 0
     copies: int = 0
     tenants: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """What operators are told of one node (`baton pool top`).
+
+    Attributes:
+        state: As the directory is told.
+        usage: Counts.
+        slot_bytes: Of a slot; 0 before a worker came.
+        directory_reachable: Whether the directory answered when it was last asked.
+        owners: What each tenant takes.
+        hottest: First blocks of the texts that were asked for most often, with how often.
+    """
+
+    state: NodeState
+    usage: NodeUsage
+    slot_bytes: int
+    directory_reachable: bool
+    owners: tuple[OwnerUsage, ...]
+    hottest: tuple[tuple[BlockKey, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskBlock:
+    """What an extent holds: all that is needed to find the block again after a restart.
+
+    Attributes:
+        extent: Index of the extent.
+        epoch: Of this use of it; higher than that of any earlier use.
+        key: The block.
+        owner: Whose it is.
+        size_bytes: Its bytes.
+        position: How many blocks of its text are before it.
+        checksums: One 64-bit number per layer, little-endian.
+    """
+
+    extent: int
+    epoch: int
+    key: BlockKey
+    owner: Owner
+    size_bytes: int
+    position: int
+    checksums: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demote:
+    """Copy a slot to an extent; the slot's bytes stay as they are until this is answered by `written` or `io_failed`.
+
+    Attributes:
+        move: Names the action.
+        slot: From where.
+        block: To where, and what the extent then holds.
+    """
+
+    move: int
+    slot: int
+    block: DiskBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promote:
+    """Read an extent into a slot, verified; answered by `loaded` or `io_failed`. The extent stays as it is until then.
+
+    Attributes:
+        move: Names the action.
+        slot: To where.
+        block: From where, and what the extent holds.
+    """
+
+    move: int
+    slot: int
+    block: DiskBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Erase:
+    """An extent holds nothing any more, also after a restart. Not answered; comes before any other use of the extent.
+
+    Attributes:
+        extent: Index of the extent.
+        epoch: Of the use that is over.
+        key: The block that it held.
+    """
+
+    extent: int
+    epoch: int
+    key: BlockKey
+
+
+NodeAction = Demote | Promote | Erase

@@ -8,12 +8,12 @@ from typing import Protocol
 from baton.block_ids import Numbers
 from baton.ids import BlockKey, SeqId, WorkerIdentity
 from kv_transfer.memory.pages import Pages
-from kvpool.accounts import Allowance
-from kvpool.actions import DiskBlock
 from kvpool.hashed_copy import Hashes
 from kvpool.messages import (
+    Allowance,
     BlockLease,
     DirectoryChanges,
+    DiskBlock,
     NodeState,
     Owner,
     PutGrant,
@@ -62,6 +62,25 @@ class Directory(Protocol):
         """Voids every replica that `selection` covers, on all nodes. Returns the number of flushes so far."""
 
 
+class Peers(Protocol):
+    """The other nodes of the pool, as this node's own part uses them. On the node's event loop."""
+
+    async def bring(self, keys: Sequence[BlockKey], held: int, wait_s: float) -> None:
+        """Fetches the blocks of a text after its first `held` ones from nodes that have them; returns after `wait_s` at most."""
+
+    def read(self, keys: Sequence[BlockKey]) -> None:
+        """The beginning of a text, which is held here, was read; hot blocks get copies on other nodes."""
+
+    def tick(self) -> None:
+        """Ends what takes too long; several times per second."""
+
+    async def close(self) -> None:
+        """Fetches and sends nothing more, and ends other nodes' access to the slab."""
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError if the state of what is under way contradicts itself."""
+
+
 class AllowanceSource(Protocol):
     """Where a node learns what the operator allows its tenants."""
 
@@ -95,7 +114,7 @@ class ArenaPages(Protocol):
         """The same the other way."""
 
 
-class NodeDesk(Protocol):
+class LeaseCallbacks(Protocol):
     """Whoever talks to this host's node for the copying threads. Called from any thread; must neither block nor raise."""
 
     def wanted(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:

@@ -18,14 +18,13 @@ from baton.rpc.v1 import pool_pb2_grpc
 from baton.telemetry.scrape import ScrapeServer
 from kvpool.directory.memory import MemoryDirectory
 from kvpool.directory.redis import RedisDirectory
-from kvpool.metrics import NodeMetrics
-from kvpool.node import PoolNode
-from kvpool.node_service import PoolService
-from kvpool.peering import PeeringPlan, meeting
+from kvpool.node.metrics import NodeMetrics
+from kvpool.node.pool_node import PoolNode
+from kvpool.node.quotas import QuotaKeeper
+from kvpool.node.server import PoolService, WatchStreams
+from kvpool.peers.peering import PeeringConfig, serve_peers
 from kvpool.ports import AllowanceSource, Directory
-from kvpool.quotas import QuotaKeeper
 from kvpool.ssd.store import SsdStore
-from kvpool.watchers import Watchers
 
 TICK_S = 0.1
 _STOP_GRACE_S = 0.5
@@ -63,7 +62,7 @@ async def run(
     pool = config.pool
     async with AsyncExitStack() as stack:
         directory = await stack.enter_async_context(_directory(pool))
-        plan = PeeringPlan(
+        plan = PeeringConfig(
             identity=identity,
             address=peer_address,
             gate_path=Path(peer_region_path),
@@ -71,9 +70,9 @@ async def run(
             pool=pool,
             transfer=config.transfer,
         )
-        meet = None
+        join_peers = None
         if pool.directory != "memory":
-            plan, meet = await stack.enter_async_context(meeting(plan, directory))
+            plan, join_peers = await stack.enter_async_context(serve_peers(plan, directory))
         node = PoolNode(
             pool,
             identity,
@@ -84,7 +83,7 @@ async def run(
             open_disk=partial(SsdStore, Path(pool.ssd_dir), pool.ssd_bytes)
             if pool.ssd_dir
             else None,
-            meet=meet,
+            join_peers=join_peers,
         )
         await _serve(node, config, address, allowances=allowances, ready=ready, stop=stop)
 
@@ -100,7 +99,7 @@ async def _serve(
 ) -> None:
     """Answers workers and operators until `stop` is set, then closes the node."""
     pool = config.pool
-    watchers = Watchers(node.identity)
+    watchers = WatchStreams(node.identity)
     metrics = NodeMetrics(registry := CollectorRegistry())
     beats: list[Callable[[], Awaitable[None]]] = [
         partial(_sweep, node, watchers, metrics),
@@ -135,7 +134,7 @@ async def _serve(
             beat.result()  # a node that cannot sweep must not go on: its process ends, and another is started
 
 
-async def _sweep(node: PoolNode, watchers: Watchers, metrics: NodeMetrics) -> None:
+async def _sweep(node: PoolNode, watchers: WatchStreams, metrics: NodeMetrics) -> None:
     """Ends what is over and tells routers what has changed, whether or not there is new work or the directory answers."""
     while True:
         node.sweep()

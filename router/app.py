@@ -9,31 +9,30 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry
 
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
-from baton.errors import UnavailableError
-from baton.telemetry.metrics import render
 from baton.telemetry.tracing import NotTraced, Tracer
 from router import openapi
-from router.anthropic.messages import count_tokens, messages
+from router.anthropic.messages import Messages
 from router.anthropic.replies import CountedTokens
-from router.http import errors
+from router.http import errors, operations
 from router.http.account import RateLimiter
 from router.http.auth import AuthMiddleware
+from router.http.body import BodyReader
 from router.http.errors import error_responses
-from router.http.operations import LoadReply, load
 from router.openai import stored
-from router.openai.chat import chat_completions
-from router.openai.completions import completions
-from router.openai.models import model_card, model_list
+from router.openai.chat import ChatCompletions
+from router.openai.completions import Completions
+from router.openai.context import RequestPlanner
+from router.openai.models import ModelCatalog
+from router.openai.prompt import PromptEncoder
 from router.openai.replies import ModelCard, ModelList
-from router.openai.responses import responses
+from router.openai.respond import Responder
+from router.openai.responses import Responses
 from router.openai.sampling import SamplingDefaults
-from router.openai.serving import Serving
-from router.openai.tokenization import Detokenized, Tokenized, detokenize, tokenize
+from router.openai.tokenization import Detokenized, Tokenization, Tokenized
 from router.ports import Generator, RouterStatus
 from router.routing.explanation import DecisionLog
 from router.slo import SloBook
@@ -92,22 +91,31 @@ def create_app(
     metrics.watch(status, slo_book.names)
     decisions = decisions or DecisionLog("")
     registry.register(RouteDecisions(decisions))
-    serving = Serving(
-        model_names=settings.model_names,
-        created_s=int(time.time()),
-        generator=generator,
-        tokenizer=tokenizer,
-        defaults=settings.defaults,
-        metrics=metrics,
-        clock=clock or MonotonicClock(),
-        max_body_bytes=settings.router.max_body_bytes,
-        request_timeout_s=settings.router.request_timeout_s,
-        slo_book=slo_book,
-        revision=settings.revision,
-        guards=tenancy.guards,
-        decisions=decisions,
-        tracer=tracer or NotTraced(),
+    app_clock = clock or MonotonicClock()
+    bodies = BodyReader(settings.router.max_body_bytes)
+    catalog = ModelCatalog(
+        settings.model_names, generator, created_s=int(time.time()), revision=settings.revision
     )
+    planner = RequestPlanner(
+        catalog,
+        generator,
+        slo_book,
+        metrics,
+        settings.defaults,
+        timeout_s=settings.router.request_timeout_s,
+    )
+    prompts = PromptEncoder(tokenizer, tenancy.guards)
+    responder = Responder(
+        generator,
+        tokenizer,
+        metrics,
+        app_clock,
+        tenancy.guards,
+        decisions,
+        tracer or NotTraced(),
+    )
+    pieces = tokenizer.pieces
+    messages = Messages(bodies, catalog, planner, prompts, responder)
     app = FastAPI(
         title="Baton",
         version=settings.version,
@@ -115,18 +123,26 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    _add_gate(app, tenancy, metrics)
+    _add_auth(app, tenancy, metrics)
     errors.install(app)
     openapi.install(app, settings.model_names)
-    _add_generating(app, serving)
+    chat = ChatCompletions(bodies, planner, prompts, responder, pieces)
+    completions = Completions(
+        bodies, planner, prompts, responder, pieces, tokenizer, tenancy.guards
+    )
+    responses = Responses(bodies, planner, prompts, responder, pieces)
+    _add_generating(app, "/v1/chat/completions", chat, openapi.CHAT)
+    _add_generating(app, "/v1/completions", completions, openapi.COMPLETION)
+    _add_generating(app, "/v1/responses", responses, openapi.RESPONSE)
+    _add_generating(app, "/v1/messages", messages, openapi.MESSAGE)
     stored.install(app)
-    _add_models(app, serving)
-    _add_counting(app, serving)
-    _add_operations(app, status, registry, settings.version)
+    _add_models(app, catalog)
+    _add_counting(app, Tokenization(bodies, catalog, prompts, tokenizer), messages)
+    operations.install(app, status, settings.version, registry)
     return app
 
 
-def _add_gate(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
+def _add_auth(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
     rate_limiter = RateLimiter(
         tenancy.limiter,
         tenancy.suspects,
@@ -144,57 +160,48 @@ def _add_gate(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
     )
 
 
-_GENERATING = (
-    ("/v1/chat/completions", chat_completions, openapi.CHAT),
-    ("/v1/completions", completions, openapi.COMPLETION),
-    ("/v1/responses", responses, openapi.RESPONSE),
-    ("/v1/messages", messages, openapi.MESSAGE),
-)
-"""The ways to ask for tokens: path, endpoint, and what the API's description says of it."""
+def _add_generating(
+    app: FastAPI,
+    path: str,
+    endpoint: Callable[[Request], Awaitable[Response]],
+    description: openapi.Endpoint,
+) -> None:
+    """A way to ask for tokens."""
+
+    async def post(request: Request) -> Response:
+        return await endpoint(request)
+
+    app.add_api_route(
+        path,
+        post,
+        methods=["POST"],
+        name="post_" + path.removeprefix("/v1/").replace("/", "_"),
+        response_model=None,
+        openapi_extra=description.openapi_extra,
+        responses=description.responses,
+    )
 
 
-def _add_generating(app: FastAPI, serving: Serving) -> None:
-    for path, endpoint, said in _GENERATING:
-        app.add_api_route(
-            path,
-            _answering(endpoint, serving),
-            methods=["POST"],
-            name=f"post_{endpoint.__name__}",
-            response_model=None,
-            openapi_extra=said.openapi_extra,
-            responses=said.responses,
-        )
-
-
-def _answering(
-    endpoint: Callable[[Request, Serving], Awaitable[Response]], serving: Serving
-) -> Callable[[Request], Awaitable[Response]]:
-    async def answering(request: Request) -> Response:
-        return await endpoint(request, serving)
-
-    return answering
-
-
-def _add_models(app: FastAPI, serving: Serving) -> None:
+def _add_models(app: FastAPI, catalog: ModelCatalog) -> None:
     @app.get("/v1/models", responses=error_responses())
     async def get_models(request: Request) -> ModelList:
-        return await model_list(request, serving)
+        return await catalog.list(request)
 
     @app.get("/v1/models/{name:path}", responses=error_responses(404))
     async def get_model(name: str, request: Request) -> ModelCard:
-        return await model_card(name, request, serving)
+        return await catalog.card(name, request)
 
 
-def _add_counting(app: FastAPI, serving: Serving) -> None:
+def _add_counting(app: FastAPI, tokenization: Tokenization, messages: Messages) -> None:
     into, back = openapi.TOKENIZE, openapi.DETOKENIZE
 
     @app.post("/tokenize", openapi_extra=into.openapi_extra, responses=into.responses)
     async def post_tokenize(request: Request) -> Tokenized:
-        return await tokenize(request, serving)
+        return await tokenization.tokenize(request)
 
     @app.post("/detokenize", openapi_extra=back.openapi_extra, responses=back.responses)
     async def post_detokenize(request: Request) -> Detokenized:
-        return await detokenize(request, serving)
+        return await tokenization.detokenize(request)
 
     counted = openapi.COUNT_TOKENS
 
@@ -204,35 +211,4 @@ def _add_counting(app: FastAPI, serving: Serving) -> None:
         responses=counted.responses,
     )
     async def post_count_tokens(request: Request) -> CountedTokens:
-        return await count_tokens(request, serving)
-
-
-def _add_operations(
-    app: FastAPI, status: RouterStatus, registry: CollectorRegistry, version: str
-) -> None:
-    @app.get("/health", responses=error_responses(503))
-    async def get_health() -> dict[str, str]:
-        """Alive, and what the workers send is being moved. Says nothing about whether there are workers."""
-        if not status.healthy():
-            raise UnavailableError("The links to the workers make no progress.")
-        return {"status": "ok"}
-
-    @app.get("/ready", responses=error_responses(503))
-    async def get_ready() -> dict[str, str]:
-        """Whether a request could be served now."""
-        if not status.ready():
-            raise UnavailableError("No prefill and decode pair and no hybrid worker is ready.")
-        return {"status": "ready"}
-
-    @app.get("/load", responses=error_responses())
-    async def get_load() -> LoadReply:
-        return load(status)
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def get_metrics() -> Response:
-        text, content_type = render(registry)
-        return Response(text, headers={"Content-Type": content_type})
-
-    @app.get("/version")
-    async def get_version() -> dict[str, str]:
-        return {"version": version}
+        return await messages.count_tokens(request)

@@ -11,10 +11,10 @@ from baton.rpc.hello import identity_to_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
-from router.links import WorkerLink
 from router.routing.explanation import DecisionLog
 from router.routing.view import ClusterView, WorkerView
 from router.telemetry.explain import explanation_to_proto
+from router.workers.links import WorkerLink
 
 
 class RequestDrain(Protocol):

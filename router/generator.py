@@ -25,7 +25,7 @@ from router.dispatch.actions import (
     WorkerSuspected,
 )
 from router.dispatch.dispatcher import Dispatcher
-from router.events import (
+from router.dispatch.events import (
     ClientGone,
     Event,
     FirstTokensArrived,

@@ -1,21 +1,150 @@
-"""The inboxes of all clients: where tokens leave the dispatcher's world for the replies that wait for them.
+"""Where tokens leave the dispatcher for the replies that wait for them: an inbox for each request, bounded in bytes.
 
-A reply that is woken for every token costs more than all that was done for the token before. So a stream's plain tokens wake it
-no oftener than once in a while (`router.event_gap`); what comes meanwhile goes with the next. First tokens, ends and tokens with
-log-probabilities never wait.
+A reply that is woken for every token costs several times what was done for the token before. So plain tokens of a stream wake it at
+most every so often; what comes meanwhile goes with the next. First tokens, ends and tokens with log-probabilities never wait. While
+the event loop has more to do than it can, the gap widens, and the router gives out the same tokens in fewer events instead of ever later
+ones.
 """
 
 import asyncio
 
 from baton.clock import Clock
 from baton.errors import BatonError
-from baton.generation import plain_token
+from baton.generation import TokenLogprobs, TokenSample, plain_token
 from baton.ids import RequestId
 from router.dispatch.actions import Emit
 from router.dispatch.dispatcher import Advance
-from router.event_gap import EventGap
-from router.inbox import Inbox
-from router.ports import Timing
+from router.ports import GenerationEvent, Timing, Tokens
+
+LEAST_GAP_S = 0.004
+"""No engine is that fast with a batch worth speaking of."""
+
+MOST_GAP_S = 0.05
+"""Twenty events per second still read as a flow."""
+
+_WINDOW_S = 0.1
+_BUSY_SHARE = 0.5
+"""Above it the gap widens. What is measured begins when a frame has been read: at 0.7, a router without a moment to spare."""
+
+_CALM_SHARE = 0.3
+"""Below it the gap narrows. In between it stays: an event costs enough to swing from one to the other."""
+
+_FACTOR = 1.5
+
+_TOKEN_BYTES = 128
+"""About what a waiting token takes in memory."""
+
+_TOP_LOGPROB_BYTES = 32
+
+
+class EventGap:
+    """Learns from how long the event loop works at a time.
+
+    Pure: time comes in as an argument.
+
+    Args:
+        least_s: The gap of a router that keeps up.
+        most_s: The widest.
+
+    Attributes:
+        gap_s: The least time between two events of a stream.
+    """
+
+    __slots__ = ("_begun_s", "_busy_s", "_least_s", "_most_s", "gap_s")
+
+    def __init__(self, least_s: float = LEAST_GAP_S, most_s: float = MOST_GAP_S) -> None:
+        self._least_s = self.gap_s = least_s
+        self._most_s = max(least_s, most_s)
+        self._busy_s = self._begun_s = 0.0
+
+    def worked(self, begun_s: float, ended_s: float) -> None:
+        """The loop was busy with a step's tokens from then to then; times never overlap, and ascend."""
+        self._busy_s += ended_s - begun_s
+        elapsed_s = ended_s - self._begun_s
+        if elapsed_s < _WINDOW_S:
+            return
+        share = self._busy_s / elapsed_s
+        if share > _BUSY_SHARE:
+            self.gap_s = min(self._most_s, self.gap_s * _FACTOR)
+        elif share < _CALM_SHARE:
+            self.gap_s = max(self._least_s, self.gap_s / _FACTOR)
+        self._busy_s, self._begun_s = 0.0, ended_s
+
+
+class Inbox:
+    """Single writer, single reader, one event loop. Tokens that wait are handed over together.
+
+    Args:
+        max_bytes: What may wait for a reader that does not come.
+
+    Attributes:
+        woken_s: When plain tokens last woke the reader.
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self.woken_s = float("-inf")
+        self._max_bytes = max_bytes
+        self._tokens: list[TokenSample] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self._waiting_bytes = 0
+        self._end: Timing | BatonError | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def put_prompt_logprobs(self, scores: tuple[TokenLogprobs, ...]) -> None:
+        """What goes with the next tokens. Counts for nothing: the request was refused if there could be too many."""
+        self._prompt_logprobs = scores
+
+    def put(self, tokens: tuple[TokenSample, ...]) -> bool:
+        """Adds tokens; False when more wait than the bound allows, and the reader should be given up."""
+        self._tokens += tokens
+        for token in tokens:
+            top = 0 if token.logprobs is None else len(token.logprobs.top)
+            self._waiting_bytes += _TOKEN_BYTES + top * _TOP_LOGPROB_BYTES
+        self._wake()
+        return self._waiting_bytes <= self._max_bytes
+
+    def put_plain(self, token: TokenSample) -> bool:
+        """`put` for one token without log-probabilities, which waits until the reader comes or `wake` is called."""
+        self._tokens.append(token)
+        self._waiting_bytes += _TOKEN_BYTES
+        return self._waiting_bytes <= self._max_bytes
+
+    def wake(self, now_s: float) -> None:
+        """Lets a waiting reader have what is there."""
+        self.woken_s = now_s
+        self._wake()
+
+    def end(self, end: Timing | BatonError) -> None:
+        """The last word; only the first one counts. An error takes the place of tokens that wait."""
+        if self._end is not None:
+            return
+        self._end = end
+        if isinstance(end, BatonError):
+            self._tokens = []
+        self._wake()
+
+    async def next(self) -> GenerationEvent:
+        """All tokens that wait, or at the end the timing.
+
+        Raises:
+            BatonError: The job ended with it.
+        """
+        while not self._tokens and self._end is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if self._tokens:
+            tokens, self._tokens, self._waiting_bytes = self._tokens, [], 0
+            scores, self._prompt_logprobs = self._prompt_logprobs, None
+            return Tokens(samples=tuple(tokens), prompt_logprobs=scores)
+        if isinstance(self._end, BatonError):
+            raise self._end
+        assert self._end is not None
+        return self._end
+
+    def _wake(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():  # a reader that was cancelled is done
+            reader.set_result(None)
 
 
 class Inboxes:

@@ -35,14 +35,12 @@ from router.admission.share_exchange import sharing
 from router.app import AppSettings, create_app
 from router.control import RouterControl
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.events import Heard
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
-from router.events import Heard
 from router.generator import ClusterGenerator
 from router.http.head_limit import BoundedHeadProtocol
 from router.inboxes import Inboxes
-from router.links import LinkState, LinkTiming
-from router.membership import Membership
 from router.model_discovery import ModelDiscovery
 from router.openai.sampling import SamplingDefaults, read_defaults
 from router.pool_watch import watching
@@ -57,6 +55,7 @@ from router.tenancy import Tenancy, open_tenancy
 from router.text.model_files import model_files, revision_of
 from router.text.tokenizer import Tokenizer
 from router.timer import PeriodicTimer
+from router.workers.links import LinkState, LinkTiming, Membership
 
 CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from baton.clock import Clock
 from router.admission.admission import Admission
 from router.generator import ClusterGenerator
-from router.membership import Membership
 from router.ports import WorkerReport
 from router.routing.view import ClusterView
 from router.timer import PeriodicTimer
+from router.workers.links import Membership
 
 
 class ClusterStatus:

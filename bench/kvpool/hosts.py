@@ -13,7 +13,7 @@ from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig, Transfer
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from kv_transfer.memory.pages import Pages
-from kvpool.client import GrpcPoolClient
+from kvpool.client.node_client import GrpcPoolClient
 from kvpool.messages import Owner, PutGrant
 from kvpool.service import run
 

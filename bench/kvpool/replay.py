@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from baton.ids import BlockKey
 from bench.harness.trace import TracedRequest
-from kvpool.ledger import NodeLedger
-from kvpool.limits import NodeLimits
 from kvpool.messages import Owner, PutGrant
+from kvpool.node.ledger import NodeLedger, NodeLimits
 
 _OWNER = Owner(tenant="trace", scope="trace", model="trace")
 _LEASE_S = 60.0

@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from importlib import resources
-from pathlib import Path
 from random import Random
 
 from prometheus_client import CollectorRegistry
@@ -18,19 +16,18 @@ from bench.router.reporting_workers import MODEL, SECRET, ReportingWorker
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.dispatch.actions import SendAction, SendExpect, SendGenerate, SendPrefill
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.events import ClientGone, LoadReported, StepTokens, Submitted, WorkerJoined
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
-from router.events import ClientGone, LoadReported, StepTokens, Submitted, WorkerJoined
 from router.fake import FakeGenerator
-from router.frames import command_of, events_of
 from router.http.account import RequestAccount
 from router.limits.local import LocalLimiter
 from router.limits.ports import GrantId
 from router.openai.completions import read_completion
-from router.openai.context import ReplyHead, RequestContext, Wanted, plan_runs
+from router.openai.context import RequestContext, RequestPlanner
 from router.openai.model_limits import completion_limit
+from router.openai.models import ModelCatalog
 from router.openai.sampling import SamplingDefaults
-from router.openai.serving import Serving
 from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
@@ -38,7 +35,7 @@ from router.routing.view import ClusterView
 from router.slo import STANDARD, SloBook
 from router.telemetry.metrics import RouterMetrics
 from router.tenants.tenant import ANONYMOUS, Caller
-from router.text.tokenizer import Tokenizer
+from router.workers.frames import command_of, events_of
 
 
 class _Measured(Placement):
@@ -76,18 +73,16 @@ class RouterCore:
         )
         self.placement.decisions_s = []
         self.dispatcher = Dispatcher(view=view, placement=self.placement, policy=RetryPolicy())
-        self._serving = Serving(
-            model_names=("bench",),
-            created_s=0,
-            generator=FakeGenerator(),
-            tokenizer=_tokenizer(),
-            defaults=SamplingDefaults(),
-            metrics=RouterMetrics(CollectorRegistry(), "bench"),
-            max_body_bytes=config.max_body_bytes,
-            request_timeout_s=config.request_timeout_s,
-            slo_book=SloBook(config.slo_classes),
+        generator = FakeGenerator()
+        self._planner = RequestPlanner(
+            ModelCatalog(("bench",), generator, created_s=0),
+            generator,
+            SloBook(config.slo_classes),
+            RouterMetrics(CollectorRegistry(), "bench"),
+            SamplingDefaults(),
+            timeout_s=config.request_timeout_s,
         )
-        self._visit = RequestAccount(
+        self._account = RequestAccount(
             caller=Caller(tenant=ANONYMOUS),
             name="bench",
             limiter=LocalLimiter(MonotonicClock()),
@@ -129,17 +124,18 @@ class RouterCore:
     def read(self, raw: bytes, request_id: RequestId) -> GenerationRequest:
         """A request's body came."""
         body = read_completion(raw)
-        wanted = Wanted(limit=completion_limit(body), samples=body.num_samples)
-        order = RequestContext(
-            serving=self._serving,
-            account=self._visit,
-            head=ReplyHead(request_id=request_id, created=0, model="bench"),
+        context = RequestContext(
+            account=self._account,
+            request_id=request_id,
+            created=0,
+            name="bench",
+            limit=completion_limit(body),
             slo=STANDARD,
             model=MODEL,
         )
         prompts = body.prompts
-        (run,) = plan_runs(order, body, prompts, wanted)  # type: ignore[arg-type]  # token ids
-        return run.job
+        (request,) = self._planner.plan(context, body, prompts, samples=body.num_samples)  # type: ignore[arg-type]  # token ids
+        return request
 
     def begin(self, job: GenerationRequest) -> list[bytes]:
         """The commands that begin a job, as bytes."""
@@ -149,11 +145,6 @@ class RouterCore:
     def end(self, job: GenerationRequest) -> None:
         """Its client left."""
         self.dispatcher.handle(ClientGone(request_id=job.request_id), time.monotonic())
-
-
-def _tokenizer() -> Tokenizer:
-    """Any will do: prompts come as token ids."""
-    return Tokenizer.load(Path(str(resources.files("baton_engine.demo") / "model")))
 
 
 def _command(action: SendAction) -> bytes:

@@ -26,9 +26,9 @@ from router.dispatch.actions import (
     SendPrefill,
 )
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.events import BlocksReported, Event, Submitted, TimePassed, WorkerJoined
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
-from router.events import BlocksReported, Event, Submitted, TimePassed, WorkerJoined
 from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named

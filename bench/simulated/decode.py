@@ -7,7 +7,7 @@ from baton.generation import FinishReason, TokenSample, WorkerLoad
 from baton.ids import LegId, WorkerIdentity, XferId
 from bench.simulated.hardware import BlockCache, Room, Speed, Text
 from router.dispatch.actions import SendExpect, SendGenerate
-from router.events import BlocksReported, DecodeTokens, LoadReported, LocallyPrefilled
+from router.dispatch.events import BlocksReported, DecodeTokens, LoadReported, LocallyPrefilled
 
 _TOKEN = 7
 _MORE = TokenSample(sample=0, token=_TOKEN)

@@ -12,7 +12,7 @@ from itertools import count
 
 from baton.blocks import BlockReport, joined
 from baton.ids import BlockKey
-from router.events import Event
+from router.dispatch.events import Event
 
 Sink = Callable[[Event], None]
 

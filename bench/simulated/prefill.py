@@ -7,7 +7,7 @@ from baton.ids import WorkerIdentity, XferId
 from bench.simulated.decode import DecodeWorker, drawn
 from bench.simulated.hardware import BlockCache, Link, Room, Speed, Text
 from router.dispatch.actions import SendPrefill
-from router.events import BlocksReported, FirstTokensArrived, HandedOff, LoadReported
+from router.dispatch.events import BlocksReported, FirstTokensArrived, HandedOff, LoadReported
 
 
 class PrefillWorker:

@@ -10,30 +10,35 @@ The scripts make their keys' names from the prefix, so the directory lies on one
 """
 
 import json
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeVar, overload
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from baton.errors import PoolUnavailableError, UnavailableError
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from baton.redis_link import asked
-from kvpool.directory.found import FoundChain
 from kvpool.messages import (
     DirectoryChanges,
     NodeState,
     Renewal,
+    Replica,
     Selection,
     Stored,
+    TenantPart,
     Tier,
 )
-from kvpool.tenant_parts import TenantPart
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-_TIERS = {Tier.DRAM: b"\x00", Tier.SSD: b"\x01"}
+Replicas = tuple[Replica, ...]
+
+_CODE_OF_TIER = {Tier.DRAM: b"\x00", Tier.SSD: b"\x01"}
 _LIFE_MS = 7 * 24 * 3600 * 1000
 _REMEMBERED_FLUSHES = 64
 _MOST_AT_ONCE = 1024
@@ -41,6 +46,48 @@ _MOST_AT_ONCE = 1024
 
 _Reply = TypeVar("_Reply")
 _Args = list[str | bytes | int]
+
+
+class FoundChain(Sequence[Replicas]):
+    """The replicas of the leading blocks of a chain, none of them empty.
+
+    Args:
+        entries: One per replica, in the chain's order, as `lookup.lua` packs them.
+        several: Pairs of four bytes each: a block, and how many replicas it has. The others have one.
+        nodes: By the numbers that stand in the entries.
+    """
+
+    def __init__(self, entries: bytes, several: bytes, nodes: Mapping[int, WorkerIdentity]) -> None:
+        self._nodes = nodes
+        self._entries = np.frombuffer(entries, dtype=_ENTRY)
+        self._begins = _begins(len(self._entries), np.frombuffer(several, dtype="<u4"))
+
+    def __len__(self) -> int:
+        return len(self._begins) - 1
+
+    @overload
+    def __getitem__(self, at: int) -> Replicas: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Replicas]: ...
+    def __getitem__(self, at: int | slice) -> Replicas | list[Replicas]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        block = range(len(self))[at]
+        return self._between(int(self._begins[block]), int(self._begins[block + 1]))
+
+    def __iter__(self) -> Iterator[Replicas]:
+        replicas = self._between(0, len(self._entries))
+        if len(replicas) == len(self):
+            return zip(replicas, strict=True)
+        begins = self._begins.tolist()
+        return (replicas[begin:end] for begin, end in pairwise(begins))
+
+    def _between(self, begin: int, end: int) -> Replicas:
+        nodes = self._nodes
+        return tuple(
+            Replica(node=nodes[number], tier=_TIER_OF_CODE[tier], epoch=high << 32 | low)
+            for _, number, tier, low, high in self._entries[begin:end].tolist()
+        )
 
 
 class RedisDirectory:
@@ -150,7 +197,7 @@ def _stored_bytes(stored: Stored) -> bytes:
             _hash(owner.tenant),
             _hash(owner.scope),
             _hash(owner.model),
-            _TIERS[stored.tier],
+            _CODE_OF_TIER[stored.tier],
             stored.epoch.to_bytes(6, "little"),
         )
     )
@@ -196,3 +243,27 @@ def _state(packed: bytes, parts: bytes = b"") -> NodeState:
 def _selection(word: bytes) -> Selection:
     tenant, scope, model = json.loads(word)
     return Selection(tenant=tenant, scope=scope, model=model)
+
+
+_ENTRY = np.dtype(
+    [
+        ("head", "V16"),
+        ("node", "<u4"),
+        ("tier", "u1"),
+        ("epoch_low", "<u4"),
+        ("epoch_high", "<u2"),
+    ]
+)
+"""One replica: a record of the directory that has no other."""
+
+_TIER_OF_CODE = (Tier.DRAM, Tier.SSD)
+
+
+def _begins(num_entries: int, several: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    """Where each block's entries begin, `[num_blocks + 1]`; the last one is where they all end."""
+    if not len(several):
+        return np.arange(num_entries + 1)
+    blocks, counts = several[::2].astype(np.int64), several[1::2].astype(np.int64)
+    sizes = np.ones(num_entries - int((counts - 1).sum()), dtype=np.int64)
+    sizes[blocks] = counts
+    return np.concatenate(([0], np.cumsum(sizes)))

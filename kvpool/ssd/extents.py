@@ -14,7 +14,7 @@ from threading import Lock
 import xxhash
 
 from baton.errors import CorruptKvError
-from kvpool.actions import DiskBlock
+from kvpool.messages import DiskBlock
 from kvpool.ssd.raw_file import RawFile
 from kvpool.ssd.records import VERSION
 

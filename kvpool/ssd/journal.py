@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Lock
 
 from baton.telemetry.logs import get_logger
-from kvpool.actions import DiskBlock
+from kvpool.messages import DiskBlock
 from kvpool.ssd.raw_file import sync_directory
 from kvpool.ssd.records import Erased, decode, encode_begins, encode_erased, encode_holds
 from kvpool.ssd.sealed_log import SealedLog, frames

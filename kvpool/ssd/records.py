@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from baton.ids import BlockKey
-from kvpool.actions import DiskBlock
-from kvpool.messages import Owner
+from kvpool.messages import DiskBlock, Owner
 
 VERSION = 1
 """Of these records, and of how blocks lie in extents."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from baton.ids import BlockKey
 from baton.telemetry.logs import get_logger
-from kvpool.actions import DiskBlock
+from kvpool.messages import DiskBlock
 from kvpool.ssd.journal import Journal, begin_log
 from kvpool.ssd.records import VERSION, Begins, Erased, decode, encode_holds
 from kvpool.ssd.sealed_log import Frame, SealedLog, frames

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from baton.errors import ConfigError
-from kvpool.actions import DiskBlock
+from kvpool.messages import DiskBlock
 from kvpool.ssd.extents import Extents, extent_bytes
 from kvpool.ssd.folder import Folder
 from kvpool.ssd.recovery import recover

@@ -22,42 +22,65 @@ from router.anthropic.replies import (
 )
 from router.anthropic.requests import CountTokensRequest, MessagesRequest
 from router.http.account import account_of
-from router.http.body import read_body
+from router.http.body import BodyReader
 from router.http.errors import anthropic_error
 from router.http.streaming import json_text, model_event, named_event
-from router.openai.context import ReplyHead, Wanted, plan_runs, take_request
-from router.openai.job_run import Delta, JobRun
+from router.openai.context import RequestContext, RequestPlanner
+from router.openai.generation_run import Delta, GenerationRun
 from router.openai.model_limits import TokenLimit
-from router.openai.prompt import conversation_prompt, conversation_tokens
+from router.openai.models import ModelCatalog
+from router.openai.prompt import PromptEncoder
 from router.openai.replies import TimingReply, Usage
-from router.openai.respond import respond
-from router.openai.serving import Serving
+from router.openai.respond import Responder
 
 _DELTA = b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%b}}'
 
 
-async def messages(request: Request, serving: Serving) -> Response:
-    """Answers one conversation."""
-    body = await read_body(request, MessagesRequest, serving.max_body_bytes)
-    # Everybody has to name a limit here, and many name the largest that there is: it is cut to what the context leaves.
-    limit = TokenLimit(
-        asked=None, default=body.max_tokens, param="max_tokens", prompt_param="messages"
-    )
-    context = await take_request(request, serving, body, limit, "msg")
-    prompt = await conversation_prompt(body.as_conversation(), context)
-    (run,) = plan_runs(context, body, [prompt], Wanted(limit=limit))
-    return await respond(
-        request, context, [run], MessageWriter(context.head, run), stream=body.stream
-    )
+class Messages:
+    """The endpoints of messages, and of how many tokens one has.
 
+    Args:
+        bodies: Reads what was sent.
+        catalog: The served model.
+        planner: Takes the request, and plans what is generated.
+        prompts: Makes token ids of what was sent.
+        responder: Runs it and replies.
+    """
 
-async def count_tokens(request: Request, serving: Serving) -> CountedTokens:
-    """How many tokens a conversation has."""
-    body = await read_body(request, CountTokensRequest, serving.max_body_bytes)
-    serving.require_name(body.model, account_of(request))
-    model = await serving.require_model()
-    tokens = await conversation_tokens(body.as_conversation(), model, serving.tokenizer)
-    return CountedTokens(input_tokens=len(tokens))
+    def __init__(
+        self,
+        bodies: BodyReader,
+        catalog: ModelCatalog,
+        planner: RequestPlanner,
+        prompts: PromptEncoder,
+        responder: Responder,
+    ) -> None:
+        self._bodies = bodies
+        self._catalog = catalog
+        self._planner = planner
+        self._prompts = prompts
+        self._responder = responder
+
+    async def __call__(self, request: Request) -> Response:
+        """Answers one conversation."""
+        body = await self._bodies.read(request, MessagesRequest)
+        # Every client has to name a limit here, and many name the largest that there is: it is cut to what is left.
+        limit = TokenLimit(
+            asked=None, default=body.max_tokens, param="max_tokens", prompt_param="messages"
+        )
+        context = await self._planner.take(request, body, limit, "msg")
+        prompt = await self._prompts.of_conversation(body.as_conversation(), context)
+        (run,) = self._responder.runs(context, body, self._planner.plan(context, body, [prompt]))
+        writer = MessageWriter(context, run)
+        return await self._responder.respond(request, context, [run], writer, stream=body.stream)
+
+    async def count_tokens(self, request: Request) -> CountedTokens:
+        """How many tokens a conversation has."""
+        body = await self._bodies.read(request, CountTokensRequest)
+        self._catalog.require_name(body.model, account_of(request))
+        model = await self._catalog.require_model()
+        tokens = await self._prompts.count(body.as_conversation(), model)
+        return CountedTokens(input_tokens=len(tokens))
 
 
 class MessageWriter:
@@ -66,14 +89,16 @@ class MessageWriter:
     message_start → content_block_start → content_block_delta … → content_block_stop → message_delta → message_stop
     """
 
-    def __init__(self, head: ReplyHead, run: JobRun) -> None:
-        self._head = head
+    def __init__(self, context: RequestContext, run: GenerationRun) -> None:
+        self._context = context
         self._run = run
         self._last: Delta | None = None
 
     def opening(self) -> bytes:
         """The message and its one block, both empty. What of the prompt a cache held is known at the end only."""
-        usage = MessageUsage(input_tokens=len(self._run.job.prompt.prompt_tokens), output_tokens=0)
+        usage = MessageUsage(
+            input_tokens=len(self._run.request.prompt.prompt_tokens), output_tokens=0
+        )
         message = self._message([], None, usage)
         return model_event(MessageStart(message=message)) + model_event(ContentBlockStart())
 
@@ -110,8 +135,8 @@ class MessageWriter:
         self, content: list[TextContent], last: Delta | None, usage: MessageUsage
     ) -> MessageReply:
         return MessageReply(
-            id=self._head.request_id,
-            model=self._head.model,
+            id=self._context.request_id,
+            model=self._context.name,
             content=content,
             stop_reason=None if last is None else _stop_reason(last),
             stop_sequence=None if last is None else last.stop,

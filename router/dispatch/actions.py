@@ -1,6 +1,6 @@
 """What the dispatcher wants done about an event: commands to workers, and what clients are told.
 
-The shells carry actions out in order: those to workers through `router.links`, those to clients through `router.generator`.
+The shells carry actions out in order: those to workers through `router.workers.links`, those to clients through `router.generator`.
 """
 
 from dataclasses import dataclass

@@ -29,16 +29,16 @@ from router.dispatch.actions import (
     SendPrefill,
     SendReassign,
 )
-from router.dispatch.request import RequestState
-from router.events import (
+from router.dispatch.events import (
     DecodeTokens,
     FirstTokensArrived,
     HandedOff,
     LegEvent,
     LocallyPrefilled,
     SampleFinished,
-    Service,
+    Stage,
 )
+from router.dispatch.request import RequestState
 from router.routing.policy import Pair
 from router.routing.view import WorkerView
 
@@ -151,7 +151,7 @@ class Leg:
     """
 
     leg_id: LegId
-    service: Service
+    stage: Stage
     worker: WorkerView
     attempt: Attempt
     prefill_tokens: int = 0
@@ -251,7 +251,7 @@ class LegTable:
     def start_local(self, attempt: Attempt, pair: Pair, now_s: float) -> SendGenerate:
         """One leg that prefills and decodes."""
         prompt, worker = attempt.prompt(), pair.decode
-        leg = self._add(Service.DECODE, attempt, worker)
+        leg = self._add(Stage.DECODE, attempt, worker)
         leg.prefill_tokens = leg.context_tokens = leg.prompt_tokens = prompt.num_tokens
         leg.compute_s = pair.compute_s
         leg.sequences = len(prompt.samples)
@@ -271,7 +271,7 @@ class LegTable:
     ) -> tuple[SendExpect, SendPrefill]:
         """A leg on each of two workers, tied by a transfer."""
         prompt = attempt.prompt()
-        decode = self._add(Service.DECODE, attempt, pair.decode)
+        decode = self._add(Stage.DECODE, attempt, pair.decode)
         decode.context_tokens, decode.sequences = prompt.num_tokens, len(prompt.samples)
         decode.tbt_s = attempt.request.slo.tbt_s
         decode.open(now_s)
@@ -301,7 +301,7 @@ class LegTable:
         """The leg is over."""
         leg.close()
         del self._legs[leg.leg_id]
-        if leg.service is Service.PREFILL:
+        if leg.stage is Stage.PREFILL:
             leg.attempt.prefill = None
         else:
             leg.attempt.decode = None
@@ -321,7 +321,7 @@ class LegTable:
     def _start_prefill(
         self, attempt: Attempt, pair: Pair, prompt: Prompt, permit: Permit, now_s: float
     ) -> SendPrefill:
-        prefill = self._add(Service.PREFILL, attempt, pair.prefill)
+        prefill = self._add(Stage.PREFILL, attempt, pair.prefill)
         prefill.prefill_tokens = prefill.prompt_tokens = prompt.num_tokens
         prefill.compute_s = pair.compute_s
         prefill.open(now_s)
@@ -336,7 +336,7 @@ class LegTable:
             transfer_address=pair.decode.hello.transfer_address,
         )
 
-    def _add(self, service: Service, attempt: Attempt, worker: WorkerView) -> Leg:
-        leg = Leg(leg_id=LegId(next(self._ids)), service=service, worker=worker, attempt=attempt)
+    def _add(self, stage: Stage, attempt: Attempt, worker: WorkerView) -> Leg:
+        leg = Leg(leg_id=LegId(next(self._ids)), stage=stage, worker=worker, attempt=attempt)
         self._legs[leg.leg_id] = leg
         return leg

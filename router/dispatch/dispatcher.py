@@ -35,9 +35,7 @@ from router.dispatch.actions import (
     WorkerSuspected,
 )
 from router.dispatch.attempt import Attempt, AttemptState, Leg, LegTable
-from router.dispatch.placement import Placement
-from router.dispatch.retry import RetryController, RetryCounters, RetryPolicy
-from router.events import (
+from router.dispatch.events import (
     BlocksReported,
     ClientGone,
     DecodeTokens,
@@ -51,7 +49,7 @@ from router.events import (
     PutInPool,
     RoleChanged,
     SampleFinished,
-    Service,
+    Stage,
     StepTokens,
     StopSample,
     Submitted,
@@ -60,6 +58,8 @@ from router.events import (
     WorkerLost,
     WriterLost,
 )
+from router.dispatch.placement import Placement
+from router.dispatch.retry import RetryController, RetryCounters, RetryPolicy
 from router.routing.pools import node_of
 from router.routing.view import ClusterView, WorkerView
 
@@ -69,14 +69,14 @@ _STALL_S = 1.0
 _HANDOFF_OPEN = (AttemptState.PREFILLING, AttemptState.HANDING_OVER)
 """States in which another P may still take over."""
 
-_SERVICE_OF: dict[type[LegEvent], Service] = {
-    DecodeTokens: Service.DECODE,
-    SampleFinished: Service.DECODE,
-    LocallyPrefilled: Service.DECODE,
-    FirstTokensArrived: Service.PREFILL,
-    HandedOff: Service.PREFILL,
-    PutInPool: Service.PREFILL,
-    WriterLost: Service.DECODE,
+_STAGE_OF: dict[type[LegEvent], Stage] = {
+    DecodeTokens: Stage.DECODE,
+    SampleFinished: Stage.DECODE,
+    LocallyPrefilled: Stage.DECODE,
+    FirstTokensArrived: Stage.PREFILL,
+    HandedOff: Stage.PREFILL,
+    PutInPool: Stage.PREFILL,
+    WriterLost: Stage.DECODE,
 }
 
 _EITHER_WORKERS_FAULT = (
@@ -362,7 +362,7 @@ class Dispatcher:
     def _apply(self, leg: Leg, event: LegEvent, now_s: float) -> list[Action]:
         if isinstance(event, LegFailed):
             return self._leg_failed(leg, event.error, now_s)
-        if leg.service is not _SERVICE_OF[type(event)]:
+        if leg.stage is not _STAGE_OF[type(event)]:
             return self._breach(leg, "spoke of a leg on the wrong stream", now_s)
         match event:
             case DecodeTokens():
@@ -556,7 +556,7 @@ def _only_advances(leg: Leg, sample: int) -> bool:
     """Whether a plain token of `leg` does nothing but lengthen the log of `sample`. A request's first token does more."""
     attempt = leg.attempt
     return (
-        leg.service is Service.DECODE
+        leg.stage is Stage.DECODE
         and attempt.state is not AttemptState.PREFILLING
         and sample in attempt.samples
         and attempt.request.watch.first_token_s is not None

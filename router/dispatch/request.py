@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from baton.errors import InvariantError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import RequestId
-from router.events import FirstTokensArrived, HandedOff, LocallyPrefilled
+from router.dispatch.events import FirstTokensArrived, HandedOff, LocallyPrefilled
 from router.ports import Timing
 from router.routing.policy import Pair
 from router.routing.table import Fingerprints

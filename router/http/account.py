@@ -72,7 +72,7 @@ class Run(Protocol):
     """What a account asks of a job that runs for it."""
 
     @property
-    def job(self) -> GenerationRequest:
+    def request(self) -> GenerationRequest:
         """What is generated."""
 
     @property
@@ -128,7 +128,7 @@ class RequestAccount:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all its prompts."""
-        return sum(len(run.job.prompt.prompt_tokens) for run in self.runs)
+        return sum(len(run.request.prompt.prompt_tokens) for run in self.runs)
 
     @property
     def output_tokens(self) -> int:
@@ -168,7 +168,7 @@ class RequestAccount:
             RateLimitedError: The tenant has not that much left.
         """
         self.runs = runs
-        expected = sum(_expected_tokens(run.job.prompt) for run in runs)
+        expected = sum(_expected_tokens(run.request.prompt) for run in runs)
         decision = await self.limiter.charge(self.tenant, self.grant, expected)
         self.levels = decision.levels
         if isinstance(decision, Refused):

@@ -188,7 +188,7 @@ def audit_record(
         tenant=account.tenant.tenant_id,
         key=account.caller.key_id,
         model=account.model,
-        job=account.runs[0].job.request_id if account.runs else "",
+        job=account.runs[0].request.request_id if account.runs else "",
         error="" if account.error is None else account.error.code,
         prompt_tokens=account.prompt_tokens,
         cached_tokens=sum(timing.reused_tokens for timing in timings),

@@ -16,15 +16,52 @@ _LENGTH_DIGITS = 15
 _log = get_logger(__name__)
 
 
-async def read_body(request: Request, schema: type[_Body], max_bytes: int) -> _Body:
-    """Reads a request's JSON as `schema`. Nesting deeper than 200, NaN, half surrogate pairs and bytes that are not
-    UTF-8 are refused by the parser.
+class BodyReader:
+    """Reads the bodies of requests.
 
-    Raises:
-        PayloadTooLargeError: More than `max_bytes`; the rest is not read.
-        InvalidRequestError: Not JSON, or not what `schema` allows.
+    Args:
+        max_bytes: Larger ones are refused; their rest is not read.
     """
-    return parse_body(await read_bounded(request, max_bytes), schema)
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+
+    async def read(self, request: Request, schema: type[_Body]) -> _Body:
+        """A request's JSON as `schema`. Nesting deeper than 200, NaN, half surrogate pairs and bytes that are not
+        UTF-8 are refused by the parser.
+
+        Raises:
+            PayloadTooLargeError: It is too large.
+            InvalidRequestError: Not JSON, or not what `schema` allows.
+        """
+        return parse_body(await self.read_bytes(request), schema)
+
+    async def read_bytes(self, request: Request) -> bytes:
+        """The body's bytes; kept in the account where the tenant's audit holds content.
+
+        Raises:
+            PayloadTooLargeError: It is too large; the rest is not read.
+        """
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and (
+            len(declared) > _LENGTH_DIGITS or int(declared) > self._max_bytes
+        ):
+            raise _too_large(self._max_bytes)
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > self._max_bytes:
+                    raise _too_large(self._max_bytes)
+                chunks.append(chunk)
+        except ClientDisconnect as error:
+            raise CancelledByPeerError("The client left while it sent its request.") from error
+        raw = b"".join(chunks)
+        account = account_of(request)
+        if account.keeps_content:
+            account.asked = raw.decode("utf-8", "replace")
+        return raw
 
 
 def parse_body(raw: bytes, schema: type[_Body]) -> _Body:
@@ -41,32 +78,6 @@ def parse_body(raw: bytes, schema: type[_Body]) -> _Body:
     if body.model_extra:
         _log.debug("ignoring unknown fields", count=len(body.model_extra))
     return body
-
-
-async def read_bounded(request: Request, max_bytes: int) -> bytes:
-    """The body's bytes; kept in the account where the tenant's audit holds content.
-
-    Raises:
-        PayloadTooLargeError: More than `max_bytes`; the rest is not read.
-    """
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and (len(declared) > _LENGTH_DIGITS or int(declared) > max_bytes):
-        raise _too_large(max_bytes)
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
-                raise _too_large(max_bytes)
-            chunks.append(chunk)
-    except ClientDisconnect as error:
-        raise CancelledByPeerError("The client left while it sent its request.") from error
-    raw = b"".join(chunks)
-    account = account_of(request)
-    if account.keeps_content:
-        account.asked = raw.decode("utf-8", "replace")
-    return raw
 
 
 def _too_large(max_bytes: int) -> PayloadTooLargeError:

@@ -1,7 +1,13 @@
-"""GET /load: what is going on, for balancers in front of several routers and for people."""
+"""What probes, balancers and dashboards ask for: /health, /ready, /load, /metrics, /version."""
 
+from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
+from baton.errors import UnavailableError
+from baton.telemetry.metrics import render
+from router.http.errors import error_responses
 from router.ports import RouterStatus, WorkerReport
 
 
@@ -54,3 +60,34 @@ def _worker(report: WorkerReport) -> WorkerLoadReply:
         blocks_free=reported.blocks_free,
         blocks_cached=reported.blocks_cached,
     )
+
+
+def install(app: FastAPI, status: RouterStatus, version: str, registry: CollectorRegistry) -> None:
+    """Adds the paths that probes, balancers and dashboards ask for."""
+
+    @app.get("/health", responses=error_responses(503))
+    async def get_health() -> dict[str, str]:
+        """Alive, and what the workers send is being moved. Says nothing about whether there are workers."""
+        if not status.healthy():
+            raise UnavailableError("The links to the workers make no progress.")
+        return {"status": "ok"}
+
+    @app.get("/ready", responses=error_responses(503))
+    async def get_ready() -> dict[str, str]:
+        """Whether a request could be served now."""
+        if not status.ready():
+            raise UnavailableError("No prefill and decode pair and no hybrid worker is ready.")
+        return {"status": "ready"}
+
+    @app.get("/load", responses=error_responses())
+    async def get_load() -> LoadReply:
+        return load(status)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def get_metrics() -> Response:
+        text, content_type = render(registry)
+        return Response(text, headers={"Content-Type": content_type})
+
+    @app.get("/version")
+    async def get_version() -> dict[str, str]:
+        return {"version": version}

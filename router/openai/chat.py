@@ -7,14 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.errors import BatonError
-from router.http.body import read_body
+from router.http.body import BodyReader
 from router.http.streaming import fault_event
 from router.openai.chunks import CUT, Chunks, TextEvents, prompt_ids_field, token_ids_field
-from router.openai.context import ReplyHead, Wanted, plan_runs, take_request
-from router.openai.job_run import Delta, JobRun, token_ids
+from router.openai.context import RequestContext, RequestPlanner
+from router.openai.generation_run import Delta, GenerationRun, token_ids
 from router.openai.logprobs import PromptScores, chat_logprobs, prompt_scores
 from router.openai.model_limits import chat_limit
-from router.openai.prompt import conversation_prompt
+from router.openai.prompt import PromptEncoder
 from router.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -24,26 +24,51 @@ from router.openai.replies import (
     Usage,
 )
 from router.openai.requests import ChatCompletionRequest
-from router.openai.respond import respond
-from router.openai.serving import Serving
+from router.openai.respond import Responder
 from router.text.token_bytes import PieceTable
 
 
-async def chat_completions(request: Request, serving: Serving) -> Response:
-    """Answers one conversation."""
-    body = await read_body(request, ChatCompletionRequest, serving.max_body_bytes)
-    limit = chat_limit(body)
-    context = await take_request(request, serving, body, limit, "chatcmpl")
-    prompt = await conversation_prompt(body.as_conversation(), context)
-    wanted = Wanted(
-        limit=limit,
-        samples=body.num_samples,
-        logprobs=body.listed_logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-    )
-    (run,) = plan_runs(context, body, [prompt], wanted)
-    writer = ChatWriter(context.head, body, run, serving.tokenizer.pieces)
-    return await respond(request, context, [run], writer, stream=body.stream)
+class ChatCompletions:
+    """The endpoint.
+
+    Args:
+        bodies: Reads what was sent.
+        planner: Takes the request, and plans what is generated.
+        prompts: Makes token ids of what was sent.
+        responder: Runs it and replies.
+        pieces: What single tokens spell.
+    """
+
+    def __init__(
+        self,
+        bodies: BodyReader,
+        planner: RequestPlanner,
+        prompts: PromptEncoder,
+        responder: Responder,
+        pieces: PieceTable,
+    ) -> None:
+        self._bodies = bodies
+        self._planner = planner
+        self._prompts = prompts
+        self._responder = responder
+        self._pieces = pieces
+
+    async def __call__(self, request: Request) -> Response:
+        """Answers one conversation."""
+        body = await self._bodies.read(request, ChatCompletionRequest)
+        context = await self._planner.take(request, body, chat_limit(body), "chatcmpl")
+        prompt = await self._prompts.of_conversation(body.as_conversation(), context)
+        planned = self._planner.plan(
+            context,
+            body,
+            [prompt],
+            samples=body.num_samples,
+            logprobs=body.listed_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+        )
+        (run,) = self._responder.runs(context, body, planned)
+        writer = ChatWriter(context, body, run, self._pieces)
+        return await self._responder.respond(request, context, [run], writer, stream=body.stream)
 
 
 class ChatWriter:
@@ -53,14 +78,18 @@ class ChatWriter:
     """
 
     def __init__(
-        self, head: ReplyHead, body: ChatCompletionRequest, run: JobRun, pieces: PieceTable
+        self,
+        context: RequestContext,
+        body: ChatCompletionRequest,
+        run: GenerationRun,
+        pieces: PieceTable,
     ) -> None:
-        self._head = head
+        self._context = context
         self._body = body
         self._run = run
         self._pieces = pieces
         self._with_tokens = bool(body.return_token_ids)
-        self._chunks = Chunks("chat.completion.chunk", head, body, [run])
+        self._chunks = Chunks("chat.completion.chunk", context, body, [run])
         more_than_text = body.logprobs or self._with_tokens or body.usage_in_chunks
         self._text_event = None if more_than_text else TextEvents(self._event_around_text)
 
@@ -104,11 +133,11 @@ class ChatWriter:
         self, choices: Sequence[Sequence[Delta]], usage: Usage, timings: Sequence[TimingReply]
     ) -> ChatCompletion:
         """The reply with every choice's whole message."""
-        prompt = self._run.job.prompt
+        prompt = self._run.request.prompt
         return ChatCompletion(
-            id=self._head.request_id,
-            created=self._head.created,
-            model=self._head.model,
+            id=self._context.request_id,
+            created=self._context.created,
+            model=self._context.name,
             choices=[self._choice(i, deltas) for i, deltas in enumerate(choices)],
             usage=usage,
             service_tier=self._body.served_tier,
@@ -121,7 +150,7 @@ class ChatWriter:
         count, scores = self._body.prompt_logprobs, self._run.prompt_logprobs
         if count is None or scores is None:
             return None
-        return prompt_scores(self._run.job.prompt.prompt_tokens, scores, count, self._pieces)
+        return prompt_scores(self._run.request.prompt.prompt_tokens, scores, count, self._pieces)
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
         finish = deltas[-1].finish

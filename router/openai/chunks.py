@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from router.openai.context import ReplyHead
-from router.openai.job_run import Delta, JobRun, usage_of
+from router.openai.context import RequestContext
+from router.openai.generation_run import Delta, GenerationRun, usage_of
 from router.openai.replies import TimingReply, Usage
 from router.openai.requests import GenerationBody
 
@@ -17,15 +17,19 @@ class Chunks:
 
     Args:
         kind: The `object` of each.
-        head: What each begins with besides.
+        context: The request.
         body: What its client asked for.
         runs: The jobs whose tokens are counted.
     """
 
     def __init__(
-        self, kind: str, head: ReplyHead, body: GenerationBody, runs: Sequence[JobRun]
+        self,
+        kind: str,
+        context: RequestContext,
+        body: GenerationBody,
+        runs: Sequence[GenerationRun],
     ) -> None:
-        self._head = head.as_json(kind)
+        self._head = context.event_head(kind)
         self._runs = runs
         self._counts_at_end = body.usage_in_stream
         self._counts_always = body.usage_in_chunks
@@ -48,9 +52,9 @@ def token_ids_field(delta: Delta) -> bytes:
     return b',"token_ids":' + msgspec.json.encode(delta.tokens)
 
 
-def prompt_ids_field(run: JobRun) -> bytes:
+def prompt_ids_field(run: GenerationRun) -> bytes:
     """The member with the prompt's ids, for the first chunk."""
-    return b',"prompt_token_ids":' + msgspec.json.encode(list(run.job.prompt.prompt_tokens))
+    return b',"prompt_token_ids":' + msgspec.json.encode(list(run.request.prompt.prompt_tokens))
 
 
 def _usage_tail(usage: Usage) -> bytes:

@@ -9,13 +9,13 @@ from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.tokens import PackedTokens
-from router.http.body import parse_body, read_bounded
+from router.guardrails.chain import GuardChain
+from router.http.body import BodyReader, parse_body
 from router.http.fields import MAX_PROMPT_TOKENS
 from router.http.streaming import fault_event
 from router.openai.chunks import CUT, Chunks, TextEvents, prompt_ids_field, token_ids_field
-from router.openai.context import ReplyHead, RequestContext, Wanted, plan_runs, take_request
-from router.openai.guardrails import checked_prompts
-from router.openai.job_run import Delta, JobRun, token_ids
+from router.openai.context import RequestContext, RequestPlanner
+from router.openai.generation_run import Delta, GenerationRun, token_ids
 from router.openai.logprobs import (
     Echo,
     PromptScores,
@@ -24,8 +24,8 @@ from router.openai.logprobs import (
     echo_of,
     prompt_scores,
 )
-from router.openai.model_limits import check_text, check_vocabulary, completion_limit
-from router.openai.prompt import infill
+from router.openai.model_limits import completion_limit
+from router.openai.prompt import PromptEncoder
 from router.openai.replies import (
     Completion,
     CompletionChoice,
@@ -34,28 +34,75 @@ from router.openai.replies import (
     Usage,
 )
 from router.openai.requests import CompletionRequest
-from router.openai.respond import respond
-from router.openai.serving import Serving
+from router.openai.respond import Responder
+from router.ports import GenerationRequest
 from router.text.token_bytes import PieceTable
+from router.text.tokenizer import Tokenizer
 
 
-async def completions(request: Request, serving: Serving) -> Response:
-    """Continues one or several prompts."""
-    body = read_completion(await read_bounded(request, serving.max_body_bytes))
-    limit = completion_limit(body)
-    context = await take_request(request, serving, body, limit, "cmpl")
-    prompts = await _token_prompts(body, context)
-    chooses = body.num_samples > (body.n or 1)
-    wanted = Wanted(
-        limit=limit,
-        samples=body.num_samples,
-        logprobs=0 if body.logprobs is None and chooses else body.logprobs,
-        prompt_logprobs=body.num_scored,
-    )
-    runs = plan_runs(context, body, prompts, wanted)
-    echoes = await _echoes(body, runs, serving)
-    writer = CompletionWriter(context.head, body, runs, echoes, serving.tokenizer.pieces)
-    return await respond(request, context, runs, writer, stream=body.stream)
+class Completions:
+    """The endpoint.
+
+    Args:
+        bodies: Reads what was sent.
+        planner: Takes the request, and plans what is generated.
+        prompts: Makes token ids of what was sent.
+        responder: Runs it and replies.
+        pieces: What single tokens spell.
+        tokenizer: Repeats prompts as text.
+        guards: Where there are any, a prompt is not repeated as it was sent.
+    """
+
+    def __init__(
+        self,
+        bodies: BodyReader,
+        planner: RequestPlanner,
+        prompts: PromptEncoder,
+        responder: Responder,
+        pieces: PieceTable,
+        tokenizer: Tokenizer,
+        guards: GuardChain,
+    ) -> None:
+        self._bodies = bodies
+        self._planner = planner
+        self._prompts = prompts
+        self._responder = responder
+        self._pieces = pieces
+        self._tokenizer = tokenizer
+        self._guards = guards
+
+    async def __call__(self, request: Request) -> Response:
+        """Continues one or several prompts."""
+        body = read_completion(await self._bodies.read_bytes(request))
+        context = await self._planner.take(request, body, completion_limit(body), "cmpl")
+        prompts = await self._prompts.of_completion(body, context)
+        chooses = body.num_samples > (body.n or 1)
+        planned = self._planner.plan(
+            context,
+            body,
+            prompts,
+            samples=body.num_samples,
+            logprobs=0 if body.logprobs is None and chooses else body.logprobs,
+            prompt_logprobs=body.num_scored,
+        )
+        runs = self._responder.runs(context, body, planned)
+        echoes = await self._echoes(body, planned)
+        writer = CompletionWriter(context, body, runs, echoes, self._pieces)
+        return await self._responder.respond(request, context, runs, writer, stream=body.stream)
+
+    async def _echoes(
+        self, body: CompletionRequest, planned: Sequence[GenerationRequest]
+    ) -> list[Echo]:
+        """What is repeated of each prompt, if anything is: as it was sent, or what was left of it."""
+        if not body.echo:
+            return []
+        texts = [p if isinstance(p, str) else None for p in body.prompts]
+        if body.truncate_prompt_tokens is not None or self._guards.active:
+            texts = [None] * len(texts)
+        return [
+            await echo_of(text, request.prompt.prompt_tokens, self._tokenizer)
+            for text, request in zip(texts, planned, strict=True)
+        ]
 
 
 def read_completion(raw: bytes) -> CompletionRequest:
@@ -73,60 +120,12 @@ def read_completion(raw: bytes) -> CompletionRequest:
     return body
 
 
-async def _token_prompts(body: CompletionRequest, context: RequestContext) -> list[Sequence[int]]:
-    tokenizer, special = context.serving.tokenizer, body.add_special_tokens
-    for prompt in (*body.prompts, body.suffix):
-        if isinstance(prompt, str):
-            check_text(prompt, context.model, tokenizer, "prompt")
-    if body.suffix and isinstance(body.prompt, str):
-        both = [body.prompt, body.suffix]
-        before, after = await checked_prompts(both, context.serving.guards, context.account)
-        return [await infill(before, after, tokenizer, special=special)]
-    return [
-        await tokenizer.encode(prompt, add_special_tokens=special)
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in await _guarded(body.prompts, context)
-    ]
-
-
-async def _guarded(
-    prompts: Sequence[str | Sequence[int]], context: RequestContext
-) -> Sequence[str | Sequence[int]]:
-    """The prompts as the guardrails let them pass; token ids stay what they are unless their text was replaced."""
-    serving = context.serving
-    if not serving.guards.active:
-        return prompts
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            check_vocabulary(prompt, context.model, "prompt")
-    texts = [p if isinstance(p, str) else await serving.tokenizer.decode(p) for p in prompts]
-    passed = await checked_prompts(texts, serving.guards, context.account)
-    return [
-        prompt if text == new else new
-        for prompt, text, new in zip(prompts, texts, passed, strict=True)
-    ]
-
-
-async def _echoes(body: CompletionRequest, runs: Sequence[JobRun], serving: Serving) -> list[Echo]:
-    """What is repeated of each prompt, if anything is: as it was sent, or what was left of it."""
-    if not body.echo:
-        return []
-    texts = [p if isinstance(p, str) else None for p in body.prompts]
-    if body.truncate_prompt_tokens is not None or serving.guards.active:
-        texts = [None] * len(texts)
-    return [
-        await echo_of(text, run.job.prompt.prompt_tokens, serving.tokenizer)
-        for text, run in zip(texts, runs, strict=True)
-    ]
-
-
 class CompletionWriter:
     """Writes deltas as OpenAI's (older) text completions.
 
     Args:
-        head: What every chunk repeats.
-        body: The request.
+        context: The request.
+        body: What its client asked for.
         runs: One per prompt.
         echoes: One per prompt, or none at all.
         pieces: What single tokens spell.
@@ -134,13 +133,13 @@ class CompletionWriter:
 
     def __init__(
         self,
-        head: ReplyHead,
+        context: RequestContext,
         body: CompletionRequest,
-        runs: Sequence[JobRun],
+        runs: Sequence[GenerationRun],
         echoes: Sequence[Echo],
         pieces: PieceTable,
     ) -> None:
-        self._head = head
+        self._context = context
         self._body = body
         self._runs = runs
         self._echoes = echoes
@@ -148,7 +147,7 @@ class CompletionWriter:
         self._with_tokens = bool(body.return_token_ids)
         self._begun = set[int]()
         self._has_head = bool(echoes) or self._with_tokens
-        self._chunks = Chunks("text_completion", head, body, runs)
+        self._chunks = Chunks("text_completion", context, body, runs)
         more_than_text = body.logprobs is not None or self._has_head or body.usage_in_chunks
         self._text_event = None if more_than_text else TextEvents(self._event_around_text)
 
@@ -206,9 +205,9 @@ class CompletionWriter:
         """The reply with every choice's whole text."""
         several = list(timings) if len(timings) > 1 else None
         return Completion(
-            id=self._head.request_id,
-            created=self._head.created,
-            model=self._head.model,
+            id=self._context.request_id,
+            created=self._context.created,
+            model=self._context.name,
             choices=[
                 self._choice(number, index, choices[index])
                 for number, index in enumerate(self._best(choices))
@@ -231,7 +230,7 @@ class CompletionWriter:
     def _choice(self, number: int, index: int, deltas: Sequence[Delta]) -> CompletionChoice:
         finish = deltas[-1].finish
         assert finish is not None
-        echo, prompt = self._echo(index), self._run(index).job.prompt
+        echo, prompt = self._echo(index), self._run(index).request.prompt
         return CompletionChoice(
             index=number,
             text=(echo.text if echo else "") + "".join(delta.text for delta in deltas),
@@ -242,7 +241,7 @@ class CompletionWriter:
             prompt_logprobs=self._prompt_scores(index),
         )
 
-    def _run(self, index: int) -> JobRun:
+    def _run(self, index: int) -> GenerationRun:
         return self._runs[index // self._body.num_samples]
 
     def _echo(self, index: int) -> Echo | None:
@@ -252,7 +251,7 @@ class CompletionWriter:
         run, count = self._run(index), self._body.prompt_logprobs
         if count is None or run.prompt_logprobs is None:
             return None
-        tokens = run.job.prompt.prompt_tokens
+        tokens = run.request.prompt.prompt_tokens
         return prompt_scores(tokens, run.prompt_logprobs, count, self._pieces)
 
     def _echoed_logprobs(self, index: int) -> CompletionLogprobs | None:

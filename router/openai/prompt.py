@@ -1,50 +1,17 @@
-"""From a conversation to the token ids that the model goes on from."""
+"""From what a client sent to the token ids that the model continues: conversations, texts, and a middle to be filled in."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.errors import UnsupportedParameterError
+from router.guardrails.chain import GuardChain
 from router.openai.context import RequestContext
-from router.openai.guardrails import checked_messages
-from router.openai.model_limits import check_messages
+from router.openai.guardrails import checked_messages, checked_prompts
+from router.openai.model_limits import check_messages, check_text, check_vocabulary
+from router.openai.requests import CompletionRequest
 from router.ports import ServedModel
 from router.templates.renderer import Conversation
 from router.text.tokenizer import Tokenizer
-
-
-async def conversation_prompt(conversation: Conversation, context: RequestContext) -> list[int]:
-    """Its token ids, once the guardrails have let the messages pass.
-
-    Raises:
-        ContentRefusedError: They do not.
-        UnavailableError: A guardrail failed.
-        PromptTooLongError: As below.
-        InvalidRequestError: As below.
-    """
-    serving = context.serving
-    passed = await checked_messages(
-        conversation.messages, serving.guards, context.account, conversation.param
-    )
-    return await conversation_tokens(
-        replace(conversation, messages=passed), context.model, serving.tokenizer
-    )
-
-
-async def conversation_tokens(
-    conversation: Conversation,
-    model: ServedModel,
-    tokenizer: Tokenizer,
-    *,
-    add_special_tokens: bool = False,
-) -> list[int]:
-    """Its token ids, for who only counts or looks at them too.
-
-    Raises:
-        PromptTooLongError: It cannot fit.
-        InvalidRequestError: The chat template refuses it.
-    """
-    check_messages(conversation.messages, model, tokenizer, conversation.param)
-    return await tokenizer.encode_chat(conversation, add_special_tokens=add_special_tokens)
-
 
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
@@ -55,21 +22,102 @@ _MARKS = (
 """Tokens before the prompt, before the suffix, and before what the model adds."""
 
 
-async def infill(prompt: str, suffix: str, tokenizer: Tokenizer, *, special: bool) -> list[int]:
-    """Token ids that ask for what stands between `prompt` and `suffix`.
+class PromptEncoder:
+    """Makes token ids, once the guardrails have let their text pass.
 
-    Raises:
-        UnsupportedParameterError: The model has no tokens for that.
+    Args:
+        tokenizer: The served model's.
+        guards: The operator's checks of what is asked.
     """
-    marks = _marks(tokenizer)
-    if marks is None:
-        raise UnsupportedParameterError(
-            "suffix: this model was not made to fill in a middle.", param="suffix"
+
+    def __init__(self, tokenizer: Tokenizer, guards: GuardChain) -> None:
+        self._tokenizer = tokenizer
+        self._guards = guards
+
+    async def of_conversation(
+        self, conversation: Conversation, context: RequestContext
+    ) -> list[int]:
+        """Those of a conversation.
+
+        Raises:
+            ContentRefusedError: A guardrail refuses it.
+            UnavailableError: A guardrail failed.
+            PromptTooLongError: As below.
+            InvalidRequestError: As below.
+        """
+        passed = await checked_messages(
+            conversation.messages, self._guards, context.account, conversation.param
         )
-    begin = await tokenizer.encode("", add_special_tokens=special)
-    before = await tokenizer.encode(prompt, add_special_tokens=False)
-    after = await tokenizer.encode(suffix, add_special_tokens=False)
-    return [*begin, marks[0], *before, marks[1], *after, marks[2]]
+        return await self.count(replace(conversation, messages=passed), context.model)
+
+    async def count(
+        self, conversation: Conversation, model: ServedModel, *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """The same for who only counts or looks at them: nothing is generated, and no guardrail is asked.
+
+        Raises:
+            PromptTooLongError: It cannot fit.
+            InvalidRequestError: The chat template refuses it.
+        """
+        check_messages(conversation.messages, model, self._tokenizer, conversation.param)
+        return await self._tokenizer.encode_chat(
+            conversation, add_special_tokens=add_special_tokens
+        )
+
+    async def of_completion(
+        self, body: CompletionRequest, context: RequestContext
+    ) -> list[Sequence[int]]:
+        """Those of each prompt of a completion.
+
+        Raises:
+            ContentRefusedError: A guardrail refuses one.
+            UnavailableError: A guardrail failed.
+            PromptTooLongError: A text cannot fit.
+            InvalidRequestError: A token id is outside the vocabulary.
+            UnsupportedParameterError: A middle is to be filled in, and the model was not made for that.
+        """
+        special = body.add_special_tokens
+        for prompt in (*body.prompts, body.suffix):
+            if isinstance(prompt, str):
+                check_text(prompt, context.model, self._tokenizer, "prompt")
+        if body.suffix and isinstance(body.prompt, str):
+            both = [body.prompt, body.suffix]
+            before, after = await checked_prompts(both, self._guards, context.account)
+            return [await self._infill(before, after, special=special)]
+        return [
+            await self._tokenizer.encode(prompt, add_special_tokens=special)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in await self._guarded(body.prompts, context)
+        ]
+
+    async def _guarded(
+        self, prompts: Sequence[str | Sequence[int]], context: RequestContext
+    ) -> Sequence[str | Sequence[int]]:
+        """The prompts as the guardrails let them pass; token ids stay what they are unless their text was replaced."""
+        if not self._guards.active:
+            return prompts
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                check_vocabulary(prompt, context.model, "prompt")
+        texts = [p if isinstance(p, str) else await self._tokenizer.decode(p) for p in prompts]
+        passed = await checked_prompts(texts, self._guards, context.account)
+        return [
+            prompt if text == new else new
+            for prompt, text, new in zip(prompts, texts, passed, strict=True)
+        ]
+
+    async def _infill(self, prompt: str, suffix: str, *, special: bool) -> list[int]:
+        """Token ids that ask for what stands between `prompt` and `suffix`."""
+        marks = _marks(self._tokenizer)
+        if marks is None:
+            raise UnsupportedParameterError(
+                "suffix: this model was not made to fill in a middle.", param="suffix"
+            )
+        begin = await self._tokenizer.encode("", add_special_tokens=special)
+        before = await self._tokenizer.encode(prompt, add_special_tokens=False)
+        after = await self._tokenizer.encode(suffix, add_special_tokens=False)
+        return [*begin, marks[0], *before, marks[1], *after, marks[2]]
 
 
 def _marks(tokenizer: Tokenizer) -> tuple[int, ...] | None:

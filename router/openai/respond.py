@@ -1,4 +1,4 @@
-"""From running jobs to the HTTP reply, streamed or whole: what all endpoints that generate have in common."""
+"""From what was planned to the HTTP reply, streamed or whole: what all endpoints that generate have in common."""
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -11,17 +11,24 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from baton.clock import Clock
 from baton.errors import BatonError
 from baton.telemetry.span_names import operation_of
+from baton.telemetry.tracing import Tracer
+from router.guardrails.chain import GuardChain
 from router.http.account import RequestAccount
 from router.http.streaming import ClientGoneError, EventStream, while_connected
 from router.openai.context import RequestContext
+from router.openai.generation_run import Choice, Delta, GenerationRun, merged, usage_of
 from router.openai.guardrails import checked_deltas
-from router.openai.job_run import Delta, JobRun, merged, usage_of
 from router.openai.replies import TimingReply, Usage
-from router.openai.serving import Serving
+from router.openai.requests import DrawingBody
+from router.ports import GenerationRequest, Generator
+from router.routing.explanation import DecisionLog
 from router.telemetry.explain import EXPLAIN_HEADER, EXPLANATION_HEADER, explanations_json
+from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request_span import RequestSpan
+from router.text.tokenizer import Tokenizer
 
 TRACE_HEADER = "traceparent"
 TIMING_HEADER = "x-baton-timing"
@@ -52,54 +59,120 @@ class ReplyWriter(Protocol):
         """The reply that is not streamed; `choices` holds the deltas of each, in order."""
 
 
-async def respond(
-    request: Request,
-    context: RequestContext,
-    runs: Sequence[JobRun],
-    writer: ReplyWriter,
-    *,
-    stream: bool | None,
-) -> Response:
-    """Runs the jobs and replies in the way that the client asked for.
+class Responder:
+    """Runs what was planned for a request, and replies in the way that its client asked for.
 
-    Raises:
-        RateLimitedError: The tenant has not enough tokens left.
+    Args:
+        generator: Generates.
+        tokenizer: Makes text of tokens.
+        metrics: Counts what clients get.
+        clock: Measures what they wait for.
+        guards: The operator's checks of what is answered.
+        decisions: What routing remembers of the last requests, for those who may ask for it.
+        tracer: Takes the spans of requests.
     """
-    serving, account = context.serving, context.account
-    with serving.refusals_counted(account):
-        await account.generate(runs)
-    deltas = _deltas(runs)
-    if serving.guards.active or account.keeps_content:
-        deltas = checked_deltas(deltas, serving.guards, account)
-    with_timing = request.headers.get(TIMING_HEADER) == "1"
-    explained = account.tenant.admin and request.headers.get(EXPLAIN_HEADER) == "1"
-    explain = partial(_explain, serving, runs) if explained else None
-    for run in runs:
-        run.arrived_s = account.arrived_s
-        run.join_session(request.headers.get(SESSION_HEADER, "")[:MAX_SESSION_NAME])
-        run.trace(_span(request, serving, account))
-    if stream:
-        pieces = _pieces(runs, deltas, writer, with_timing=with_timing, explain=explain)
-        return EventStream(pieces, serving.metrics.client_gone, writer.fault)
-    try:
-        choices = await while_connected(
-            request.receive, _collect(deltas), serving.metrics.client_gone
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        metrics: RouterMetrics,
+        clock: Clock,
+        guards: GuardChain,
+        decisions: DecisionLog,
+        tracer: Tracer,
+    ) -> None:
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._clock = clock
+        self._guards = guards
+        self._decisions = decisions
+        self._tracer = tracer
+
+    def runs(
+        self, context: RequestContext, body: DrawingBody, requests: Sequence[GenerationRequest]
+    ) -> list[GenerationRun]:
+        """A run for each of a request's generation requests, with the choices numbered as OpenAI does: all of the first
+        prompt, then the next. Nothing runs yet.
+        """
+        return [
+            GenerationRun(
+                request,
+                self._choices(context, body, request, number),
+                self._generator,
+                self._metrics,
+                self._clock,
+            )
+            for number, request in enumerate(requests)
+        ]
+
+    def _choices(
+        self, context: RequestContext, body: DrawingBody, request: GenerationRequest, number: int
+    ) -> dict[int, Choice]:
+        samples = request.prompt.samples
+        skip_special = body.skip_special_tokens is not False
+        return {
+            sample: Choice(
+                number * len(samples) + place,
+                self._tokenizer.decoder(skip_special=skip_special),
+                body,
+                silent=context.limit.asked == 0,
+            )
+            for place, sample in enumerate(samples)
+        }
+
+    async def respond(
+        self,
+        request: Request,
+        context: RequestContext,
+        runs: Sequence[GenerationRun],
+        writer: ReplyWriter,
+        *,
+        stream: bool | None,
+    ) -> Response:
+        """The reply of `runs`, which begin now; a stream goes on after this returns.
+
+        Raises:
+            RateLimitedError: The tenant has not enough tokens left.
+        """
+        account = context.account
+        with self._metrics.counting_refusals(account.tenant.tenant_class):
+            await account.generate(runs)
+        deltas = _deltas(runs)
+        if self._guards.active or account.keeps_content:
+            deltas = checked_deltas(deltas, self._guards, account)
+        with_timing = request.headers.get(TIMING_HEADER) == "1"
+        explained = account.tenant.admin and request.headers.get(EXPLAIN_HEADER) == "1"
+        explain = partial(self._explain, runs) if explained else None
+        for run in runs:
+            run.arrived_s = account.arrived_s
+            run.join_session(request.headers.get(SESSION_HEADER, "")[:MAX_SESSION_NAME])
+            run.trace(self._span(request, account))
+        if stream:
+            pieces = _pieces(runs, deltas, writer, with_timing=with_timing, explain=explain)
+            return EventStream(pieces, self._metrics.client_gone, writer.fault)
+        try:
+            choices = await while_connected(
+                request.receive, _collect(deltas), self._metrics.client_gone
+            )
+        except ClientGoneError:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        reply = writer.whole(choices, usage_of(runs), _timings(runs) if with_timing else [])
+        headers = {} if explain is None else {EXPLANATION_HEADER: explain().decode()}
+        return Response(reply.model_dump_json(), headers=headers, media_type="application/json")
+
+    def _span(self, request: Request, account: RequestAccount) -> RequestSpan:
+        return RequestSpan(
+            self._tracer,
+            operation=operation_of(request.scope["path"]),
+            model=account.model,
+            parent=request.headers.get(TRACE_HEADER, ""),
+            arrived_s=account.arrived_s,
         )
-    except ClientGoneError:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    reply = writer.whole(choices, usage_of(runs), _timings(runs) if with_timing else [])
-    headers = {} if explain is None else {EXPLANATION_HEADER: explain().decode()}
-    return Response(reply.model_dump_json(), headers=headers, media_type="application/json")
 
-
-def _span(request: Request, serving: Serving, account: RequestAccount) -> RequestSpan:
-    return RequestSpan(
-        serving.tracer,
-        operation=operation_of(request.scope["path"]),
-        model=account.model,
-        parent=request.headers.get(TRACE_HEADER, ""),
-        arrived_s=account.arrived_s,
-    )
+    def _explain(self, runs: Sequence[GenerationRun]) -> bytes:
+        return explanations_json(self._decisions, [run.request.request_id for run in runs])
 
 
 async def _collect(deltas: AsyncGenerator[list[Delta], None]) -> list[list[Delta]]:
@@ -112,7 +185,7 @@ async def _collect(deltas: AsyncGenerator[list[Delta], None]) -> list[list[Delta
 
 
 async def _pieces(
-    runs: Sequence[JobRun],
+    runs: Sequence[GenerationRun],
     deltas: AsyncGenerator[list[Delta], None],
     writer: ReplyWriter,
     *,
@@ -130,13 +203,9 @@ async def _pieces(
     yield comment + writer.closing(usage_of(runs), _timings(runs) if with_timing else [])
 
 
-def _explain(serving: Serving, runs: Sequence[JobRun]) -> bytes:
-    return explanations_json(serving.decisions, [run.job.request_id for run in runs])
-
-
-def _deltas(runs: Sequence[JobRun]) -> AsyncGenerator[list[Delta], None]:
+def _deltas(runs: Sequence[GenerationRun]) -> AsyncGenerator[list[Delta], None]:
     return runs[0].deltas() if len(runs) == 1 else merged([run.deltas() for run in runs])
 
 
-def _timings(runs: Sequence[JobRun]) -> list[TimingReply]:
+def _timings(runs: Sequence[GenerationRun]) -> list[TimingReply]:
     return [TimingReply(**asdict(run.timing)) for run in runs if run.timing is not None]

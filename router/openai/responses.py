@@ -11,16 +11,16 @@ from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
-from router.http.body import read_body
+from router.http.body import BodyReader
 from router.http.errors import error_details
 from router.http.streaming import json_text, model_event, named_event
-from router.openai.context import ReplyHead, Wanted, plan_runs, take_request
-from router.openai.job_run import Delta, JobRun, LoggedToken
+from router.openai.context import RequestContext, RequestPlanner
+from router.openai.generation_run import Delta, GenerationRun, LoggedToken
 from router.openai.logprobs import chat_logprobs
 from router.openai.model_limits import TokenLimit
-from router.openai.prompt import conversation_prompt
+from router.openai.prompt import PromptEncoder
 from router.openai.replies import ChatTokenLogprob, TimingReply, Usage
-from router.openai.respond import respond
+from router.openai.respond import Responder
 from router.openai.response_replies import (
     ErrorEvent,
     IncompleteDetails,
@@ -36,24 +36,49 @@ from router.openai.response_replies import (
     TextDoneEvent,
 )
 from router.openai.response_requests import ResponsesRequest
-from router.openai.serving import Serving
 from router.text.token_bytes import PieceTable
 
 
-async def responses(request: Request, serving: Serving) -> Response:
-    """Answers one conversation."""
-    body = await read_body(request, ResponsesRequest, serving.max_body_bytes)
-    limit = TokenLimit(
-        asked=body.max_output_tokens,
-        default=None,
-        param="max_output_tokens",
-        prompt_param="input",
-    )
-    context = await take_request(request, serving, body, limit, "resp")
-    prompt = await conversation_prompt(body.as_conversation(), context)
-    (run,) = plan_runs(context, body, [prompt], Wanted(limit=limit, logprobs=body.logprobs))
-    writer = ResponseWriter(context.head, body, run, serving.tokenizer.pieces)
-    return await respond(request, context, [run], writer, stream=body.stream)
+class Responses:
+    """The endpoint.
+
+    Args:
+        bodies: Reads what was sent.
+        planner: Takes the request, and plans what is generated.
+        prompts: Makes token ids of what was sent.
+        responder: Runs it and replies.
+        pieces: What single tokens spell.
+    """
+
+    def __init__(
+        self,
+        bodies: BodyReader,
+        planner: RequestPlanner,
+        prompts: PromptEncoder,
+        responder: Responder,
+        pieces: PieceTable,
+    ) -> None:
+        self._bodies = bodies
+        self._planner = planner
+        self._prompts = prompts
+        self._responder = responder
+        self._pieces = pieces
+
+    async def __call__(self, request: Request) -> Response:
+        """Answers one conversation."""
+        body = await self._bodies.read(request, ResponsesRequest)
+        limit = TokenLimit(
+            asked=body.max_output_tokens,
+            default=None,
+            param="max_output_tokens",
+            prompt_param="input",
+        )
+        context = await self._planner.take(request, body, limit, "resp")
+        prompt = await self._prompts.of_conversation(body.as_conversation(), context)
+        planned = self._planner.plan(context, body, [prompt], logprobs=body.logprobs)
+        (run,) = self._responder.runs(context, body, planned)
+        writer = ResponseWriter(context, body, run, self._pieces)
+        return await self._responder.respond(request, context, [run], writer, stream=body.stream)
 
 
 class ResponseWriter:
@@ -63,13 +88,17 @@ class ResponseWriter:
     """
 
     def __init__(
-        self, head: ReplyHead, body: ResponsesRequest, run: JobRun, pieces: PieceTable
+        self,
+        context: RequestContext,
+        body: ResponsesRequest,
+        run: GenerationRun,
+        pieces: PieceTable,
     ) -> None:
-        self._head = head
+        self._context = context
         self._body = body
         self._run = run
         self._pieces = pieces
-        self._item_id = head.request_id.replace("resp", "msg", 1)
+        self._item_id = context.request_id.replace("resp", "msg", 1)
         self._numbers = count()
         self._said: list[Delta] = []
         place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
@@ -172,16 +201,16 @@ class ResponseWriter:
     def _reply(
         self, status: Status, output: list[OutputMessage], usage: Usage | None
     ) -> ResponseReply:
-        body, sampling = self._body, self._run.job.prompt.sampling
+        body, sampling = self._body, self._run.request.prompt.sampling
         return ResponseReply(
-            id=self._head.request_id,
-            created_at=self._head.created,
+            id=self._context.request_id,
+            created_at=self._context.created,
             status=status,
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
-            model=self._head.model,
+            model=self._context.name,
             output=output,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             service_tier=body.served_tier or "default",

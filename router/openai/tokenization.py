@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
 
 from router.http.account import account_of
-from router.http.body import read_body
+from router.http.body import BodyReader
 from router.http.fields import MAX_PROMPT_TOKENS, Body, Tokens, refusal
 from router.openai.conversation import (
     Messages,
@@ -15,10 +15,11 @@ from router.openai.conversation import (
     conversation_of,
 )
 from router.openai.model_limits import check_text, check_vocabulary
-from router.openai.prompt import conversation_tokens
-from router.openai.serving import Serving
+from router.openai.models import ModelCatalog
+from router.openai.prompt import PromptEncoder
 from router.ports import ServedModel
 from router.templates.renderer import Conversation
+from router.text.tokenizer import Tokenizer
 
 
 class TokenizeRequest(Body):
@@ -74,36 +75,53 @@ class Detokenized(BaseModel):
     prompt: str
 
 
-async def tokenize(request: Request, serving: Serving) -> Tokenized:
-    """The token ids of a prompt or a conversation."""
-    body = await read_body(request, TokenizeRequest, serving.max_body_bytes)
-    if body.model is not None:
-        serving.require_name(body.model, account_of(request))
-    model = await serving.require_model()
-    tokens = await _token_ids(body, serving, model)
-    texts = serving.tokenizer.token_texts(tokens) if body.return_token_strs else None
-    return Tokenized(
-        count=len(tokens), max_model_len=model.max_model_len, tokens=tokens, token_strs=texts
-    )
+class Tokenization:
+    """Both endpoints.
 
+    Args:
+        bodies: Reads what was sent.
+        catalog: The served model.
+        prompts: Makes token ids of conversations.
+        tokenizer: The served model's.
+    """
 
-async def _token_ids(body: TokenizeRequest, serving: Serving, model: ServedModel) -> list[int]:
-    if body.prompt is not None:
-        check_text(body.prompt, model, serving.tokenizer, "prompt")
-        special = body.add_special_tokens is not False
-        return await serving.tokenizer.encode(body.prompt, add_special_tokens=special)
-    return await conversation_tokens(
-        body.as_conversation(),
-        model,
-        serving.tokenizer,
-        add_special_tokens=bool(body.add_special_tokens),
-    )
+    def __init__(
+        self,
+        bodies: BodyReader,
+        catalog: ModelCatalog,
+        prompts: PromptEncoder,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._bodies = bodies
+        self._catalog = catalog
+        self._prompts = prompts
+        self._tokenizer = tokenizer
 
+    async def tokenize(self, request: Request) -> Tokenized:
+        """The token ids of a prompt or a conversation."""
+        body = await self._bodies.read(request, TokenizeRequest)
+        if body.model is not None:
+            self._catalog.require_name(body.model, account_of(request))
+        model = await self._catalog.require_model()
+        tokens = await self._token_ids(body, model)
+        texts = self._tokenizer.token_texts(tokens) if body.return_token_strs else None
+        return Tokenized(
+            count=len(tokens), max_model_len=model.max_model_len, tokens=tokens, token_strs=texts
+        )
 
-async def detokenize(request: Request, serving: Serving) -> Detokenized:
-    """The text of token ids."""
-    body = await read_body(request, DetokenizeRequest, serving.max_body_bytes)
-    if body.model is not None:
-        serving.require_name(body.model, account_of(request))
-    check_vocabulary(body.tokens, await serving.require_model(), "tokens")
-    return Detokenized(prompt=await serving.tokenizer.decode(body.tokens))
+    async def detokenize(self, request: Request) -> Detokenized:
+        """The text of token ids."""
+        body = await self._bodies.read(request, DetokenizeRequest)
+        if body.model is not None:
+            self._catalog.require_name(body.model, account_of(request))
+        check_vocabulary(body.tokens, await self._catalog.require_model(), "tokens")
+        return Detokenized(prompt=await self._tokenizer.decode(body.tokens))
+
+    async def _token_ids(self, body: TokenizeRequest, model: ServedModel) -> list[int]:
+        if body.prompt is not None:
+            check_text(body.prompt, model, self._tokenizer, "prompt")
+            special = body.add_special_tokens is not False
+            return await self._tokenizer.encode(body.prompt, add_special_tokens=special)
+        return await self._prompts.count(
+            body.as_conversation(), model, add_special_tokens=bool(body.add_special_tokens)
+        )

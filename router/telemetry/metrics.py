@@ -4,11 +4,13 @@ All label values come from fixed sets: served model name, known routes, status c
 that the operator named.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from baton.errors import OverloadedError
 from baton.generation import FinishReason
 from baton.telemetry.metrics import (
     REQUEST_LATENCY_BUCKETS_S,
@@ -51,6 +53,15 @@ class RouterMetrics:
     def rejected(self, tenant_class: str, reason: str) -> None:
         """A request was refused; `tenant_class` and `reason` are from bounded sets."""
         self._rejected.labels(tenant_class, reason).inc()
+
+    @contextmanager
+    def counting_refusals(self, tenant_class: str) -> Iterator[None]:
+        """Counts a refusal that is raised inside."""
+        try:
+            yield
+        except OverloadedError as error:
+            self.rejected(tenant_class, error.reason)
+            raise
 
     def http_answered(self, route: str, status: int) -> None:
         """One HTTP request was answered; `route` is a declared path or `other`."""

@@ -8,7 +8,7 @@ import pytest
 from baton.config.schema import TenantsConfig
 from baton.errors import ConfigError
 from baton_cluster.pool_allowances import open_allowances
-from kvpool.accounts import Allowance
+from kvpool.messages import Allowance
 
 DOCUMENT = """
 tenants:

@@ -23,14 +23,13 @@ from baton_engine.ports import PageExport
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.scheduler import Scheduler
-from kvpool.host_pages import HostPages, slab_layers
+from kvpool.client.arena_pages import HostPages, slab_layers
+from kvpool.client.publisher import Placed, PoolWriter, PublishQueue
+from kvpool.client.read_leases import ReadLeases
+from kvpool.client.reader import PoolReader
 from kvpool.messages import BlockLease, HeldBlock
-from kvpool.publish_queue import PublishQueue
-from kvpool.read_leases import ReadLeases
-from kvpool.reader import PoolReader
-from kvpool.writer import Placed, PoolWriter
 from tests.baton_engine.tiny_models import make_model, random_prompts
-from tests.kvpool.arena_world import Desk, Gated
+from tests.kvpool.client.arena_world import Desk, Gated
 
 A, B = SeqId("test/a"), SeqId("test/b")
 NUM_BLOCKS, BLOCK_TOKENS, NUM_SLOTS, NUM_LAYERS = 40, 8, 64, 3

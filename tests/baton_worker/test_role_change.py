@@ -48,8 +48,8 @@ async def set_role(worker: Node, role: Role, timeout_s: float = 30.0) -> control
         return await control_pb2_grpc.ControlStub(channel).SetRole(request)
 
 
-def roles_heard(router: Router) -> list[Role]:
-    return [hello_from_proto(f.hello).role for f in router.frames if f.HasField("hello")]
+def roles_heard(at: Router) -> list[Role]:
+    return [hello_from_proto(frame.hello).role for frame in at.frames if frame.HasField("hello")]
 
 
 async def is_now(router: Router, role: Role) -> None:

@@ -20,7 +20,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
 from kv_transfer.memory.pages import Pages
-from kvpool.client import GrpcPoolClient
+from kvpool.client.node_client import GrpcPoolClient
 from kvpool.directory.redis import RedisDirectory
 from kvpool.messages import BlockLease, Owner, PutGrant
 from kvpool.ports import AllowanceSource
@@ -129,7 +129,7 @@ class Node:
         config = self.folder / f"{self.name}.json"
         config.write_text(json.dumps(said))
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.kvpool.node_process", str(config)), stdout=PIPE
+            *(sys.executable, "-m", "tests.kvpool.node.node_process", str(config)), stdout=PIPE
         )
         assert process.stdout is not None
         try:

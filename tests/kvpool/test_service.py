@@ -22,9 +22,8 @@ from baton.rpc.hello import identity_to_proto, layout_to_proto
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
 from kv_transfer.memory.pages import Pages
-from kvpool.accounts import Allowance
-from kvpool.client import GrpcPoolClient
-from kvpool.messages import Owner, PutGrant, RefusalReason, Refused
+from kvpool.client.node_client import GrpcPoolClient
+from kvpool.messages import Allowance, Owner, PutGrant, RefusalReason, Refused
 from kvpool.ports import AllowanceSource
 from kvpool.service import run
 

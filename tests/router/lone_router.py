@@ -5,8 +5,8 @@ import sys
 
 from baton.config.schema import RouterConfig
 from baton.ids import Role
-from router.links import LinkTiming
 from router.service import compose, running
+from router.workers.links import LinkTiming
 from tests.router.test_generator import job
 
 

@@ -16,12 +16,12 @@ from baton.generation import Prompt, SamplingParams, TokenSample
 from baton.ids import RequestId, Role
 from baton.rpc.generation import prompt_from_proto
 from router.dispatch.retry import RetryPolicy
-from router.links import LinkTiming
 from router.ports import GenerationRequest, ServedModel, Timing, Tokens
 from router.service import compose
 from router.service import running as running_parts
 from router.slo import STANDARD
 from router.tenants.tenant import ANONYMOUS
+from router.workers.links import LinkTiming
 from tests.router.grpc_workers import FakeWorker, running
 from tests.router.workers import drawn
 

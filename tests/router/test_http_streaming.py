@@ -6,7 +6,7 @@ import pytest
 from starlette.types import Message
 
 from router.http.streaming import ClientGoneError, EventStream, while_connected
-from router.openai.job_run import merged
+from router.openai.generation_run import merged
 
 
 async def _never() -> Message:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
 from baton.rpc.v1 import common_pb2, worker_pb2
-from router.events import DecodeTokens, SampleFinished, StepTokens
+from router.dispatch.events import DecodeTokens, SampleFinished, StepTokens
 from router.fake import FakeGenerator
-from router.frames import events_of
 from router.ports import GenerationEvent, GenerationRequest, Tokens
+from router.workers.frames import events_of
 from tests.router.served import Served, serve
 
 TEXT = st.text('ab. \n"\\\x07\u00e9\u20ac\u4f60\u2028\U0001f600', max_size=20)

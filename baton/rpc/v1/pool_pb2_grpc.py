@@ -512,7 +512,7 @@ class PoolPeersServicer:
     """
 
     def Ask(self, request, context):
-        """A sealed `PeerRequest` there, a sealed `PeerReply` back (kvpool/peer_seal.py).
+        """A sealed `PeerRequest` there, a sealed `PeerReply` back (kvpool/peers/client.py).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

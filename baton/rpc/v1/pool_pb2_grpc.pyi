@@ -152,7 +152,7 @@ class PoolPeersStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PoolPeersAsyncStub: ...
     Ask: _grpc.UnaryUnaryMultiCallable[_common_pb2.Signed, _common_pb2.Signed]
-    """A sealed `PeerRequest` there, a sealed `PeerReply` back (kvpool/peer_seal.py)."""
+    """A sealed `PeerRequest` there, a sealed `PeerReply` back (kvpool/peers/client.py)."""
 
 @_typing.type_check_only
 class PoolPeersAsyncStub(PoolPeersStub):
@@ -162,7 +162,7 @@ class PoolPeersAsyncStub(PoolPeersStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Ask: _aio.UnaryUnaryMultiCallable[_common_pb2.Signed, _common_pb2.Signed]  # type: ignore[assignment]
-    """A sealed `PeerRequest` there, a sealed `PeerReply` back (kvpool/peer_seal.py)."""
+    """A sealed `PeerRequest` there, a sealed `PeerReply` back (kvpool/peers/client.py)."""
 
 class PoolPeersServicer(metaclass=_abc_1.ABCMeta):
     """Between the nodes of several hosts. What a node lacks it asks another one for, which then writes it into the asker's slab as a
@@ -175,6 +175,6 @@ class PoolPeersServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.Signed,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.Signed, _abc.Awaitable[_common_pb2.Signed]]:
-        """A sealed `PeerRequest` there, a sealed `PeerReply` back (kvpool/peer_seal.py)."""
+        """A sealed `PeerRequest` there, a sealed `PeerReply` back (kvpool/peers/client.py)."""
 
 def add_PoolPeersServicer_to_server(servicer: PoolPeersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -20,10 +20,10 @@ from kvpool.messages import (
     Replica,
     Selection,
     Stored,
+    TenantPart,
     Tier,
 )
 from kvpool.ports import Directory
-from kvpool.tenant_parts import TenantPart
 from tests.redis_servers import KINDS, a_redis
 
 LEASE_S = 60.0

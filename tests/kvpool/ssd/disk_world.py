@@ -8,8 +8,7 @@ import xxhash
 
 from baton.errors import CorruptKvError
 from baton.ids import BlockKey
-from kvpool.actions import DiskBlock
-from kvpool.messages import Owner
+from kvpool.messages import DiskBlock, Owner
 from kvpool.ssd.store import SsdStore
 
 SLOT_BYTES = 6000

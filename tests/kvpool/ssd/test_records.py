@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.ids import BlockKey
-from kvpool.actions import DiskBlock
-from kvpool.messages import Owner
+from kvpool.messages import DiskBlock, Owner
 from kvpool.ssd.records import (
     VERSION,
     Begins,

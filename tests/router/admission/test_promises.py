@@ -12,9 +12,9 @@ from router.admission.capacity import WorkerCapacity
 from router.admission.controller import AdmissionController
 from router.admission.queue import QueuedRequest
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.events import ClientGone, Submitted, WorkerJoined
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
-from router.events import ClientGone, Submitted, WorkerJoined
 from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named

@@ -42,9 +42,7 @@ from router.dispatch.actions import (
     WorkerSuspected,
 )
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.placement import Placement
-from router.dispatch.retry import RetryPolicy
-from router.events import (
+from router.dispatch.events import (
     ClientGone,
     DecodeTokens,
     FirstTokensArrived,
@@ -61,6 +59,8 @@ from router.events import (
     WorkerLost,
     WriterLost,
 )
+from router.dispatch.placement import Placement
+from router.dispatch.retry import RetryPolicy
 from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named

@@ -27,9 +27,7 @@ from router.dispatch.actions import (
     SendReassign,
 )
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.placement import Placement
-from router.dispatch.retry import RetryPolicy
-from router.events import (
+from router.dispatch.events import (
     ClientGone,
     DecodeTokens,
     FirstTokensArrived,
@@ -37,7 +35,7 @@ from router.events import (
     LegFailed,
     LoadReported,
     SampleFinished,
-    Service,
+    Stage,
     StepTokens,
     StopSample,
     Submitted,
@@ -46,6 +44,8 @@ from router.events import (
     WorkerLost,
     WriterLost,
 )
+from router.dispatch.placement import Placement
+from router.dispatch.retry import RetryPolicy
 from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
@@ -71,8 +71,8 @@ class FakeLeg:
 class FakeWorker:
     identity: WorkerIdentity
     legs: dict[LegId, FakeLeg] = field(default_factory=dict)
-    outbox: dict[Service, deque[Any]] = field(
-        default_factory=lambda: {service: deque() for service in Service}
+    outbox: dict[Stage, deque[Any]] = field(
+        default_factory=lambda: {stage: deque() for stage in Stage}
     )
 
 
@@ -261,7 +261,7 @@ class Interleavings(RuleBasedStateMachine):
     def lose_writer(self, worker: FakeWorker, leg_id: LegId, attempt: int) -> None:
         error = WorkerLostError("the prefill worker is gone")
         event = WriterLost(worker=worker.identity, leg_id=leg_id, attempt=attempt, error=error)
-        worker.outbox[Service.DECODE].append(event)
+        worker.outbox[Stage.DECODE].append(event)
 
     @precondition(lambda self: any(worker.legs for worker in self.workers.values()))
     @rule(data=st.data(), overloaded=st.booleans())
@@ -273,9 +273,9 @@ class Interleavings(RuleBasedStateMachine):
     def fail_leg(self, worker: FakeWorker, leg_id: LegId, error) -> None:
         leg = worker.legs.pop(leg_id)
         prefill = isinstance(leg.command, SendPrefill)
-        service = Service.PREFILL if prefill else Service.DECODE
+        stage = Stage.PREFILL if prefill else Stage.DECODE
         event = LegFailed(worker=worker.identity, leg_id=leg_id, error=error)
-        worker.outbox[service].append(event)
+        worker.outbox[stage].append(event)
 
     def some_leg(self, data: st.DataObject) -> tuple[FakeWorker, LegId]:
         choices = [
@@ -315,9 +315,9 @@ class Interleavings(RuleBasedStateMachine):
         for leg_id in list(worker.legs):
             if leg_id in worker.legs:
                 self.advance(worker, leg_id)
-        for service in Service:
-            if worker.outbox[service]:
-                self.feed(worker.outbox[service].popleft())
+        for stage in Stage:
+            if worker.outbox[stage]:
+                self.feed(worker.outbox[stage].popleft())
 
     def advance(self, worker: FakeWorker, leg_id: LegId) -> None:
         leg = worker.legs[leg_id]
@@ -336,7 +336,7 @@ class Interleavings(RuleBasedStateMachine):
         max_tokens = leg.prompt.sampling.max_tokens
         position = len(leg.prompt.output_tokens)
         tokens = tuple(drawn(sample, position, max_tokens) for sample in leg.prompt.samples)
-        out = worker.outbox[Service.PREFILL]
+        out = worker.outbox[Stage.PREFILL]
         if not leg.prefilled:
             leg.prefilled = True
             out.append(
@@ -374,7 +374,7 @@ class Interleavings(RuleBasedStateMachine):
         max_tokens = leg.prompt.sampling.max_tokens
         tokens = tuple(drawn(s, position, max_tokens) for s, position in leg.positions.items())
         leg.positions = {t.sample: leg.positions[t.sample] + 1 for t in tokens if not t.finish}
-        out = worker.outbox[Service.DECODE]
+        out = worker.outbox[Stage.DECODE]
         if tokens:
             out.append(DecodeTokens(worker=worker.identity, leg_id=leg_id, tokens=tokens))
         for sample in leg.prompt.samples if not leg.positions else ():
@@ -392,16 +392,16 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.streams())
     @rule(data=st.data(), most=st.integers(1, 4))
     def deliver(self, data: st.DataObject, most: int) -> None:
-        name, service = data.draw(st.sampled_from(self.streams()))
-        stream = self.workers[name].outbox[service]
+        name, stage = data.draw(st.sampled_from(self.streams()))
+        stream = self.workers[name].outbox[stage]
         for _ in range(min(most, len(stream))):
             self.feed(stream.popleft())
 
-    def streams(self) -> list[tuple[str, Service]]:
+    def streams(self) -> list[tuple[str, Stage]]:
         return [
-            (name, service)
+            (name, stage)
             for name in sorted(self.workers)
-            for service, stream in self.workers[name].outbox.items()
+            for stage, stream in self.workers[name].outbox.items()
             if stream
         ]
 
@@ -438,9 +438,9 @@ class Interleavings(RuleBasedStateMachine):
             self.hear(set(ROLES))
             for name in ROLES:
                 self.move(name)
-            for name, service in self.streams():
-                while self.workers[name].outbox[service]:
-                    self.feed(self.workers[name].outbox[service].popleft())
+            for name, stage in self.streams():
+                while self.workers[name].outbox[stage]:
+                    self.feed(self.workers[name].outbox[stage].popleft())
             self.now_s += 0.1
             self.feed(TimePassed())
             self.core.check_integrity()

@@ -5,9 +5,9 @@ import pytest
 from baton.errors import CancelledByPeerError
 from baton.generation import WorkerLoad
 from router.dispatch.actions import Finish, SendCancel, SendExpect, SendGenerate, SendPrefill
+from router.dispatch.events import LoadReported, PutInPool, WorkerLost, WriterLost
 from router.dispatch.placement import Placement
 from router.dispatch.retry import Fallback, RetryPolicy
-from router.events import LoadReported, PutInPool, WorkerLost, WriterLost
 from tests.router.dispatch.test_dispatcher import (
     Core,
     cancelled,

@@ -1,0 +1,1 @@
+"""In-memory stand-ins of the pool, for tests and benchmarks."""

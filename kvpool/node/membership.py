@@ -1,0 +1,183 @@
+"""One node's standing in the pool: its lease in the directory, what it has told of its blocks, and its part of tenants' quotas."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
+from typing import Protocol
+
+from baton.clock import Clock
+from baton.errors import PoolUnavailableError
+from baton.telemetry.logs import get_logger
+from kvpool.messages import DirectoryChanges, NodeState, Selection, Stored
+from kvpool.node.ledger import NodeLedger
+from kvpool.node.quotas import QuotaShares
+from kvpool.ports import Directory
+
+_RENEWALS_PER_LEASE = 3
+_RETRY_S = 1.0
+"""How often a directory that is away is asked: not with every change."""
+
+
+class LedgerView(Protocol):
+    """What the registrar asks of the node's ledger."""
+
+    def take_replica_changes(self, limit: int = 4096) -> DirectoryChanges | None:
+        """What the directory has yet to be told."""
+
+    def stored(self) -> Iterable[Stored]:
+        """Everything that is held."""
+
+    def flush(self, selection: Selection) -> int:
+        """Gives up what a flush covers."""
+
+
+class DirectoryClient:
+    """One node at one directory. Every method returns, whether or not the directory answers.
+
+    Args:
+        directory: Of the pool.
+        ledger: Of the node.
+        lease_s: For how long the node is taken to live after each renewal.
+    """
+
+    def __init__(self, directory: Directory, ledger: LedgerView, *, lease_s: float) -> None:
+        self._directory = directory
+        self._ledger = ledger
+        self._lease_s = lease_s
+        self._flushes = 0
+        self._reachable = False
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the directory answered when it was last asked."""
+        return self._reachable
+
+    async def renew(self, state: NodeState) -> tuple[NodeState, ...] | None:
+        """Prolongs the lease, carries out flushes of others, and tells everything to a directory that knows nothing.
+
+        Returns:
+            What the living nodes say of themselves; None where the directory is away.
+        """
+        try:
+            if not self._reachable:
+                await self._directory.retire(state.node)  # some change may never have arrived
+            renewal = await self._directory.renew(state, self._lease_s, self._flushes)
+            for selection in renewal.selections:
+                self._ledger.flush(selection)
+            self._flushes = renewal.flushes
+            if renewal.anew:
+                await self._tell_all(state)
+            self._reachable = True
+            return await self._directory.nodes()
+        except PoolUnavailableError as error:
+            self._lost(error)
+            return None
+
+    async def publish(self, state: NodeState) -> None:
+        """Tells what has changed since the last call."""
+        try:
+            while self._reachable and (changes := self._ledger.take_replica_changes()) is not None:
+                await self._directory.publish(state.node, changes)
+        except PoolUnavailableError as error:
+            self._lost(error)
+
+    async def flush(self, selection: Selection) -> bool:
+        """Has all nodes give up what `selection` covers; False where the directory is away and only this node will."""
+        try:
+            await self._directory.flush(selection)
+        except PoolUnavailableError as error:
+            self._lost(error)
+            return False
+        return True
+
+    async def retire(self, state: NodeState) -> None:
+        """The node stops."""
+        try:
+            await self._directory.retire(state.node)
+        except PoolUnavailableError as error:
+            self._lost(error)
+
+    async def _tell_all(self, state: NodeState) -> None:
+        while self._ledger.take_replica_changes() is not None:
+            continue  # all of it stands in what is told now
+        stored = iter(list(self._ledger.stored()))  # it changes while the directory is told
+        while part := tuple(islice(stored, _AT_ONCE)):
+            await self._directory.publish(state.node, DirectoryChanges(stored=part))
+
+    def _lost(self, error: PoolUnavailableError) -> None:
+        if self._reachable:
+            _log.warning(
+                "the pool's directory is away: blocks of other hosts are not found",
+                reason=str(error),
+            )
+        self._reachable = False
+
+
+class Membership:
+    """For one event loop. Every method returns, whether or not the directory answers.
+
+    Args:
+        ledger: Of the node; who calls `renew` or `share_quotas` carries out what it wants done after that.
+        registrar: Speaks with the directory.
+        shares: Divides quotas.
+        lease_s: For how long a renewal holds.
+        clock: Renewals and tenants' activity go by it.
+    """
+
+    def __init__(
+        self,
+        ledger: NodeLedger,
+        registrar: DirectoryClient,
+        shares: QuotaShares,
+        *,
+        lease_s: float,
+        clock: Clock,
+    ) -> None:
+        self._ledger = ledger
+        self._registrar = registrar
+        self._shares = shares
+        self._every_s = lease_s / _RENEWALS_PER_LEASE
+        self._clock = clock
+        self._renewed_s = float("-inf")
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the directory answered when it was last asked."""
+        return self._registrar.reachable
+
+    async def renew(self, state: NodeState) -> None:
+        """Says that the node lives, and hears what tenants have on the others; as often as it is called, but no more than is due:
+        at once when the node is new, then three times per lease.
+        """
+        now_s = self._clock.now_s()
+        every_s = self._every_s if self.reachable else min(self._every_s, _RETRY_S)
+        if now_s - self._renewed_s < every_s:
+            return
+        self._renewed_s = now_s
+        parts = self._shares.parts(self._ledger.owners(), now_s)
+        states = await self._registrar.renew(replace(state, parts=parts))
+        if states is not None:
+            self._shares.learn(states)
+            self.share_quotas()
+
+    def share_quotas(self) -> None:
+        """Obeys this node's part of every quota; what the operator says has changed, or what others have."""
+        due = self._shares.due(self._ledger.owners(), self._clock.now_s())
+        for tenant, allowance in due.items():
+            self._ledger.allow(tenant, allowance)
+
+    async def publish(self, state: NodeState) -> None:
+        """Tells what has changed since the last call."""
+        await self._registrar.publish(state)
+
+    async def flush(self, selection: Selection) -> None:
+        """Has the other nodes give up what `selection` covers."""
+        await self._registrar.flush(selection)
+
+    async def retire(self, state: NodeState) -> None:
+        """The node stops."""
+        await self._registrar.retire(state)
+
+
+_AT_ONCE = 4096
+_log = get_logger(__name__)

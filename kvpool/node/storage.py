@@ -1,0 +1,192 @@
+"""What a pool node has from its first worker on: a slab with its ledger and, where there is one, a disk below it.
+
+The ledger decides, the slab holds the bytes, the mover copies them to the disk and back; here they are joined.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from baton.clock import Clock
+from baton.config.schema import PoolConfig
+from baton.errors import ConfigError, CorruptKvError
+from baton.ids import WorkerIdentity
+from baton.telemetry.logs import get_logger
+from kvpool.messages import Allowance, Demote, Erase, NodeAction, Promote
+from kvpool.node.ledger import NodeLedger, NodeLimits
+from kvpool.node.slab import Slab
+from kvpool.ports import ExtentStore
+
+OpenDisk = Callable[[int], ExtentStore]
+"""Opens the disk for blocks of so many bytes."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageConfig:
+    """How a store is made once the size of its blocks is known.
+
+    Attributes:
+        config: Of the pool.
+        memory_bytes: For the slab.
+        region_path: Unix socket for the slab's descriptor.
+        identity: The node's; no other start of any node names its puts and leases alike.
+        open_disk: None without a disk.
+    """
+
+    config: PoolConfig
+    memory_bytes: int
+    region_path: str
+    identity: WorkerIdentity
+    open_disk: OpenDisk | None
+
+
+class NodeStorage:
+    """Not thread-safe: methods are called on the event loop that made it.
+
+    Args:
+        plan: What it is made of.
+        slot_bytes: Of a block.
+        clock: Puts and leases run on it.
+
+    Attributes:
+        slab: The memory.
+        ledger: Its book. Whoever has it do something that may move blocks calls `carry_out` after it.
+
+    Raises:
+        ConfigError: Not one block fits the memory.
+        OutOfMemoryError: The machine has not got the memory.
+    """
+
+    def __init__(self, plan: StorageConfig, slot_bytes: int, clock: Clock) -> None:
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._moved = asyncio.Event()
+        disk = _open_disk(plan.open_disk, slot_bytes)
+        self.slab = Slab(
+            memory_bytes=plan.memory_bytes, slot_bytes=slot_bytes, path=plan.region_path
+        )
+        limits = _limits(plan.config, self.slab, 0 if disk is None else disk.num_extents)
+        found = () if disk is None else disk.recover()
+        self.ledger = NodeLedger(limits, f"{plan.identity.incarnation:x}", found)
+        self._mover = None if disk is None else TierMover(disk, self.slab, self._on_moved)
+
+    def carry_out(self) -> None:
+        """Has the disk do what the ledger wants done."""
+        if self._mover is not None:
+            actions = self.ledger.take_actions()
+            if actions:
+                self._mover.carry_out(actions)
+
+    async def loaded(self, lease_id: str, wait_s: float) -> None:
+        """Waits until all blocks of a lease are in memory, for `wait_s` at most."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while self.ledger.loading(lease_id):
+                    self._moved.clear()
+                    await self._moved.wait()
+        except TimeoutError:
+            return  # what has arrived by now is worth having
+
+    async def close(self) -> None:
+        """Lets go of memory and disk."""
+        if self._mover is not None:
+            await asyncio.to_thread(self._mover.close)
+        await asyncio.to_thread(self.slab.close)
+
+    def _on_moved(self, action: Demote | Promote, succeeded: bool) -> None:
+        """On the mover's thread."""
+        self._loop.call_soon_threadsafe(self._note_moved, action, succeeded)
+
+    def _note_moved(self, action: Demote | Promote, succeeded: bool) -> None:
+        now_s = self._clock.now_s()
+        if not succeeded:
+            self.ledger.io_failed(action, now_s)
+        elif isinstance(action, Demote):
+            self.ledger.written(action, now_s)
+        else:
+            self.ledger.loaded(action)
+        self.carry_out()
+        self._moved.set()
+
+
+def _open_disk(open_disk: OpenDisk | None, slot_bytes: int) -> ExtentStore | None:
+    """The SSD tier; None without one, and where it cannot be opened: memory alone is worth having."""
+    if open_disk is None:
+        return None
+    try:
+        return open_disk(slot_bytes)
+    except (OSError, ConfigError) as error:
+        _log.error("the pool goes on without its disk", reason=str(error))
+        return None
+
+
+def _limits(config: PoolConfig, slab: Slab, num_extents: int) -> NodeLimits:
+    return NodeLimits(
+        num_slots=slab.num_slots,
+        slot_bytes=slab.slot_bytes,
+        num_extents=num_extents,
+        eviction=config.eviction,
+        ssd_eviction=config.ssd_eviction,
+        high_watermark=config.high_watermark,
+        low_watermark=config.low_watermark,
+        put_timeout_s=config.put_timeout_s,
+        usual=Allowance(max_bytes=config.tenant_bytes),
+    )
+
+
+Done = Callable[[Demote | Promote, bool], None]
+"""Told, on the mover's thread, whether a copy succeeded."""
+
+
+class TierMover:
+    """Copies blocks between slab and disk, beside the event loop.
+
+    Args:
+        store: The disk.
+        slab: The memory.
+        done: Told of every copy. Of an erasure nobody is told.
+    """
+
+    def __init__(self, store: ExtentStore, slab: Slab, done: Done) -> None:
+        self._store = store
+        self._slab = slab
+        self._done = done
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pool-disk")
+
+    def carry_out(self, actions: list[NodeAction]) -> Future[None]:
+        """Queues actions; returns at once."""
+        return self._thread.submit(self._carry_out, actions)
+
+    def close(self) -> None:
+        """Waits for what is queued."""
+        self._thread.shutdown()
+        try:
+            self._store.close()
+        except OSError as error:
+            _log.error("the pool's disk could not be closed in order", reason=str(error))
+
+    def _carry_out(self, actions: list[NodeAction]) -> None:
+        for action in actions:
+            try:
+                self._do(action)
+            except (OSError, CorruptKvError) as error:
+                _log.warning(
+                    "a block could not be moved", action=type(action).__name__, reason=str(error)
+                )
+                if not isinstance(action, Erase):
+                    self._done(action, False)
+            else:
+                if not isinstance(action, Erase):
+                    self._done(action, True)
+
+    def _do(self, action: NodeAction) -> None:
+        match action:
+            case Demote(slot=slot, block=block):
+                self._store.write(block, self._slab.slot(slot)[: block.size_bytes])
+            case Promote(slot=slot, block=block):
+                self._store.read(block, self._slab.slot(slot)[: block.size_bytes])
+            case Erase(extent=extent, epoch=epoch):
+                self._store.erase(extent, epoch)

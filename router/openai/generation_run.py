@@ -1,0 +1,288 @@
+"""The generation requests of one HTTP request while they run: tokens of several prompts and samples become deltas of numbered
+choices.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from baton.clock import Clock
+from baton.errors import EngineError, OverloadedError
+from baton.generation import FinishReason, TokenLogprobs, TokenSample
+from router.openai.replies import PromptTokensDetails, Usage
+from router.openai.requests import DrawingBody
+from router.ports import GenerationRequest, Generator, Timing, Tokens
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.request_span import RequestSpan
+from router.text.detokenizer import StopStrings
+from router.text.token_bytes import TokenDecoder
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(slots=True, eq=False)
+class LoggedToken:
+    """A token with log-probabilities and where in the choice's text it begins."""
+
+    sample: TokenSample
+    text_offset: int
+
+
+@dataclass(slots=True, eq=False)
+class Delta:
+    """What one choice gained. `finish` is set on its last one, and `stop` if that was for a stop string."""
+
+    index: int
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    logged: list[LoggedToken] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop: str | None = None
+
+
+class Choice:
+    """The text of one sample, while it grows.
+
+    Args:
+        index: The choice's number.
+        decoder: Makes text of its tokens.
+        body: What its client asked for: stop strings, and whether what ended the sample is shown.
+        silent: No token is wanted at all: the first one that is drawn ends the sample and is not told.
+
+    Attributes:
+        num_tokens: Tokens generated, hidden ones included.
+        finish: Why it ended; None while it runs.
+    """
+
+    def __init__(
+        self, index: int, decoder: TokenDecoder, body: DrawingBody, *, silent: bool
+    ) -> None:
+        self.num_tokens = 0
+        self.finish: FinishReason | None = None
+        self._index = index
+        self._decoder = decoder
+        self._silent = silent
+        self._shows_stop = bool(body.include_stop_str_in_output)
+        self._min_tokens = body.min_tokens or 0
+        self._has_stops = bool(body.stops)
+        self._stops = StopStrings(body.stops, include=self._shows_stop)
+        self._decoded_length = 0
+        self._text = ""
+        self._tokens: list[int] = []
+        self._logged: list[LoggedToken] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish is not None
+
+    def push(self, sample: TokenSample) -> None:
+        """Takes the next token. One that was under way when a stop string matched is dropped."""
+        if self.finish is not None:
+            return
+        if self._silent:
+            self.finish = FinishReason.LENGTH
+            return
+        self.num_tokens += 1
+        self._tokens.append(sample.token)
+        if sample.logprobs is not None:
+            self._logged.append(LoggedToken(sample, self._decoded_length))
+        if sample.finish is not FinishReason.STOP or self._shows_stop:
+            self._show(self._decoder.push(sample.token))
+        if sample.finish is not None:
+            self._show(self._decoder.finish())
+            self._text += self._stops.finish()
+        self.finish = FinishReason.STOP if self._stops.matched is not None else sample.finish
+
+    def take(self) -> Delta | None:
+        """What may be shown now and was not before; None if there is nothing.
+
+        Ids and log-probabilities of tokens whose text is held back wait for it.
+        """
+        if not self._text and self.finish is None:
+            return None
+        delta = Delta(
+            self._index, self._text, self._tokens, self._logged, self.finish, self._stops.matched
+        )
+        self._text, self._tokens, self._logged = "", [], []
+        return delta
+
+    def _show(self, text: str) -> None:
+        self._decoded_length += len(text)
+        if not self._has_stops:
+            self._text += text
+            return
+        watched = self.num_tokens > self._min_tokens
+        self._text += self._stops.push(text) if watched else text
+
+
+def token_ids(deltas: Sequence[Delta]) -> list[int]:
+    """Ids of all tokens of one choice, those without visible text included."""
+    return [token for delta in deltas for token in delta.tokens]
+
+
+class GenerationRun:
+    """One generation request and its choices. Run it once.
+
+    Args:
+        request: What is generated.
+        choices: Its samples' texts, by sample.
+        generator: Generates it.
+        metrics: Counts what its client gets.
+        clock: The router's.
+
+    Attributes:
+        request: What is generated.
+        timing: Where its time went; None until it ended.
+        arrived_s: When its HTTP request came, on the clock: what its client waits for is counted from here.
+        prompt_logprobs: Of the prompt's tokens from the second on, once the first token is there and if they are wanted.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        choices: Mapping[int, Choice],
+        generator: Generator,
+        metrics: RouterMetrics,
+        clock: Clock,
+    ) -> None:
+        self.request = request
+        self.timing: Timing | None = None
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self.arrived_s = clock.now_s()
+        self._choices = choices
+        self._generator = generator
+        self._metrics = metrics
+        self._clock = clock
+        self._span: RequestSpan | None = None
+        self._last_token_s: dict[int, float] = {}
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all its choices so far."""
+        return sum(choice.num_tokens for choice in self._choices.values())
+
+    async def deltas(self) -> AsyncGenerator[list[Delta], None]:
+        """What the choices gained, event by event. Closing it cancels the generation.
+
+        Raises:
+            BatonError: As `Generator.generate`, or a choice was left without an end.
+        """
+        submitted_s, fault = self._clock.now_s(), None
+        try:
+            async with aclosing(self._generator.generate(self.request)) as events:
+                async for event in events:
+                    if isinstance(event, Timing):
+                        self._finish(event, submitted_s)
+                    elif gained := self._take(event):
+                        yield gained
+            if not all(choice.finished for choice in self._choices.values()):
+                raise EngineError("The output ended before all of it was there.")
+        except BaseException as error:
+            fault = error
+            if isinstance(error, OverloadedError):
+                self._metrics.rejected(self.request.tenant.tenant_class, error.reason)
+            raise
+        finally:
+            self._end_span(fault)
+
+    def join_session(self, name: str) -> None:
+        """The request belongs to the session of that name; the one that its body names counts only without it."""
+        if name:
+            self.request = replace(self.request, session=name)
+
+    def trace(self, span: RequestSpan) -> None:
+        """Its own span, under which the workers' come."""
+        self._span = span
+        self.request = replace(self.request, trace_parent=span.trace_parent)
+
+    def _finish(self, timing: Timing, submitted_s: float) -> None:
+        self.timing = timing
+        total_s = self._clock.now_s() - self.arrived_s
+        self._metrics.job_finished(timing, self.request.slo.name, total_s)
+        if self._span is not None:
+            self._span.routed(timing, submitted_s)
+
+    def _end_span(self, fault: BaseException | None) -> None:
+        if self._span is not None:
+            finishes = [choice.finish for choice in self._choices.values()]
+            self._span.end(self.request, self.output_tokens, finishes, fault)
+
+    def _take(self, event: Tokens) -> list[Delta]:
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
+        now_s = self._clock.now_s()
+        if len(event.samples) == 1:  # nearly always
+            (sample,) = event.samples
+            choice = self._choices[sample.sample]
+            if choice.finish is None:
+                self._advance(choice, sample, now_s)
+            delta = choice.take()
+            return [] if delta is None else [delta]
+        touched: dict[int, Choice] = {}
+        for sample in event.samples:
+            choice = touched[sample.sample] = self._choices[sample.sample]
+            if choice.finish is None:
+                self._advance(choice, sample, now_s)
+        return [delta for choice in touched.values() if (delta := choice.take()) is not None]
+
+    def _advance(self, choice: Choice, sample: TokenSample, now_s: float) -> None:
+        self._measure(sample.sample, now_s)
+        choice.push(sample)
+        if choice.finish is None:
+            return
+        self._metrics.sample_finished(choice.finish)
+        if sample.finish is None:
+            self._generator.stop_sample(self.request.request_id, sample.sample)
+
+    def _measure(self, sample: int, now_s: float) -> None:
+        last_s = self._last_token_s.get(sample)
+        if last_s is not None:
+            self._metrics.next_token(now_s - last_s)
+        elif not self._last_token_s:
+            self._metrics.first_token(now_s - self.arrived_s)
+        self._last_token_s[sample] = now_s
+
+
+def usage_of(runs: Sequence[GenerationRun]) -> Usage:
+    """Token counts over all runs of a request."""
+    prompt_tokens = sum(len(run.request.prompt.prompt_tokens) for run in runs)
+    output_tokens = sum(run.output_tokens for run in runs)
+    cached = sum(run.timing.reused_tokens for run in runs if run.timing is not None)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=output_tokens,
+        total_tokens=prompt_tokens + output_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+async def merged(sources: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:
+    """What all `sources` yield, as it comes. Never more than one item of each waits: a slow reader slows them all.
+
+    Closing it, or a fault of one source, closes every source.
+    """
+    waiting = {asyncio.ensure_future(_next(source)): source for source in sources}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source = waiting.pop(task)
+                for item in task.result():
+                    yield item
+                    waiting[asyncio.ensure_future(_next(source))] = source
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
+
+
+async def _next(source: AsyncIterator[_Item]) -> tuple[_Item, ...]:
+    """The next item of `source`, or none at its end."""
+    async for item in source:
+        return (item,)
+    return ()

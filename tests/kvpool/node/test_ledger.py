@@ -1,0 +1,545 @@
+"""What a node promises of its blocks, one promise at a time. Bytes, readers and writers are checked by the world around it."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import InvariantError
+from kvpool.messages import (
+    Allowance,
+    Demote,
+    DiskBlock,
+    Promote,
+    PutGrant,
+    RefusalReason,
+    Refused,
+    Tier,
+)
+from kvpool.node.ledger import NodeLedger, NodeLimits
+from tests.kvpool.node.ledger_world import SLOT_BYTES, World, bytes_of, chain, key, owner
+
+
+def limits(num_slots: int = 8, num_extents: int = 0, **others) -> NodeLimits:
+    small = NodeLimits(
+        num_slots=num_slots,
+        num_extents=num_extents,
+        slot_bytes=SLOT_BYTES,
+        eviction="lru",
+        ssd_eviction="lru",
+        put_timeout_s=10.0,
+    )
+    return replace(small, **others)
+
+
+def world(num_slots: int = 8, num_extents: int = 0, **others) -> World:
+    return World(limits(num_slots, num_extents, **others))
+
+
+def two_tiers(**others) -> World:
+    """Four slots, of which two are to be free, and a disk."""
+    return world(4, 8, high_watermark=0.5, low_watermark=0.5, **others)
+
+
+def test_a_block_is_held_once_it_is_committed():
+    node = world()
+    put = node.reserve("abc")
+    assert node.ledger.held(chain("abc")) == 0
+    assert node.commit(put.put_id) == 3
+    assert node.ledger.held(chain("abcd")) == 3
+    assert [block.key for block in node.lease("abcd").blocks] == chain("abc")
+    node.empty()
+
+
+def test_places_are_given_only_for_what_nobody_holds_or_writes():
+    node = world()
+    node.put("ab")
+    node.reserve("abc")
+    assert [item.key for item in node.reserve("abcd").items] == [key("abcd", 3)]
+    assert node.reserve("abcd") == PutGrant(put_id="", items=())
+
+
+def test_a_block_that_was_not_written_is_not_held():
+    node = world()
+    put = node.reserve("abc")
+    assert node.commit(put.put_id, skip=1) == 2
+    assert node.ledger.held(chain("abc")) == 1
+    node.empty()
+
+
+def test_an_abandoned_put_leaves_nothing():
+    node = world()
+    node.abandon(node.reserve("abc").put_id)
+    assert node.ledger.usage().slots_free == 8
+    assert node.put("abc") == 3
+
+
+def test_a_put_that_is_too_late_commits_nothing_and_its_places_wait():
+    node = world(3)
+    late = node.reserve("abc")
+    node.sweep(10.0)
+    assert node.ledger.usage().zombie_puts == 1
+    assert node.reserve("xyz") == Refused(reason=RefusalReason.FULL, detail="all blocks are in use")
+    assert node.commit(late.put_id) == 0  # it says so at last: nobody writes there any more
+    assert node.put("xyz") == 3
+
+
+def test_places_of_a_zombie_are_free_after_as_much_time_again():
+    node = world(3)
+    node.reserve("abc")
+    node.sweep(10.0)
+    node.sweep(9.0)
+    assert node.ledger.usage().slots_free == 0
+    node.sweep(1.0)
+    assert node.ledger.usage().slots_free == 3
+
+
+def test_places_of_a_writer_that_is_gone_are_free_at_once():
+    node = world(3)
+    node.reserve("abc", by="dead")
+    node.sweep(10.0)
+    node.gone("dead")
+    assert node.ledger.usage().slots_free == 3
+
+
+def test_another_may_put_what_a_zombie_was_to_write():
+    node = world()
+    zombie = node.reserve("ab")
+    node.sweep(10.0)
+    assert node.put("ab") == 2
+    node.write(zombie.put_id)  # late, into quarantine
+    node.check()
+    assert len(node.lease("ab").blocks) == 2
+
+
+def test_a_place_has_another_epoch_each_time():
+    node = world(1)
+    epochs = []
+    for text in "abc":
+        node.put(text)
+        epochs += [block.epoch for block in node.lease(text, lease_s=1.0).blocks]
+        node.sweep(1.0)
+    assert len(set(epochs)) == 3
+    assert epochs == sorted(epochs)
+
+
+def test_leased_blocks_stay():
+    node = world(2)
+    node.put("ab")
+    lease = node.lease("ab")
+    assert isinstance(node.reserve("xy"), Refused)
+    node.release(lease.lease_id)
+    assert node.put("xy") == 2
+
+
+def test_a_lease_ends_with_its_time():
+    node = world(2)
+    node.put("ab")
+    lease = node.lease("ab", lease_s=5.0)
+    assert node.ledger.renew(lease.lease_id, 5.0, node.now_s + 4.0)
+    node.readers[lease.lease_id].until_s = node.now_s + 9.0
+    node.sweep(8.0)
+    assert node.ledger.usage().leases == 1
+    node.sweep(1.0)
+    assert not node.ledger.renew(lease.lease_id, 5.0, node.now_s)
+    assert node.put("xy") == 2
+
+
+def test_a_lease_ends_with_its_reader():
+    node = world(2)
+    node.put("ab")
+    node.lease("ab", by="dead")
+    node.gone("dead")
+    assert node.put("xy") == 2
+
+
+def test_pinned_blocks_stay_until_they_are_unpinned():
+    node = world(2)
+    node.put("ab")
+    node.pin("ab")
+    assert isinstance(node.reserve("xy"), Refused)
+    node.unpin("ab")
+    assert node.put("xy") == 2
+
+
+@pytest.mark.parametrize("eviction", ["lru", "s3fifo", "cost"])
+def test_a_probe_changes_nothing(eviction):
+    quiet, probed = world(4, eviction=eviction), world(4, eviction=eviction)
+    for node in (quiet, probed):
+        node.put("ab")
+        node.put("xy")
+        for _ in range(5 if node is probed else 0):
+            assert node.ledger.held(chain("ab")) == 2
+        node.put("p")
+    assert {s.key for s in quiet.ledger.stored()} == {s.key for s in probed.ledger.stored()}
+    assert probed.ledger.usage() == quiet.ledger.usage()
+
+
+def test_a_put_never_pushes_out_the_beginning_of_its_own_text():
+    node = world(3)
+    node.put("ab")
+    node.put("x")
+    assert node.put("abcd") == 1  # only x could go
+    assert node.ledger.held(chain("abcd")) == 3
+
+
+def test_the_last_blocks_of_a_text_go_first():
+    node = world(4)
+    node.put("abcd")
+    node.put("xy")
+    assert node.ledger.held(chain("abcd")) == 2
+
+
+def test_a_block_that_is_too_large_is_refused_by_name():
+    refused = world().ledger.reserve(chain("a"), owner(), 0.0, size_bytes=SLOT_BYTES + 1)
+    assert isinstance(refused, Refused)
+    assert refused.reason is RefusalReason.TOO_LARGE
+    assert "block_bytes" in refused.detail
+
+
+@pytest.mark.parametrize("reason", [RefusalReason.SICK, RefusalReason.DRAINING])
+def test_a_sick_node_takes_nothing_and_serves_what_it_has(reason):
+    node = world()
+    node.put("ab")
+    node.ledger.refuse(reason)
+    assert node.reserve("xy") == Refused(reason=reason)
+    assert len(node.lease("ab").blocks) == 2
+    node.ledger.refuse(None)
+    assert node.put("xy") == 2
+
+
+def test_a_tenant_over_its_quota_loses_its_own_blocks():
+    node = world(8)
+    node.ledger.allow("small", Allowance(max_bytes=2 * SLOT_BYTES))
+    node.put("abc", "other")
+    assert node.put("xy", "small") == 2
+    assert node.put("pq", "small") == 2
+    assert node.ledger.held(chain("xy")) == 0
+    assert node.ledger.held(chain("abc")) == 3
+
+
+def test_a_tenant_is_refused_only_when_nothing_of_its_own_can_go():
+    node = world(8)
+    node.ledger.allow("small", Allowance(max_bytes=2 * SLOT_BYTES))
+    node.put("xy", "small")
+    lease = node.lease("xy")
+    assert node.reserve("pq", "small").reason is RefusalReason.OVER_QUOTA
+    node.release(lease.lease_id)
+    assert node.put("pqr", "small") == 2  # the beginning of it
+
+
+def test_a_flood_takes_nothing_from_what_others_have_within_their_share():
+    node = world(8)
+    node.put("abcd", "calm")
+    for number in range(20):
+        node.put(f"{number:04}", "flood")
+    assert node.ledger.held(chain("abcd")) == 4
+
+
+def test_what_others_do_not_claim_is_anybodys():
+    node = world(8)
+    node.put("ab", "calm")
+    node.put("mnopqr", "flood")
+    assert node.ledger.held(chain("mnopqr")) == 6
+    node.put("abcdefgh", "calm")  # comes back for its share
+    assert node.ledger.held(chain("abcdefgh")) == 4
+    assert node.ledger.held(chain("mnopqr")) == 4
+
+
+def test_shares_go_by_weight():
+    node = world(8)
+    node.ledger.allow("heavy", Allowance(weight=3.0))
+    for number in range(20):
+        node.put(f"h{number:03}", "heavy")
+        node.put(f"l{number:03}", "light")
+    blocks = {usage.tenant: usage.blocks for usage in node.ledger.owners()}
+    assert blocks == {"heavy": 6, "light": 2}
+
+
+def test_a_tenant_that_went_away_has_no_share():
+    node = world(8, idle_s=60.0)
+    node.put("abcd", "gone")
+    node.sweep(61.0)
+    assert node.put("mnopqrst", "busy") == 8
+
+
+def test_blocks_go_to_the_disk_above_the_high_watermark():
+    node = two_tiers()
+    node.put("abc")
+    (move,) = node.moves
+    assert isinstance(move, Demote)
+    assert move.block.key == key("abc", 2)
+    node.answer()
+    assert node.directory[key("abc", 2)].tier is Tier.SSD
+    assert node.ledger.held(chain("abc")) == 3
+    assert node.ledger.usage().slots_free == 2
+    node.empty()
+
+
+def test_a_slot_is_not_used_again_before_its_copy_is_answered():
+    node = world(3, 8, high_watermark=0.1, low_watermark=0.0)
+    node.put("abc")
+    assert len(node.moves) == 3
+    assert isinstance(node.reserve("x"), Refused)
+    node.answer()
+    assert node.put("x") == 1
+
+
+def test_a_lease_brings_blocks_back_from_the_disk():
+    node = two_tiers()
+    node.put("abc")
+    node.answer_all()
+    lease = node.lease("abc")
+    assert len(lease.blocks) == 2
+    assert node.ledger.loading(lease.lease_id) == 1
+    assert isinstance(node.moves[0], Promote)
+    node.answer()
+    assert len(node.ledger.leased(lease.lease_id).blocks) == 3
+    assert node.ledger.usage().promoted_blocks == 1
+    node.empty()
+
+
+def test_a_block_that_is_on_the_disk_too_leaves_memory_without_a_copy():
+    node = two_tiers()
+    node.put("abc")
+    node.answer_all()
+    node.release(node.lease("abc").lease_id)
+    node.answer_all()
+    node.put("x")
+    node.put("y")
+    node.sweep()
+    keys = [move.block.key for move in node.moves]
+    assert key("abc", 2) not in keys
+    assert node.directory[key("abc", 2)].tier is Tier.SSD
+
+
+def test_a_block_that_is_read_while_it_is_copied_stays_in_memory():
+    node = two_tiers()
+    node.put("abc")
+    lease = node.lease("abc")
+    assert len(lease.blocks) == 3
+    node.answer()
+    assert node.directory[key("abc", 2)].tier is Tier.DRAM
+
+
+def test_a_copy_that_fails_leaves_the_block_in_memory():
+    node = two_tiers()
+    node.put("abc")
+    node.answer(fails=True)
+    assert node.ledger.held(chain("abc")) == 3
+    assert node.ledger.usage().ssd_blocks == 0
+
+
+def test_a_disk_that_keeps_failing_is_left_alone_for_a_while():
+    node = two_tiers()
+    node.put("abc")
+    for _ in range(3):
+        node.answer(fails=True)
+        node.sweep()
+    assert not node.moves
+    node.sweep(31.0)
+    assert node.moves
+
+
+def test_a_block_that_cannot_be_read_back_is_a_miss():
+    node = two_tiers()
+    node.put("abc")
+    node.answer_all()
+    lease = node.lease("abc")
+    node.answer(fails=True)
+    assert node.ledger.held(chain("abc")) == 2
+    assert node.ledger.loading(lease.lease_id) == 0
+    assert len(node.ledger.leased(lease.lease_id).blocks) == 2
+    node.empty()
+
+
+def test_an_answer_that_comes_twice_changes_nothing():
+    node = two_tiers()
+    node.put("abc")
+    (move,) = node.moves
+    assert isinstance(move, Demote)
+    node.answer()
+    before = node.ledger.usage()
+    node.ledger.written(move, node.now_s)
+    node.ledger.io_failed(move, node.now_s)
+    node.check()
+    assert node.ledger.usage() == before
+
+
+def test_a_full_disk_gives_up_its_own_oldest():
+    node = world(4, 2, high_watermark=0.5, low_watermark=0.5)
+    for text in "abcdefgh":
+        node.put(text)
+        node.answer_all()
+    assert node.ledger.usage().ssd_blocks == 2
+    assert node.ledger.usage().evicted_blocks > 0
+    node.empty()
+
+
+def test_a_flush_means_puts_under_way_and_pinned_blocks_too():
+    node = world()
+    node.put("ab", "t")
+    node.put("mn", "u")
+    node.pin("ab")
+    put = node.reserve("xyz", "t")
+    assert node.flush(tenant="t") == 2
+    assert node.commit(put.put_id) == 0
+    assert node.ledger.held(chain("ab")) == 0
+    assert node.ledger.held(chain("mn")) == 2
+    node.empty()
+
+
+def test_who_reads_while_his_blocks_are_flushed_may_finish():
+    node = world(2)
+    node.put("ab")
+    lease = node.lease("ab")
+    node.flush()
+    assert isinstance(node.reserve("xy"), Refused)
+    node.release(lease.lease_id)
+    assert node.put("xy") == 2
+
+
+def test_what_is_flushed_while_it_is_copied_stays_nowhere():
+    node = two_tiers()
+    node.put("abc")
+    node.flush()
+    node.answer_all()
+    assert node.ledger.usage().ssd_blocks == 0
+    assert not node.extents
+    node.empty()
+
+
+def test_a_corrupt_block_is_a_miss_from_then_on():
+    node = world()
+    node.put("abc")
+    node.drop([key("abc", 1)])
+    assert node.ledger.held(chain("abc")) == 1
+    assert node.ledger.usage().corrupt_blocks == 1
+    assert node.put("abc") == 1
+
+
+def test_a_block_whose_owner_is_learned_late_is_billed_to_him():
+    node = world()
+    put = node.reserve("ab", "node")
+    assert node.commit(put.put_id, owners=[owner("t"), owner("u")]) == 2
+    assert {u.tenant: u.blocks for u in node.ledger.owners() if u.blocks} == {"t": 1, "u": 1}
+    assert node.flush(tenant="t") == 1
+    node.empty()
+
+
+def test_what_was_on_the_disk_is_there_after_a_restart_under_older_epochs():
+    blocks = tuple(
+        DiskBlock(
+            extent=extent,
+            epoch=10 + extent,
+            key=key("abc", extent),
+            owner=owner(),
+            size_bytes=SLOT_BYTES,
+            position=extent,
+            checksums=bytes_of(key("abc", extent)),
+        )
+        for extent in (2, 0, 1)
+    )
+    node = World(limits(8, 4), on_disk=blocks)
+    lease = node.lease("abc")
+    node.answer_all()
+    held = node.ledger.leased(lease.lease_id).blocks
+    assert [block.key for block in held] == chain("abc")
+    assert all(block.epoch > 12 for block in held)
+    node.empty()
+
+
+def test_a_disk_that_names_an_extent_twice_is_refused():
+    block = DiskBlock(
+        extent=0,
+        epoch=1,
+        key=key("a", 0),
+        owner=owner(),
+        size_bytes=1,
+        position=0,
+        checksums=b"x",
+    )
+    with pytest.raises(InvariantError):
+        NodeLedger(limits(8, 4), "n", (block, block))
+
+
+def test_changes_nobody_took_do_not_pile_up():
+    node = NodeLedger(limits(4), "n")
+    for number in range(100):
+        put = node.reserve(chain(f"{number:04}"), owner(), 0.0)
+        assert isinstance(put, PutGrant)
+        node.commit(put.put_id, [b"x"] * 4, 0.0)
+    changes = node.take_replica_changes(limit=1000)
+    assert changes is not None
+    assert (len(changes.stored), len(changes.removed)) == (4, 0)
+
+
+def test_what_another_node_writes_has_no_time_of_its_own():
+    node = world()
+    put = node.reserve("abc", fetched=True)
+    node.sweep(1000.0)
+    node.sweep(1000.0)
+    assert node.ledger.usage().slots_free == 5
+    assert node.commit(put.put_id) == 3
+    assert node.ledger.usage().fetched_blocks == 3
+    node.empty()
+
+
+def test_the_size_of_a_block_may_be_learned_late():
+    node = world()
+    put = node.reserve("a", fetched=True)
+    node.write(put.put_id)
+    node.writers.clear()
+    sums = [bytes_of(key("a", 0))]
+    node.ledger.commit(put.put_id, sums, node.now_s, [owner("u")], 100)
+    node.run()
+    stored = node.ledger.find(key("a", 0))
+    assert stored is not None
+    assert (stored.size_bytes, stored.owner) == (100, owner("u"))
+    node.empty()
+
+
+def test_a_lease_is_extended_by_what_has_come_since():
+    node = world()
+    node.put("ab")
+    lease = node.lease("abcd", more=True)
+    assert len(lease.blocks) == 2
+    assert node.ledger.usage().missed_blocks == 0
+    node.put("abc")
+    assert [b.key for b in node.extend(lease.lease_id).blocks] == chain("abc")
+    usage = node.ledger.usage()
+    assert (usage.hit_blocks, usage.missed_blocks) == (3, 1)
+    node.put("wxyz" + "v" * 4)
+    assert node.ledger.held(chain("abc")) == 3
+    node.empty()
+
+
+def test_when_memory_is_short_cold_copies_of_other_nodes_go_before_anything_else():
+    node = world(4)
+    node.put("ab")
+    node.commit(node.reserve("xy", fetched=True).put_id)
+    node.sweep(300.0)
+    node.put("cd")
+    assert node.ledger.held(chain("ab")) == 2
+    assert node.ledger.held(chain("xy")) == 0
+    node.empty()
+
+
+def test_a_copy_that_is_read_is_kept_like_any_other_block():
+    node = world(4)
+    node.put("ab")
+    node.commit(node.reserve("xy", fetched=True).put_id)
+    node.sweep(300.0)
+    node.release(node.lease("xy").lease_id)
+    node.put("cd")
+    assert node.ledger.held(chain("xy")) == 2
+    assert node.ledger.held(chain("ab")) == 0
+    node.empty()
+
+
+def test_cold_copies_are_not_written_to_the_disk():
+    node = two_tiers()
+    node.commit(node.reserve("xyz", fetched=True).put_id)
+    node.sweep(300.0)
+    assert node.moves == []
+    assert node.ledger.usage().copies == 2
+    node.empty()

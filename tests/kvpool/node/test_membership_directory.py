@@ -1,0 +1,141 @@
+"""How a node keeps the directory true of itself, also through times when the directory is away."""
+
+from collections.abc import Sequence
+
+from baton.clock import ManualClock
+from baton.errors import PoolUnavailableError
+from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
+from kvpool.directory.memory import MemoryDirectory
+from kvpool.messages import (
+    DirectoryChanges,
+    NodeState,
+    Owner,
+    PutGrant,
+    Renewal,
+    Replica,
+    Selection,
+)
+from kvpool.node.ledger import NodeLedger, NodeLimits
+from kvpool.node.membership import DirectoryClient
+
+LEASE_S = 10.0
+NODE = WorkerIdentity(worker_id=WorkerId("pool-0"), incarnation=Incarnation(3))
+STATE = NodeState(node=NODE, address="unix:/x")
+ANNA = Owner(tenant="anna", scope="anna", model="m")
+
+
+class Flaky:
+    """A directory that can be away."""
+
+    def __init__(self, directory: MemoryDirectory) -> None:
+        self._directory = directory
+        self.away = False
+
+    def _check(self) -> MemoryDirectory:
+        if self.away:
+            raise PoolUnavailableError("away")
+        return self._directory
+
+    async def publish(self, node: WorkerIdentity, changes: DirectoryChanges) -> None:
+        await self._check().publish(node, changes)
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> Sequence[tuple[Replica, ...]]:
+        return await self._check().lookup(keys)
+
+    async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Renewal:
+        return await self._check().renew(state, lease_s, flushes)
+
+    async def nodes(self) -> tuple[NodeState, ...]:
+        return await self._check().nodes()
+
+    async def retire(self, node: WorkerIdentity) -> None:
+        await self._check().retire(node)
+
+    async def flush(self, selection: Selection) -> int:
+        return await self._check().flush(selection)
+
+
+class World:
+    """A ledger, its registrar, and a directory that can be away."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.directory = Flaky(MemoryDirectory(self.clock))
+        self.ledger = NodeLedger(NodeLimits(num_slots=8, slot_bytes=64), "start")
+        self.registrar = DirectoryClient(self.directory, self.ledger, lease_s=LEASE_S)
+
+    def put(self, *numbers: int) -> None:
+        granted = self.ledger.reserve([key(n) for n in numbers], ANNA, 0.0)
+        assert isinstance(granted, PutGrant)
+        assert self.ledger.commit(granted.put_id, [bytes(8)] * len(numbers), 0.0) == len(numbers)
+
+    async def known(self, *numbers: int) -> list[int]:
+        """Those of the blocks that the directory knows."""
+        return [n for n in numbers if await self.directory.lookup([key(n)])]
+
+    async def beat(self) -> None:
+        await self.registrar.renew(STATE)
+        await self.registrar.publish(STATE)
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "little"))
+
+
+async def test_what_is_put_and_given_up_is_told() -> None:
+    world = World()
+    world.put(1)
+    await world.beat()
+    assert await world.known(1, 2) == [1]
+    world.put(2)
+    world.ledger.drop([key(1)])
+    await world.beat()
+    assert await world.known(1, 2) == [2]
+
+
+async def test_after_an_absence_the_directory_is_told_everything_and_nothing_old_is_left() -> None:
+    world = World()
+    world.put(1, 2)
+    await world.beat()
+    world.directory.away = True
+    world.ledger.drop([key(1)])
+    world.put(3)
+    await world.registrar.publish(STATE)  # these changes are lost on the way
+    assert [world.registrar.reachable] == [False]
+    world.put(4)
+    await world.beat()
+    world.directory.away = False
+    await world.beat()
+    assert [world.registrar.reachable] == [True]
+    assert await world.known(1, 2, 3, 4) == [2, 3, 4]
+
+
+async def test_a_node_whose_lease_ended_is_found_again_with_all_its_blocks() -> None:
+    world = World()
+    world.put(1)
+    await world.beat()
+    world.clock.advance(LEASE_S + 1)
+    assert await world.known(1) == []
+    await world.beat()
+    assert await world.known(1) == [1]
+
+
+async def test_flushes_of_other_nodes_are_carried_out_once() -> None:
+    world = World()
+    world.put(1)
+    await world.beat()
+    await world.directory.flush(Selection(tenant="anna"))
+    await world.beat()
+    assert world.ledger.held([key(1)]) == 0
+    world.put(1)
+    await world.beat()
+    assert world.ledger.held([key(1)]) == 1
+    assert await world.known(1) == [1]
+
+
+async def test_a_flush_without_the_directory_says_that_others_will_not_hear_of_it() -> None:
+    world = World()
+    await world.beat()
+    assert await world.registrar.flush(Selection())
+    world.directory.away = True
+    assert not await world.registrar.flush(Selection())
