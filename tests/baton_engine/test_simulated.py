@@ -17,15 +17,17 @@ from tests.baton_engine.sequences import sequence
 SPEED = StepSpeed(step_s=0.5, row_s=0.25, context_s=0.0, token_s=0.125, pair_s=0.0)
 
 
-def row(start: int, num_tokens: int, samples: tuple[int, ...] = (0,)) -> Row:
-    seq = sequence([1, 2, 3, 4, 5], SamplingParams(), blocks=(0, 1))
+def row(
+    start: int, num_tokens: int, samples: tuple[int, ...] = (0,), *, num_generated: int = 0
+) -> Row:
+    seq = sequence([1, 2, 3, 4, 5], SamplingParams(), blocks=(0, 1), num_generated=num_generated)
     return Row(seq=seq, start=start, num_tokens=num_tokens, samples=samples)
 
 
 def test_a_step_takes_what_its_rows_take():
     slept: list[float] = []
     runner = SimulatedRunner(SPEED, vocab_size=100, sleep=slept.append)
-    runner.execute(StepPlan(step=1, rows=(row(5, 1), row(0, 4))))
+    runner.execute(StepPlan(step=1, rows=(row(4, 1, num_generated=1), row(0, 4))))
     assert slept == [pytest.approx(0.5 + 0.25 + 4 * 0.125)]
 
 
