@@ -15,10 +15,10 @@ from typing import NoReturn
 
 from baton.clock import Clock
 from baton.errors import BatonError, EngineError
-from baton.generation import WorkerLoad
-from baton_engine.messages import Command, SeqEvent, StepEvents
+from baton.generation import TokenLogprobs, WorkerLoad
+from baton_engine.messages import Command, SampledTokens, SeqEvent, StepEvents
 from baton_engine.ports import BlockSink, KvSource
-from baton_engine.scheduling.plan import Launched, Row, StepPlan, StepResult, StepRunner
+from baton_engine.scheduling.plan import NO_TOKEN, Launched, Row, StepPlan, StepResult, StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class EngineLoop:
             self._scheduler.check_integrity()
             command = self._inbox.get()
         self._busy_since_s = self._clock.now_s()
-        self._tell(self._scheduler.step, self._take(command))
+        self._emit_events(self._scheduler.step, self._take(command))
 
     def turn(self) -> bool:
         """One turn: takes the commands that are there, computes at most one step.
@@ -174,7 +174,7 @@ class EngineLoop:
         if self._is_closing:
             return None
         plan, started = self._scheduler.schedule(self._clock.now_s())
-        self._tell(self._scheduler.step, events + started)
+        self._emit_events(self._scheduler.step, events + started)
         return None if plan is None else self._hand_over(plan)
 
     def _begin_ahead(self) -> _Begun | None:
@@ -203,16 +203,15 @@ class EngineLoop:
             self._withdraw_next()
             if plan.follows:
                 self._scheduler.withdraw(plan)  # what ended meanwhile is not to be computed again
-                self._tell(plan.step, [], always=True)
+                self._emit_events(plan.step, [], always=True)
                 return
             result = execute_row_by_row(self._runner, plan)
         self._busy_since_s = now_s = self._clock.now_s()
         seconds = self._times.ended(plan, begun_s=begun.begun_s, now_s=now_s)
         self._scheduler.measured(plan, result, seconds)
-        events = self._fail_rows(plan, result) + self._scheduler.update_from_output(
-            plan, result, now_s
-        )
-        self._tell(plan.step, events, always=bool(plan.follows))
+        events = self._fail_rows(plan, result)
+        sampled = self._scheduler.update_from_output(plan, result, now_s)
+        self._emit_events(plan.step, events, sampled, always=bool(plan.follows))
         self._publish()
 
     def _withdraw_next(self) -> None:
@@ -242,12 +241,23 @@ class EngineLoop:
             return []
         return self._scheduler.handle(command, self._clock.now_s())
 
-    def _tell(self, step: int, events: list[SeqEvent], *, always: bool = False) -> None:
-        """With `always`, also where there is nothing to tell but the load: a step of which nobody is left lets go of pages."""
+    def _emit_events(
+        self,
+        step: int,
+        events: list[SeqEvent],
+        sampled: SampledTokens | None = None,
+        *,
+        always: bool = False,
+    ) -> None:
+        """With `always`, also where only the load has changed: a step whose sequences have all ended lets go of pages."""
         blocks = self._scheduler.take_block_changes()
-        if events or blocks is not None or always:
+        if events or sampled is not None or blocks is not None or always:
             load = self._times.put_into(self._scheduler.load())
-            self._emit(StepEvents(step=step, events=tuple(events), load=load, blocks=blocks))
+            self._emit(
+                StepEvents(
+                    step=step, events=tuple(events), sampled=sampled, load=load, blocks=blocks
+                )
+            )
 
     def _publish(self) -> None:
         if self._outlet is not None and (pages := self._scheduler.take_published()):
@@ -272,9 +282,13 @@ def execute_row_by_row(runner: StepRunner, plan: StepPlan) -> StepResult:
     """The outcome of `plan`, each of whose rows is computed alone; those that cannot be are among the failed. Blocks."""
     results = [_execute_alone(runner, _only(plan, row)) for row in plan.rows]
     failed = [(place, error) for place, alone in enumerate(results) for _, error in alone.failed]
-    drawn = tuple(alone.drawn[0] for alone in results)
+    tokens: list[int] = []
+    logprobs: dict[int, TokenLogprobs] = {}
+    for alone in results:
+        logprobs |= {len(tokens) + place: found for place, found in alone.logprobs.items()}
+        tokens += alone.tokens
     scores = tuple(alone.scores[0] if alone.scores else () for alone in results)
-    return StepResult(drawn=drawn, scores=scores, failed=tuple(failed))
+    return StepResult(tokens=tokens, logprobs=logprobs, scores=scores, failed=tuple(failed))
 
 
 def _execute_alone(runner: StepRunner, plan: StepPlan) -> StepResult:
@@ -282,7 +296,9 @@ def _execute_alone(runner: StepRunner, plan: StepPlan) -> StepResult:
         return runner.execute(plan)
     except Exception as error:
         logger.exception("a row of step %d failed", plan.step)
-        return StepResult(drawn=((),), failed=((0, _as_engine_error(error)),))
+        (row,) = plan.rows
+        no_tokens = [NO_TOKEN] * len(row.samples)
+        return StepResult(tokens=no_tokens, failed=((0, _as_engine_error(error)),))
 
 
 def _only(plan: StepPlan, row: Row) -> StepPlan:

@@ -1,16 +1,17 @@
 """What an engine is told and what it tells. Plain frozen data, so that the port works across threads and processes.
 
-A sequence's life on a prefill-only engine: `Prefill` → `PrefillStarted` → `Sampled` (first tokens) → pages stay pinned until
-`Release`. On a decode engine: `Reserve` → `Reserved` → (KV arrives) → `Start` → `Sampled`… . On a hybrid one: `Generate` →
-`PrefillStarted` → `Sampled`…. `Abort` is right at any moment, also for a sequence that is gone. Every sequence ends in
-exactly one of: its samples' `finish`es (local and started sequences), `Released`, `Failed`.
+A sequence's life on a prefill-only engine: `Prefill` → `PrefillStarted` → sampled (first tokens) → pages stay pinned until
+`Release`. On a decode engine: `Reserve` → `Reserved` → (KV arrives) → `Start` → sampled… . On a hybrid one: `Generate` →
+`PrefillStarted` → sampled…. `Abort` is right at any moment, also for a sequence that is gone. Every sequence ends in exactly
+one of: its samples' finish reasons (local and started sequences), `Released`, `Failed`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from baton.blocks import BlockChanges
 from baton.errors import BatonError
-from baton.generation import Prompt, TokenLogprobs, TokenSample, WorkerLoad
+from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import BlockId, SeqId
 
 
@@ -103,20 +104,6 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """Tokens drawn for one sequence in one step, at most one per sample.
-
-    Attributes:
-        prompt_logprobs: With the first tokens of a prompt that asked for them: one entry per prompt token from the second
-            on. None otherwise.
-    """
-
-    seq_id: SeqId
-    tokens: tuple[TokenSample, ...]
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
     """The sequence is gone and its pages are free or cached: the answer to `Release` and `Abort`."""
 
@@ -131,18 +118,40 @@ class Failed:
     error: BatonError
 
 
-SeqEvent = PrefillStarted | Reserved | Sampled | Released | Failed
+SeqEvent = PrefillStarted | Reserved | Released | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """Tokens drawn in one step, as columns of equal length: entry i of each describes one token. At most one per sample.
+
+    Attributes:
+        seq_ids: Whose they are. The first tokens of a prompt's samples stand next to each other.
+        samples: Indices of the samples.
+        tokens: Token ids.
+        finish_reasons: Why the sample ends with this token; None where it goes on.
+        logprobs: Of the tokens that asked for them, by place in the columns.
+        prompt_logprobs: With the first tokens of a prompt that asked for them: one entry per prompt token from the second on.
+    """
+
+    seq_ids: Sequence[SeqId]
+    samples: Sequence[int]
+    tokens: Sequence[int]
+    finish_reasons: Sequence[FinishReason | None]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[SeqId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvents:
-    """What the engine loop has to tell at one moment: before a step (answers to commands, `Reserved`, `PrefillStarted`), so
-    that nobody waits for the step to end, or after it (`Sampled`, `Failed`).
+    """What the engine loop emits at one moment: before a step (answers to commands, `Reserved`, `PrefillStarted`), so that
+    nothing waits for the step to end, or after it (sampled tokens, `Failed`).
 
     Attributes:
         step: Number of the step in the second case; before a step it is the number of the step to come, and if none comes
             the last one's.
         events: In the order in which they happened.
+        sampled: The tokens that the step drew, after all of the events; None for none.
         load: Counts at that moment.
         blocks: What has changed since the last message in which full blocks are held here; None for nothing.
     """
@@ -150,4 +159,5 @@ class StepEvents:
     step: int
     events: tuple[SeqEvent, ...]
     load: WorkerLoad
+    sampled: SampledTokens | None = None
     blocks: BlockChanges | None = None

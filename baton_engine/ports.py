@@ -114,11 +114,10 @@ class EnginePort(Protocol):
     def submit(self, command: Command) -> None:
         """Queues a command; never blocks. The outcome comes as events."""
 
-    def attach(self, owner: str, listener: Callable[[StepEvents], None]) -> None:
-        """Sends the events of every sequence whose id starts with `owner` and a slash to `listener`, grouped by step.
+    def attach(self, listener: Callable[[StepEvents], None]) -> None:
+        """Sends all events to `listener` from now on, grouped by step; the one before it gets no more.
 
-        Called on the engine's thread: the listener only hands them over. One engine may have several owners (a hybrid
-        worker's two services); load and changes of the held blocks are told to each of them.
+        It is called on the engine's thread, and must only hand them over.
         """
 
     def progress_s(self) -> float | None:

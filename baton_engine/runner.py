@@ -1,6 +1,6 @@
 """Computes the steps that the scheduler plans: copies, layers, sampling. One per rank, on the engine loop's thread."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,7 @@ from baton_engine.ports import KvSource, LayerSink
 from baton_engine.sampling.draws import choose_draw
 from baton_engine.sampling.logprobs import PromptScorer
 from baton_engine.sampling.sampler import Draws, Sampler
-from baton_engine.scheduling.plan import Drawn, Launched, Row, StepPlan, StepResult
+from baton_engine.scheduling.plan import NO_TOKEN, Launched, Row, StepPlan, StepResult
 
 _NOT_FINITE = "the model's scores are not finite, no token can be drawn from them"
 
@@ -110,9 +110,8 @@ class ModelRunner:
             with _named(plan):
                 if draws is None:
                     wait_for(self._model.device)
-                drawn = iter(() if draws is None else draws.read())
-                by_row = tuple(next(drawn) if row.samples else () for row in plan.rows)
-                return _result(plan, by_row, scores, fetched)
+                    return _result(plan, [], {}, scores, fetched)
+                return _result(plan, *draws.read(), scores, fetched)
 
         return collect
 
@@ -141,24 +140,24 @@ def _named(plan: StepPlan) -> Iterator[None]:
 
 def _result(
     plan: StepPlan,
-    drawn: tuple[tuple[Drawn, ...], ...],
+    tokens: list[int],
+    logprobs: Mapping[int, TokenLogprobs],
     scores: tuple[tuple[TokenLogprobs, ...], ...],
     fetched: FetchOutcome | None,
 ) -> StepResult:
     """Rows whose pages were not brought have failed, and of those that should have drawn, those that did not."""
     lost = fetched.failed if fetched is not None else {}
     failed: list[tuple[int, BatonError]] = []
-    for place, row in enumerate(plan.rows):
-        if (error := lost.get(row.seq.seq_id)) is not None:
-            failed.append((place, error))
-        elif row.samples and not drawn[place]:
-            failed.append((place, EngineError(_NOT_FINITE)))
-    if lost:
-        drawn = _without(drawn, {place for place, _ in failed})
-    return StepResult(drawn=drawn, scores=scores, failed=tuple(failed), fetched=fetched)
-
-
-def _without(
-    drawn: tuple[tuple[Drawn, ...], ...], places: set[int]
-) -> tuple[tuple[Drawn, ...], ...]:
-    return tuple(() if place in places else tokens for place, tokens in enumerate(drawn))
+    if lost or NO_TOKEN in tokens:
+        begin = 0
+        for place, row in enumerate(plan.rows):
+            end = begin + len(row.samples)
+            if (error := lost.get(row.seq.seq_id)) is not None:
+                failed.append((place, error))
+                tokens[begin:end] = [NO_TOKEN] * len(row.samples)
+            elif NO_TOKEN in tokens[begin:end]:
+                failed.append((place, EngineError(_NOT_FINITE)))
+            begin = end
+    return StepResult(
+        tokens=tokens, logprobs=logprobs, scores=scores, failed=tuple(failed), fetched=fetched
+    )

@@ -59,7 +59,8 @@ class LegAccounts:
             case TokensMessage():
                 self._metrics.drew(len(message.tokens))
                 if self._spans:
-                    self._drew((message.stream, message.leg_id))
+                    for leg_id in dict.fromkeys(message.leg_ids):
+                        self._drew((message.stream, leg_id))
             case PrefilledMessage():
                 self._prefilled(message)
             case HandedOffMessage():

@@ -32,8 +32,7 @@ class FrameBuilder:
         self._leg_ids: list[int] = []
         self._samples: list[int] = []
         self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprobs | None] = []
-        self._any_logprobs = False
+        self._logprobs: dict[int, TokenLogprobs] = {}  # by place in the columns
         self._told = pb.Frame()
         """All but the columns: as little as there is of it, it may lie in a message from the start."""
         self._num_told = 0
@@ -43,19 +42,19 @@ class FrameBuilder:
         self._told.hello.CopyFrom(hello_to_proto(hello))
 
     def tokens(self, message: TokensMessage) -> None:
-        """Adds the tokens that one leg drew in one step."""
-        for sample in message.tokens:
-            self._leg_ids.append(message.leg_id)
-            self._samples.append(sample.sample)
-            self._tokens.append(sample.token)
-            self._logprobs.append(sample.logprobs)
-            self._any_logprobs = self._any_logprobs or sample.logprobs is not None
-            if sample.finish is not None:
-                self._told.finished.add(
-                    leg_id=message.leg_id,
-                    sample=sample.sample,
-                    reason=finish_to_proto(sample.finish),
-                )
+        """Adds the tokens that the router's legs drew in one step."""
+        before = len(self._tokens)
+        self._leg_ids += message.leg_ids
+        self._samples += message.samples
+        self._tokens += message.tokens
+        for place, logprobs in message.logprobs.items():
+            self._logprobs[before + place] = logprobs
+        for place, reason in message.finish_reasons.items():
+            self._told.finished.add(
+                leg_id=message.leg_ids[place],
+                sample=message.samples[place],
+                reason=finish_to_proto(reason),
+            )
 
     def prefilled(self, message: PrefilledMessage) -> None:
         """Adds the account of a prompt that was computed here, with the first tokens of a prefill leg."""
@@ -111,16 +110,17 @@ class FrameBuilder:
         frame.leg_ids.extend(self._leg_ids)
         frame.samples.extend(self._samples)
         frame.tokens.extend(self._tokens)
-        if self._any_logprobs:
+        if self._logprobs:
+            found = map(self._logprobs.get, range(len(self._tokens)))
             frame.logprobs.extend(
                 _NO_LOGPROBS if logprobs is None else logprobs_to_proto(logprobs)
-                for logprobs in self._logprobs
+                for logprobs in found
             )
         if load is not None:
             frame.load.CopyFrom(load_to_proto(load))
         if blocks is not None:
             frame.blocks.CopyFrom(blocks_to_proto(blocks))
-        for column in (self._leg_ids, self._samples, self._tokens, self._logprobs):
+        for column in (self._leg_ids, self._samples, self._tokens):
             column.clear()
-        self._any_logprobs = False
+        self._logprobs.clear()
         return frame

@@ -38,20 +38,21 @@ from baton_engine.messages import (
     Release,
     Released,
     Reserved,
-    Sampled,
+    SampledTokens,
 )
 from baton_worker.messages import (
     KINDS_OF_ROLE,
     FailedMessage,
     LayerReady,
     LegAsked,
+    LegBroken,
     LegCancelled,
     LegKey,
     LegKind,
+    LegMessage,
     PrefilledMessage,
     PromptPut,
     ReceivingEvent,
-    RouterMessage,
     SendingEvent,
     StreamGone,
     StreamId,
@@ -59,11 +60,8 @@ from baton_worker.messages import (
     WorkerAction,
     WorkerEvent,
 )
-from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone
+from kv_transfer.ledger.outbox import FirstTokensDrawn, FromDecode, PeerDown, PeerUp, PushDone
 from kv_transfer.ticket import Permit, refuse_holder
-
-OWNER = "leg"
-"""The engine's sequences are named `leg/N`."""
 
 
 class LegState(Enum):
@@ -187,7 +185,7 @@ class LegTable:
             stream=asked.stream,
             leg_id=asked.leg_id,
             kind=asked.kind,
-            seq_id=SeqId(f"{OWNER}/{self._next}"),
+            seq_id=SeqId(f"leg-{self._next}"),
             prompt=asked.prompt,
             xfer_id=None if asked.permit is None else asked.permit.xfer_id,
             state=FIRST_STATE[asked.kind],
@@ -240,7 +238,10 @@ class HandOffs(Protocol, Generic[Event]):
         """A leg was admitted: has the engine, or its peer, begin."""
 
     def advance(
-        self, leg: Leg, event: PrefillStarted | Reserved | Sampled | Released | Failed, now_s: float
+        self,
+        leg: Leg,
+        event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
+        now_s: float,
     ) -> list[WorkerAction]:
         """The engine said something about a leg of this half: the half's own part in it."""
 
@@ -303,7 +304,7 @@ class LegLifecycle:
     def handle(self, event: WorkerEvent, now_s: float) -> list[WorkerAction]:
         """Applies one event; what names an unknown leg or sequence has no effect."""
         match event:
-            case Sampled():  # first: by far the most frequent
+            case SampledTokens():  # first: by far the most frequent
                 return self._sampled(event, now_s)
             case LegAsked():
                 actions = self._asked(event, now_s)
@@ -480,44 +481,96 @@ class LegLifecycle:
         self._legs.end(leg, _S.FAILED)
         return [failed(leg, error), *self._advance(leg, event, now_s)]
 
-    def _sampled(self, event: Sampled, now_s: float) -> list[WorkerAction]:
-        leg = self._legs.seqs.get(event.seq_id)
-        if leg is None:
-            return []
+    def _sampled(self, sampled: SampledTokens, now_s: float) -> list[WorkerAction]:
+        """Sorts the step's tokens into columns for each router. A prompt's first and a sample's last token move their leg on."""
+        actions: list[WorkerAction] = []
+        columns: dict[StreamId, TokensMessage] = {}
+        for place, (seq_id, finish) in enumerate(
+            zip(sampled.seq_ids, sampled.finish_reasons, strict=True)
+        ):
+            leg = self._legs.seqs.get(seq_id)
+            if leg is None:
+                continue
+            if leg.state is not _S.RUNNING or finish is not None:
+                try:
+                    is_told, more = self._first_or_last(leg, sampled, place, now_s)
+                except InvariantError as error:
+                    is_told, more = False, [LegBroken(error=error)]
+                actions += more
+                if not is_told:
+                    continue
+            message = columns.get(leg.stream)
+            if message is None:
+                message = columns[leg.stream] = TokensMessage(stream=leg.stream)
+            if finish is not None:
+                message.finish_reasons[len(message.tokens)] = finish
+            if place in sampled.logprobs:
+                message.logprobs[len(message.tokens)] = sampled.logprobs[place]
+            message.leg_ids.append(leg.leg_id)
+            message.samples.append(sampled.samples[place])
+            message.tokens.append(sampled.tokens[place])
+        return [*actions, *columns.values()]
+
+    def _first_or_last(
+        self, leg: Leg, sampled: SampledTokens, place: int, now_s: float
+    ) -> tuple[bool, list[WorkerAction]]:
+        """The token at `place` is a prompt's first, or its sample's last.
+
+        Returns:
+            Whether its router gets it in the columns, and the actions before that.
+        """
         if leg.kind is LegKind.PREFILL:
-            return [] if leg.over else self._first_tokens(leg, event, now_s)
-        leg.unfinished -= sum(sample.finish is not None for sample in event.tokens)
+            is_later_sample = place > 0 and sampled.seq_ids[place - 1] == leg.seq_id
+            if leg.over or is_later_sample:  # the first sample's token took the others along
+                return False, []
+            return False, self._first_tokens(leg, sampled, place, now_s)
+        leg.unfinished -= sampled.finish_reasons[place] is not None
         if leg.unfinished == 0:
             del self._legs.seqs[leg.seq_id]
         if leg.over:
-            return []
-        tokens = TokensMessage(stream=leg.stream, leg_id=leg.leg_id, tokens=event.tokens)
-        actions: list[WorkerAction] = [tokens]
+            return False, []
+        actions: list[WorkerAction] = []
         if leg.state is _S.PREFILLING:
             self._legs.move(leg, _S.RUNNING)
-            actions.insert(0, _prefilled(leg, event, (), now_s))
-            self._legs.story.record(leg.key, now_s, event, actions)
+            actions.append(_prefilled(leg, sampled, (), now_s))
+            self._legs.story.record(leg.key, now_s, "first tokens", actions)
         if leg.unfinished == 0:
             self._legs.end(leg, _S.DONE)
             self._legs.story.record(leg.key, now_s, "every sample finished")
-        return actions
+        return True, actions
 
-    def _first_tokens(self, leg: Leg, event: Sampled, now_s: float) -> list[WorkerAction]:
+    def _first_tokens(
+        self, leg: Leg, sampled: SampledTokens, first: int, now_s: float
+    ) -> list[WorkerAction]:
         """Of a prefill leg: its router gets them at once, the hand-off takes them along."""
-        prefilled = _prefilled(leg, event, event.tokens, now_s)
-        if all(sample.finish is not None for sample in event.tokens):
-            # Nothing is left to decode: the router is told to its end here, and nobody needs the pages.
+        first_tokens = tuple(
+            TokenSample(
+                sample=sampled.samples[place],
+                token=sampled.tokens[place],
+                logprobs=sampled.logprobs.get(place),
+                finish=sampled.finish_reasons[place],
+            )
+            for place in range(first, first + len(leg.prompt.samples))
+        )
+        prefilled = _prefilled(leg, sampled, first_tokens, now_s)
+        if all(sample.finish is not None for sample in first_tokens):
+            # Nothing is left to decode: the router is told to its end here, and the pages are not needed.
             self._legs.end(leg, _S.DONE)
             given_up = self._give_up(leg, CancelledByPeerError("nothing is left to decode"), now_s)
             actions = [prefilled, *given_up, Release(seq_id=leg.seq_id)]
         else:
             self._legs.move(leg, _S.HANDING_OFF)
-            actions = [prefilled, *self._advance(leg, event, now_s)]
-        self._legs.story.record(leg.key, now_s, event, actions)
+            assert leg.xfer_id is not None
+            drawn = FirstTokensDrawn(xfer_id=leg.xfer_id, first_tokens=first_tokens)
+            actions = [prefilled, *self._advance(leg, drawn, now_s)]
+        self._legs.story.record(leg.key, now_s, "first tokens", actions)
         return actions
 
     def _advance(
-        self, leg: Leg, event: PrefillStarted | Reserved | Sampled | Released | Failed, now_s: float
+        self,
+        leg: Leg,
+        event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
+        now_s: float,
     ) -> list[WorkerAction]:
         """The part of the half that moves the leg's pages, if one does."""
         half = self._halves.get(leg.kind)
@@ -532,7 +585,7 @@ class LegLifecycle:
     def _log(self, event: object, actions: list[WorkerAction], now_s: float) -> None:
         """Of what halves are told only what routers hear of; their own cores log the rest by transfer."""
         for action in actions:
-            if isinstance(action, RouterMessage):
+            if isinstance(action, LegMessage):
                 key = (action.stream, action.leg_id)
                 self._legs.story.record(key, now_s, event, (action,))
 
@@ -543,7 +596,7 @@ def failed(leg: Leg, error: BatonError) -> FailedMessage:
 
 
 def _prefilled(
-    leg: Leg, event: Sampled, first_tokens: tuple[TokenSample, ...], now_s: float
+    leg: Leg, sampled: SampledTokens, first_tokens: tuple[TokenSample, ...], now_s: float
 ) -> PrefilledMessage:
     return PrefilledMessage(
         stream=leg.stream,
@@ -554,5 +607,5 @@ def _prefilled(
         pooled_tokens=leg.pooled_tokens,
         queue_s=leg.started_s - leg.arrived_s,
         prefill_s=now_s - leg.started_s,
-        prompt_logprobs=event.prompt_logprobs,
+        prompt_logprobs=sampled.prompt_logprobs.get(leg.seq_id),
     )

@@ -4,15 +4,15 @@ Commands of routers come in as leg events; `RouterMessage` is what goes back to 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
-from baton.errors import BatonError
-from baton.generation import Prompt, TokenLogprobs, TokenSample
+from baton.errors import BatonError, InvariantError
+from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample
 from baton.ids import BlockId, LegId, RequestId, Role, SeqId, WorkerIdentity
 from baton.pages import Ready
-from baton_engine.messages import Command, SeqEvent
+from baton_engine.messages import Command, SampledTokens, SeqEvent
 from baton_engine.ports import PageExport
 from kv_transfer.ledger.ledger import (
     FromPeer,
@@ -123,7 +123,7 @@ class PromptPut:
 LegEvent = LegAsked | LegCancelled | StreamGone
 SendingEvent = LayerReady | PromptPut | PeerUp | PeerDown | FromDecode | PushDone
 ReceivingEvent = LegReassigned | SessionOpened | FromPeer | PagesVerified | SessionLost | PeerFenced
-WorkerEvent = LegEvent | SeqEvent | SendingEvent | ReceivingEvent
+WorkerEvent = LegEvent | SeqEvent | SampledTokens | SendingEvent | ReceivingEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +145,19 @@ class Connect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensMessage:
-    """Tokens of one leg drawn in one step."""
+    """Tokens drawn in one step for legs of one router, as columns of equal length: entry i of each describes one token.
+
+    Attributes:
+        finish_reasons: Of tokens that end their sample, by place in the columns.
+        logprobs: Of tokens whose request asks for them, by place in the columns.
+    """
 
     stream: StreamId
-    leg_id: LegId
-    tokens: tuple[TokenSample, ...]
+    leg_ids: list[LegId] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finish_reasons: dict[int, FinishReason] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,14 +216,15 @@ class FailedMessage:
     error: BatonError
 
 
-RouterMessage = (
-    TokensMessage
-    | PrefilledMessage
-    | HandedOffMessage
-    | PooledMessage
-    | WriterLostMessage
-    | FailedMessage
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegBroken:
+    """A sampled token met a leg that cannot have drawn one: our own bug. The other tokens of its step are not touched."""
+
+    error: InvariantError
+
+
+LegMessage = PrefilledMessage | HandedOffMessage | PooledMessage | WriterLostMessage | FailedMessage
+RouterMessage = TokensMessage | LegMessage
 SendingAction = Connect | PutPrompt | Send | StartPush
 ReceivingAction = VerifyPages | ToPeer | EndSession
-WorkerAction = Command | RouterMessage | SendingAction | ReceivingAction
+WorkerAction = Command | RouterMessage | LegBroken | SendingAction | ReceivingAction

@@ -22,12 +22,13 @@ from baton.telemetry.tracing import NotTraced, Tracer
 from baton_engine.messages import Start, StepEvents
 from baton_engine.ports import EnginePort
 from baton_worker.accounts import LegAccounts
-from baton_worker.legs import OWNER, LegLifecycle, LegTable
+from baton_worker.legs import LegLifecycle, LegTable
 from baton_worker.messages import (
     KINDS_OF_ROLE,
     Connect,
     FailedMessage,
     HandedOffMessage,
+    LegBroken,
     LegKind,
     PooledMessage,
     PrefilledMessage,
@@ -55,7 +56,7 @@ class WorkerService:
     """Serves `Worker.Serve` over one engine.
 
     Args:
-        engine: Its sequences are named `leg/N`.
+        engine: Computes the legs' sequences.
         hello: What routers are told first.
         legs: Those that the halves were built with.
         sending: Hands pages to other workers; None where this worker cannot.
@@ -127,7 +128,7 @@ class WorkerService:
         self._mailbox = Mailbox(asyncio.get_running_loop(), self._receive)
         for half in self._halves():
             half.start(self._apply, self._mailbox.post)
-        self._engine.attach(OWNER, self._mailbox.post)
+        self._engine.attach(self._mailbox.post)
 
     def tick(self) -> None:
         """Checks deadlines, and reports the load of a step that brought no news for any router."""
@@ -202,13 +203,15 @@ class WorkerService:
         self._routers.begin_step(posted.step)
         for event in posted.events:
             self._apply(event)
+        if posted.sampled is not None:
+            self._apply(posted.sampled)
         self._routers.end_step(posted.blocks)
 
     def _apply(self, event: WorkerEvent) -> None:
         try:
             actions = self._lifecycle.handle(event, self._clock.now_s())
         except InvariantError as error:
-            _log.error("a leg broke an invariant", cause=error, story=error.story_text)
+            _log_broken(error)
             return
         self._carry_out(actions)
 
@@ -227,7 +230,13 @@ class WorkerService:
                 case VerifyPages() | ToPeer() | EndSession():
                     assert self._receiving is not None
                     self._receiving.carry_out(action)
+                case LegBroken():
+                    _log_broken(action.error)
                 case _:
                     if isinstance(action, Start):
                         self._accounts.ready(action.seq_id)
                     self._engine.submit(action)
+
+
+def _log_broken(error: InvariantError) -> None:
+    _log.error("a leg broke an invariant", cause=error, story=error.story_text)

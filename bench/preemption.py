@@ -23,7 +23,7 @@ from baton.config.schema import EngineConfig, ModelConfig, PoolConfig
 from baton.generation import Prompt, SamplingParams
 from baton.ids import SeqId
 from baton.layout import SPARE_BLOCKS
-from baton_engine.messages import Abort, FlushCache, Generate, PrefillStarted, Sampled, StepEvents
+from baton_engine.messages import Abort, FlushCache, Generate, PrefillStarted, StepEvents
 from bench.harness.report import Report
 from bench.harness.shapes import SHAPES, write_model
 from kv_transfer.memory.arena import WorkerMemory
@@ -69,9 +69,10 @@ class Watch:
         for event in told.events:
             if isinstance(event, PrefillStarted) and event.seq_id == _SECOND:
                 self.returned, self.returned_s = event, now_s
-            if isinstance(event, Sampled):
-                self.tokens[event.seq_id] += [token.token for token in event.tokens]
-                if event.seq_id == _SECOND:
+        if told.sampled is not None:
+            for seq_id, token in zip(told.sampled.seq_ids, told.sampled.tokens, strict=True):
+                self.tokens[seq_id].append(token)
+                if seq_id == _SECOND:
                     self.token_s = now_s
         self._changed.set()
 
@@ -102,7 +103,6 @@ async def preempt(directory: Path, context: int, *, with_pool: bool) -> Return:
     built, memory = await asyncio.to_thread(_build, directory, context)
     watch, loop = Watch(), asyncio.get_running_loop()
     built.host.attach(
-        "bench",
         lambda told: loop.call_soon_threadsafe(watch.take, told, time.perf_counter()),  # type: ignore[arg-type]
     )
     async with _connected(built, memory, with_pool=with_pool) as (engine, settle):

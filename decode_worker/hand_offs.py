@@ -15,7 +15,6 @@ from baton_engine.messages import (
     Released,
     Reserve,
     Reserved,
-    Sampled,
     Start,
 )
 from baton_worker.legs import Leg, LegState, LegTable, failed
@@ -35,6 +34,7 @@ from kv_transfer.ledger.ledger import (
     TransferLedger,
     Withdrawn,
 )
+from kv_transfer.ledger.outbox import FirstTokensDrawn
 from kv_transfer.ledger.transfer import (
     EndSession,
     FreePages,
@@ -78,7 +78,10 @@ class ReceivingHandOffs:
         return self._tell(Expected(permit=asked.permit), asked.permit.xfer_id, now_s)
 
     def advance(
-        self, leg: Leg, event: PrefillStarted | Reserved | Sampled | Released | Failed, now_s: float
+        self,
+        leg: Leg,
+        event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
+        now_s: float,
     ) -> list[WorkerAction]:
         """See `HandOffs`."""
         xfer_id = leg.xfer_id
@@ -92,7 +95,7 @@ class ReceivingHandOffs:
             case Released() | Failed():
                 error = event.error if isinstance(event, Failed) else None
                 return self._tell(PagesGone(xfer_id=xfer_id, error=error), xfer_id, now_s)
-            case PrefillStarted() | Sampled():
+            case PrefillStarted() | FirstTokensDrawn():
                 raise InvariantError(f"{leg.seq_id} was computed before its pages were here")
 
     def give_up(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:

@@ -21,7 +21,6 @@ from baton_engine.messages import (
     Release,
     Released,
     Reserved,
-    Sampled,
 )
 from baton_engine.ports import PageExport
 from baton_worker.legs import Leg, LegState, LegTable, failed
@@ -120,17 +119,19 @@ class SendingHandOffs:
         return [*connect, *opened, Prefill(seq_id=leg.seq_id, prompt=leg.prompt)]
 
     def advance(
-        self, leg: Leg, event: PrefillStarted | Reserved | Sampled | Released | Failed, now_s: float
+        self,
+        leg: Leg,
+        event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
+        now_s: float,
     ) -> list[WorkerAction]:
         """See `HandOffs`."""
         assert leg.xfer_id is not None
         match event:
             case PrefillStarted():
                 return self._carry_out(Started(xfer_id=leg.xfer_id), now_s)
-            case Sampled():
+            case FirstTokensDrawn():
                 self._outgoing[leg.xfer_id].waits_since_s = now_s
-                drew = FirstTokensDrawn(xfer_id=leg.xfer_id, first_tokens=event.tokens)
-                return self._carry_out(drew, now_s)
+                return self._carry_out(event, now_s)
             case Released() | Failed():
                 return self._over(leg.xfer_id, now_s)
             case Reserved():

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import partial
 
@@ -9,13 +10,12 @@ from baton.clock import Clock, ManualClock
 from baton.errors import EngineError
 from baton.generation import TokenLogprobs
 from baton.ids import BlockId, SeqId
-from baton_engine.host import EventFan
 from baton_engine.layer_hooks import KvLayerHooks
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, StepEvents
 from baton_engine.ports import BlockSink, KvSource, LayerSink
 from baton_engine.scheduling.limits import Limits
-from baton_engine.scheduling.plan import Drawn, Launched, Row, StepPlan, StepResult
+from baton_engine.scheduling.plan import Launched, Row, StepPlan, StepResult
 from baton_engine.scheduling.request import Sequence
 from baton_engine.scheduling.scheduler import Scheduler
 
@@ -51,7 +51,7 @@ class FakeRunner:
         self.pages = [[_BLANK] * limits.block_tokens for _ in range(limits.num_blocks)]
         self.plans: deque[StepPlan] = deque(maxlen=1000)
         self.failing: set[SeqId] = set()
-        self._last_drawn: tuple[tuple[Drawn, ...], ...] = ()
+        self._last_tokens: SequenceOf[int] = ()
 
     def fetch_from(self, source: KvSource) -> None:
         """See StepRunner."""
@@ -64,11 +64,10 @@ class FakeRunner:
 
     def _compute_late(self, plan: StepPlan) -> StepResult:
         for row, place in zip(plan.rows, plan.follows, strict=False):
-            drawn = self._last_drawn[place]
-            row.seq.tokens.append(drawn[0].token if drawn else 0)
-        self._last_drawn = ()
+            row.seq.tokens.append(max(0, self._last_tokens[place]))  # one was drawn in each row
+        self._last_tokens = ()
         result = self.execute(plan)
-        self._last_drawn = result.drawn
+        self._last_tokens = result.tokens
         return result
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -78,7 +77,7 @@ class FakeRunner:
             self.pages[target] = list(self.pages[source])
         hooks = KvLayerHooks(plan, self._source, self._sink)
         with hooks:
-            drawn = self._run_layers(plan, hooks)
+            tokens = self._run_layers(plan, hooks)
         scores = tuple(self._score(row) for row in plan.rows)
         lost = hooks.outcome.failed if hooks.outcome is not None else {}
         failed = tuple(
@@ -86,23 +85,23 @@ class FakeRunner:
             for place, row in enumerate(plan.rows)
             if row.seq.seq_id in lost
         )
-        return StepResult(drawn=drawn, scores=scores, failed=failed, fetched=hooks.outcome)
+        return StepResult(tokens=tokens, scores=scores, failed=failed, fetched=hooks.outcome)
 
-    def _run_layers(self, plan: StepPlan, hooks: KvLayerHooks) -> tuple[tuple[Drawn, ...], ...]:
+    def _run_layers(self, plan: StepPlan, hooks: KvLayerHooks) -> list[int]:
         """All layers share one page here: it is complete once the last one has been brought."""
         for layer_index in range(self._num_layers):
             hooks.before(layer_index)
-        drawn = tuple(self._compute(row) for row in plan.rows)
+        tokens = [token for row in plan.rows for token in self._compute(row)]
         for layer_index in range(self._num_layers):
             hooks.after(layer_index)
-        return drawn
+        return tokens
 
     def _score(self, row: Row) -> tuple[TokenLogprobs, ...]:
         """What stands for the log-probability of a token here: its own id, negated."""
         scored = row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored]
         return tuple(TokenLogprobs(logprob=-float(token), rank=1, top=()) for token in scored)
 
-    def _compute(self, row: Row) -> tuple[Drawn, ...]:
+    def _compute(self, row: Row) -> list[int]:
         seq = row.seq
         if seq.seq_id in self.failing:
             raise EngineError(f"sequence {seq.seq_id} was told to fail")
@@ -111,7 +110,7 @@ class FakeRunner:
             kv = _mix(kv, seq.tokens[position])
             page, slot = divmod(position, self._block_tokens)
             self.pages[seq.blocks[page]][slot] = kv
-        return tuple(Drawn(token=_mix(kv, ~s) % self._vocab_size) for s in row.samples)
+        return [_mix(kv, ~sample) % self._vocab_size for sample in row.samples]
 
     def _read(self, blocks: list[BlockId], position: int) -> int:
         page, slot = divmod(position, self._block_tokens)
@@ -150,9 +149,12 @@ class FakeEngine:
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self._fan = EventFan()
+        self._listener: Callable[[StepEvents], None] = _ignore
         self._loop = EngineLoop(
-            scheduler, runner, emit=self._fan.deliver, clock=clock or ManualClock()
+            scheduler,
+            runner,
+            emit=lambda told: self._listener(told),
+            clock=clock or ManualClock(),
         )
         self.is_closed = False
 
@@ -177,9 +179,9 @@ class FakeEngine:
         """See EnginePort."""
         self._loop.submit(command)
 
-    def attach(self, owner: str, listener: Callable[[StepEvents], None]) -> None:
+    def attach(self, listener: Callable[[StepEvents], None]) -> None:
         """See EnginePort."""
-        self._fan.attach(owner, listener)
+        self._listener = listener
 
     def progress_s(self) -> float | None:
         """See EnginePort."""
@@ -192,3 +194,7 @@ class FakeEngine:
     def close(self) -> None:
         """See EnginePort."""
         self.is_closed = True
+
+
+def _ignore(told: StepEvents) -> None:
+    """Until a listener is attached."""

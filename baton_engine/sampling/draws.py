@@ -15,11 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from baton_engine.sampling.filters import Filters, collect_filters, drop_unlikely, filters
-from baton_engine.scheduling.plan import Row
+from baton_engine.scheduling.plan import NO_TOKEN, Row
 from baton_engine.staging import StagedArray, StagedBatch
-
-NO_TOKEN = -1
-"""Stands for a token where none can be drawn."""
 
 
 def greedy_tokens(scores: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from baton.generation import TokenLogprobs
 from baton_engine.sampling.adjust import ScoreChanges, adjust, changes_scores, collect_changes
 from baton_engine.sampling.draws import (
-    NO_TOKEN,
     DrawKernel,
     RandomRows,
     collect_random,
@@ -19,7 +19,7 @@ from baton_engine.sampling.draws import (
     greedy_tokens,
 )
 from baton_engine.sampling.logprobs import logprob_table, read_logprobs
-from baton_engine.scheduling.plan import Drawn, Row
+from baton_engine.scheduling.plan import NO_TOKEN, Row
 from baton_engine.staging import DeviceStaging, StagedArray, StagedBatch
 
 _GREEDY_BELOW = 1e-5
@@ -32,12 +32,12 @@ class Draws:
 
     Attributes:
         tokens: `[num_draws]` int64 on the device, row after row; `NO_TOKEN` of a row whose scores are not finite.
-        read: The draws of each row, none for such a row. Blocks until the tokens are on the host: a step's one
-            synchronisation.
+        read: The same on the host, with the log-probabilities of those that asked for them, by place. Blocks until the tokens
+            are there: a step's one synchronisation.
     """
 
     tokens: torch.Tensor
-    read: Callable[[], list[tuple[Drawn, ...]]]
+    read: Callable[[], tuple[list[int], dict[int, TokenLogprobs]]]
 
 
 class Sampler:
@@ -73,30 +73,27 @@ class Sampler:
             greedy: `greedy_tokens(logits)`, where they are known already.
         """
         if all(map(_wants_the_likeliest, rows)):
-            return self._bring(rows, greedy_tokens(logits) if greedy is None else greedy)
+            return self._copy_back(greedy_tokens(logits) if greedy is None else greedy)
         staged = StagedBatch()
         asked = _collect(rows, logits.shape[1], self._eos_token_ids, staged)
         self._staging.send(staged)
         tokens, is_drawn = self._tokens(adjust(logits, asked.changes), asked)
         marked = tokens.where(is_drawn, NO_TOKEN)
         if asked.logprobs is None:
-            return self._bring(rows, marked)
+            return self._copy_back(marked)
         wanted = asked.logprobs
         table = logprob_table(logits, wanted.rows.tensor, tokens[wanted.draws.tensor], wanted.top)
         values = self._staging.copy_back(torch.cat((marked.double(), table.flat())))
         width = table.top_ids.shape[1]
         return Draws(
             tokens=marked,
-            read=lambda: _group(rows, _with_logprobs(rows, wanted, values().tolist(), width)),
+            read=lambda: _with_logprobs(rows, wanted, values().tolist(), width),
         )
 
-    def _bring(self, rows: Sequence[Row], tokens: torch.Tensor) -> Draws:
-        """Tokens of which there is no more to say."""
-        there = self._staging.copy_back(tokens)
-        return Draws(
-            tokens=tokens,
-            read=lambda: _group(rows, [Drawn(token=token) for token in there().tolist()]),
-        )
+    def _copy_back(self, tokens: torch.Tensor) -> Draws:
+        """Tokens without log-probabilities."""
+        on_host = self._staging.copy_back(tokens)
+        return Draws(tokens=tokens, read=lambda: (on_host().tolist(), {}))
 
     def _tokens(self, scores: torch.Tensor, asked: "_Asked") -> tuple[torch.Tensor, torch.Tensor]:
         """Of each draw, `[num_draws]`: its token, int64, and whether it means anything, bool."""
@@ -167,23 +164,13 @@ def _collect_figures(
 
 def _with_logprobs(
     rows: Sequence[Row], wanted: _Figures, values: Sequence[float], width: int
-) -> list[Drawn]:
-    """Draws of the step from what came to the host: all tokens, then the figures of those that are wanted."""
+) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    """The step's draws from what came to the host: all tokens, then the figures of those that are wanted."""
     size = 2 + 2 * width
     num_draws = len(values) - size * len(wanted.asking)
-    drawn = [Drawn(token=int(token)) for token in values[:num_draws]]
+    logprobs: dict[int, TokenLogprobs] = {}
     for place, (draw, row) in enumerate(wanted.asking):
         begin = num_draws + place * size
         top = rows[row].seq.params.logprobs or 0
-        logprobs = read_logprobs(values[begin : begin + size], width, top)
-        drawn[draw] = Drawn(token=drawn[draw].token, logprobs=logprobs)
-    return drawn
-
-
-def _group(rows: Sequence[Row], drawn: Sequence[Drawn]) -> list[tuple[Drawn, ...]]:
-    grouped, begin = [], 0
-    for row in rows:
-        of_row = drawn[begin : begin + len(row.samples)]
-        grouped.append(() if of_row[0].token == NO_TOKEN else tuple(of_row))
-        begin += len(row.samples)
-    return grouped
+        logprobs[draw] = read_logprobs(values[begin : begin + size], width, top)
+    return [int(token) for token in values[:num_draws]], logprobs

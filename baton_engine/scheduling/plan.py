@@ -1,7 +1,8 @@
 """One step of the engine: what the scheduler asks of the runner, and what comes back."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.errors import BatonError
@@ -53,12 +54,8 @@ class StepPlan:
     follows: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """One drawn token."""
-
-    token: int
-    logprobs: TokenLogprobs | None = None
+NO_TOKEN = -1
+"""Stands for a token where none could be drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +63,15 @@ class StepResult:
     """What a step produced.
 
     Attributes:
-        drawn: For each row of the plan, one `Drawn` per entry of `row.samples`; nothing for a row that failed.
+        tokens: Row after row, one token per entry of `row.samples`; `NO_TOKEN` in a row that failed.
+        logprobs: Of the tokens that asked for them, by place in `tokens`.
         scores: For each row of the plan, one entry per `row.num_scored`; empty when no row has any.
         failed: Rows, by their place in the plan, that could not be computed, and why. The others are not touched by it.
         fetched: How the plan's fetches went; None without any. Their rows are among `failed` where they failed.
     """
 
-    drawn: tuple[tuple[Drawn, ...], ...]
+    tokens: SequenceOf[int] = ()
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
     failed: tuple[tuple[int, BatonError], ...] = ()
     fetched: FetchOutcome | None = None

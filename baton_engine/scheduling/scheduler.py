@@ -9,6 +9,7 @@ by recompute), in chunks under the same budget, so that those still running go o
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from baton.blocks import BlockChanges
 from baton.errors import BatonError, InvalidRequestError, InvariantError, TransferError
@@ -16,7 +17,6 @@ from baton.generation import (
     FinishReason,
     Prompt,
     TokenLogprobs,
-    TokenSample,
     WorkerLoad,
 )
 from baton.ids import BlockId, SeqId
@@ -34,7 +34,7 @@ from baton_engine.messages import (
     Release,
     Released,
     Reserve,
-    Sampled,
+    SampledTokens,
     SeqEvent,
     Start,
 )
@@ -43,7 +43,7 @@ from baton_engine.scheduling.in_flight import InFlightStep, InFlightSteps, plan_
 from baton_engine.scheduling.kv_cache_manager import KvCacheManager
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.ordering import SchedulingPolicy
-from baton_engine.scheduling.plan import Drawn, StepPlan, StepResult
+from baton_engine.scheduling.plan import StepPlan, StepResult
 from baton_engine.scheduling.planner import StepPlanner
 from baton_engine.scheduling.queues import SequenceQueues
 from baton_engine.scheduling.request import Mode, Request, Sequence, State
@@ -211,7 +211,9 @@ class Scheduler:
         request.has_kv = True
         sequence.num_external = len(sequence.tokens) // self._limits.block_tokens
         self._cache.publish(sequence)
-        self._fan_out(sequence, command.first_tokens)
+        first_tokens = command.first_tokens
+        going_on = [(first.sample, first.token) for first in first_tokens if first.finish is None]
+        self._fan_out(sequence, going_on)
         return []
 
     def _release(self, command: Release | Abort) -> list[SeqEvent]:
@@ -253,67 +255,78 @@ class Scheduler:
 
     def update_from_output(
         self, plan: StepPlan, result: StepResult, now_s: float
-    ) -> list[SeqEvent]:
+    ) -> SampledTokens | None:
         """Takes the outcome of the first step in flight: drawn tokens, full pages, ends. Rows whose sequence was given to `fail`, or
         ended in the step before, are passed over.
+
+        Returns:
+            The tokens that were drawn; None for none.
         """
         self._queues.now_s = now_s
         step = self._in_flight.end(plan)
-        sampled: dict[SeqId, list[TokenSample]] = {}
-        scored: dict[SeqId, tuple[TokenLogprobs, ...]] = {}
-        for place, (row, sequence) in enumerate(zip(plan.rows, step.sequences, strict=True)):
-            drawn, request = result.drawn[place], sequence.request
+        sampled = _Columns(result)
+        place = 0
+        for index, (row, sequence) in enumerate(zip(plan.rows, step.sequences, strict=True)):
+            first, place = place, place + len(row.samples)
             if sequence.state is State.ENDED:
                 continue
+            request = sequence.request
             if row.num_scored:
-                request.keep_scores(row.start, result.scores[place])
+                request.keep_scores(row.start, result.scores[index])
             sequence.num_computed += row.num_tokens
             if sequence.num_computed >= (sequence.num_published + 1) * self._limits.block_tokens:
                 self._cache.publish(sequence)
-            if drawn:
-                sampled.setdefault(request.seq_id, []).extend(self._append(sequence, drawn))
-                if request.scores is not None:
-                    scored[request.seq_id] = request.take_scores()
+            if not row.samples:
+                continue
+            if sequence.state is State.PREFILLING:
+                self._end_prefill(sequence, first, sampled)
+            else:
+                self._append(sequence, first, sampled)
+            if request.scores is not None:
+                sampled.prompt_logprobs[request.seq_id] = request.take_scores()
         for fetch in plan.fetches:
             if (fetched := self._requests.get(fetch.seq_id)) is not None:
                 self._cache.settle(fetched)
-        return [
-            Sampled(seq_id=seq_id, tokens=tuple(tokens), prompt_logprobs=scored.get(seq_id))
-            for seq_id, tokens in sampled.items()
-        ]
+        return sampled.columns()
 
-    def _append(self, sequence: Sequence, drawn: tuple[Drawn, ...]) -> tuple[TokenSample, ...]:
-        if sequence.state is State.PREFILLING:
-            return self._end_prefill(sequence, drawn)
-        (draw,) = drawn
-        sequence.tokens.append(draw.token)
-        finish = sequence.request.finish_reason(draw.token, len(sequence.tokens))
+    def _append(self, sequence: Sequence, place: int, sampled: "_Columns") -> None:
+        """The token at `place` of the step's is the next one of a running sequence."""
+        token = sampled.drawn[place]
+        sequence.tokens.append(token)
+        finish = sequence.request.finish_reason(token, len(sequence.tokens))
+        sampled.add(sequence, sequence.samples[0], place, finish)
         if finish is not None:
             self._end(sequence)
-        return (_sample(sequence.sample, draw, finish),)
 
-    def _end_prefill(self, sequence: Sequence, drawn: tuple[Drawn, ...]) -> tuple[TokenSample, ...]:
+    def _end_prefill(self, sequence: Sequence, first: int, sampled: "_Columns") -> None:
+        """The tokens from `first` on are the first ones of each of a prompt's samples."""
         request, length = sequence.request, len(sequence.tokens) + 1
-        first_tokens = tuple(
-            _sample(sample, draw, request.finish_reason(draw.token, length))
-            for sample, draw in zip(sequence.samples, drawn, strict=True)
-        )
+        going_on: list[tuple[int, int]] = []
+        for place, sample in enumerate(sequence.samples, first):
+            token = sampled.drawn[place]
+            finish = request.finish_reason(token, length)
+            sampled.add(sequence, sample, place, finish)
+            if finish is None:
+                going_on.append((sample, token))
         if request.mode is Mode.PREFILL:
             self._queues.move(sequence, State.HANDING_OVER)
         else:
-            self._fan_out(sequence, first_tokens)
-        return first_tokens
+            self._fan_out(sequence, going_on)
 
-    def _fan_out(self, sequence: Sequence, first_tokens: tuple[TokenSample, ...]) -> None:
-        """Lets each sample that is not finished run on its own: the first takes the prompt's pages, the others share them."""
-        going_on = [first for first in first_tokens if first.finish is None]
+    def _fan_out(self, sequence: Sequence, going_on: SequenceOf[tuple[int, int]]) -> None:
+        """Lets each sample that goes on run on its own from its first token: one takes the prompt's pages, the others share them.
+
+        Args:
+            sequence: The computed prompt.
+            going_on: Samples that are not finished, and their first tokens.
+        """
         if not going_on:
             self._end(sequence)
             return
-        forks = [self._cache.fork(sequence, more.sample, more.token) for more in going_on[1:]]
-        first = going_on[0]
-        sequence.tokens.append(first.token)
-        self._queues.move(sequence, State.RUNNING, samples=(first.sample,))
+        (sample, token), *others = going_on
+        forks = [self._cache.fork(sequence, *other) for other in others]
+        sequence.tokens.append(token)
+        self._queues.move(sequence, State.RUNNING, samples=(sample,))
         for fork in forks:
             self._queues.add(fork, State.RUNNING)
 
@@ -396,5 +409,37 @@ def _no_scores_yet(prompt: Prompt, mode: Mode) -> list[TokenLogprobs] | None:
     return [] if wanted else None
 
 
-def _sample(sample: int, draw: Drawn, finish: FinishReason | None) -> TokenSample:
-    return TokenSample(sample=sample, token=draw.token, logprobs=draw.logprobs, finish=finish)
+class _Columns:
+    """`SampledTokens` while they are put together from a step's result."""
+
+    def __init__(self, result: StepResult) -> None:
+        self.drawn = result.tokens
+        self._drawn_logprobs = result.logprobs
+        self._seq_ids: list[SeqId] = []
+        self._samples: list[int] = []
+        self._tokens: list[int] = []
+        self._finish_reasons: list[FinishReason | None] = []
+        self._logprobs: dict[int, TokenLogprobs] = {}
+        self.prompt_logprobs: dict[SeqId, tuple[TokenLogprobs, ...]] = {}
+
+    def add(self, sequence: Sequence, sample: int, place: int, finish: FinishReason | None) -> None:
+        """The token at `place` of the result is one of `sample`."""
+        if self._drawn_logprobs and (logprobs := self._drawn_logprobs.get(place)) is not None:
+            self._logprobs[len(self._tokens)] = logprobs
+        self._seq_ids.append(sequence.request.seq_id)
+        self._samples.append(sample)
+        self._tokens.append(self.drawn[place])
+        self._finish_reasons.append(finish)
+
+    def columns(self) -> SampledTokens | None:
+        """All that were added; None for none."""
+        if not self._tokens:
+            return None
+        return SampledTokens(
+            seq_ids=self._seq_ids,
+            samples=self._samples,
+            tokens=self._tokens,
+            finish_reasons=self._finish_reasons,
+            logprobs=self._logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )

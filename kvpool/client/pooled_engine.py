@@ -98,9 +98,9 @@ class PooledEngine:
                 self._hurry(command.seq_id)
                 self._engine.submit(command)
 
-    def attach(self, owner: str, listener: Callable[[StepEvents], None]) -> None:
+    def attach(self, listener: Callable[[StepEvents], None]) -> None:
         """See EnginePort."""
-        self._engine.attach(owner, listener)
+        self._engine.attach(listener)
 
     def progress_s(self) -> float | None:
         """See EnginePort."""

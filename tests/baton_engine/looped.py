@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from baton.clock import ManualClock
 from baton.generation import TokenSample
 from baton_engine.loop import EngineLoop
-from baton_engine.messages import Command, Failed, Sampled, StepEvents
+from baton_engine.messages import Command, Failed, StepEvents
 from baton_engine.ports import KvSource
 from baton_engine.scheduling.plan import Launched, StepPlan, StepResult, StepRunner
 from baton_engine.scheduling.scheduler import Scheduler
+from tests.baton_engine.sampled import Sampled, all_events
 
 MOST_TURNS = 2000
 
@@ -42,7 +43,7 @@ def draw_all(
     drawn: dict[tuple[str, int], list[TokenSample]] = {}
 
     def hear(told: StepEvents) -> None:
-        for event in told.events:
+        for event in all_events(told):
             assert not isinstance(event, Failed), event.error
             if isinstance(event, Sampled):
                 for token in event.tokens:

@@ -16,8 +16,6 @@ from baton_engine.messages import (
     PrefillStarted,
     Released,
     Reserved,
-    Sampled,
-    SeqEvent,
     Start,
 )
 from baton_engine.ports import PageExport
@@ -25,6 +23,7 @@ from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import StepPlan
 from baton_engine.scheduling.scheduler import Scheduler
+from tests.baton_engine.sampled import Event, Sampled, by_sequence
 
 SECRET = bytes(32)
 
@@ -85,7 +84,7 @@ class World:
     num_layers: int = 1
     policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
     now_s: float = 0.0
-    events: list[SeqEvent] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     output: dict[tuple[str, int], list[TokenSample]] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
 
@@ -110,25 +109,26 @@ class World:
         self.runner.fetch_from(self.source)
         self.scheduler.note_published()
 
-    def tell(self, *commands: Command) -> list[SeqEvent]:
-        told = [
+    def tell(self, *commands: Command) -> list[Event]:
+        told: list[Event] = [
             event for command in commands for event in self.scheduler.handle(command, self.now_s)
         ]
         return self._note(told)
 
-    def step(self, failing_row: int | None = None) -> list[SeqEvent]:
+    def step(self, failing_row: int | None = None) -> list[Event]:
         """One step, if anything can run; returns what was told. The row of that number, if there is one, fails."""
-        plan, events = self.scheduler.schedule(self.now_s)
+        plan, before = self.scheduler.schedule(self.now_s)
+        events: list[Event] = list(before)
         if plan is not None:
             self.check_plan(plan)
             self.plans.append(plan)
             result = self.runner.execute(plan)
             for place, error in result.failed:
-                events = events + self.scheduler.fail(plan.rows[place].seq, error)
+                events += self.scheduler.fail(plan.rows[place].seq, error)
             if failing_row is not None and failing_row < len(plan.rows):
                 seq = plan.rows[failing_row].seq
-                events = events + self.scheduler.fail(seq, EngineError("told to fail"))
-            events = events + self.scheduler.update_from_output(plan, result, self.now_s)
+                events += self.scheduler.fail(seq, EngineError("told to fail"))
+            events += by_sequence(self.scheduler.update_from_output(plan, result, self.now_s))
             if self.pool is not None:
                 self.outlet.offer(self.scheduler.take_published())
         self.scheduler.check_integrity()
@@ -143,7 +143,7 @@ class World:
                 return
         raise AssertionError(f"still running after {max_steps} steps")
 
-    def _note(self, events: list[SeqEvent]) -> list[SeqEvent]:
+    def _note(self, events: list[Event]) -> list[Event]:
         self.events += events
         for event in events:
             if isinstance(event, Sampled):

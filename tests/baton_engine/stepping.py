@@ -1,7 +1,9 @@
 """A trivial scheduler for tests of the runner: every sequence prefills in chunks of its own size, then decodes."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
@@ -11,9 +13,29 @@ from baton_engine.models.config import kv_layout
 from baton_engine.models.decoder import Decoder
 from baton_engine.ports import LayerSink
 from baton_engine.runner import ModelRunner
-from baton_engine.scheduling.plan import Drawn, Row, StepPlan
+from baton_engine.scheduling.plan import Row, StepPlan, StepResult
 from baton_engine.scheduling.request import Sequence
 from tests.baton_engine.sequences import sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """One drawn token."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+def drawn_by_row(rows: Rows[Row], result: StepResult) -> list[list[Drawn]]:
+    """What each row drew."""
+    places = iter(range(len(result.tokens)))
+    return [
+        [
+            Drawn(token=result.tokens[place], logprobs=result.logprobs.get(place))
+            for place in islice(places, len(row.samples))
+        ]
+        for row in rows
+    ]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +107,7 @@ def run_all(runner: ModelRunner, texts: list[Text], most_rows: int = 5) -> None:
         rows = tuple(text.row() for text in unfinished)
         result = runner.execute(StepPlan(step=step, rows=rows))
         step += 1
-        for text, row, drawn in zip(unfinished, rows, result.drawn, strict=True):
+        for text, row, drawn in zip(unfinished, rows, drawn_by_row(rows, result), strict=True):
             text.seq.num_computed = row.start + row.num_tokens
             text.drawn.extend(drawn)
             text.seq.tokens.extend(one.token for one in drawn)

@@ -15,9 +15,10 @@ from baton_engine.host import ThreadEngineHost
 from baton_engine.kernels import select
 from baton_engine.kernels.cpu.matmul import multiplies_int8, streams_bfloat16
 from baton_engine.kernels.select import check_deterministic
-from baton_engine.messages import Generate, Prefill, Release, Reserve, Sampled, StepEvents
+from baton_engine.messages import Generate, Prefill, Release, Reserve, StepEvents
 from baton_engine.models.config import load_spec, pinned
 from baton_engine.models.linear import ROWS, Linear, fix_rows, pack
+from tests.baton_engine.sampled import Sampled, all_events, by_sequence
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.baton_engine.whole_engine import WholeEngine, hand_over
 
@@ -178,7 +179,8 @@ def test_prefilled_here_and_decoded_there(engines, alone):
         assert plan is not None
         rows = [row for row in plan.rows if row.seq.seq_id == ASKED]
         blocks = list(rows[0].seq.blocks) if rows else blocks
-        source.events += source.scheduler.update_from_output(plan, source.runner.execute(plan), 0.0)
+        result = source.runner.execute(plan)
+        source.events += by_sequence(source.scheduler.update_from_output(plan, result, 0.0))
     for _ in range(3):
         target.step()
     hand_over(source, target, ASKED, blocks)
@@ -291,13 +293,13 @@ def _drawn(host: ThreadEngineHost, wanted: Prompt) -> list[TokenSample]:
     done = Event()
 
     def listen(told: StepEvents) -> None:
-        for event in told.events:
+        for event in all_events(told):
             if isinstance(event, Sampled):
                 tokens.extend(event.tokens)
                 if tokens[-1].finish is not None:
                     done.set()
 
-    host.attach("test", listen)
+    host.attach(listen)
     host.start()
     host.submit(Generate(seq_id=SeqId("test/asked"), prompt=wanted))
     assert done.wait(30)

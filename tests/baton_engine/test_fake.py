@@ -25,7 +25,7 @@ def test_chunks_draw_what_the_whole_prompt_draws():
     expected = whole.execute(plan(text(3, 5), 0, 5))
     chunked.execute(plan(text(0, 1), 0, 2))
     assert chunked.execute(plan(text(0, 1), 2, 3)) == expected
-    assert expected.drawn[0][0].token == next(whole.draw_all((1, 2, 3, 4, 5), 0))
+    assert expected.tokens[0] == next(whole.draw_all((1, 2, 3, 4, 5), 0))
 
 
 def test_reading_a_page_that_was_never_written_raises():

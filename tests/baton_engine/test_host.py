@@ -8,11 +8,12 @@ import pytest
 from baton.errors import InvariantError
 from baton.ids import SeqId
 from baton_engine.fakes.engine import FakeEngine, FakeRunner
-from baton_engine.host import EventFan, ThreadEngineHost
-from baton_engine.messages import Generate, PrefillStarted, Released, Sampled, StepEvents
+from baton_engine.host import ThreadEngineHost
+from baton_engine.messages import Generate, PrefillStarted, StepEvents
 from baton_engine.ports import EnginePort
 from baton_engine.scheduling.plan import StepPlan, StepResult
 from baton_engine.scheduling.scheduler import Scheduler
+from tests.baton_engine.sampled import Sampled, all_events
 from tests.baton_engine.scheduling_world import SECRET, World, layout, limits, prompt
 
 TIMEOUT_S = 30
@@ -29,57 +30,24 @@ def host() -> Iterator[ThreadEngineHost]:
     host.close()
 
 
-def told(*seq_ids: str) -> StepEvents:
-    events = tuple(Released(seq_id=SeqId(seq_id)) for seq_id in seq_ids)
-    return StepEvents(step=3, events=events, load=scheduler().load())
-
-
-def test_each_owner_gets_its_own_events_and_the_load():
-    fan = EventFan()
-    mine: list[StepEvents] = []
-    yours: list[StepEvents] = []
-    fan.attach("mine", mine.append)
-    fan.attach("yours", yours.append)
-    whole = told("mine/1", "yours/1", "mine/2/deep")
-    fan.deliver(whole)
-    assert [event.seq_id for event in mine[0].events] == ["mine/1", "mine/2/deep"]
-    assert [event.seq_id for event in yours[0].events] == ["yours/1"]
-    assert mine[0].load == yours[0].load == whole.load
-    assert mine[0].step == 3
-
-
-def test_an_owner_without_events_hears_of_the_load():
-    fan = EventFan()
-    mine: list[StepEvents] = []
-    fan.attach("mine", mine.append)
-    fan.attach("yours", lambda told: None)
-    fan.deliver(told("yours/1"))
-    assert [share.events for share in mine] == [()]
-
-
-def test_an_event_that_belongs_to_nobody_is_a_broken_invariant():
-    fan = EventFan()
-    fan.attach("mine", lambda told: None)
-    with pytest.raises(InvariantError, match="mines/1"):
-        fan.deliver(told("mines/1"))
-
-
-@pytest.mark.parametrize("owner", ["", "a/b"])
-def test_an_owner_that_could_not_be_found_in_an_id_is_refused(owner: str):
-    with pytest.raises(ValueError, match="cannot own"):
-        EventFan().attach(owner, lambda told: None)
+def test_an_engine_without_a_listener_ends_with_the_first_event(host: ThreadEngineHost):
+    host.start()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "engine"]
+    host.submit(Generate(seq_id=SeqId("1"), prompt=prompt(8)))
+    thread.join(TIMEOUT_S)
+    assert isinstance(host.failure(), InvariantError)
 
 
 def test_a_hosted_engine_answers_from_its_own_thread(host: ThreadEngineHost):
     shares: SimpleQueue[tuple[str, StepEvents]] = SimpleQueue()
-    host.attach("d", lambda told: shares.put((threading.current_thread().name, told)))
+    host.attach(lambda told: shares.put((threading.current_thread().name, told)))
     host.start()
     host.submit(Generate(seq_id=SeqId("d/1"), prompt=prompt(8)))
     tokens: list[int] = []
     while len(tokens) < 5:
         thread, share = shares.get(timeout=TIMEOUT_S)
         assert thread == "engine"
-        tokens += [t.token for e in share.events if isinstance(e, Sampled) for t in e.tokens]
+        tokens += [t.token for e in all_events(share) if isinstance(e, Sampled) for t in e.tokens]
     assert tokens == World(limits()).undisturbed(prompt(8))
 
 
@@ -102,7 +70,7 @@ def test_a_listener_that_raises_is_the_engines_failure(host: ThreadEngineHost):
         ended.set()
         raise RuntimeError("the service is gone")
 
-    host.attach("d", listen)
+    host.attach(listen)
     host.start()
     host.submit(Generate(seq_id=SeqId("d/1"), prompt=prompt(8)))
     assert ended.wait(TIMEOUT_S)
@@ -114,11 +82,14 @@ def test_a_fake_engine_is_stepped_by_hand():
     engine = FakeEngine(scheduler(), FakeRunner(limits()))
     port: EnginePort = engine
     shares: list[StepEvents] = []
-    port.attach("p", shares.append)
+    port.attach(shares.append)
     port.submit(Generate(seq_id=SeqId("p/1"), prompt=prompt(8, max_tokens=2)))
     assert shares == []
     assert engine.step()
-    assert [type(event) for share in shares for event in share.events] == [PrefillStarted, Sampled]
+    assert [type(event) for share in shares for event in all_events(share)] == [
+        PrefillStarted,
+        Sampled,
+    ]
     engine.run_until_idle()
     assert engine.scheduler.load().blocks_used == 0
     assert port.failure() is None
@@ -140,7 +111,7 @@ def test_only_the_engines_thread_is_bound_to_its_cores():
     runner = RunnerThatLooksWhereItIs(limits())
     host = ThreadEngineHost(scheduler(), runner)
     finished = threading.Event()
-    host.attach("a", lambda told: finished.set() if told.events else None)
+    host.attach(lambda told: finished.set() if told.events else None)
     host.start((core,))
     try:
         host.submit(Generate(seq_id=SeqId("a/1"), prompt=prompt(8)))

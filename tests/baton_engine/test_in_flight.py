@@ -24,12 +24,11 @@ from baton_engine.messages import (
     Released,
     Reserve,
     Reserved,
-    Sampled,
-    SeqEvent,
     StepEvents,
 )
 from baton_engine.scheduling.ordering import PREEMPTION_ORDERS, PREFILL_ORDERINGS, SchedulingPolicy
 from baton_engine.scheduling.plan import Launched, StepPlan, StepResult
+from tests.baton_engine.sampled import Event, Sampled, all_events
 from tests.baton_engine.scheduling_world import World, hand_over, limits, prompt
 
 EOS = (3, 5)
@@ -84,9 +83,9 @@ class Looped(World):
 
     def _hear(self, told: StepEvents) -> None:
         self.messages.append(told)
-        self._note(list(told.events))
+        self._note(all_events(told))
 
-    def tell(self, *commands: Command) -> list[SeqEvent]:
+    def tell(self, *commands: Command) -> list[Event]:
         for command in commands:
             self.loop.submit(command)
         return []
@@ -140,7 +139,7 @@ def test_events_carry_the_number_of_the_step_that_brought_them():
     world = Looped(limits())
     world.tell(generate(A, 6, max_tokens=4))
     world.run()
-    sampled = [m.step for m in world.messages if any(isinstance(e, Sampled) for e in m.events)]
+    sampled = [m.step for m in world.messages if m.sampled is not None]
     assert sampled == [1, 2, 3, 4]
 
 
@@ -313,7 +312,7 @@ def test_commands_and_other_steps_wait_until_nothing_is_in_flight():
     with pytest.raises(InvariantError, match="while another was in flight"):
         world.scheduler.schedule(0.0)
     with pytest.raises(InvariantError, match="not its turn"):
-        world.scheduler.update_from_output(second, StepResult(drawn=((),)), 0.0)
+        world.scheduler.update_from_output(second, StepResult(), 0.0)
 
 
 def test_without_a_page_for_everybody_none_is_taken_ahead():

@@ -64,4 +64,4 @@ def test_an_empty_prompt_is_refused_and_computes_nothing(checkpoint):
 
 def test_a_step_without_rows_draws_nothing(checkpoint):
     engine = WholeEngine(checkpoint, deterministic=False)
-    assert engine.runner.execute(StepPlan(step=1, rows=())) == StepResult(drawn=())
+    assert engine.runner.execute(StepPlan(step=1, rows=())) == StepResult(tokens=[])

@@ -15,12 +15,11 @@ from baton_engine.messages import (
     Released,
     Reserve,
     Reserved,
-    Sampled,
-    SeqEvent,
     StepEvents,
 )
-from baton_engine.scheduling.plan import StepPlan, StepResult
+from baton_engine.scheduling.plan import NO_TOKEN, StepPlan, StepResult
 from baton_engine.scheduling.scheduler import Scheduler
+from tests.baton_engine.sampled import Event, Sampled, all_events
 from tests.baton_engine.scheduling_world import SECRET, World, layout, limits, prompt
 
 A, B = SeqId("a"), SeqId("b")
@@ -43,8 +42,8 @@ class Bench:
             self.scheduler.check_integrity()
 
     @property
-    def events(self) -> list[SeqEvent]:
-        return [event for told in self.told for event in told.events]
+    def events(self) -> list[Event]:
+        return [event for told in self.told for event in all_events(told)]
 
     def tokens(self, seq_id: SeqId, sample: int = 0) -> list[int]:
         return [
@@ -68,7 +67,7 @@ def test_what_starts_is_told_before_the_step_and_what_was_drawn_after_it():
     assert bench.loop.turn()
     started, sampled = bench.told
     assert [type(event) for event in started.events] == [PrefillStarted]
-    assert [type(event) for event in sampled.events] == [Sampled]
+    assert [type(event) for event in all_events(sampled)] == [Sampled]
     assert sampled.step == 1
     assert sampled.load == bench.scheduler.load()
 
@@ -132,12 +131,15 @@ class NotFinite(FakeRunner):
     """Reports the rows of one sequence as failed, without raising."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        drawn = list(super().execute(plan).drawn)
+        tokens = super().execute(plan).tokens
         ill = [place for place, row in enumerate(plan.rows) if row.seq.seq_id == A]
-        for place in ill:
-            drawn[place] = ()
+        drawing = [row for row in plan.rows for _ in row.samples]
+        left = [
+            NO_TOKEN if row.seq.seq_id == A else token
+            for row, token in zip(drawing, tokens, strict=True)
+        ]
         error = EngineError("not finite")
-        return StepResult(drawn=tuple(drawn), failed=tuple((place, error) for place in ill))
+        return StepResult(tokens=left, failed=tuple((place, error) for place in ill))
 
 
 def test_a_row_that_is_reported_as_failed_ends_its_sequence_without_computing_the_others_again():

@@ -16,7 +16,7 @@ from baton.ids import BlockKey, SeqId
 from baton.pages import Ready
 from baton_engine.cache.arena import KvArena
 from baton_engine.loop import EngineLoop
-from baton_engine.messages import Failed, Generate, Prefill, PrefillStarted, Sampled, SeqEvent
+from baton_engine.messages import Failed, Generate, Prefill, PrefillStarted
 from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.loader import load_decoder
 from baton_engine.ports import PageExport
@@ -28,6 +28,7 @@ from kvpool.client.publisher import Placed, PoolWriter, PublishQueue
 from kvpool.client.read_leases import ReadLeases
 from kvpool.client.reader import PoolReader
 from kvpool.messages import BlockLease, HeldBlock
+from tests.baton_engine.sampled import Event, Sampled, all_events
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.kvpool.client.arena_world import Desk, Gated
 
@@ -107,7 +108,7 @@ class Pooled:
         )
         self.layout = layout
         self.slab = slab or Slab(layout)
-        self.sink, self.desk, self.events = Sink(), Granting(self), list[SeqEvent]()
+        self.sink, self.desk, self.events = Sink(), Granting(self), list[Event]()
         clock = ManualClock()
         host = HostPages(memory, layout, num_blocks=NUM_BLOCKS)
         self.arena = Gated(host, is_open=not gated)
@@ -121,7 +122,7 @@ class Pooled:
         self.writer = PoolWriter(host, scheduler.generation)
         runner = ModelRunner(decoder, KvArena(layout, NUM_BLOCKS, memory), self.sink)
         self.loop = EngineLoop(
-            scheduler, runner, emit=lambda told: self.events.extend(told.events), clock=clock
+            scheduler, runner, emit=lambda told: self.events.extend(all_events(told)), clock=clock
         )
         self.loop.connect_pool(self.reader, self.queue)
         self.scheduler = scheduler

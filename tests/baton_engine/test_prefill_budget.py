@@ -11,6 +11,7 @@ from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import StepPlan
 from baton_engine.scheduling.prefill_budget import PrefillBudget
 from baton_engine.scheduling.step_cost import StepCost, is_decode
+from tests.baton_engine.sampled import by_sequence
 from tests.baton_engine.scheduling_world import World, limits, prompt
 
 WORST = 1.2
@@ -48,7 +49,7 @@ class TimedWorld(World):
         tokens = sum(row.num_tokens for row in plan.rows if not is_decode(row))
         result = self.runner.execute(plan)
         self.scheduler.measured(plan, result, seconds)
-        self._note(self.scheduler.update_from_output(plan, result, self.now_s))
+        self._note([*by_sequence(self.scheduler.update_from_output(plan, result, self.now_s))])
         self.now_s += seconds
         return seconds, decodes, tokens
 

@@ -20,7 +20,7 @@ from baton_engine.models.config import load_spec
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
 from baton_engine.ports import PageExport
-from baton_engine.scheduling.plan import Row, StepPlan
+from baton_engine.scheduling.plan import NO_TOKEN, Row, StepPlan
 from tests.baton_engine.sequences import sequence
 from tests.baton_engine.stepping import make_runner, make_texts, run_all
 from tests.baton_engine.tiny_models import FAMILIES, make_model, random_prompts
@@ -194,9 +194,9 @@ def test_several_samples_of_one_row_are_drawn_from_one_prompt(models):
     (text,), num_blocks = make_texts([[5, 6, 7]], params, block_tokens=4, chunks=(9,))
     runner, _ = make_runner(load(models("llama")), block_tokens=4, num_blocks=num_blocks)
     row = Row(seq=text.seq, start=0, num_tokens=3, samples=(0, 1, 2, 3, 4, 5))
-    (drawn,) = runner.execute(StepPlan(step=0, rows=(row,))).drawn
-    assert len(drawn) == 6
-    assert len({one.token for one in drawn}) > 1
+    tokens = runner.execute(StepPlan(step=0, rows=(row,))).tokens
+    assert len(tokens) == 6
+    assert len(set(tokens)) > 1
 
 
 def test_copies_are_made_before_anything_is_computed(models):
@@ -232,7 +232,7 @@ def test_a_text_whose_scores_are_not_finite_fails_alone(models):
     arena.layer(0)[first] = float("nan")
     later = Row(seq=texts[0].seq, start=4, num_tokens=1, samples=(0,))
     result = runner.execute(StepPlan(step=1, rows=(later, texts[1].row())))
-    assert result.drawn == ((), healthy.drawn[1])
+    assert result.tokens == [NO_TOKEN, healthy.tokens[1]]
     ((place, error),) = result.failed
     assert place == 0
     assert "not finite" in error.message

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.generation import SamplingParams, TokenLogprobs
+from baton.generation import SamplingParams
 from baton_engine.sampling.adjust import adjust, collect_changes
 from baton_engine.sampling.draws import uniforms
 from baton_engine.sampling.filters import collect_filters, drop_unlikely
 from baton_engine.sampling.sampler import Sampler
-from baton_engine.scheduling.plan import Drawn, Row
+from baton_engine.scheduling.plan import NO_TOKEN, Row
 from baton_engine.staging import DeviceStaging, StagedBatch
 from tests.baton_engine.sequences import sequence
 
@@ -25,8 +25,9 @@ def row(params: SamplingParams, *, prompt=(5,), output=(), samples=(0,)) -> Row:
 
 
 def draw(logits: torch.Tensor, *rows: Row) -> list[list[int]]:
-    sampled = Sampler((EOS,), torch.device("cpu")).sample(logits, rows).read()
-    return [[one.token for one in drawn] for drawn in sampled]
+    tokens, _ = Sampler((EOS,), torch.device("cpu")).sample(logits, rows).read()
+    drawn = iter(tokens)
+    return [[next(drawn) for _ in row.samples] for row in rows]
 
 
 def logits_of(**scores: float) -> torch.Tensor:
@@ -222,22 +223,18 @@ def test_nothing_is_drawn_from_scores_that_are_not_finite_and_others_are_undistu
     logits[1, 77] = broken
     first, nothing, last = draw(logits, others[0], row(params, samples=(0, 1)), others[1])
     assert [first, last] == alone
-    assert nothing == []
-
-
-def logprobs_of(drawn: Drawn) -> TokenLogprobs:
-    assert drawn.logprobs is not None
-    return drawn.logprobs
+    assert nothing == [NO_TOKEN, NO_TOKEN]
 
 
 def test_logprobs_are_of_the_model_itself():
     logits = random_logits(2)
     params = greedy(logit_bias={17: 100.0}, logprobs=3)
-    drawn = Sampler((EOS,), torch.device("cpu")).sample(logits, [row(greedy()), row(params)]).read()
+    sampler = Sampler((EOS,), torch.device("cpu"))
+    tokens, of_tokens = sampler.sample(logits, [row(greedy()), row(params)]).read()
     expected = logits[1].log_softmax(-1)
-    assert drawn[0][0].logprobs is None
-    assert drawn[1][0].token == 17
-    logprobs = logprobs_of(drawn[1][0])
+    assert tokens[1] == 17
+    assert list(of_tokens) == [1]
+    logprobs = of_tokens[1]
     assert logprobs.logprob == pytest.approx(expected[17].item())
     assert logprobs.rank == 1 + int((expected > expected[17]).sum())
     assert [token for token, _ in logprobs.top] == expected.topk(3).indices.tolist()
@@ -245,12 +242,8 @@ def test_logprobs_are_of_the_model_itself():
 
 def test_each_row_gets_as_many_logprobs_as_it_asked_for():
     rows = [row(greedy(logprobs=k), samples=(0, 1)) for k in (0, 4, 2)]
-    drawn = Sampler((EOS,), torch.device("cpu")).sample(random_logits(3), rows).read()
-    assert [[len(logprobs_of(one).top) for one in per_row] for per_row in drawn] == [
-        [0, 0],
-        [4, 4],
-        [2, 2],
-    ]
+    _, logprobs = Sampler((EOS,), torch.device("cpu")).sample(random_logits(3), rows).read()
+    assert [len(logprobs[draw].top) for draw in range(6)] == [0, 0, 4, 4, 2, 2]
 
 
 def test_the_models_logits_are_not_changed():

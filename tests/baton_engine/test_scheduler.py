@@ -14,11 +14,11 @@ from baton_engine.messages import (
     Released,
     Reserve,
     Reserved,
-    Sampled,
     Start,
 )
 from baton_engine.scheduling.kv_cache_manager import KvCacheManager
 from baton_engine.scheduling.scheduler import Scheduler
+from tests.baton_engine.sampled import Sampled, by_sequence
 from tests.baton_engine.scheduling_world import SECRET, World, hand_over, layout, limits, prompt
 
 A, B, C = SeqId("a"), SeqId("b"), SeqId("c")
@@ -567,9 +567,9 @@ def test_a_failed_row_ends_its_request_and_no_other():
     assert plan is not None
     result = world.runner.execute(plan)
     (failed,) = world.scheduler.fail(plan.rows[0].seq, EngineError("broken"))
-    events = world.scheduler.update_from_output(plan, result, 0.0)
+    sampled = world.scheduler.update_from_output(plan, result, 0.0)
     assert isinstance(failed, Failed)
-    assert [event.seq_id for event in events] == [B]
+    assert [event.seq_id for event in by_sequence(sampled)] == [B]
     world.scheduler.check_integrity()
 
 

@@ -17,9 +17,9 @@ from baton_engine.messages import (
     Released,
     Reserve,
     Reserved,
-    Sampled,
 )
 from baton_engine.scheduling.ordering import PREEMPTION_ORDERS, PREFILL_ORDERINGS, SchedulingPolicy
+from tests.baton_engine.sampled import Sampled
 from tests.baton_engine.scheduling_world import World, hand_over, limits, prompt
 
 EOS = (3,)

@@ -8,12 +8,13 @@ from baton.generation import TokenLogprobs, TokenSample
 from baton.ids import SeqId
 from baton_engine.cache.arena import KvArena
 from baton_engine.kernels.ports import BatchInvariant, KernelSet
-from baton_engine.messages import Command, PrefillStarted, Reserved, Sampled, SeqEvent, Start
+from baton_engine.messages import Command, PrefillStarted, Reserved, Start
 from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.loader import load_decoder
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.scheduler import Scheduler
+from tests.baton_engine.sampled import Event, Sampled, by_sequence
 
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
@@ -73,7 +74,7 @@ class WholeEngine:
         self.scheduler = Scheduler(limits, layout=layout, secret=bytes(32))
         apart = deterministic and not isinstance(kernels, BatchInvariant)
         self.runner = ModelRunner(decoder, self.arena, one_by_one=apart)
-        self.events: list[SeqEvent] = []
+        self.events: list[Event] = []
 
     def tell(self, *commands: Command) -> None:
         for command in commands:
@@ -86,7 +87,7 @@ class WholeEngine:
             return False
         result = self.runner.execute(plan)
         assert not result.failed
-        self.events += self.scheduler.update_from_output(plan, result, 0.0)
+        self.events += by_sequence(self.scheduler.update_from_output(plan, result, 0.0))
         self.scheduler.check_integrity()
         return True
 

@@ -222,7 +222,7 @@ class _NoEngine:
     def submit(self, command: Command) -> None:
         raise NotImplementedError
 
-    def attach(self, owner: str, listener) -> None:
+    def attach(self, listener) -> None:
         self.listener = listener
 
     def progress_s(self) -> float | None:

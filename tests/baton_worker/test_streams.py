@@ -7,7 +7,7 @@ import pytest
 from baton.blocks import BlockChanges
 from baton.clock import ManualClock
 from baton.errors import OverloadedError
-from baton.generation import TokenSample, WorkerLoad
+from baton.generation import FinishReason, TokenLogprobs, WorkerLoad
 from baton.ids import BlockKey, Incarnation, LayerName, LegId, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.block_feed import HEARTBEAT_S, HeldBlocks
@@ -37,8 +37,13 @@ HELLO = WorkerHello(
 
 
 def drew(stream: RouterStream, *tokens: int) -> None:
-    samples = tuple(TokenSample(sample=0, token=token) for token in tokens)
-    stream.builder.tokens(TokensMessage(stream=StreamId(1), leg_id=LegId(1), tokens=samples))
+    message = TokensMessage(
+        stream=StreamId(1),
+        leg_ids=[LegId(1)] * len(tokens),
+        samples=[0] * len(tokens),
+        tokens=list(tokens),
+    )
+    stream.builder.tokens(message)
     stream.wake()
 
 
@@ -205,3 +210,24 @@ async def test_a_role_that_changed_is_told_to_who_is_there_and_to_who_comes(
     assert hello_from_proto((await comes.router.heard.get()).hello) == decodes
     await here.end()
     await comes.end()
+
+
+async def test_columns_of_several_steps_keep_their_figures_and_ends(stream: RouterStream):
+    figures = TokenLogprobs(logprob=-0.5, rank=2, top=())
+    for step, finish in ((0, {}), (1, {1: FinishReason.STOP})):
+        stream.builder.tokens(
+            TokensMessage(
+                stream=StreamId(1),
+                leg_ids=[LegId(1), LegId(2)],
+                samples=[0, 3],
+                tokens=[10 * step + 1, 10 * step + 2],
+                finish_reasons=finish,
+                logprobs={1: figures} if step else {},
+            )
+        )
+    stream.wake()
+    frame = await stream.next()
+    assert (list(frame.leg_ids), list(frame.samples)) == ([1, 2, 1, 2], [0, 3, 0, 3])
+    assert list(frame.tokens) == [1, 2, 11, 12]
+    assert [entry.rank for entry in frame.logprobs] == [0, 0, 0, 2]
+    assert [(end.leg_id, end.sample) for end in frame.finished] == [(2, 3)]

@@ -33,13 +33,14 @@ from baton_engine.messages import (
     Released,
     Reserve,
     Reserved,
-    Sampled,
+    SampledTokens,
     Start,
 )
 from baton_worker.legs import LegLifecycle, LegTable
 from baton_worker.messages import (
     FailedMessage,
     LegAsked,
+    LegBroken,
     LegCancelled,
     LegKind,
     PrefilledMessage,
@@ -55,6 +56,7 @@ from kv_transfer.ledger.ledger import PeerFenced, SessionLost, SessionOpened
 from kv_transfer.ledger.transfer import LedgerLimits, ToPeer
 from kv_transfer.messages import AbortRequest, Commit, Committed, Granted, Quiesced, SessionId
 from kv_transfer.messages import Reserve as AskPages
+from tests.baton_engine.sampled import columns
 from tests.kv_transfer.permits import permit
 
 P = WorkerIdentity(worker_id=WorkerId("p"), incarnation=Incarnation(1))
@@ -142,8 +144,8 @@ def test_first_tokens_of_a_transferred_leg_are_not_repeated(lifecycle: LegLifecy
     assert start == Start(seq_id=reserve.seq_id, first_tokens=FIRST)
     assert isinstance(confirmed, ToPeer)
     token = TokenSample(sample=0, token=8)
-    told = lifecycle.handle(Sampled(seq_id=reserve.seq_id, tokens=(token,)), 0.0)
-    assert told == [TokensMessage(stream=STREAM, leg_id=LegId(1), tokens=(token,))]
+    told = lifecycle.handle(columns(reserve.seq_id, (token,)), 0.0)
+    assert told == [TokensMessage(stream=STREAM, leg_ids=[LegId(1)], samples=[0], tokens=[8])]
 
 
 def test_a_local_leg_tells_where_its_time_went_with_its_first_tokens(lifecycle: LegLifecycle):
@@ -152,10 +154,29 @@ def test_a_local_leg_tells_where_its_time_went_with_its_first_tokens(lifecycle: 
     started = PrefillStarted(seq_id=command.seq_id, num_blocks=2, cached_tokens=4)
     lifecycle.handle(started, 3.0)
     lifecycle.handle(started, 4.0)  # preempted, and started again
-    prefilled, tokens = lifecycle.handle(Sampled(seq_id=command.seq_id, tokens=FIRST), 7.0)
+    prefilled, tokens = lifecycle.handle(columns(command.seq_id, FIRST), 7.0)
     assert isinstance(prefilled, PrefilledMessage)
     assert (prefilled.queue_s, prefilled.prefill_s, prefilled.cached_tokens) == (2.0, 4.0, 4)
     assert isinstance(tokens, TokensMessage)
+
+
+def test_a_token_that_no_leg_can_have_drawn_takes_none_of_its_step_along(lifecycle: LegLifecycle):
+    (broken,) = lifecycle.handle(generate(1), 0.0)
+    (whole,) = lifecycle.handle(generate(2), 0.0)
+    assert isinstance(broken, Generate)
+    assert isinstance(whole, Generate)
+    lifecycle.handle(PrefillStarted(seq_id=whole.seq_id, num_blocks=2, cached_tokens=0), 0.0)
+    ends = [FinishReason.STOP] * 2
+    sampled = SampledTokens(
+        seq_ids=[broken.seq_id] * 2 + [whole.seq_id],
+        samples=[0, 1, 0],
+        tokens=[3, 4, 5],
+        finish_reasons=[*ends, None],
+    )
+    told = lifecycle.handle(sampled, 0.0)
+    (tokens,) = [action for action in told if isinstance(action, TokensMessage)]
+    assert any(isinstance(action, LegBroken) for action in told)
+    assert (tokens.leg_ids[-1], tokens.tokens[-1]) == (2, 5)
 
 
 def test_a_transfer_id_in_use_fails_only_the_second_leg(lifecycle: LegLifecycle):
@@ -225,7 +246,7 @@ class LifeMachine(RuleBasedStateMachine):
                     assert action.leg_id in self.open, "a leg ends once"
                     self.open.discard(action.leg_id)
                 case TokensMessage():
-                    assert action.leg_id in self.open, "tokens of a leg that is over"
+                    assert self.open.issuperset(action.leg_ids), "tokens of a leg that is over"
 
     def tell(self, event) -> None:
         self.act(self.core.handle(event, self.now_s))
@@ -293,7 +314,7 @@ class LifeMachine(RuleBasedStateMachine):
         if ends:
             del self.engine.running[seq_id]
         before = self.core.in_flight()
-        self.tell(Sampled(seq_id=seq_id, tokens=tokens))
+        self.tell(columns(seq_id, tokens))
         assert self.core.in_flight() == before - ends
 
     @precondition(lambda self: self.engine.running)

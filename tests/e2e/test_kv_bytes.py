@@ -20,8 +20,6 @@ from baton_engine.messages import (
     Prefill,
     Reserve,
     Reserved,
-    Sampled,
-    SeqEvent,
     Start,
     StepEvents,
 )
@@ -29,6 +27,7 @@ from baton_engine.ports import LayerSink, PageExport
 from kv_transfer.backends.shm import ShmReceiver, ShmSender
 from kv_transfer.memory.arena import WorkerMemory
 from kv_transfer.ports import KvWriter
+from tests.baton_engine.sampled import Event, Sampled, all_events
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 
@@ -47,9 +46,9 @@ class Engine:
     def region_blocks(self) -> int:
         return self.built.limits.num_blocks + SPARE_BLOCKS
 
-    def events(self) -> Iterator[SeqEvent]:
+    def events(self) -> Iterator[Event]:
         while True:
-            yield from self.told.get(timeout=20).events
+            yield from all_events(self.told.get(timeout=20))
 
     def text(self, begun: Sequence[int] = ()) -> list[int]:
         """All tokens of the one sequence that runs."""
@@ -82,7 +81,7 @@ def start_engine(checkpoint: Path, sink: LayerSink | None = None, kv_dtype: str 
         progress=lambda what, done: None,
     )
     engine = Engine(built=built, arena=arena)
-    built.host.attach("test", engine.told.put)
+    built.host.attach(engine.told.put)
     built.host.start()
     return engine
 

@@ -16,7 +16,7 @@ from baton.ids import (
     XferId,
 )
 from baton.layout import KvLayout
-from baton_engine.messages import Prefill, PrefillStarted, Release, Released, Sampled
+from baton_engine.messages import Prefill, PrefillStarted, Release, Released
 from baton_engine.ports import PageExport
 from baton_worker.legs import LegLifecycle, LegTable
 from baton_worker.messages import (
@@ -34,6 +34,7 @@ from kv_transfer.ledger.outbox import FromDecode, PeerUp, Send, StartPush
 from kv_transfer.messages import Granted, Quiesced
 from kv_transfer.plan import Grant
 from prefill_worker.hand_offs import SendingHandOffs
+from tests.baton_engine.sampled import columns
 from tests.kv_transfer.permits import permit
 
 D = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation(1))
@@ -77,7 +78,7 @@ class Waiting:
         self.core.handle(PrefillStarted(seq_id=self.seq_id, num_blocks=2, cached_tokens=0), 0.0)
         self.export(3, 4)
         first = (TokenSample(sample=0, token=7),)
-        self.core.handle(Sampled(seq_id=self.seq_id, tokens=first), 1.0)
+        self.core.handle(columns(self.seq_id, first), 1.0)
 
     def export(self, *pages: int) -> None:
         blocks = tuple(BlockId(page) for page in pages)

@@ -25,7 +25,7 @@ from baton.ids import (
     XferId,
 )
 from baton.layout import KvLayout
-from baton_engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released, Sampled
+from baton_engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released
 from baton_engine.ports import PageExport
 from baton_worker.legs import LegLifecycle, LegTable
 from baton_worker.messages import (
@@ -48,6 +48,7 @@ from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Se
 from kv_transfer.messages import AbortRequest, Commit, Committed, Granted, Quiesced, Reserve
 from kv_transfer.plan import Grant
 from prefill_worker.hand_offs import SendingHandOffs
+from tests.baton_engine.sampled import columns
 from tests.kv_transfer.permits import permit
 
 D = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation(1))
@@ -109,7 +110,7 @@ def started(lifecycle: LegLifecycle) -> SeqId:
 
 def test_first_tokens_go_to_the_router_before_anything_is_handed_over(lifecycle: LegLifecycle):
     seq_id = started(lifecycle)
-    (tell,) = lifecycle.handle(Sampled(seq_id=seq_id, tokens=first()), 8.0)
+    (tell,) = lifecycle.handle(columns(seq_id, first()), 8.0)
     assert isinstance(tell, PrefilledMessage)
     assert (tell.queue_s, tell.prefill_s, tell.cached_tokens) == (2.0, 5.0, 4)
 
@@ -118,7 +119,7 @@ def test_a_leg_that_ends_with_its_first_token_is_given_up_not_committed(
     lifecycle: LegLifecycle,
 ):
     seq_id = started(lifecycle)
-    actions = lifecycle.handle(Sampled(seq_id=seq_id, tokens=first(FinishReason.STOP)), 8.0)
+    actions = lifecycle.handle(columns(seq_id, first(FinishReason.STOP)), 8.0)
     tell, quiesced, release = actions
     assert isinstance(tell, PrefilledMessage)
     assert quiesced == Send(peer=D, message=Quiesced(xfer_id=XferId("x"), attempt=1))
@@ -276,7 +277,7 @@ class LifeMachine(RuleBasedStateMachine):
         elif not seq.drawn:
             seq.drawn = True
             finish = FinishReason.STOP if finishes else None
-            self.tell(Sampled(seq_id=seq_id, tokens=first(finish)))
+            self.tell(columns(seq_id, first(finish)))
             if finishes:
                 self.open.discard(seq.leg)
 

@@ -20,8 +20,6 @@ from baton_engine.messages import (
     Failed,
     Generate,
     PrefillStarted,
-    Sampled,
-    SeqEvent,
     StepEvents,
 )
 from baton_engine.models.config import kv_layout, load_spec
@@ -34,6 +32,7 @@ from kvpool.client.arena_pages import HostPages
 from kvpool.client.metrics import PoolMetrics
 from kvpool.client.pooled_engine import PooledEngine, PromptKeys
 from kvpool.fakes.pool import FakePool
+from tests.baton_engine.sampled import Event, Sampled, all_events
 from tests.baton_engine.tiny_models import make_model
 from tests.kvpool.client.agent_world import SOON_S
 from tests.kvpool.client.arena_world import TIMEOUT_S
@@ -82,7 +81,7 @@ class Worker:
             clock=clock,
         )
         self.engine = PooledEngine(self.host, self.agent, PromptKeys(bytes(32), self.layout))
-        self.events: list[SeqEvent] = []
+        self.events: list[Event] = []
         self._news = asyncio.Event()
         self._next = 0
 
@@ -92,7 +91,7 @@ class Worker:
         def hear(told: StepEvents) -> None:
             loop.call_soon_threadsafe(self._take, told)
 
-        self.engine.attach("w", hear)
+        self.engine.attach(hear)
         self.host.connect_pool(self.agent.source, self.agent.outlet)
         await self.agent.start()
         self.host.start()
@@ -127,7 +126,7 @@ class Worker:
         assert self.host.failure() is None
 
     def _take(self, told: StepEvents) -> None:
-        self.events += told.events
+        self.events += all_events(told)
         self._news.set()
 
 
