@@ -1,6 +1,6 @@
-"""The router's HTTP application: which paths there are, and who answers them.
+"""The router's HTTP application: its paths, and the endpoints that answer them.
 
-`create_app` puts together what the endpoints need around a `Generator`; whoever runs the server owns the generator and
+`create_app` puts together what the endpoints need around a `Generator`; the server's owner owns the generator and
 the tokenizer and closes them after it.
 """
 
@@ -44,7 +44,7 @@ from router.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppSettings:
-    """What the HTTP face is told at start.
+    """The application's settings.
 
     Attributes:
         model_names: Names that clients may use for the model; at least one, the first is the model's own.
@@ -83,7 +83,7 @@ def create_app(
         clock: Measures what clients wait for.
         tenancy: Tenants, limits, guardrails and audit; what the configured keys make if None.
         decisions: What routing remembers; admins may ask for it, /metrics counts it.
-        tracer: Takes the spans of requests; nobody if None.
+        tracer: Takes the spans of requests; none are recorded if None.
     """
     tenancy = tenancy or simple(settings.router.api_keys, clock or MonotonicClock())
     metrics = RouterMetrics(registry, settings.model_names[0])

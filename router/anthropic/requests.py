@@ -71,7 +71,7 @@ class Thinking(Part):
 
 
 class RequestMetadata(Part):
-    """On whose behalf the client asks."""
+    """The end user for whom the client asks."""
 
     user_id: Name | None = None
 

@@ -1,1 +1,1 @@
-"""HTTP that is alike for all endpoints: who may come in, bodies, errors, streams, the audit log."""
+"""HTTP that is alike for all endpoints: authorisation and limits, bodies, errors, streams, the audit log."""

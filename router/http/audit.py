@@ -1,4 +1,4 @@
-"""The audit log: one line of JSON per request, for whoever has to know later who used what.
+"""The audit log: one line of JSON per request, from which an operator sees later what each tenant used.
 
 A request only leaves its record in a queue; a thread writes. So the disk never holds up the event loop, and nothing that
 goes wrong there fails a request: what cannot be written is dropped and counted. The file is opened anew when it was moved
@@ -39,7 +39,7 @@ class AuditRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         request_id: As in the reply's `X-Request-Id`.
         where: Method and declared path.
         status: Of the reply.
-        tenant: Empty if nobody was recognised.
+        tenant: Empty if the credential was not recognised.
         key: Names the key or token that was used.
         model: The name that was asked for.
         job: The reply's own id, which is also in logs and traces.
@@ -170,7 +170,7 @@ def audit_record(
     """The record of a request that has been answered.
 
     Args:
-        account: What is known of it; None if nobody was recognised.
+        account: What is known of it; None if the credential was not recognised.
         name: The request id that its reply carried.
         where: Method and declared path.
         status: Of the reply.

@@ -1,4 +1,4 @@
-"""The first thing a request meets: who may come in and how often, what its reply is called, and that it is recorded.
+"""What each HTTP request passes first: authorisation and limits, a request id, metrics, the audit log.
 
 Plain ASGI, because a middleware that wraps the request's channel would hide a client's disconnect. Decisions read
 `scope["path"]`, which is what routing reads.
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.clock import Clock
 from baton.errors import AuthenticationError, RateLimitedError
 from baton.ids import new_request_id
-from router.http.account import RateLimiter, RequestAccount, counts, limit_headers
+from router.http.account import RateLimiter, RequestAccount, is_limited, limit_headers
 from router.http.audit import AuditLog, audit_record
 from router.http.errors import error_response
 from router.telemetry.metrics import RouterMetrics
@@ -28,12 +28,12 @@ class AuthMiddleware:
     """Authorises, limits, names, counts and records every HTTP request.
 
     Args:
-        app: What stands behind it.
-        directory: Knows the tenants.
-        rate_limiter: Holds them to their limits.
+        app: The application behind it.
+        directory: The tenants.
+        rate_limiter: Their limits.
         metrics: Counts the replies.
         audit: Where requests are recorded, if they are.
-        clock: The rate_limiter's.
+        clock: The rate limiter's.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class AuthMiddleware:
     ) -> None:
         self._app = app
         self._directory = directory
-        self._turnstile = rate_limiter
+        self._rate_limiter = rate_limiter
         self._metrics = metrics
         self._audit = audit
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on what may come in."""
+        """Passes on what is authorised."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -63,22 +63,22 @@ class AuthMiddleware:
             if scope["path"] in OPEN_PATHS:
                 await self._app(scope, receive, reply.send)
             else:
-                await self._visit(scope, receive, reply)
+                await self._authorise(scope, receive, reply)
         finally:
             self._metrics.http_answered(_route_of(scope), reply.status)
 
-    async def _visit(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
+    async def _authorise(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
         try:
             caller = self._directory.identify(credential_of(Headers(scope=scope)))
         except AuthenticationError as error:
             await error_response(error, scope["path"])(scope, receive, reply.send)
             self._record(None, scope, reply)
             return
-        account = reply.account = self._turnstile.open(caller, reply.name)
-        account.enter(scope)
+        account = reply.account = self._rate_limiter.open(caller, reply.name)
+        account.bind(scope)
         try:
-            if counts(scope["method"]):
-                await self._turnstile.enter(account)
+            if is_limited(scope["method"]):
+                await self._rate_limiter.count(account)
         except RateLimitedError as error:
             account.error = error
             await error_response(error, scope["path"])(scope, receive, reply.send)
@@ -93,7 +93,7 @@ class AuthMiddleware:
         try:
             await self._app(scope, receive, reply.send)
         finally:
-            await self._turnstile.leave(account)
+            await self._rate_limiter.settle(account)
 
     def _record(self, account: RequestAccount | None, scope: Scope, reply: "_Reply") -> None:
         if self._audit is None:

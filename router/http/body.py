@@ -85,7 +85,7 @@ def _too_large(max_bytes: int) -> PayloadTooLargeError:
 
 
 MAX_CONTAINERS = 65_536
-"""Arrays and objects. The largest that anybody needs: thousands of messages with parts and tools."""
+"""Arrays and objects. Enough for the largest bodies of use: thousands of messages with parts and tools."""
 
 MAX_ELEMENTS = 3_000_000
 """Of all arrays and objects together: a prompt of two million token ids, and room for the rest."""

@@ -25,7 +25,7 @@ from router.http.account import note_error
 from router.http.fields import UNSUPPORTED
 
 RETRY_AFTER_S = 1
-"""What a client is told to wait where nothing better is known; it backs off further by itself."""
+"""`Retry-After` where nothing better is known; a client backs off further by itself."""
 
 _log = get_logger(__name__)
 _JSON = "application/json"
@@ -163,7 +163,7 @@ _ANTHROPIC_TYPES = {
 
 
 def error_details(error: BatonError) -> ErrorDetails:
-    """What OpenAI's clients are told. Faults of our own show no internals."""
+    """The error in OpenAI's fields. Faults of our own show no internals."""
     row = disposition(error)
     message = error.message if row.openai_type != "server_error" else "Internal server error."
     return ErrorDetails(message=message, type=row.openai_type, param=error.param, code=error.code)

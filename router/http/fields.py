@@ -111,7 +111,7 @@ ELSEWHERE: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-"""The same of fields that other endpoints serve: who confuses two endpoints is told."""
+"""The same of fields that other endpoints serve: a request that confuses two endpoints is refused."""
 
 
 def refusal(param: str, message: str) -> PydanticCustomError:

@@ -1,6 +1,6 @@
 """The HTTP server's protocol with a bound on what comes before a request's body.
 
-The parser that uvicorn uses keeps request line and headers of any size, and nobody has been authorised by then.
+The parser that uvicorn uses keeps request line and headers of any size, before the client is authorised.
 """
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -10,7 +10,7 @@ MAX_HEAD_BYTES = 64 * 1024
 
 
 class BoundedHeadProtocol(HttpToolsProtocol):
-    """Answers 400 and hangs up on a client whose headers do not come to an end."""
+    """Answers 400 and closes the connection of a client whose headers are too long."""
 
     _in_head = False
     _head_bytes = 0

@@ -20,7 +20,7 @@ _log = get_logger(__name__)
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection: no reply can reach it."""
 
 
 async def while_connected(

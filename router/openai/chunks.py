@@ -19,7 +19,7 @@ class Chunks:
         kind: The `object` of each.
         context: The request.
         body: What its client asked for.
-        runs: The jobs whose tokens are counted.
+        runs: The generations whose tokens are counted.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Chunks:
         return b'%b,"choices":[%b]%b%b' % (self._head, choice, more, tail)
 
     def end(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:
-        """A chunk without choices for who asked for the token counts, comments with the timings, and the last word."""
+        """A chunk without choices where the client asked for the token counts, comments with the timings, and `[DONE]`."""
         counts = self._head + b',"choices":[]' + _usage_tail(usage) if self._counts_at_end else b""
         comments = [b": baton " + msgspec.json.encode(t.model_dump()) + b"\n\n" for t in timings]
         return counts + b"".join(comments) + b"data: [DONE]\n\n"

@@ -303,7 +303,7 @@ _TOO_LARGE = 2**31
 def take_token_prompt(body: bytes) -> tuple[bytes, PackedTokens] | None:
     """The body with a short prompt in the place of its long one, and that prompt.
 
-    None for every other body, and for one with any fault: whoever checks it then finds the fault, or none.
+    None for every other body, and for one with any fault: the check that follows finds the fault, or none.
     """
     if len(body) < _WORTH_BYTES:
         return None

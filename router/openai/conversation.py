@@ -93,7 +93,7 @@ _TEMPLATES_OWN = frozenset(
         *("tokenizer_kwargs", "bos_token", "eos_token", "raise_exception", "strftime_now"),
     }
 )
-"""Names that whoever renders a template gives to it; not a client's to choose."""
+"""Names that rendering itself gives to a template; a client cannot choose them."""
 
 
 def check_template_arguments(arguments: TemplateArguments | None) -> None:

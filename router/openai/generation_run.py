@@ -49,7 +49,7 @@ class Choice:
         index: The choice's number.
         decoder: Makes text of its tokens.
         body: What its client asked for: stop strings, and whether what ended the sample is shown.
-        silent: No token is wanted at all: the first one that is drawn ends the sample and is not told.
+        silent: No token is wanted at all: the first one that is drawn ends the sample and is not shown.
 
     Attributes:
         num_tokens: Tokens generated, hidden ones included.

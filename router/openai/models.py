@@ -1,4 +1,4 @@
-"""GET /v1/models: the names under which the one model is served, and to whom."""
+"""GET /v1/models: the names under which the one model is served, for each tenant those that it may use."""
 
 from starlette.requests import Request
 

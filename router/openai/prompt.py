@@ -53,7 +53,7 @@ class PromptEncoder:
     async def count(
         self, conversation: Conversation, model: ServedModel, *, add_special_tokens: bool = False
     ) -> list[int]:
-        """The same for who only counts or looks at them: nothing is generated, and no guardrail is asked.
+        """The same without guardrails, to count or show them: nothing is generated.
 
         Raises:
             PromptTooLongError: It cannot fit.

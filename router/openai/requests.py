@@ -85,12 +85,12 @@ class DrawingBody(Body):
 
     @property
     def served_tier(self) -> str | None:
-        """The tier that the reply names; whoever left the choice to the server got the default."""
+        """The tier that the reply names; `auto` leaves the choice to the server and gets the default."""
         return "default" if self.service_tier == "auto" else self.service_tier
 
     @property
     def biases(self) -> dict[int, float]:
-        """`logit_bias` by token id. A bias of 0 asks for nothing, of whatever token."""
+        """`logit_bias` by token id. A bias of 0 has no effect, on any token."""
         return {int(token): bias for token, bias in (self.logit_bias or {}).items() if bias}
 
     @model_validator(mode="after")
@@ -139,7 +139,7 @@ class GenerationBody(DrawingBody):
 
     @property
     def usage_in_chunks(self) -> bool:
-        """Whether every chunk of a stream tells the token counts so far."""
+        """Whether every chunk of a stream holds the token counts so far."""
         options = self.stream_options
         return self.usage_in_stream and options is not None and bool(options.continuous_usage_stats)
 
@@ -188,12 +188,12 @@ class ChatCompletionRequest(GenerationBody):
     def as_conversation(self) -> Conversation:
         """The conversation."""
         effort = self.reasoning_effort
-        told = {} if effort is None else {"reasoning_effort": effort}
+        given = {} if effort is None else {"reasoning_effort": effort}
         return conversation_of(
             self.messages,
             add_generation_prompt=self.add_generation_prompt,
             continue_last=self.continue_final_message,
-            arguments=told | (self.chat_template_kwargs or {}),
+            arguments=given | (self.chat_template_kwargs or {}),
         )
 
     @model_validator(mode="after")
@@ -212,7 +212,7 @@ class ChatCompletionRequest(GenerationBody):
 
 
 def check_moderation(moderation: JsonObject | None) -> None:
-    """Refuses what asks for texts to be held back: nobody here reads them. Scores are advice, which may be missing.
+    """Refuses requests to hold texts back: this server does not moderate. Scores are advice, which may be missing.
 
     Raises:
         PydanticCustomError: Unsupported.

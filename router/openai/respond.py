@@ -35,7 +35,7 @@ TIMING_HEADER = "x-baton-timing"
 SESSION_HEADER = "x-baton-session"
 MAX_SESSION_NAME = 256
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a reply that nobody waits for; it only shows in metrics."""
+"""nginx's status for a reply whose client has gone; it only shows in metrics."""
 
 
 class ReplyWriter(Protocol):
@@ -48,7 +48,7 @@ class ReplyWriter(Protocol):
         """The event or events for one delta."""
 
     def closing(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:
-        """What a stream ends with; there are timings only for who asked for them."""
+        """What a stream ends with; there are timings only where the client asked for them."""
 
     def fault(self, error: BatonError) -> bytes:
         """What a stream ends with that has begun and cannot go on."""
@@ -68,7 +68,7 @@ class Responder:
         metrics: Counts what clients get.
         clock: Measures what they wait for.
         guards: The operator's checks of what is answered.
-        decisions: What routing remembers of the last requests, for those who may ask for it.
+        decisions: What routing remembers of the last requests, shown to admins.
         tracer: Takes the spans of requests.
     """
 
@@ -138,7 +138,7 @@ class Responder:
         """
         account = context.account
         with self._metrics.counting_refusals(account.tenant.tenant_class):
-            await account.generate(runs)
+            await account.charge(runs)
         deltas = _deltas(runs)
         if self._guards.active or account.keeps_content:
             deltas = checked_deltas(deltas, self._guards, account)

@@ -1,4 +1,4 @@
-"""What clients may send to /v1/responses. Nothing is stored between two requests: who refers to what was is refused."""
+"""What clients may send to /v1/responses. Nothing is stored between two requests: a reference to an earlier one is refused."""
 
 from typing import Annotated, Literal, Self
 
@@ -147,8 +147,8 @@ class ResponsesRequest(DrawingBody):
     def as_conversation(self) -> Conversation:
         """The conversation."""
         effort = None if self.reasoning is None else self.reasoning.effort
-        told = {} if effort is None else {"reasoning_effort": effort}
-        arguments = told | (self.chat_template_kwargs or {})
+        given = {} if effort is None else {"reasoning_effort": effort}
+        arguments = given | (self.chat_template_kwargs or {})
         return Conversation(messages=self._messages(), arguments=arguments, param="input")
 
     def _messages(self) -> list[ChatMessage]:

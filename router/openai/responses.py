@@ -1,5 +1,5 @@
-"""POST /v1/responses: OpenAI's newer way to ask. Stateless: what is answered is forgotten, so whoever asks for a response by
-its id, to see, delete or cancel it, is told that there is none.
+"""POST /v1/responses: OpenAI's newer way to ask. Stateless: replies are not stored, so a request to see, delete or
+cancel a response by its id is answered that there is none.
 """
 
 from collections.abc import Sequence
@@ -171,12 +171,12 @@ class ResponseWriter:
 
     def fault(self, error: BatonError) -> bytes:
         """An event with the error."""
-        told = error_details(error)
+        details = error_details(error)
         event = ErrorEvent(
             type="error",
-            code=told.code,
-            message=told.message,
-            param=told.param,
+            code=details.code,
+            message=details.message,
+            param=details.param,
             sequence_number=self._next(),
         )
         return model_event(event)

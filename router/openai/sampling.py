@@ -56,9 +56,9 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """What the engine is told. A request without a seed gets one here, so that every retry draws the same tokens.
+    """The engine's parameters. A request without a seed gets one here, so that every retry draws the same tokens.
 
-    At least one token is drawn, also for whoever wants none: it is what a prompt's scores come with.
+    At least one token is drawn, also where none is wanted: a prompt's scores come with it.
 
     Raises:
         InvalidRequestError: A token id outside the vocabulary, or more tokens at least than at most.

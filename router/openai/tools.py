@@ -1,7 +1,7 @@
 """What a client lets the model call, and the form that it wants the answer in.
 
 Both are checked in full. To hold a model to them takes constrained decoding, which is not there yet: what would need it is
-refused by name, what asks for nothing (no tools, `tool_choice: none`, plain text) is served.
+refused by name, what has no effect (no tools, `tool_choice: none`, plain text) is served.
 """
 
 from typing import Annotated, Literal

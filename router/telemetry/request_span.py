@@ -1,4 +1,4 @@
-"""The span of one prompt's generation: what the router knows of its way, for who traces requests. Never its content."""
+"""The span of one prompt's generation: what the router knows of it. Never its content."""
 
 from collections.abc import Iterable
 
@@ -35,7 +35,7 @@ class RequestSpan:
 
     @property
     def trace_parent(self) -> str:
-        """For those who work for the request; empty when it is not traced."""
+        """The span's name for the workers; empty when the request is not traced."""
         return self._span.trace_parent
 
     def routed(self, timing: Timing, submitted_s: float) -> None:

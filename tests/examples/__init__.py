@@ -1,0 +1,1 @@
+"""The examples of `examples/`, run as their users would run them."""
