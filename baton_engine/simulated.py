@@ -20,7 +20,7 @@ from baton_engine.layer_hooks import KvLayerHooks
 from baton_engine.ports import ArenaAllocator, KvSource, LayerSink
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.ordering import SchedulingPolicy
-from baton_engine.scheduling.plan import Drawn, Launched, StepPlan, StepResult
+from baton_engine.scheduling.plan import Launched, StepPlan, StepResult
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.step_cost import attended_pairs, is_decode
 
@@ -29,7 +29,7 @@ _VOCAB_SIZE, _MAX_MODEL_LEN = 32_000, 8192
 """Where there is no `config.json` to read them from."""
 
 _SPREAD = 1_000_003
-_NO_LOGPROB = TokenLogprobs(logprob=0.0, rank=1, top=())
+_NO_SCORE = TokenLogprobs(logprob=0.0, rank=1, top=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +105,12 @@ class SimulatedRunner:
             hooks.after(0)
         lost = hooks.outcome.failed if hooks.outcome is not None else {}
         return StepResult(
-            drawn=tuple(
-                tuple(self._draw(sample, row.start + row.num_tokens) for sample in row.samples)
+            tokens=[
+                self._draw(sample, row.start + row.num_tokens)
                 for row in plan.rows
-            ),
-            scores=tuple((_NO_LOGPROB,) * row.num_scored for row in plan.rows),
+                for sample in row.samples
+            ],
+            scores=tuple((_NO_SCORE,) * row.num_scored for row in plan.rows),
             failed=tuple(
                 (place, lost[row.seq.seq_id])
                 for place, row in enumerate(plan.rows)
@@ -118,8 +119,8 @@ class SimulatedRunner:
             fetched=hooks.outcome,
         )
 
-    def _draw(self, sample: int, position: int) -> Drawn:
-        return Drawn(token=(_SPREAD * position + sample) % self._vocab_size, logprobs=_NO_LOGPROB)
+    def _draw(self, sample: int, position: int) -> int:
+        return (_SPREAD * position + sample) % self._vocab_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
