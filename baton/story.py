@@ -53,6 +53,13 @@ class StoryLog:
         told = tuple([describe(action) for action in actions])
         self._entries.append((str(about), now_s, describe(event), told))
 
+    def record_kinds(
+        self, about: str, now_s: float, event: object, actions: Sequence[object] = ()
+    ) -> None:
+        """As `record`, but only the name is kept of what carries no `error`: for cores where describing would show in the cost."""
+        told = tuple([_brief(action) for action in actions])
+        self._entries.append((about, now_s, _brief(event), told))
+
     def story(self, about: object) -> tuple[StoryEntry, ...]:
         """What is left of the events about `about`, oldest first; nothing for an unknown one. May be called from any thread."""
         wanted = str(about)
@@ -77,6 +84,18 @@ def describe(what: object) -> str:
         return type(what).__name__
     shown = [f"{name}={_value(getattr(what, name))}" for name in _field_names(type(what))]
     return f"{type(what).__name__}({', '.join(shown)})"
+
+
+def _brief(what: object) -> str:
+    kind = type(what)
+    if _is_plain(kind) or what.error is None:  # type: ignore[arg-type, attr-defined]
+        return kind.__name__
+    return describe(what)
+
+
+@lru_cache(maxsize=512)
+def _is_plain(kind: type) -> bool:
+    return not hasattr(kind, "error")
 
 
 @lru_cache(maxsize=512)

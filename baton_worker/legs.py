@@ -11,7 +11,7 @@ Here stand the states, the table of legs, and the moves that routers and the eng
 business of the worker's two halves (`HandOffs`): prefill_worker sends pages, decode_worker receives them.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,7 +27,7 @@ from baton.errors import (
     WrongRoleError,
 )
 from baton.generation import Prompt, TokenSample
-from baton.ids import LegId, Role, SeqId, XferId
+from baton.ids import LegId, RequestId, Role, SeqId, XferId
 from baton.layout import KvLayout
 from baton.story import StoryEntry, StoryLog
 from baton_engine.messages import (
@@ -40,10 +40,10 @@ from baton_engine.messages import (
     Reserved,
     SampledTokens,
 )
+from baton_engine.ports import LayerReady
 from baton_worker.messages import (
     KINDS_OF_ROLE,
     FailedMessage,
-    LayerReady,
     LegAsked,
     LegBroken,
     LegCancelled,
@@ -62,6 +62,9 @@ from baton_worker.messages import (
 )
 from kv_transfer.ledger.outbox import FirstTokensDrawn, FromDecode, PeerDown, PeerUp, PushDone
 from kv_transfer.ticket import Permit, refuse_holder
+
+_MAX_REQUESTS = 1024
+"""Requests of which it is remembered which legs they had here."""
 
 
 class LegState(Enum):
@@ -224,7 +227,20 @@ class LegTable:
 Event = TypeVar("Event", contravariant=True)
 
 
-class HandOffs(Protocol, Generic[Event]):
+class Transfers(Protocol):
+    """What one half of a worker holds."""
+
+    def transfers(self) -> Mapping[XferId, Leg]:
+        """Hand-offs that are not over, with their legs, ended ones included."""
+
+    def in_flight(self) -> int:
+        """Hand-offs that are not over, those without a leg included."""
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError if its hand-offs and the legs contradict each other."""
+
+
+class HandOffs(Transfers, Protocol, Generic[Event]):
     """The pure core of one half: hand-offs of legs, on the side that sends pages or on the one that receives them.
 
     It is told of legs by the core, and of its peers by `handle`. Where a hand-off decides what becomes of a leg, it moves
@@ -254,14 +270,8 @@ class HandOffs(Protocol, Generic[Event]):
     def tick(self, now_s: float) -> list[WorkerAction]:
         """Checks what waits, and every deadline."""
 
-    def transfers(self) -> Mapping[XferId, Leg]:
-        """Hand-offs that are not over, with their legs, ended ones included."""
 
-    def in_flight(self) -> int:
-        """Hand-offs that are not over, those without a leg included."""
-
-    def check_integrity(self) -> None:
-        """Raises InvariantError if its hand-offs and the legs contradict each other."""
+Half = HandOffs[SendingEvent] | HandOffs[ReceivingEvent]
 
 
 class LegLifecycle:
@@ -287,19 +297,22 @@ class LegLifecycle:
         layout: KvLayout,
         role: Role,
         *,
-        sending: "HandOffs[SendingEvent] | None" = None,
-        receiving: "HandOffs[ReceivingEvent] | None" = None,
+        sending: HandOffs[SendingEvent] | None = None,
+        receiving: HandOffs[ReceivingEvent] | None = None,
     ) -> None:
         self._legs = legs
         self._layout = layout
         self._sending = sending
         self._receiving = receiving
-        self._halves: dict[LegKind, HandOffs[SendingEvent] | HandOffs[ReceivingEvent] | None] = {
-            LegKind.PREFILL: sending,
-            LegKind.RECEIVE: receiving,
-        }
+        self._halves: dict[LegKind, Half] = {}
+        if sending is not None:
+            self._halves[LegKind.PREFILL] = sending
+        if receiving is not None:
+            self._halves[LegKind.RECEIVE] = receiving
         self.takes = KINDS_OF_ROLE[role]
         self.draining = False
+        self._asked_for: OrderedDict[RequestId, list[LegKey]] = OrderedDict()
+        """The legs of the last requests, over or not."""
 
     def handle(self, event: WorkerEvent, now_s: float) -> list[WorkerAction]:
         """Applies one event; what names an unknown leg or sequence has no effect."""
@@ -308,7 +321,9 @@ class LegLifecycle:
                 return self._sampled(event, now_s)
             case LegAsked():
                 actions = self._asked(event, now_s)
-                self._legs.story.record((event.stream, event.leg_id), now_s, event, actions)
+                key = (event.stream, event.leg_id)
+                self._legs.story.record(key, now_s, event, actions)
+                self._remember(event.request_id, key)
                 return actions
             case LegCancelled():
                 leg = self._legs.get((event.stream, event.leg_id))
@@ -327,7 +342,7 @@ class LegLifecycle:
 
     def tick(self, now_s: float) -> list[WorkerAction]:
         """Checks what waits, and every deadline."""
-        actions = [action for half in self._both() for action in half.tick(now_s)]
+        actions = [action for half in self._halves.values() for action in half.tick(now_s)]
         self._log("time passed", actions, now_s)
         return actions
 
@@ -343,8 +358,7 @@ class LegLifecycle:
     @property
     def can_take(self) -> frozenset[LegKind]:
         """Kinds of legs that this worker can take in some role."""
-        lacks = {kind for kind, half in self._halves.items() if half is None}
-        return frozenset(LegKind) - lacks
+        return frozenset({LegKind.GENERATE, *self._halves})
 
     def in_flight(self, kinds: frozenset[LegKind] = frozenset(LegKind)) -> int:
         """Legs of these kinds that are not over, and sequences and hand-offs that are left of others."""
@@ -360,7 +374,7 @@ class LegLifecycle:
 
     def transfers_in_flight(self) -> int:
         """Hand-offs that are not over, those that no router has announced yet included."""
-        return sum(half.in_flight() for half in self._both())
+        return sum(half.in_flight() for half in self._halves.values())
 
     @property
     def outcomes(self) -> Mapping[tuple[LegKind, LegState], int]:
@@ -371,14 +385,21 @@ class LegLifecycle:
         """What is left of the events about one leg, oldest first."""
         return self._legs.story.story(key)
 
+    def story_of(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
+        """What is left of the events about the legs of one request, leg by leg."""
+        keys = self._asked_for.get(request_id, ())
+        return tuple(entry for key in keys for entry in self._legs.story.story(key))
+
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
         self._legs.check_integrity()
-        for half in self._both():
+        for half in self._halves.values():
             half.check_integrity()
 
-    def _both(self) -> "list[HandOffs[SendingEvent] | HandOffs[ReceivingEvent]]":
-        return [half for half in self._halves.values() if half is not None]
+    def _remember(self, request_id: RequestId, key: LegKey) -> None:
+        self._asked_for.setdefault(request_id, []).append(key)
+        if len(self._asked_for) > _MAX_REQUESTS:
+            self._asked_for.popitem(last=False)
 
     def _asked(self, asked: LegAsked, now_s: float) -> list[WorkerAction]:
         if (asked.stream, asked.leg_id) in self._legs:
@@ -577,10 +598,8 @@ class LegLifecycle:
         return [] if half is None else half.advance(leg, event, now_s)
 
     def _give_up(self, leg: Leg, error: BatonError, now_s: float) -> list[WorkerAction]:
-        half = self._halves.get(leg.kind)
-        assert half is not None
         assert leg.xfer_id is not None
-        return half.give_up(leg.xfer_id, error, now_s)
+        return self._halves[leg.kind].give_up(leg.xfer_id, error, now_s)
 
     def _log(self, event: object, actions: list[WorkerAction], now_s: float) -> None:
         """Of what halves are told only what routers hear of; their own cores log the rest by transfer."""

@@ -134,7 +134,7 @@ class ReceivingHandOffs:
         return self._ledger.corrupted
 
     def quarantined_pages(self) -> int:
-        """Pages that nobody may use because a lost sender may still write there."""
+        """Pages that may not be used because a lost sender may still write there."""
         return self._ledger.quarantined()
 
     def check_integrity(self) -> None:

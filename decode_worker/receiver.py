@@ -1,4 +1,4 @@
-"""The half of a worker that receives pages: the sessions of sending workers, who write into this worker's arena."""
+"""The half of a worker that receives pages: the sessions of the workers that write into its arena."""
 
 import asyncio
 from collections.abc import Callable, Mapping

@@ -47,7 +47,7 @@ class WriteLease:
         return self._clock.now_s() - self._renewed_s > self._lease_s
 
 
-class LeaseBook:
+class SessionLeases:
     """A decode worker's leases, one per session. Pure: time comes in as `now_s`."""
 
     def __init__(self, lease_s: float) -> None:

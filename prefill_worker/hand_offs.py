@@ -22,12 +22,11 @@ from baton_engine.messages import (
     Released,
     Reserved,
 )
-from baton_engine.ports import PageExport
+from baton_engine.ports import LayerReady, PageExport
 from baton_worker.legs import Leg, LegState, LegTable, failed
 from baton_worker.messages import (
     Connect,
     HandedOffMessage,
-    LayerReady,
     LegAsked,
     PooledMessage,
     PromptPut,
@@ -138,7 +137,7 @@ class SendingHandOffs:
                 raise InvariantError(f"{leg.seq_id} was reserved to be prefilled")
 
     def give_up(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:  # noqa: ARG002
-        """See `HandOffs`; the receiving worker hears no more than that nobody writes."""
+        """See `HandOffs`; the receiving worker is told only that no write is under way any more."""
         return self._over(xfer_id, now_s)
 
     def handle(self, event: SendingEvent, now_s: float) -> list[WorkerAction]:
@@ -205,7 +204,7 @@ class SendingHandOffs:
                 layer_index=event.layer_index,
                 first_block=export.first_block,
                 source=export.blocks,
-                ready=event.done,
+                ready=event.ready,
             )
             actions += self._carry_out(write, now_s)
         return actions

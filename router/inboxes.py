@@ -17,10 +17,10 @@ from router.dispatch.dispatcher import Advance
 from router.ports import GenerationEvent, Timing, Tokens
 
 LEAST_GAP_S = 0.004
-"""No engine is that fast with a batch worth speaking of."""
+"""No engine steps that fast with a batch of more than a few sequences."""
 
 MOST_GAP_S = 0.05
-"""Twenty events per second still read as a flow."""
+"""Twenty events per second still look continuous to a reader."""
 
 _WINDOW_S = 0.1
 _BUSY_SHARE = 0.5
@@ -177,7 +177,7 @@ class Inboxes:
         return inbox
 
     def close(self, request_id: RequestId) -> None:
-        """Nobody reads it any more."""
+        """Its reader is gone."""
         del self._inboxes[request_id]
 
     def open_ids(self) -> list[RequestId]:

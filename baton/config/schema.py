@@ -59,12 +59,12 @@ class EngineConfig:
         tbt_target_s: Time between tokens that a worker keeps for those who decode on it while it computes prompts beside them, by
             computing less of these per step; a class of service that promises a time of its own (`router.slo_classes`) has
             that instead. None bounds nobody else.
-        prefill_order: Whose prompt is computed next: `slack`, by priority and by the time that is left until the first token
+        prefill_order: Which prompt is computed next: `slack`, by priority and by the time that is left until the first token
             is due; or `arrival`.
-        preemption: Who gives his pages back when they run out: by `arrival` the last comer, by `priority` the lowest, by
+        preemption: Which sequence is preempted when pages run out: by `arrival` the last arrived, by `priority` the lowest, by
             `slo` the one with the longest target of time between tokens.
         output_headroom: Share of the pages that all outputs may still take for which there must be room before another request
-            is let in: at 0 most run at once, at 1 none with a single sample is ever preempted.
+            is admitted: at 0 most run at once, at 1 none with a single sample is ever preempted.
     """
 
     device: str = "auto"

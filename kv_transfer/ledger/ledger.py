@@ -1,10 +1,12 @@
-"""The decode worker's book of hand-offs: what was promised to prefill workers, and what may be freed when.
+"""The decode worker's side of all hand-offs: what was promised to prefill workers, and what may be freed when.
 
-Which hand-off a message means, who may say it, and who has been silent for too long is decided here; how one hand-off goes on
-stands in `transfer.py`.
+Counterpart of `outbox.py`. Decides which transfer a message means, whether its sender may say it, and which session has been silent for
+too long; how one transfer goes on stands in `transfer.py`, with its states.
 
 Pages that a peer may be writing to are freed, or granted to another one, only once that peer said that it has stopped, or can
 write no more. What a lost peer was granted stays out of use until then.
+
+    router, sessions, engine ── LedgerEvent ──▶ TransferLedger ── LedgerAction ──▶ engine, sessions, the leg's lifecycle
 """
 
 from collections import OrderedDict
@@ -15,13 +17,13 @@ from baton.errors import (
     BatonError,
     CancelledByPeerError,
     CorruptKvError,
-    InvariantError,
     TransferError,
     WorkerLostError,
 )
 from baton.ids import WorkerIdentity, XferId
+from baton.story import StoryEntry, StoryLog
 from kv_transfer.heads import LinkPlan
-from kv_transfer.lease import LeaseBook
+from kv_transfer.lease import SessionLeases
 from kv_transfer.ledger.transfer import (
     LOST,
     EndSession,
@@ -31,8 +33,6 @@ from kv_transfer.ledger.transfer import (
     Transfer,
     TransferFailed,
     TransferState,
-    overdue,
-    too_slow,
 )
 from kv_transfer.messages import (
     AbortRequest,
@@ -141,136 +141,24 @@ LedgerEvent = (
 )
 
 
-class PeerBook:
-    """Pure. A session that is over is not in the book, though its peer may still be writing."""
-
-    def __init__(self, lease_s: float) -> None:
-        self._leases = LeaseBook(lease_s)
-        self._links: dict[SessionId, LinkPlan] = {}
-        self._cut: set[SessionId] = set()
-
-    def __contains__(self, session: SessionId) -> bool:
-        return session in self._leases
-
-    def open(self, session: SessionId, link: LinkPlan, now_s: float) -> None:
-        """A session begins; its lease counts from now."""
-        self._leases.open(session, now_s)
-        self._links[session] = link
-
-    def link(self, session: SessionId) -> LinkPlan:
-        """What it writes of each page."""
-        return self._links[session]
-
-    def heard(self, session: SessionId, now_s: float) -> bool:
-        """It gave a sign of life; False once its lease is over: it was cut off, and its writes are not waited for."""
-        return self._leases.renew(session, now_s)
-
-    def silent(self, now_s: float) -> list[SessionId]:
-        """Those whose lease is over."""
-        return self._leases.expired(now_s)
-
-    def end(self, session: SessionId) -> None:
-        """It is over."""
-        self._leases.end(session)
-        self._links.pop(session, None)
-
-    def cut_off(self, session: SessionId) -> bool:
-        """Whether it has to be cut off; once, for fencing takes as long as it takes: a stopped process may wake up."""
-        first = session not in self._cut
-        self._cut.add(session)
-        return first
-
-    def fenced(self, session: SessionId) -> None:
-        """It can write no more."""
-        self._cut.discard(session)
-
-
+_S = TransferState
+_OVER = "this transfer is over already"
 _MAX_ENDED = 65_536
-OVER = "this transfer is over already"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ended:
+    """A transfer that is over: remembered so that a replayed or overtaken message cannot open it again."""
+
     at_s: float
     error: BatonError
 
 
-class TransferBook:
-    """Pure. What is over is bounded in time and number.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Overdue:
+    """In a transfer's story: it waited for too long."""
 
-    Args:
-        keep_s: How long it is remembered that a transfer is over.
-        checksums: Whether commits must carry them.
-    """
-
-    def __init__(self, *, keep_s: float, checksums: bool) -> None:
-        self._keep_s = keep_s
-        self._checksums = checksums
-        self._open: dict[XferId, Transfer] = {}
-        self._ended: OrderedDict[XferId, _Ended] = OrderedDict()
-
-    def __len__(self) -> int:
-        """Those under way."""
-        return len(self._open)
-
-    def __iter__(self) -> Iterator[Transfer]:
-        """Those under way; they may end meanwhile."""
-        return iter(tuple(self._open.values()))
-
-    def find(self, xfer_id: XferId) -> Transfer | None:
-        """It, while it is under way."""
-        return self._open.get(xfer_id)
-
-    def ended_with(self, xfer_id: XferId) -> BatonError | None:
-        """What it ended with; None if it did not, or long ago."""
-        ended = self._ended.get(xfer_id)
-        return ended.error if ended else None
-
-    def open(self, permit: Permit, state: TransferState, now_s: float) -> Transfer:
-        """The first word of it."""
-        transfer = Transfer(permit=permit, state=state, since_s=now_s, checksums=self._checksums)
-        self._open[permit.xfer_id] = transfer
-        return transfer
-
-    def shut(self, xfer_id: XferId, error: BatonError, now_s: float) -> None:
-        """It is over, perhaps before its first word came; what it first ended with counts."""
-        self._open.pop(xfer_id, None)
-        self._ended.setdefault(xfer_id, _Ended(at_s=now_s, error=error))
-        if len(self._ended) > _MAX_ENDED:
-            self._ended.popitem(last=False)
-
-    def kept(
-        self, transfer: Transfer, actions: list[LedgerAction], now_s: float
-    ) -> list[LedgerAction]:
-        """`actions`, which followed of an event that may have been the transfer's last."""
-        if transfer.over:
-            self.shut(transfer.xfer_id, transfer.error or TransferError(OVER), now_s)
-        return actions
-
-    def quarantined(self, peers: PeerBook) -> int:
-        """Pages that nobody may use, because a prefill worker that was lost may still write there."""
-        return sum(
-            len(transfer.grant.blocks)
-            for transfer in self
-            if transfer.grant
-            and any(part.session not in peers for part in transfer.parts.writers())
-        )
-
-    def forget_old(self, now_s: float) -> None:
-        """Drops those that are over and whose messages cannot be on their way any more."""
-        horizon_s = now_s - self._keep_s
-        while self._ended and next(iter(self._ended.values())).at_s < horizon_s:
-            self._ended.popitem(last=False)
-
-    def check_integrity(self) -> None:
-        """Raises InvariantError if it contradicts itself."""
-        for xfer_id, transfer in self._open.items():
-            transfer.check_integrity()
-            if xfer_id != transfer.xfer_id or xfer_id in self._ended:
-                raise InvariantError(f"transfer {xfer_id} is over and still here: {transfer!r}")
-
-
-_S = TransferState
+    error: BatonError
 
 
 class TransferLedger:
@@ -282,8 +170,13 @@ class TransferLedger:
 
     def __init__(self, limits: LedgerLimits) -> None:
         self._limits = limits
-        self._book = TransferBook(keep_s=limits.expect_timeout_s, checksums=limits.checksums)
-        self._peers = PeerBook(limits.lease_s)
+        self._transfers: dict[XferId, Transfer] = {}
+        self._ended: OrderedDict[XferId, _Ended] = OrderedDict()  # bounded in time and number
+        self._leases = SessionLeases(limits.lease_s)
+        # What each open session writes of a page. A session that is over is in neither, though its peer may still write.
+        self._links: dict[SessionId, LinkPlan] = {}
+        self._cut_sessions: set[SessionId] = set()
+        self._log = StoryLog()
         self.refused = 0
         self.corrupted = 0
 
@@ -293,90 +186,115 @@ class TransferLedger:
             case FromPeer():
                 return self._from_peer(event, now_s)
             case Expected():
-                return self._expect(event.permit, now_s)
+                return self._expect(event, now_s)
             case Reassigned():
-                return self._reassigned(event.permit, now_s)
+                return self._reassign(event, now_s)
             case PagesReserved():
                 return self._reserved(event, now_s)
             case PagesGone():
-                return self._gone(event, now_s)
+                return self._pages_gone(event, now_s)
             case PagesVerified():
                 return self._verified(event, now_s)
             case Withdrawn():
                 return self._withdraw(event, now_s)
             case SessionOpened():
-                self._peers.open(event.session, event.link, now_s)
+                self._leases.open(event.session, now_s)
+                self._links[event.session] = event.link
                 return []
             case SessionLost():
-                return self._session_lost(event.session, now_s)
+                return self._session_lost(event, now_s)
             case PeerFenced():
-                return self._fenced(event.session, now_s)
+                return self._fenced(event, now_s)
 
     def tick(self, now_s: float) -> list[LedgerAction]:
         """Checks every lease and deadline; call it at least a few times per second, whether or not there is new work."""
         actions: list[LedgerAction] = []
-        for session in self._peers.silent(now_s):
+        for session in self._leases.expired(now_s):
             silent = WorkerLostError("the prefill worker gave no sign of life within its lease")
             actions += self._cut_off(session, silent)
-            actions += self._session_lost(session, now_s)
-        for transfer in self._book:
-            actions += self._check_deadline(transfer, now_s)
-        self._book.forget_old(now_s)
+            actions += self._session_lost(SessionLost(session=session), now_s)
+        for transfer in self._open_transfers():
+            actions += self._check_deadlines(transfer, now_s)
+        self._forget_ended(now_s)
         return actions
 
     def state(self, xfer_id: XferId) -> TransferState | None:
         """Where a transfer stands; None once it is over."""
-        transfer = self._book.find(xfer_id)
+        transfer = self._transfers.get(xfer_id)
         return transfer.state if transfer else None
 
     def in_flight(self) -> int:
         """Transfers that are not over."""
-        return len(self._book)
+        return len(self._transfers)
 
     def quarantined(self) -> int:
-        """Pages that nobody may use because a prefill worker that was lost may still write there."""
-        return self._book.quarantined(self._peers)
+        """Pages that are out of use because a prefill worker that was lost may still write there."""
+        return sum(
+            len(transfer.grant.blocks)
+            for transfer in self._transfers.values()
+            if transfer.grant
+            and any(part.session not in self._links for part in transfer.parts.writers())
+        )
+
+    def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
+        """What has lately happened to a transfer, oldest first."""
+        return self._log.story(xfer_id)
 
     def check_integrity(self) -> None:
-        """Raises InvariantError if the book contradicts itself."""
-        self._book.check_integrity()
+        """Raises InvariantError if the ledger contradicts itself."""
+        for xfer_id, transfer in self._transfers.items():
+            transfer.check_integrity()
+            if xfer_id != transfer.xfer_id or xfer_id in self._ended:
+                raise transfer.broken(f"over and still here: {transfer!r}")
 
-    def _expect(self, permit: Permit, now_s: float) -> list[LedgerAction]:
-        ended = self._book.ended_with(permit.xfer_id)
+    def _expect(self, event: Expected, now_s: float) -> list[LedgerAction]:
+        permit = event.permit
+        ended = self._ended.get(permit.xfer_id)
         if ended is not None:
             # The prefill worker gave up before the router's word arrived, or this is a replay.
             self.refused += 1
-            return [TransferFailed(xfer_id=permit.xfer_id, error=ended)]
-        transfer = self._book.find(permit.xfer_id)
+            return [TransferFailed(xfer_id=permit.xfer_id, error=ended.error)]
+        transfer = self._transfers.get(permit.xfer_id)
         if transfer is None:
-            self._book.open(permit, _S.EXPECTED, now_s)
-            return []
+            return self._kept(self._open(permit, _S.EXPECTED, now_s), event, [], now_s)
         if transfer.state is not _S.ASKED:
             self.refused += 1
             return []
         if transfer.permit != permit:
             error = TransferError("the prefill worker showed another permit than the router")
-            return self._book.kept(transfer, transfer.fail(error, now_s), now_s)
-        return transfer.announced(now_s)
+            return self._kept(transfer, event, transfer.fail(error, now_s), now_s)
+        return self._kept(transfer, event, transfer.announced(now_s), now_s)
 
-    def _reassigned(self, permit: Permit, now_s: float) -> list[LedgerAction]:
-        transfer = self._book.find(permit.xfer_id)
+    def _reassign(self, event: Reassigned, now_s: float) -> list[LedgerAction]:
+        permit = event.permit
+        transfer = self._transfers.get(permit.xfer_id)
         if transfer is not None and transfer.permit == permit:
             transfer.reassigned = True  # its request overtook the router's word
             return []
         if transfer is None or not transfer.takes_over(permit):
             self.refused += 1
             return []
-        return transfer.take_over(permit, now_s)
+        return self._kept(transfer, event, transfer.take_over(permit, now_s), now_s)
+
+    def _withdraw(self, event: Withdrawn, now_s: float) -> list[LedgerAction]:
+        transfer = self._transfers.get(event.xfer_id)
+        if transfer is None:
+            # Withdrawn before a peer asked for pages: one that asks later is refused at once.
+            self._log.record(event.xfer_id, now_s, event)
+            self._shut(event.xfer_id, event.error, now_s)
+            return []
+        if transfer.state in (_S.ABORTING, _S.QUIESCED):
+            return []
+        return self._kept(transfer, event, transfer.abort(event.error, now_s), now_s)
 
     def _from_peer(self, event: FromPeer, now_s: float) -> list[LedgerAction]:
-        # Whoever speaks is alive. After its lease nothing it says counts: it was cut off, and its writes are not waited for.
-        if not self._peers.heard(event.session, now_s):
+        # A peer that speaks is alive. After its lease nothing it says counts: it was cut off, and its writes are not waited for.
+        if not self._leases.renew(event.session, now_s):
             self.refused += 1
             return []
         match event.message:
             case Reserve():
-                return self._asked(event, event.message.permit, now_s)
+                return self._asked(event, event.message, now_s)
             case Commit():
                 return self._commit(event, event.message, now_s)
             case Quiesced():
@@ -384,147 +302,188 @@ class TransferLedger:
             case Heartbeat():
                 return []
 
-    def _asked(self, event: FromPeer, permit: Permit, now_s: float) -> list[LedgerAction]:
+    def _asked(self, event: FromPeer, message: Reserve, now_s: float) -> list[LedgerAction]:
+        permit = message.permit
         if permit.source != event.peer:
-            return self._refuse(event, permit.xfer_id, permit.attempt)
-        ended = self._book.ended_with(permit.xfer_id)
+            return self._refuse(event, permit.xfer_id, permit.attempt, now_s)
+        ended = self._ended.get(permit.xfer_id)
         if ended is not None:
-            return self._refuse(event, permit.xfer_id, permit.attempt, ended)
-        link = self._peers.link(event.session)
-        transfer = self._book.find(permit.xfer_id)
+            return self._refuse(event, permit.xfer_id, permit.attempt, now_s, ended.error)
+        link = self._links[event.session]
+        transfer = self._transfers.get(permit.xfer_id)
         if transfer is None:
-            opened = self._book.open(permit, _S.ASKED, now_s)
-            return opened.join(event.session, link, now_s)
+            opened = self._open(permit, _S.ASKED, now_s)
+            return self._kept(opened, message, opened.join(event.session, link, now_s), now_s)
         actions: list[LedgerAction] = []
         if transfer.takes_over(permit):
             # The permit is the router's word too; the other copy is still on its way.
             actions = transfer.take_over(permit, now_s)
         if transfer.permit != permit:
-            return self._refuse(event, permit.xfer_id, permit.attempt)
+            return self._refuse(event, permit.xfer_id, permit.attempt, now_s)
         if not transfer.may_join(link):
             repeated = transfer.parts.of(event.session) is not None
-            return self._refuse(event, permit.xfer_id, permit.attempt, repeated=repeated)
-        return [*actions, *transfer.join(event.session, link, now_s)]
-
-    def _reserved(self, event: PagesReserved, now_s: float) -> list[LedgerAction]:
-        transfer = self._book.find(event.xfer_id)
-        return transfer.reserved(event.grant, now_s) if transfer else []
+            return self._refuse(event, permit.xfer_id, permit.attempt, now_s, repeated=repeated)
+        actions += transfer.join(event.session, link, now_s)
+        return self._kept(transfer, message, actions, now_s)
 
     def _commit(self, event: FromPeer, commit: Commit, now_s: float) -> list[LedgerAction]:
-        transfer = self._book.find(commit.xfer_id)
+        transfer = self._transfers.get(commit.xfer_id)
         part = transfer.parts.writer(event.session, commit.attempt) if transfer else None
         if transfer is None or part is None:
-            return self._refuse(event, commit.xfer_id, commit.attempt)
+            return self._refuse(event, commit.xfer_id, commit.attempt, now_s)
         if transfer.state is not _S.WRITING:
             # Crossed our abort, which the peer will answer.
-            return self._refuse(event, commit.xfer_id, commit.attempt, repeated=True)
-        return self._judged(transfer, transfer.commit(part, commit, now_s), now_s)
-
-    def _verified(self, event: PagesVerified, now_s: float) -> list[LedgerAction]:
-        transfer = self._book.find(event.xfer_id)
-        part = transfer.in_question(event.session, event.attempt) if transfer else None
-        if transfer is None or part is None:
-            return []
-        return self._judged(transfer, transfer.verified(part, event.fault, now_s), now_s)
-
-    def _judged(
-        self, transfer: Transfer, actions: list[LedgerAction], now_s: float
-    ) -> list[LedgerAction]:
-        """What followed of a commit, or of the look at its bytes."""
+            return self._refuse(event, commit.xfer_id, commit.attempt, now_s, repeated=True)
+        actions = transfer.commit(part, commit, now_s)
         self.corrupted += isinstance(transfer.error, CorruptKvError)
-        return self._book.kept(transfer, actions, now_s)
+        return self._kept(transfer, commit, actions, now_s)
 
     def _quiesced(self, event: FromPeer, said: Quiesced, now_s: float) -> list[LedgerAction]:
         error = CancelledByPeerError("the prefill worker gave this transfer up")
-        transfer = self._book.find(said.xfer_id)
+        transfer = self._transfers.get(said.xfer_id)
         if transfer is None:
             # Perhaps before the router's word, which then finds it over.
             self.refused += 1
-            self._book.shut(said.xfer_id, error, now_s)
+            self._log.record(said.xfer_id, now_s, said)
+            self._shut(said.xfer_id, error, now_s)
             return []
         writer = transfer.parts.writer(event.session, said.attempt)
         if writer is not None:
-            return self._book.kept(transfer, transfer.writer_stopped(writer, error, now_s), now_s)
+            actions = transfer.writer_stopped(writer, error, now_s)
+            return self._kept(transfer, said, actions, now_s)
         current = said.attempt == transfer.attempt and not transfer.unclaimed
         if not current or not transfer.waits_for_peers or not self._is_needed(transfer, event):
             self.refused += 1
             return []
-        return self._book.kept(transfer, transfer.lost(event.session, error, now_s), now_s)
+        return self._kept(transfer, said, transfer.lost(event.session, error, now_s), now_s)
 
     def _is_needed(self, transfer: Transfer, event: FromPeer) -> bool:
-        link, ours = self._peers.link(event.session), transfer.permit.source == event.peer
+        link, ours = self._links[event.session], transfer.permit.source == event.peer
         return transfer.needs(event.session, link, ours=ours)
 
-    def _withdraw(self, event: Withdrawn, now_s: float) -> list[LedgerAction]:
-        transfer = self._book.find(event.xfer_id)
-        if transfer is None:
-            # Withdrawn before anybody asked for pages: whoever asks later is refused at once.
-            self._book.shut(event.xfer_id, event.error, now_s)
-            return []
-        if transfer.state in (_S.ABORTING, _S.QUIESCED):
-            return []
-        return self._book.kept(transfer, transfer.abort(event.error, now_s), now_s)
-
-    def _gone(self, event: PagesGone, now_s: float) -> list[LedgerAction]:
-        transfer = self._book.find(event.xfer_id)
-        if transfer is None:
-            return []
-        return self._book.kept(transfer, transfer.pages_gone(event.error, now_s), now_s)
-
-    def _session_lost(self, session: SessionId, now_s: float) -> list[LedgerAction]:
+    def _session_lost(self, event: SessionLost | PeerFenced, now_s: float) -> list[LedgerAction]:
         """Of parts that were committed all that their sender had to say is here; the others are lost."""
-        self._peers.end(session)
+        session = event.session
+        self._leases.end(session)
+        self._links.pop(session, None)
         actions: list[LedgerAction] = []
-        for transfer in self._book:
+        for transfer in self._open_transfers():
             transfer.parts.disconnected(session)
             part = transfer.parts.of(session)
             if part is not None and part.commit is None and transfer.waits_for_peers:
                 told = transfer.lost(session, WorkerLostError(LOST), now_s)
-                actions += self._book.kept(transfer, told, now_s)
+                actions += self._kept(transfer, event, told, now_s)
         return actions
 
-    def _fenced(self, session: SessionId, now_s: float) -> list[LedgerAction]:
-        actions = self._session_lost(session, now_s)
-        for transfer in self._book:
+    def _fenced(self, event: PeerFenced, now_s: float) -> list[LedgerAction]:
+        actions = self._session_lost(event, now_s)
+        for transfer in self._open_transfers():
             for part in transfer.parts.writers():
-                if part.session == session:
+                if part.session == event.session:
                     told = transfer.writer_stopped(part, WorkerLostError(LOST), now_s)
-                    actions += self._book.kept(transfer, told, now_s)
-        self._peers.fenced(session)
+                    actions += self._kept(transfer, event, told, now_s)
+        self._cut_sessions.discard(event.session)
         return actions
-
-    def _check_deadline(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
-        actions = self._check_writers(transfer, now_s)
-        error = overdue(transfer, self._limits, now_s)
-        if error is None:
-            return actions
-        # Of what the router never announced there is no leg to be told.
-        ends = transfer.abort if transfer.state is _S.ASKED else transfer.fail
-        return [*actions, *self._book.kept(transfer, ends(error, now_s), now_s)]
-
-    def _check_writers(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
-        """A writer that was asked to stop has to answer in time."""
-        error = TransferError("the prefill worker did not confirm that it stopped writing")
-        slow = too_slow(transfer, self._limits, now_s)
-        return [cut for session in slow for cut in self._cut_off(session, error)]
-
-    def _cut_off(self, session: SessionId, error: BatonError) -> list[LedgerAction]:
-        if not self._peers.cut_off(session):
-            return []
-        return [EndSession(session=session, error=error)]
 
     def _refuse(
         self,
         event: FromPeer,
         xfer_id: XferId,
         attempt: int,
+        now_s: float,
         error: BatonError | None = None,
         *,
         repeated: bool = False,
     ) -> list[LedgerAction]:
         """Counts a message that fits nothing; tells the peer to stop unless it is only a repetition."""
         self.refused += 1
-        if repeated:
+        actions: list[LedgerAction] = []
+        if not repeated:
+            error = error or TransferError(_OVER)
+            message = AbortRequest(xfer_id=xfer_id, attempt=attempt, error=error)
+            actions = [ToPeer(session=event.session, message=message)]
+        self._log.record(xfer_id, now_s, event.message, actions)
+        return actions
+
+    def _reserved(self, event: PagesReserved, now_s: float) -> list[LedgerAction]:
+        transfer = self._transfers.get(event.xfer_id)
+        if transfer is None:
             return []
-        message = AbortRequest(xfer_id=xfer_id, attempt=attempt, error=error or TransferError(OVER))
-        return [ToPeer(session=event.session, message=message)]
+        return self._kept(transfer, event, transfer.reserved(event.grant, now_s), now_s)
+
+    def _verified(self, event: PagesVerified, now_s: float) -> list[LedgerAction]:
+        transfer = self._transfers.get(event.xfer_id)
+        part = transfer.in_question(event.session, event.attempt) if transfer else None
+        if transfer is None or part is None:
+            return []
+        actions = transfer.verified(part, event.fault, now_s)
+        self.corrupted += isinstance(transfer.error, CorruptKvError)
+        return self._kept(transfer, event, actions, now_s)
+
+    def _pages_gone(self, event: PagesGone, now_s: float) -> list[LedgerAction]:
+        transfer = self._transfers.get(event.xfer_id)
+        if transfer is None:
+            return []
+        return self._kept(transfer, event, transfer.pages_gone(event.error, now_s), now_s)
+
+    def _check_deadlines(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
+        actions: list[LedgerAction] = []
+        for session in transfer.slow_to_stop(self._limits, now_s):
+            # A writer that was asked to stop has to answer in time.
+            error = TransferError("the prefill worker did not confirm that it stopped writing")
+            actions += self._cut_off(session, error)
+        error_of_wait = transfer.overdue(self._limits, now_s)
+        if error_of_wait is None:
+            return actions
+        # Of what the router never announced there is no leg to be told.
+        ends = transfer.abort if transfer.state is _S.ASKED else transfer.fail
+        told = ends(error_of_wait, now_s)
+        return [*actions, *self._kept(transfer, _Overdue(error=error_of_wait), told, now_s)]
+
+    def _cut_off(self, session: SessionId, error: BatonError) -> list[LedgerAction]:
+        """Once per session, for fencing takes as long as it takes: a stopped process may wake up."""
+        if session in self._cut_sessions:
+            return []
+        self._cut_sessions.add(session)
+        return [EndSession(session=session, error=error)]
+
+    def _open(self, permit: Permit, state: TransferState, now_s: float) -> Transfer:
+        transfer = Transfer(
+            permit=permit,
+            state=state,
+            since_s=now_s,
+            checksums=self._limits.checksums,
+            log=self._log,
+        )
+        self._transfers[permit.xfer_id] = transfer
+        return transfer
+
+    def _open_transfers(self) -> Iterator[Transfer]:
+        """Those under way; they may end meanwhile."""
+        return iter(tuple(self._transfers.values()))
+
+    def _kept(
+        self,
+        transfer: Transfer,
+        event: "LedgerEvent | ToDecode | _Overdue",
+        actions: list[LedgerAction],
+        now_s: float,
+    ) -> list[LedgerAction]:
+        """What followed of an event, which is logged and may have been the transfer's last."""
+        self._log.record_kinds(transfer.xfer_id, now_s, event, actions)
+        if transfer.over:
+            self._shut(transfer.xfer_id, transfer.error or TransferError(_OVER), now_s)
+        return actions
+
+    def _shut(self, xfer_id: XferId, error: BatonError, now_s: float) -> None:
+        """It is over, perhaps before its first word came; what it first ended with counts."""
+        self._transfers.pop(xfer_id, None)
+        self._ended.setdefault(xfer_id, _Ended(at_s=now_s, error=error))
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def _forget_ended(self, now_s: float) -> None:
+        """Drops those that are over and whose messages cannot be on their way any more."""
+        horizon_s = now_s - self._limits.expect_timeout_s
+        while self._ended and next(iter(self._ended.values())).at_s < horizon_s:
+            self._ended.popitem(last=False)

@@ -201,6 +201,8 @@ TRANSITIONS: dict[OutgoingState, frozenset[OutgoingState]] = {
     _S.ABORTING: frozenset({_S.OVER}),
     _S.OVER: frozenset(),
 }
+_ROUTINE = (PageWrite, PushDone)
+"""Events of which there are many: logged where more follows from them than a push."""
 
 
 class Outbox:
@@ -353,9 +355,11 @@ class Outbox:
         now_s: float,
     ) -> list[OutboxAction]:
         """What followed of an event, which is logged and may have been the transfer's last."""
-        routine = isinstance(event, PageWrite | PushDone)
-        if not routine or any(not isinstance(action, StartPush) for action in actions):
-            self._log.record(transfer.xfer_id, now_s, event, actions)
+        pushes_only = (
+            not actions or type(actions[-1]) is StartPush
+        )  # whatever else follows comes last
+        if not (pushes_only and type(event) in _ROUTINE):
+            self._log.record_kinds(transfer.xfer_id, now_s, event, actions)
         if transfer.state is _S.OVER:
             del self._transfers[transfer.xfer_id]
         return actions

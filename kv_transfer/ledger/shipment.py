@@ -38,10 +38,12 @@ class Shipment:
         """
         self._permit = permit
         self._push_ids = push_ids
-        # [num_layers, num_blocks]: 0 where not exported, `_LANDED`, or the push id of the latest export.
-        self._latest: npt.NDArray[np.int64] = np.zeros(
-            (num_layers, permit.num_blocks), dtype=np.int64
+        # [num_layers, num_blocks]: 0 where not exported, `_LANDED`, or the number of the latest export: its push id, counted from
+        # this prompt's first, for a worker's pushes outgrow 32 bits within weeks.
+        self._latest: npt.NDArray[np.int32] = np.zeros(
+            (num_layers, permit.num_blocks), dtype=np.int32
         )
+        self._first_push_id: int | None = None
         self._waiting: list[PageWrite] = []
         self._outstanding: dict[int, PageWrite] = {}
         self._landed = 0
@@ -97,9 +99,11 @@ class Shipment:
         num_layers, num_blocks = self._latest.shape
         check_source(write, num_blocks=num_blocks, num_layers=num_layers)
         numbered = replace(write, push_id=next(self._push_ids))
+        if self._first_push_id is None:
+            self._first_push_id = numbered.push_id
         row = self._row(numbered)
         self._landed -= int(np.count_nonzero(row[self._num_held(numbered) :] == _LANDED))
-        row[:] = numbered.push_id
+        row[:] = self._number(numbered)
         self._waiting.append(numbered)
 
     def start(self) -> list[PageWrite]:
@@ -125,7 +129,7 @@ class Shipment:
         """A push is in the peer's memory; `hashes` are of its pages, `[pages]`, where the peer wants checksums."""
         write = self._outstanding.pop(push_id)
         row = self._row(write)
-        ours = row == push_id
+        ours = row == self._number(write)
         row[ours] = _LANDED
         self._landed += int(np.count_nonzero(ours))
         if self._hashes is None:
@@ -164,9 +168,14 @@ class Shipment:
                 f"{len(self._outstanding)} pushes are on their way to {self._grant!r}"
             )
 
-    def _row(self, write: PageWrite) -> npt.NDArray[np.int64]:
+    def _row(self, write: PageWrite) -> npt.NDArray[np.int32]:
         """What is known of the pages that it names."""
         return self._latest[write.layer_index, write.first_block : write.end_block]
+
+    def _number(self, write: PageWrite) -> int:
+        """Of an export among those of this prompt, from 1."""
+        assert self._first_push_id is not None
+        return write.push_id - self._first_push_id + 1
 
     def _num_held(self, write: PageWrite) -> int:
         """How many of its pages the peer holds already."""
@@ -175,7 +184,7 @@ class Shipment:
 
     def _is_superseded(self, write: PageWrite) -> bool:
         """Whether later exports cover all its pages; if only some, pushing it first does no harm."""
-        return not bool((self._row(write) == write.push_id).any())
+        return not bool((self._row(write) == self._number(write)).any())
 
     def _overlaps_outstanding(self, write: PageWrite) -> bool:
         """Whether a push of the same pages is still on its way: two could land in any order."""

@@ -1,4 +1,7 @@
-"""Where one hand-off stands on the decode worker, and where it may go from there.
+"""One hand-off as the decode worker keeps it: from the first word on it until its pages have an owner again.
+
+It becomes real when two independent messages have met: the router's word that it is wanted (`announced`), and the prefill
+worker's request for pages (`join`). Then pages are taken for the whole prompt, all or nothing; nothing waits while holding part.
 
     (router) EXPECTED ─┐                      commit       checksums right
                        ├─ RESERVED ─ WRITING ──────── VERIFYING ──────── COMMITTED   pages belong to the running sequence
@@ -6,10 +9,18 @@
                     peer lost│   peer lost│ cancel        │
                              ▼          ▼ ▼               ▼
            later attempt ◀─ ORPHANED   ABORTING ──────── QUIESCED ── engine has them ── FREE
-                             └ nobody came ┘  the writer stopped, or can write no more
+                             └ no one came ┘  the writer stopped, or can write no more
 
-Where ranks of a prefill worker share the heads out, each of them asks, writes and commits its part (`parts.py`): the first one
-that asks makes the transfer RESERVED, the last one that commits makes it VERIFYING, and any that is lost makes it ORPHANED.
+Mostly one session brings the pages; where ranks of a prefill worker share the heads out, each brings a part:
+
+    prefill worker, 2 ranks       decode worker, 1 rank
+
+    rank 0 ── first half ──┐
+                           ├──▶ pages       together they write every byte once
+    rank 1 ── second half ─┘
+
+The first rank that asks makes the transfer RESERVED, the last one that commits makes it VERIFYING, and any that is lost makes it
+ORPHANED. Which transfer a message means, and whether its sender may say it, is decided by the ledger (`ledger.py`).
 """
 
 from collections.abc import Iterator
@@ -27,6 +38,7 @@ from baton.errors import (
 )
 from baton.generation import TokenSample
 from baton.ids import XferId
+from baton.story import StoryLog
 from kv_transfer.heads import LinkPlan
 from kv_transfer.memory.checksum import checksum_bytes
 from kv_transfer.messages import (
@@ -74,121 +86,32 @@ ANNOUNCED = frozenset({_S.EXPECTED, _S.RESERVED, _S.WRITING, _S.ORPHANED})
 ENDS = frozenset({_S.COMMITTED, _S.FREE})
 
 
-@dataclass(slots=True, eq=False)
-class Part:
-    """What one session brings in one attempt.
+LOST = "the prefill worker was lost during the hand-off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerLimits:
+    """How long the ledger waits, in seconds.
 
     Attributes:
-        session: Of the sender.
-        attempt: That it is part of.
-        link: What it writes of each page.
-        may_write: Whether it was granted the pages, and has neither committed nor said that it stopped.
-        connected: Whether it can still be told something.
-        stop_asked_s: When it was asked to stop writing.
-        commit: What it said when its share of every page was written.
-        verified: Whether that share is what it sent.
+        expect_timeout_s: For the prefill worker's request after the router's word; covers queueing there.
+        reserve_timeout_s: For the engine's pages, for the router's word after the prefill worker's request, and for the
+            other ranks of a prefill worker after the first one was granted pages.
+        quiesce_timeout_s: For the answer to an abort before the peer is cut off.
+        lease_s: For a sign of life of a peer.
+        retry_grace_s: For another prefill worker after one was lost, and for the lost one to be known to write no more.
+        checksums: Whether commits must carry them.
     """
 
-    session: SessionId
-    attempt: int
-    link: LinkPlan
-    may_write: bool = False
-    connected: bool = True
-    stop_asked_s: float | None = None
-    commit: Commit | None = None
-    verified: bool = False
+    expect_timeout_s: float
+    reserve_timeout_s: float
+    quiesce_timeout_s: float
+    lease_s: float
+    retry_grace_s: float
+    checksums: bool
 
 
-class Parts:
-    """The parts of one hand-off: those of the attempt that counts, and those of earlier ones that may still write."""
-
-    def __init__(self) -> None:
-        self._current: list[Part] = []
-        self._leaving: list[Part] = []
-
-    def __iter__(self) -> Iterator[Part]:
-        """Over those of the attempt that counts."""
-        return iter(tuple(self._current))
-
-    def __bool__(self) -> bool:
-        """Whether anybody has asked in the attempt that counts."""
-        return bool(self._current)
-
-    @property
-    def whole(self) -> bool:
-        """Whether every byte of a page has its sender."""
-        return bool(self._current) and (
-            sum(part.link.bytes_per_page for part in self._current)
-            == self._current[0].link.target_page_bytes
-        )
-
-    @property
-    def committed(self) -> bool:
-        """Whether every byte of every page is written, as their senders say."""
-        return self.whole and all(part.commit is not None for part in self._current)
-
-    @property
-    def verified(self) -> bool:
-        """Whether every byte is known to be right."""
-        return self.committed and all(part.verified for part in self._current)
-
-    def commits(self) -> list[tuple[Part, Commit]]:
-        """What those have said that are done."""
-        return [(part, part.commit) for part in self._current if part.commit is not None]
-
-    def of(self, session: SessionId) -> Part | None:
-        """The session's part in the attempt that counts."""
-        return next((part for part in self._current if part.session == session), None)
-
-    def writer(self, session: SessionId, attempt: int) -> Part | None:
-        """The session's part in any attempt, if it may still write."""
-        named = (session, attempt)
-        return next(
-            (part for part in self.writers() if (part.session, part.attempt) == named), None
-        )
-
-    def writers(self) -> list[Part]:
-        """Those of any attempt that may still write."""
-        return [part for part in (*self._leaving, *self._current) if part.may_write]
-
-    def left_over(self) -> bool:
-        """Whether somebody of an attempt that is over may still write."""
-        return bool(self._leaving)
-
-    def fits(self, link: LinkPlan) -> bool:
-        """Whether nobody else of this attempt writes what `link` does."""
-        return not any(part.link.overlaps(link) for part in self._current)
-
-    def join(self, part: Part) -> None:
-        """Somebody asks for leave to bring a part."""
-        self._current.append(part)
-
-    def dismiss(self) -> None:
-        """The attempt is over; whoever may still write is remembered until it cannot."""
-        self._leaving += [part for part in self._current if part.may_write]
-        self._current.clear()
-
-    def stopped(self, part: Part) -> None:
-        """It writes no more."""
-        part.may_write, part.stop_asked_s = False, None
-        if part in self._leaving:
-            self._leaving.remove(part)
-
-    def disconnected(self, session: SessionId) -> None:
-        """Nothing can be told to the session any more."""
-        for part in (*self._leaving, *self._current):
-            if part.session == session:
-                part.connected = False
-
-    def check_integrity(self) -> None:
-        """Raises InvariantError if two bring the same, or somebody is remembered for nothing."""
-        for index, part in enumerate(self._current):
-            if any(part.link.overlaps(other.link) for other in self._current[:index]):
-                raise InvariantError(f"two senders write the same bytes: {self._current!r}")
-            if part.may_write and part.commit is not None:
-                raise InvariantError(f"a sender that committed still writes: {part!r}")
-        if not all(part.may_write for part in self._leaving):
-            raise InvariantError(f"a sender that stopped is still waited for: {self._leaving!r}")
+_TAKEN_OVER = "another prefill worker takes this hand-off over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,127 +193,135 @@ LedgerAction = (
 )
 
 
-LOST = "the prefill worker was lost during the hand-off"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerLimits:
-    """How long the ledger waits, in seconds.
+@dataclass(slots=True, eq=False)
+class SenderPart:
+    """What one session brings in one attempt.
 
     Attributes:
-        expect_timeout_s: For the prefill worker's request after the router's word; covers queueing there.
-        reserve_timeout_s: For the engine's pages, for the router's word after the prefill worker's request, and for the
-            other ranks of a prefill worker after the first one was granted pages.
-        quiesce_timeout_s: For the answer to an abort before the peer is cut off.
-        lease_s: For a sign of life of a peer.
-        retry_grace_s: For another prefill worker after one was lost, and for the lost one to be known to write no more.
-        checksums: Whether commits must carry them.
+        session: Of the sender.
+        attempt: That it is part of.
+        link: What it writes of each page.
+        may_write: Whether it was granted the pages, and has neither committed nor said that it stopped.
+        connected: Whether it can still be told something.
+        stop_asked_s: When it was asked to stop writing.
+        commit: What it said when its share of every page was written.
+        verified: Whether that share is what it sent.
     """
 
-    expect_timeout_s: float
-    reserve_timeout_s: float
-    quiesce_timeout_s: float
-    lease_s: float
-    retry_grace_s: float
-    checksums: bool
+    session: SessionId
+    attempt: int
+    link: LinkPlan
+    may_write: bool = False
+    connected: bool = True
+    stop_asked_s: float | None = None
+    commit: Commit | None = None
+    verified: bool = False
 
 
-def fault_of(
-    commit: Commit, part: Part, parts: Parts, grant: Grant, *, checksums: bool
-) -> TransferError | None:
-    """What is wrong with a commit beside the bytes themselves.
+class SenderParts:
+    """The parts of one hand-off: those of the attempt that counts, and those of earlier ones that may still write."""
 
-    Args:
-        commit: What its sender says.
-        part: Of every page, which the commit is about.
-        parts: All of the attempt.
-        grant: The pages.
-        checksums: Whether a commit has to carry them.
-    """
-    pages = len(grant.blocks)
-    wanted = (pages, pages * part.link.bytes_per_page)
-    if (commit.num_blocks, commit.num_bytes) != wanted:
-        return TransferError(
-            f"committed {commit.num_blocks} pages and {commit.num_bytes} bytes, "
-            f"granted {wanted[0]} and {wanted[1]}"
+    def __init__(self) -> None:
+        self._current: list[SenderPart] = []
+        self._leaving: list[SenderPart] = []
+
+    def __iter__(self) -> Iterator[SenderPart]:
+        """Over those of the attempt that counts."""
+        return iter(tuple(self._current))
+
+    def __bool__(self) -> bool:
+        """Whether a session has asked in the attempt that counts."""
+        return bool(self._current)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every byte of a page has its sender."""
+        return bool(self._current) and (
+            sum(part.link.bytes_per_page for part in self._current)
+            == self._current[0].link.target_page_bytes
         )
-    if any(other.first_tokens != commit.first_tokens for _, other in parts.commits()):
-        return TransferError("two ranks of the prefill worker drew different first tokens")
-    sums = checksum_bytes(part.link, commit.num_blocks)
-    if checksums and pages and len(commit.checksums) != sums:
-        return corrupt("checksums are missing")
-    return None
 
+    @property
+    def committed(self) -> bool:
+        """Whether every byte of every page is written, as their senders say."""
+        return self.whole and all(part.commit is not None for part in self._current)
 
-def corrupt(fault: str) -> CorruptKvError:
-    """The bytes are not to be decoded; `fault` says what differs."""
-    return CorruptKvError(f"the pages are not what the prefill worker sent: {fault}")
+    @property
+    def verified(self) -> bool:
+        """Whether every byte is known to be right."""
+        return self.committed and all(part.verified for part in self._current)
 
+    def commits(self) -> list[tuple[SenderPart, Commit]]:
+        """The parts that are committed, each with its commit."""
+        return [(part, part.commit) for part in self._current if part.commit is not None]
 
-def questions(xfer_id: XferId, parts: Parts, grant: Grant) -> list[VerifyPages]:
-    """What has to be compared: every part with its own checksums."""
-    return [
-        VerifyPages(
-            xfer_id=xfer_id,
-            session=part.session,
-            attempt=part.attempt,
-            link=part.link,
-            grant=grant,
-            checksums=commit.checksums,
+    def of(self, session: SessionId) -> SenderPart | None:
+        """The session's part in the attempt that counts."""
+        return next((part for part in self._current if part.session == session), None)
+
+    def writer(self, session: SessionId, attempt: int) -> SenderPart | None:
+        """The session's part in any attempt, if it may still write."""
+        named = (session, attempt)
+        return next(
+            (part for part in self.writers() if (part.session, part.attempt) == named), None
         )
-        for part, commit in parts.commits()
-    ]
 
+    def writers(self) -> list[SenderPart]:
+        """Those of any attempt that may still write."""
+        return [part for part in (*self._leaving, *self._current) if part.may_write]
 
-def tell(parts: Parts, message: ToPrefill) -> list[ToPeer]:
-    """To everybody of the attempt that counts."""
-    return [ToPeer(session=part.session, message=message) for part in parts if part.connected]
+    def left_over(self) -> bool:
+        """Whether a session of an attempt that is over may still write."""
+        return bool(self._leaving)
 
+    def fits(self, link: LinkPlan) -> bool:
+        """Whether no other part of this attempt writes what `link` does."""
+        return not any(part.link.overlaps(link) for part in self._current)
 
-def grant(permit: Permit, part: Part, pages: Grant) -> ToPeer:
-    """Leave to write its part of `pages`."""
-    part.may_write = True
-    granted = Granted(
-        xfer_id=permit.xfer_id,
-        attempt=permit.attempt,
-        cache_scope=permit.cache_scope,
-        grant=pages,
-    )
-    return ToPeer(session=part.session, message=granted)
+    def join(self, part: SenderPart) -> None:
+        """A session asks for leave to bring a part."""
+        self._current.append(part)
 
+    def dismiss(self) -> None:
+        """The attempt is over; parts that may still write are remembered until they cannot."""
+        self._leaving += [part for part in self._current if part.may_write]
+        self._current.clear()
 
-def stop(
-    permit: Permit, parts: Parts, error: BatonError, now_s: float, *, but: SessionId | None = None
-) -> list[ToPeer]:
-    """Has everybody stop who still may write, and lets the rest of the attempt know that it is over.
+    def stopped(self, part: SenderPart) -> None:
+        """It writes no more."""
+        part.may_write, part.stop_asked_s = False, None
+        if part in self._leaving:
+            self._leaving.remove(part)
 
-    Args:
-        permit: Of the attempt that counted until now.
-        parts: Of which nothing is to be written any more.
-        error: Why.
-        now_s: From when on an answer is waited for.
-        but: Who needs not be told: it said so itself, or hears nothing.
-    """
-    for part in parts.writers():
-        if part.stop_asked_s is None and part.session != but:
-            part.stop_asked_s = now_s
-    message = AbortRequest(xfer_id=permit.xfer_id, attempt=permit.attempt, error=error)
-    return [order for order in tell(parts, message) if order.session != but]
+    def disconnected(self, session: SessionId) -> None:
+        """Nothing can be told to the session any more."""
+        for part in (*self._leaving, *self._current):
+            if part.session == session:
+                part.connected = False
 
-
-_TAKEN_OVER = "another prefill worker takes this hand-off over"
+    def contradiction(self) -> str | None:
+        """What is wrong: two bring the same, or one is remembered for nothing."""
+        for index, part in enumerate(self._current):
+            if any(part.link.overlaps(other.link) for other in self._current[:index]):
+                return f"two senders write the same bytes: {self._current!r}"
+            if part.may_write and part.commit is not None:
+                return f"a sender that committed still writes: {part!r}"
+        if not all(part.may_write for part in self._leaving):
+            return f"a sender that stopped is still waited for: {self._leaving!r}"
+        return None
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Pure. Methods return the actions that follow, in order. Changed by the ledger only.
+    """One transfer. Pure; methods return the actions that follow, in order. Changed by the ledger only.
 
     Attributes:
         permit: Of the attempt that counts now.
         state: Where it stands.
         since_s: When it entered the state, or when the wait in it began anew.
         checksums: Whether commits must carry them.
-        parts: Who brings what, and who may still write.
+        log: Of the ledger.
+        parts: Which sessions bring what, and which may still write.
         pages_held: Whether the engine was asked for pages and has not got them back.
         grant: The pages, once the engine took them.
         reassigned: Whether the router has named the next attempt since the last writer was lost.
@@ -401,7 +332,8 @@ class Transfer:
     state: TransferState
     since_s: float
     checksums: bool
-    parts: Parts = field(default_factory=Parts)
+    log: StoryLog
+    parts: SenderParts = field(default_factory=SenderParts)
     pages_held: bool = False
     grant: Grant | None = None
     reassigned: bool = False
@@ -459,10 +391,10 @@ class Transfer:
         """A prefill worker, or a rank of one, asks for pages."""
         if not self.parts:
             self.since_s = now_s
-        part = Part(session=session, attempt=self.attempt, link=link)
+        part = SenderPart(session=session, attempt=self.attempt, link=link)
         self.parts.join(part)
         if self.state is _S.WRITING and self.grant is not None:
-            return [grant(self.permit, part, self.grant)]
+            return [self._grant_to(part, self.grant)]
         if self.state in (_S.EXPECTED, _S.ORPHANED):
             return self._go_on(now_s)
         return []
@@ -484,10 +416,10 @@ class Transfer:
             self.grant = grant
         return []  # else given up meanwhile: `FreePages` is already on its way to the engine
 
-    def commit(self, part: Part, commit: Commit, now_s: float) -> list[LedgerAction]:
+    def commit(self, part: SenderPart, commit: Commit, now_s: float) -> list[LedgerAction]:
         """A part is written, as its sender says; with the last one all are verified."""
         assert self.grant is not None
-        fault = fault_of(commit, part, self.parts, self.grant, checksums=self.checksums)
+        fault = self._fault_of(commit, part, self.grant)
         if fault is not None:
             return self.fail(fault, now_s)
         self.parts.stopped(part)  # a commit says that nothing more will be written
@@ -497,19 +429,19 @@ class Transfer:
         self._move(_S.VERIFYING, now_s)
         if not self.checksums or not self.grant.blocks:
             return self._committed(now_s)
-        return [*questions(self.xfer_id, self.parts, self.grant)]
+        return [self._verify(of, said, self.grant) for of, said in self.parts.commits()]
 
-    def in_question(self, session: SessionId, attempt: int) -> Part | None:
+    def in_question(self, session: SessionId, attempt: int) -> SenderPart | None:
         """The part of which it is being asked whether its bytes are right."""
         part = self.parts.of(session)
         if part is None or part.attempt != attempt or self.state is not _S.VERIFYING:
             return None
         return part
 
-    def verified(self, part: Part, fault: str | None, now_s: float) -> list[LedgerAction]:
+    def verified(self, part: SenderPart, fault: str | None, now_s: float) -> list[LedgerAction]:
         """The bytes of a part are what was sent, or `fault` says what differs."""
         if fault is not None:
-            return self.fail(corrupt(fault), now_s)
+            return self.fail(_corrupt(fault), now_s)
         part.verified = True
         return self._committed(now_s) if self.parts.verified else []
 
@@ -527,13 +459,15 @@ class Transfer:
         return ours and self.parts.fits(link)
 
     def lost(self, session: SessionId, error: BatonError, now_s: float) -> list[LedgerAction]:
-        """Whoever had something to bring will not, and was not told by us; for states in which it waits for peers."""
+        """A session that had a part to bring will not, and was not told by us; for states in which it waits for peers."""
         if self.state is _S.ASKED:
             return [*self._stop(error, now_s, but=session), *self._settle(error, now_s)]
         return self._orphan(error, now_s, without=session)
 
-    def writer_stopped(self, part: Part, error: BatonError, now_s: float) -> list[LedgerAction]:
-        """Whoever was granted the pages writes no more."""
+    def writer_stopped(
+        self, part: SenderPart, error: BatonError, now_s: float
+    ) -> list[LedgerAction]:
+        """A session that was granted the pages writes no more."""
         self.parts.stopped(part)
         match self.state:
             case TransferState.WRITING:
@@ -549,7 +483,7 @@ class Transfer:
         """The engine has the pages back: it was asked to, or it gave the sequence up with `error`.
 
         Raises:
-            InvariantError: Somebody may still write there.
+            InvariantError: A peer may still write there.
         """
         if not self.pages_held:
             return []
@@ -557,7 +491,7 @@ class Transfer:
             self._move(_S.FREE, now_s)
             return []
         if self.grant is not None:
-            raise InvariantError(f"the engine freed pages of {self.xfer_id} while they are in use")
+            raise self.broken("the engine freed its pages while they are in use")
         error = error or TransferError("the engine gave the reserved pages up")
         told, self.error = self._stop(error, now_s), error
         self._move(_S.FREE, now_s)
@@ -577,9 +511,48 @@ class Transfer:
         self._move(_S.ABORTING, now_s)
         return told
 
+    def overdue(self, limits: LedgerLimits, now_s: float) -> BatonError | None:
+        """What it ends with if it has waited for too long; None while it may wait on."""
+        waited_s, reserve_s = now_s - self.since_s, limits.reserve_timeout_s
+        match self.state:
+            case TransferState.EXPECTED if waited_s > limits.expect_timeout_s:
+                return DeadlineError(f"no prefill worker asked for pages in {waited_s:.0f} s")
+            case TransferState.ASKED if waited_s > reserve_s:
+                return DeadlineError(f"no router announced this transfer in {waited_s:.0f} s")
+            case TransferState.RESERVED if waited_s > reserve_s:
+                blocks = self.permit.num_blocks
+                return TransferError(
+                    f"no room for {blocks} pages on the decode worker in {waited_s:.0f} s"
+                )
+            case TransferState.WRITING if waited_s > reserve_s and not self.parts.whole:
+                return TransferError(f"not all ranks asked to write their part in {waited_s:.0f} s")
+            case TransferState.ORPHANED:
+                queued = self.reassigned and not self.parts
+                limit_s = limits.expect_timeout_s if queued else limits.retry_grace_s
+                return None if waited_s <= limit_s else self.error or WorkerLostError(LOST)
+            case _:
+                return None
+
+    def slow_to_stop(self, limits: LedgerLimits, now_s: float) -> list[SessionId]:
+        """Sessions that were asked to stop writing and have not answered in time."""
+        limit_s = now_s - limits.quiesce_timeout_s
+        return [
+            part.session
+            for part in self.parts.writers()
+            if part.stop_asked_s is not None and part.stop_asked_s < limit_s
+        ]
+
+    def broken(self, what: str) -> InvariantError:
+        """An error with this transfer's story."""
+        return InvariantError(
+            f"transfer {self.xfer_id}: {what}", story=self.log.story(self.xfer_id)
+        )
+
     def check_integrity(self) -> None:
         """Raises InvariantError if it contradicts itself."""
-        self.parts.check_integrity()
+        contradiction = self.parts.contradiction()
+        if contradiction is not None:
+            raise self.broken(contradiction)
         state, writers = self.state, self.parts.writers()
         granted = state in (_S.WRITING, _S.ABORTING, _S.VERIFYING)
         consistent = (
@@ -594,7 +567,7 @@ class Transfer:
             and (bool(self.parts) or state not in (_S.ASKED, _S.RESERVED, _S.WRITING))
         )
         if not consistent:
-            raise InvariantError(f"transfer {self.xfer_id} is inconsistent: {self!r}")
+            raise self.broken(f"inconsistent: {self!r}")
 
     def _should_hold_pages(self) -> bool:
         if self.state is _S.ORPHANED:
@@ -602,7 +575,7 @@ class Transfer:
         return self.state not in (_S.EXPECTED, _S.ASKED)
 
     def _go_on(self, now_s: float) -> list[LedgerAction]:
-        """Pages for whoever asks: new ones, or those of the attempt before as soon as nobody else writes there."""
+        """Pages for the sessions that ask: new ones, or those of the attempt before as soon as no other writes there."""
         if self.parts.left_over() or not self.parts:
             return []
         if not self.pages_held:
@@ -615,14 +588,51 @@ class Transfer:
     def _grant_all(self, pages: Grant, now_s: float) -> list[LedgerAction]:
         self.reassigned = False
         self._move(_S.WRITING, now_s)
-        return [grant(self.permit, part, pages) for part in self.parts]
+        return [self._grant_to(part, pages) for part in self.parts]
+
+    def _grant_to(self, part: SenderPart, pages: Grant) -> ToPeer:
+        """Leave to write its part of `pages`."""
+        part.may_write = True
+        granted = Granted(
+            xfer_id=self.xfer_id,
+            attempt=self.attempt,
+            cache_scope=self.permit.cache_scope,
+            grant=pages,
+        )
+        return ToPeer(session=part.session, message=granted)
+
+    def _fault_of(self, commit: Commit, part: SenderPart, grant: Grant) -> TransferError | None:
+        """What is wrong with the commit of `part`, beside the bytes themselves, which are compared once all parts are written."""
+        pages = len(grant.blocks)
+        wanted = (pages, pages * part.link.bytes_per_page)
+        if (commit.num_blocks, commit.num_bytes) != wanted:
+            return TransferError(
+                f"committed {commit.num_blocks} pages and {commit.num_bytes} bytes, "
+                f"granted {wanted[0]} and {wanted[1]}"
+            )
+        if any(other.first_tokens != commit.first_tokens for _, other in self.parts.commits()):
+            return TransferError("two ranks of the prefill worker drew different first tokens")
+        sums = checksum_bytes(part.link, commit.num_blocks)
+        if self.checksums and pages and len(commit.checksums) != sums:
+            return _corrupt("checksums are missing")
+        return None
+
+    def _verify(self, part: SenderPart, commit: Commit, grant: Grant) -> VerifyPages:
+        return VerifyPages(
+            xfer_id=self.xfer_id,
+            session=part.session,
+            attempt=part.attempt,
+            link=part.link,
+            grant=grant,
+            checksums=commit.checksums,
+        )
 
     def _committed(self, now_s: float) -> list[LedgerAction]:
         self._move(_S.COMMITTED, now_s)
         _, first = self.parts.commits()[0]
         started = StartDecoding(xfer_id=self.xfer_id, first_tokens=first.first_tokens)
         told = Committed(xfer_id=self.xfer_id, attempt=self.attempt)
-        return [started, *tell(self.parts, told)]
+        return [started, *self._tell(told)]
 
     def _orphan(self, error: BatonError, now_s: float, *, without: SessionId) -> list[LedgerAction]:
         """A prefill worker is gone before it committed: the pages wait for another one; its other ranks have to stop."""
@@ -636,7 +646,7 @@ class Transfer:
         return [*told, lost]
 
     def _settle(self, error: BatonError, now_s: float) -> list[LedgerAction]:
-        """Nobody writes (any more): whatever pages there are go back."""
+        """No peer writes (any more): whatever pages there are go back."""
         self.error = error
         if not self.pages_held:
             self._move(_S.FREE, now_s)
@@ -647,43 +657,34 @@ class Transfer:
     def _stop(
         self, error: BatonError, now_s: float, *, but: SessionId | None = None
     ) -> list[LedgerAction]:
-        return [*stop(self.permit, self.parts, error, now_s, but=but)]
+        """Has every session stop that still may write, and lets the rest of the attempt know that it is over.
+
+        Args:
+            error: Why.
+            now_s: From when on an answer is waited for.
+            but: The session that needs not be told: it said so itself, or hears nothing.
+        """
+        for part in self.parts.writers():
+            if part.stop_asked_s is None and part.session != but:
+                part.stop_asked_s = now_s
+        message = AbortRequest(xfer_id=self.xfer_id, attempt=self.attempt, error=error)
+        return self._tell(message, but=but)
+
+    def _tell(self, message: ToPrefill, *, but: SessionId | None = None) -> list[LedgerAction]:
+        """To every session of the attempt that counts."""
+        return [
+            ToPeer(session=part.session, message=message)
+            for part in self.parts
+            if part.connected and part.session != but
+        ]
 
     def _move(self, state: TransferState, now_s: float) -> None:
         if state not in TRANSITIONS[self.state]:
-            raise InvariantError(f"transfer {self.xfer_id}: {self.state} to {state}")
+            raise self.broken(f"{self.state} to {state}")
         self.state = state
         self.since_s = now_s
 
 
-def overdue(transfer: Transfer, limits: LedgerLimits, now_s: float) -> BatonError | None:
-    """What a transfer that has waited for too long ends with; None while it may wait on."""
-    waited_s, reserve_s = now_s - transfer.since_s, limits.reserve_timeout_s
-    match transfer.state:
-        case TransferState.EXPECTED if waited_s > limits.expect_timeout_s:
-            return DeadlineError(f"no prefill worker asked for pages in {waited_s:.0f} s")
-        case TransferState.ASKED if waited_s > reserve_s:
-            return DeadlineError(f"no router announced this transfer in {waited_s:.0f} s")
-        case TransferState.RESERVED if waited_s > reserve_s:
-            blocks = transfer.permit.num_blocks
-            return TransferError(
-                f"no room for {blocks} pages on the decode worker in {waited_s:.0f} s"
-            )
-        case TransferState.WRITING if waited_s > reserve_s and not transfer.parts.whole:
-            return TransferError(f"not all ranks asked to write their part in {waited_s:.0f} s")
-        case TransferState.ORPHANED:
-            queued = transfer.reassigned and not transfer.parts
-            limit_s = limits.expect_timeout_s if queued else limits.retry_grace_s
-            return None if waited_s <= limit_s else transfer.error or WorkerLostError(LOST)
-        case _:
-            return None
-
-
-def too_slow(transfer: Transfer, limits: LedgerLimits, now_s: float) -> list[SessionId]:
-    """Those who were asked to stop writing and have not answered in time."""
-    limit_s = now_s - limits.quiesce_timeout_s
-    return [
-        part.session
-        for part in transfer.parts.writers()
-        if part.stop_asked_s is not None and part.stop_asked_s < limit_s
-    ]
+def _corrupt(fault: str) -> CorruptKvError:
+    """The bytes are not to be decoded; `fault` says what differs."""
+    return CorruptKvError(f"the pages are not what the prefill worker sent: {fault}")

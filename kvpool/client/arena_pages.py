@@ -23,7 +23,7 @@ from kvpool.hashed_copy import Hashes, copy_hashed
 from kvpool.ports import ArenaPages
 
 _ROWS_PER_CALL_BYTES = 4 << 20
-"""Rows are copied without the interpreter's lock; a call never holds on to a core for long, and whoever gave up is obeyed soon."""
+"""Rows are copied without the interpreter's lock; a call never holds on to a core for long, and a cancelled copy ends soon."""
 
 
 class HostPages:

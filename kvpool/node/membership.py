@@ -117,7 +117,7 @@ class Membership:
     """For one event loop. Every method returns, whether or not the directory answers.
 
     Args:
-        ledger: Of the node; who calls `renew` or `share_quotas` carries out what it wants done after that.
+        ledger: Of the node; the caller of `renew` or `share_quotas` carries out what it wants done after that.
         registrar: Speaks with the directory.
         shares: Divides quotas.
         lease_s: For how long a renewal holds.

@@ -1,6 +1,6 @@
-"""What a pool node has from its first worker on: a slab with its ledger and, where there is one, a disk below it.
+"""A node's storage, made when its first worker attaches: a slab with its ledger and, where one is configured, a disk below it.
 
-The ledger decides, the slab holds the bytes, the mover copies them to the disk and back; here they are joined.
+The ledger decides, the slab holds the bytes, one thread copies them to the disk and back in the order that the ledger says.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
-    """How a store is made once the size of its blocks is known.
+    """How a node's storage is made once the size of its blocks is known.
 
     Attributes:
         config: Of the pool.
@@ -53,7 +53,7 @@ class NodeStorage:
 
     Attributes:
         slab: The memory.
-        ledger: Its book. Whoever has it do something that may move blocks calls `carry_out` after it.
+        ledger: What lies where. A caller that has it do something that may move blocks calls `carry_out` after that.
 
     Raises:
         ConfigError: Not one block fits the memory.
@@ -147,7 +147,7 @@ class TierMover:
     Args:
         store: The disk.
         slab: The memory.
-        done: Told of every copy. Of an erasure nobody is told.
+        done: Called after every copy, not after an erasure.
     """
 
     def __init__(self, store: ExtentStore, slab: Slab, done: Done) -> None:

@@ -1,4 +1,4 @@
-"""The directory of one node's disk tier: made if need be, and nobody else's while this node holds it."""
+"""The directory of one node's disk tier: made if need be, and locked while this node uses it."""
 
 import errno
 import fcntl
@@ -50,7 +50,7 @@ class Folder:
 
 
 def _check_private(path: Path) -> None:
-    # Checksums find damage, not somebody who writes what he likes and hashes it.
+    # Checksums find damage, not a process that writes what it likes and hashes it.
     facts = path.stat()
     if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
         raise _unusable(f"{path}: other users may write there; name a directory of this user's own")

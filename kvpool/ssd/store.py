@@ -77,7 +77,7 @@ class SsdStore:
         self._extents.read(block, into)
 
     def erase(self, extent: int, epoch: int) -> None:
-        """See `ExtentStore`. The bytes stay until others are written over them; nobody is told of them any more.
+        """See `ExtentStore`. The bytes stay until others are written over them; they are not found any more.
 
         Raises:
             OSError: It could not be recorded yet; it will be before anything else is.

@@ -16,6 +16,11 @@ class Send:
     worker: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    error: InvariantError | None
+
+
 def test_a_story_is_that_of_one_id_in_order():
     log = StoryLog()
     log.record("a", 1.0, Submitted(request_id="a", attempt=1, tokens=(1, 2)), [Send(worker="p")])
@@ -26,6 +31,17 @@ def test_a_story_is_that_of_one_id_in_order():
         "3.000000 ended",
     ]
     assert log.story("c") == ()
+
+
+def test_kinds_alone_are_told_of_what_carries_no_error():
+    log = StoryLog()
+    failed = Failed(error=InvariantError("two owners"))
+    log.record_kinds("a", 1.0, Submitted(request_id="a", attempt=1, tokens=(1,)), [failed])
+    log.record_kinds("a", 2.0, Failed(error=None))
+    assert [str(entry) for entry in log.story("a")] == [
+        "1.000000 Submitted -> Failed(error=two owners)",
+        "2.000000 Failed",
+    ]
 
 
 def test_the_oldest_entries_are_forgotten():

@@ -9,7 +9,7 @@ from baton.errors import LeaseExpiredError, TransferError
 from baton.ids import BlockId
 from kv_transfer.backends.fake import FakeFabric, FakeReceiver, FakeSender
 from kv_transfer.heads import plan_link
-from kv_transfer.lease import LeaseBook, WriteLease
+from kv_transfer.lease import SessionLeases, WriteLease
 from kv_transfer.memory.page_hash import ArenaHashes, Hashes
 from kv_transfer.messages import SessionId
 from kv_transfer.session.connection import PageWriter
@@ -21,7 +21,7 @@ S = SessionId(1)
 
 def test_a_writer_stops_before_its_peer_begins_to_doubt_it():
     clock = ManualClock()
-    lease, book = WriteLease(clock, 4.0, clock.now_s()), LeaseBook(4.0)
+    lease, book = WriteLease(clock, 4.0, clock.now_s()), SessionLeases(4.0)
     book.open(S, 0.5)  # it heard of the session later than that was asked for
     clock.advance(2.9)
     assert lease.holds()
@@ -52,7 +52,7 @@ def test_a_lease_that_was_ended_is_not_renewed():
 
 
 def test_a_session_that_is_over_cannot_be_renewed():
-    book = LeaseBook(4.0)
+    book = SessionLeases(4.0)
     book.open(S, 0.0)
     assert book.renew(S, 3.0)
     assert book.expired(6.9) == []

@@ -354,3 +354,21 @@ def test_a_jump_in_time_costs_nobody_his_pages_before_he_is_fenced(writing: Tran
     assert FreePages(xfer_id=X) not in actions
     writing.tick(2e9)
     assert writing.quarantined() == 2
+
+
+def test_a_transfer_has_a_story_also_once_it_is_over(writing: TransferLedger):
+    writing.handle(Withdrawn(xfer_id=X, error=CancelledByPeerError("client left")), 3.0)
+    writing.handle(said(Quiesced(xfer_id=X, attempt=1)), 4.0)
+    writing.handle(PagesGone(xfer_id=X), 5.0)
+    assert writing.state(X) is None
+    story = writing.story(X)
+    names = [entry.event.partition("(")[0] for entry in story]
+    assert names == ["Expected", "Reserve", "PagesReserved", "Withdrawn", "Quiesced", "PagesGone"]
+    assert "client left" in story[3].event
+    assert story[4].actions == ("FreePages",)
+
+
+def test_a_broken_invariant_tells_the_transfers_story(writing: TransferLedger):
+    with pytest.raises(InvariantError) as broken:
+        writing.handle(PagesGone(xfer_id=X), 3.0)
+    assert "PagesReserved" in broken.value.story_text

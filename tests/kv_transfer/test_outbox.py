@@ -280,3 +280,16 @@ def test_the_commit_carries_the_checksums_of_what_was_pushed_last():
     assert isinstance(commit, Send)
     assert isinstance(commit.message, Commit)
     assert commit.message.checksums == fold(wanted).tobytes()
+
+
+def test_a_transfer_has_a_story_and_a_broken_invariant_tells_it(outbox: Outbox):
+    outbox.handle(exported(0, 0, 3, 4), 0.0)
+    outbox.handle(said(AbortRequest(xfer_id=X, attempt=1, error=TransferError("no room"))), 2.0)
+    story = outbox.story(X)
+    names = [entry.event.partition("(")[0] for entry in story]
+    assert names == ["Opened", "PeerUp", "Started", "AbortRequest"]
+    assert "no room" in str(story[-1])
+    assert outbox.story(XferId("another")) == ()
+    with pytest.raises(InvariantError) as broken:
+        outbox.handle(PushDone(xfer_id=X, push_id=99), 3.0)
+    assert "AbortRequest" in broken.value.story_text
