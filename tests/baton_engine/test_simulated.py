@@ -45,11 +45,11 @@ def test_what_is_drawn_depends_on_sample_and_position_alone():
 
 def test_exported_pages_are_told_once_their_step_is_over():
     told: list[object] = []
-    export = PageExport(seq_id=SeqId("s"), first_block=0, blocks=(BlockId(0),), last=True)
+    export = PageExport(seq_id=SeqId("s"), first_block=0, blocks=(BlockId(0),))
 
     class Sink:
-        def layer_ready(self, layer_index, exports, done):
-            told.append((layer_index, tuple(exports), done))
+        def save_kv_layer(self, layer):
+            told.append((layer.layer_index, tuple(layer.exports), layer.ready))
 
     runner = SimulatedRunner(SPEED, vocab_size=9, sink=Sink(), sleep=lambda _: told.append("slept"))
     runner.execute(StepPlan(step=1, rows=(row(0, 5),), exports=(export,)))
