@@ -5,12 +5,10 @@ BIN := $(VENV)/bin
 # Where torch comes from; `https://download.pytorch.org/whl/cpu` avoids the CUDA libraries on a machine without a GPU.
 TORCH_INDEX ?=
 TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
-PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine kv_transfer kvpool prefill_worker router tests
+PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine examples kv_transfer kvpool prefill_worker router tests
 
 DEFAULT := 'not gpu and not slow and not chaos and not redis and not ray'
 TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile
-# What starts processes, or waits for peers, has the machine to itself; the other tests share it.
-ALONE := chaos baton_cluster baton_worker conformance decode_worker e2e kv_transfer prefill_worker security
 
 .PHONY: help install native transports triton demo serve test test-redis test-slow check format chaos bench proto clean
 
@@ -45,8 +43,8 @@ serve: native ## Serve the demo model on http://127.0.0.1:8000 until Ctrl-C
 	$(BIN)/baton serve
 
 test: native ## The default suite: no GPU, no network, a quarter of an hour on two cores
-	$(BIN)/python -m pytest -m $(DEFAULT) $(TOGETHER) $(ALONE:%=--ignore=tests/%)
-	$(BIN)/python -m pytest -m $(DEFAULT) $(ALONE:%=tests/%)
+	$(BIN)/python -m pytest -m $(DEFAULT)' and not alone' $(TOGETHER)
+	$(BIN)/python -m pytest -m $(DEFAULT)' and alone'
 
 test-slow: native ## The suites left out of `make test`, but for the GPU's
 	$(BIN)/python -m pytest --hypothesis-profile=explore -m '(slow or redis or ray) and not gpu'

@@ -215,12 +215,12 @@ def _metrics(built: "BuiltEngine | SimulatedEngine") -> WorkerMetrics:
 
 
 def _service(parts: _Parts) -> "WorkerService":
-    from baton_worker.legs import LegTable
+    from baton_worker.legs import WorkerLegTable
     from baton_worker.service import WorkerService
     from decode_worker.receiver import PageReceiver
     from prefill_worker.sender import PageSender
 
-    hello, legs, hashes = parts.hello, LegTable(), parts.hashes()
+    hello, legs, hashes = parts.hello, WorkerLegTable(), parts.hashes()
     backends = parts.config.transfer.backends
     here = Endpoint(identity=hello.identity, layout=hello.layout, office=parts.office)
     sender = PageSender(

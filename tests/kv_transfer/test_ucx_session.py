@@ -23,7 +23,10 @@ from kv_transfer.memory.pages import layer_pages
 
 BACKEND = BACKENDS["ucx"]
 
-pytestmark = pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {BACKEND.remedy}")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {BACKEND.remedy}"),
+]
 
 LAYOUT = KvLayout(
     model_fingerprint="f",

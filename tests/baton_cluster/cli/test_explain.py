@@ -12,6 +12,8 @@ from baton_cluster.cli.main import main
 from baton_cluster.launch.runtime_dir import RuntimeDir
 from tests.baton_cluster.cli.fake_control import FakeControl, answering
 
+pytestmark = pytest.mark.alone
+
 REPLY = pb.ExplainReply(
     known=True,
     policy="predictive",
