@@ -5,14 +5,12 @@ BIN := $(VENV)/bin
 # Where torch comes from; `https://download.pytorch.org/whl/cpu` avoids the CUDA libraries on a machine without a GPU.
 TORCH_INDEX ?=
 TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
-PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine kv_transfer kvpool prefill_worker router tests
+PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine examples kv_transfer kvpool prefill_worker router tests
 
 DEFAULT := 'not gpu and not slow and not chaos and not redis and not ray'
 TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile
-# What starts processes, or waits for peers, has the machine to itself; the other tests share it.
-ALONE := chaos baton_cluster baton_worker conformance decode_worker e2e kv_transfer prefill_worker security
 
-.PHONY: help install transports triton demo serve test test-redis test-slow check format chaos bench proto clean
+.PHONY: help install native transports triton demo serve test test-redis test-slow check format chaos bench proto clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -20,7 +18,7 @@ help: ## Show the targets
 install: $(VENV)/.installed ## Make .venv with Baton and what development needs
 
 # torch goes first and alone, so that nothing else decides which build of it is taken.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Baton needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(TORCH_ARGS) torch
@@ -35,20 +33,23 @@ transports: install ## Add the KV transports between hosts (UCX, NIXL; 140 MB), 
 triton: install ## Add Triton (200 MB, 720 MB unpacked), so that the tests of its kernels run without a GPU
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[triton]'
 
-demo: install ## A cluster on this machine answers a prompt and shows where the time went
+native: install ## Compile what is compiled, where its sources have changed (`make install` does it the first time)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+demo: native ## A cluster on this machine answers a prompt and shows where the time went
 	$(BIN)/baton demo
 
-serve: install ## Serve the demo model on http://127.0.0.1:8000 until Ctrl-C
+serve: native ## Serve the demo model on http://127.0.0.1:8000 until Ctrl-C
 	$(BIN)/baton serve
 
-test: install ## The default suite: no GPU, no network, a quarter of an hour on two cores
-	$(BIN)/python -m pytest -m $(DEFAULT) $(TOGETHER) $(ALONE:%=--ignore=tests/%)
-	$(BIN)/python -m pytest -m $(DEFAULT) $(ALONE:%=tests/%)
+test: native ## The default suite: no GPU, no network, a quarter of an hour on two cores
+	$(BIN)/python -m pytest -m $(DEFAULT)' and not alone' $(TOGETHER)
+	$(BIN)/python -m pytest -m $(DEFAULT)' and alone'
 
-test-slow: install ## The suites left out of `make test`, but for the GPU's
+test-slow: native ## The suites left out of `make test`, but for the GPU's
 	$(BIN)/python -m pytest --hypothesis-profile=explore -m '(slow or redis or ray) and not gpu'
 
-test-redis: install ## What needs a redis-server; each test starts its own on loopback
+test-redis: native ## What needs a redis-server; each test starts its own on loopback
 	$(BIN)/python -m pytest -m 'redis and not slow and not gpu' $(TOGETHER)
 
 check: install ## Format, lint, types, import rows, fresh stubs, true README
@@ -63,10 +64,10 @@ format: install ## Let ruff put the code in shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-chaos: install ## Kill, stop, cut and swallow under load, and count what is lost
+chaos: native ## Kill, stop, cut and swallow under load, and count what is lost
 	$(BIN)/python -m pytest -m chaos --capture=no
 
-bench: install ## Throughput, latency and hand-off of a cluster on this machine, into bench/results/
+bench: native ## Throughput, latency and hand-off of a cluster on this machine, into bench/results/
 	$(BIN)/python -m bench.serving --json bench/results/serving.json
 	$(BIN)/python -m bench.handoff --json bench/results/handoff.json
 
@@ -74,4 +75,4 @@ proto: install ## Regenerate the gRPC stubs from proto/
 	$(BIN)/python -m baton.rpc.regenerate
 
 clean: ## Remove .venv and caches
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info $(shell git ls-files --others --ignored --exclude-standard -- "*.so" 2>/dev/null) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,25 +1,63 @@
-"""Compiles small C and C++ libraries at first use and keeps them, so that an installation needs no build of its own.
+"""The compiled parts of Baton: what they are built from, for which processors, and how a process loads the one that fits.
 
-Engine and transfer each have some functions that Python is too slow for, called over ctypes. A build is named by all that
-its machine code depends on, compiled under a temporary name and then renamed: processes that build at once all end with a
-whole file, and a killed one leaves nothing that is taken for a build.
+Each is a plain shared object beside its sources, called over ctypes (ADR 0019). `setup.py` builds them, when Baton is installed
+from a source tree or made into a wheel; nothing is compiled when a process starts. A wheel has each library once per
+`Variant`, and `load` takes the fastest that the processor runs. A source tree has the one for its own machine.
+Where there is none (no compiler at the installation) every caller has a slower way.
 """
 
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
+import ctypes
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
 from baton.cpu_features import cpu_flags
 
-_TIMEOUT_S = 300
+ROOT = Path(__file__).resolve().parent.parent
+"""The directory that holds Baton's packages."""
 
 
-class CannotBuildError(Exception):
-    """Something that a build needs is not here, or the compiler refuses; callers have a slower way."""
+class NotBuiltError(Exception):
+    """There is no build of a library that this processor runs; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A kind of processor that code is compiled for.
+
+    Attributes:
+        name: Part of the file's name.
+        needs: Flags of /proc/cpuinfo that the processor has.
+        flags: For the compiler.
+    """
+
+    name: str
+    needs: frozenset[str] = frozenset()
+    flags: tuple[str, ...] = ()
+
+
+_V3_FLAGS = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"])
+_V4_FLAGS = _V3_FLAGS | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
+_WIDE = "-mprefer-vector-width=512"
+
+GENERIC = Variant(name="generic")
+"""Whatever the compiler targets by itself: every processor of the architecture."""
+
+VARIANTS: tuple[Variant, ...] = (
+    (
+        Variant(
+            name="x86_64_v4_vnni",
+            needs=_V4_FLAGS | {"avx512_vnni"},
+            flags=("-march=x86-64-v4", "-mavx512vnni", _WIDE),
+        ),
+        Variant(name="x86_64_v4", needs=_V4_FLAGS, flags=("-march=x86-64-v4", _WIDE)),
+        Variant(name="x86_64_v3", needs=_V3_FLAGS, flags=("-march=x86-64-v3",)),
+        GENERIC,
+    )
+    if platform.machine() in ("x86_64", "AMD64")
+    else (GENERIC,)
+)
+"""The fastest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,85 +65,98 @@ class Library:
     """One shared library.
 
     Attributes:
-        name: What its file's name begins with.
-        compiler: `cc` or `c++`.
-        sources: Files to compile.
-        headers: Files that the sources include.
-        flags: For compiling.
-        link: Further arguments of the linker, which gets none of `flags`.
+        path: Of its file below `ROOT`, without the variant's name and suffix.
+        sources: Files beside it that are compiled: all C or all C++.
+        headers: Files beside it that the sources include.
+        flags: For the compiler, besides those of the variant.
     """
 
-    name: str
-    compiler: str
-    sources: tuple[Path, ...]
-    headers: tuple[Path, ...] = ()
+    path: str
+    sources: tuple[str, ...]
+    headers: tuple[str, ...] = ()
     flags: tuple[str, ...]
-    link: tuple[str, ...] = ()
+
+    @property
+    def is_cpp(self) -> bool:
+        """Whether it takes a C++ compiler."""
+        return self.sources[0].endswith(".cpp")
+
+    @property
+    def inputs(self) -> list[Path]:
+        """What it is made from; the files are there in a source tree only."""
+        folder = (ROOT / self.path).parent
+        return [folder / name for name in (*self.sources, *self.headers)]
+
+    def file(self, variant: Variant) -> Path:
+        """Its file for one kind of processor, whether or not it is there."""
+        path = ROOT / self.path
+        return path.with_name(f"{path.name}_{variant.name}.so")
 
 
-def default_cache_dir() -> Path:
-    """Where builds are kept if nobody says otherwise: the user's own, since code is loaded from there.
+PAGE_COPY = Library(path="kv_transfer/memory/page_copy", sources=("page_copy.c",), flags=("-O3",))
+HASHED_COPY = Library(path="kvpool/hashed_copy", sources=("hashed_copy.c",), flags=("-O3",))
+UCP_TURNS = Library(
+    path="kv_transfer/backends/ucx/ucp_turns", sources=("ucp_turns.c",), flags=("-O2",)
+)
+BLOCK_TABLE = Library(path="router/routing/table", sources=("table.c",), flags=("-O3",))
+PRICING = Library(
+    path="router/routing/pricing",
+    sources=("pricing.c",),
+    # Without contraction every operation is rounded as Python rounds it, so that both ways choose alike.
+    flags=("-O3", "-ffp-contract=off", "-fwrapv"),
+)
+CPU_KERNELS = Library(
+    path="baton_engine/kernels/cpu/kernels",
+    sources=("attention.cpp", "fused.cpp", "matmul_bfloat16.cpp", "matmul_int8.cpp", "layers.cpp"),
+    headers=(
+        *("numeric.h", "team.h", "tiles.h"),
+        *("attention_lines.h", "attention_products.h", "attention_tile.h"),
+    ),
+    # Linked without -fopenmp: the OpenMP runtime is the one that torch has loaded (kernels/cpu/library.py).
+    flags=(
+        *("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+        "-fopenmp",
+    ),
+)
+
+LIBRARIES = (PAGE_COPY, HASHED_COPY, UCP_TURNS, BLOCK_TABLE, PRICING, CPU_KERNELS)
+
+
+def runnable_variants() -> list[Variant]:
+    """The variants that this processor runs, the fastest first."""
+    return [variant for variant in VARIANTS if variant.needs <= cpu_flags()]
+
+
+def find(library: Library) -> Path:
+    """The library's file for this processor.
 
     Raises:
-        CannotBuildError: This user has no home directory.
+        NotBuiltError: There is none, or it is older than its sources.
     """
-    try:
-        return Path.home() / ".cache" / "baton" / "kernels"
-    except RuntimeError as error:
-        raise CannotBuildError(f"nowhere to keep a build: {error}") from error
+    for variant in runnable_variants():
+        file = library.file(variant)
+        if file.exists():
+            _check_fresh(library, file)
+            return file
+    raise NotBuiltError(f"{library.path} is not built; with a compiler, `make native` builds it")
 
 
-def build(library: Library, cache_dir: Path | None = None) -> Path:
-    """The library's file, built now if `cache_dir` has none that fits; blocks for some seconds then.
-
-    Args:
-        library: What to build.
-        cache_dir: Where builds are kept; None for `default_cache_dir()`.
+def load(library: Library) -> ctypes.CDLL:
+    """The library, loaded.
 
     Raises:
-        CannotBuildError: There is no compiler, no place to write, or the compiler refuses.
+        NotBuiltError: There is none that this process can load.
     """
-    compiler = shutil.which(library.compiler)
-    if compiler is None:
-        language = "C++" if library.compiler == "c++" else "C"
-        raise CannotBuildError(f"there is no {language} compiler ({library.compiler})")
-    folder = cache_dir or default_cache_dir()
-    target = folder / f"{library.name}-{_key(library, compiler)}.so"
+    file = find(library)
     try:
-        if not target.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            _compile(library, compiler, target)
+        return ctypes.CDLL(str(file))
     except OSError as error:
-        raise CannotBuildError(f"nowhere to keep a build: {error}") from error
-    return target
+        raise NotBuiltError(f"{file.name} cannot be loaded: {error}") from error
 
 
-def _key(library: Library, compiler: str) -> str:
-    digest = hashlib.blake2b(digest_size=12)
-    version = _run([compiler, "--version"])
-    for text in (version, *library.flags, "", *library.link, "", *sorted(cpu_flags())):
-        digest.update(text.encode() + b"\0")
-    for file in (*library.sources, *library.headers):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _compile(library: Library, compiler: str, target: Path) -> None:
-    unfinished = target.with_suffix(f".{os.getpid()}.tmp")
-    with tempfile.TemporaryDirectory() as folder:
-        _run([compiler, *library.flags, "-fPIC", "-c", *map(str, library.sources)], folder)
-        objects = [str(Path(folder) / source.with_suffix(".o").name) for source in library.sources]
-        _run([compiler, "-shared", "-o", str(unfinished), *objects, *library.link])
-    unfinished.replace(target)
-
-
-def _run(command: list[str], folder: str | None = None) -> str:
-    try:
-        done = subprocess.run(  # noqa: S603 - our own command line
-            command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CannotBuildError(f"{command[0]} did not end within {_TIMEOUT_S} s") from error
-    if done.returncode:
-        raise CannotBuildError(f"{' '.join(command[:2])} failed: {done.stderr.strip()[:500]}")
-    return done.stdout
+def _check_fresh(library: Library, file: Path) -> None:
+    """In a source tree: raises `NotBuiltError` if a source was changed after the build."""
+    built = file.stat().st_mtime_ns
+    for source in library.inputs:
+        if source.exists() and source.stat().st_mtime_ns > built:
+            raise NotBuiltError(f"{file.name} is older than {source.name}: `make native` builds it")

@@ -59,7 +59,7 @@ def join_pool(
         metrics=PoolMetrics(metrics.registry),
         clock=MonotonicClock(),
     )
-    host.connect_pool(agent.source, agent.outlet)
+    host.connect_pool(agent.source, agent.block_sink)
     keys = PromptKeys(bytes.fromhex(config.cluster.secret), layout)
     return WorkerPool(
         agent=agent,

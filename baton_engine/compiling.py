@@ -56,7 +56,7 @@ def compile_glue(decoder: Decoder) -> Decoder:
 
 
 def _fuse(work: Callable[P, T]) -> Callable[P, T]:
-    # One thread, since more would be processes, which stay and which nobody here would end.
+    # One thread, since more would be processes, which stay and which nothing here would end.
     fused: Callable[P, T] = torch.compile(
         work, fullgraph=True, dynamic=True, options={"compile_threads": 1}
     )
@@ -65,7 +65,7 @@ def _fuse(work: Callable[P, T]) -> Callable[P, T]:
 
 @torch.inference_mode()
 def _compute(decoder: Decoder) -> None:
-    """As the first steps would: whoever waits for a token is not to wait for a compiler."""
+    """As the first steps would, so that no request waits for a compiler."""
     for rows in _ROWS:
         decoder.rotary(torch.zeros(rows, dtype=torch.int64, device=decoder.device))
         decoder.greedy(torch.zeros(rows, decoder.spec.vocab_size, device=decoder.device))

@@ -2,7 +2,7 @@
 they do. Between the runner, which has a plan of nothing but decodes, and the model.
 
 A graph repeats what was captured, at the same addresses. So there is one per number of rows (a bucket), and its inputs lie in
-tensors that stay. Rows that fill up a bucket stand for nobody: they have no context, and their keys and values go nowhere.
+tensors that stay. Rows that fill up a bucket are padding: they have no context, and their keys and values go nowhere.
 
     rows      7            ─▶  bucket 8    captured at start: 1 2 4 8 16 24 ... 64 96 128 ...
     contexts  5 900 .. 31      5 900 .. 31 0
@@ -93,7 +93,7 @@ class DecodeGraphs:
         self._buckets = {size: self._capture(size, backend) for size in reversed(self._sizes)}
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether the step can be repeated from a graph: it draws one token after each row, and nobody takes part in it."""
+        """Whether the step can be repeated from a graph: it draws one token after each row, and fetches and exports nothing."""
         return (
             0 < len(plan.rows) <= self._sizes[-1]
             and not plan.fetches
@@ -126,7 +126,7 @@ class DecodeGraphs:
         return _Bucket(inputs=inputs, repeat=backend.capture(work))
 
     def _static(self, size: int) -> DecoderInput:
-        """Inputs of a step in which every row stands for nobody."""
+        """Inputs of a step in which every row is padding."""
 
         def filled(count: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full((count,), value, dtype=dtype, device=self._model.device)

@@ -1,7 +1,7 @@
-"""Where an engine computes: on the CPU or on one GPU, and how others learn that the GPU is through with its work.
+"""Where an engine computes: on the CPU or on one GPU, and how others learn that the GPU has done its work.
 
 A GPU computes behind its host's back: when the runner tells that a layer is done, its kernels have been queued and no more.
-Whoever takes the layer's pages away waits for the event that was queued behind them.
+What copies the layer's pages waits for the event that was queued behind them.
 """
 
 from collections.abc import Callable, Iterator
@@ -83,10 +83,10 @@ def layer_marker(device: torch.device) -> Callable[[], Ready] | None:
 
 
 class GpuEvent:
-    """A `Ready` behind everything that the current stream was given so far. Free once nobody holds it."""
+    """A `Ready` behind everything that the current stream was given so far. Free once it is not referenced."""
 
     def __init__(self) -> None:
-        # Not blocking, those who wait would keep a core busy.
+        # An event that does not block would keep a core of its waiter busy.
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record()
 

@@ -68,9 +68,9 @@ class ThreadEngineHost:
                 logger.warning("the engine runs on any core, not on %s: %s", self._cores, error)
         self._loop.run()
 
-    def connect_pool(self, source: KvSource, outlet: BlockSink) -> None:
-        """Blocks are fetched from `source`, and full pages offered to `outlet`. Before `start`."""
-        self._loop.connect_pool(source, outlet)
+    def connect_pool(self, source: KvSource, block_sink: BlockSink) -> None:
+        """Blocks are fetched from `source`, and full pages are given to `block_sink`. Before `start`."""
+        self._loop.connect_pool(source, block_sink)
 
     def generation(self, block: BlockId) -> int:
         """How often a page has been handed out; see `BlockManager.generation`. May be called from any thread."""

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from baton.ids import SeqId
 from baton.pages import FetchOutcome, Ready
-from baton_engine.ports import KvSource, LayerSink
+from baton_engine.ports import KvSource, LayerReady, LayerSink
 from baton_engine.scheduling.plan import StepPlan
 
 
@@ -46,12 +46,12 @@ class KvLayerHooks:
 
     @property
     def between_layers(self) -> "KvLayerHooks | None":
-        """What the decoder has to call between layers: None where nobody takes part, which lets it compute all at once."""
+        """What the decoder has to call between layers: None where no pages are fetched or exported, which lets it compute all at once."""
         return self if self._source is not None or self._sink is not None else None
 
     def __enter__(self) -> "KvLayerHooks":
         if self._source is not None:
-            self._source.begin(self._plan.fetches)
+            self._source.start_load_kv(self._plan.fetches)
         return self
 
     def __exit__(
@@ -61,12 +61,12 @@ class KvLayerHooks:
         trace: TracebackType | None,
     ) -> None:
         if self._source is not None:
-            self.outcome = self._source.finish()
+            self.outcome = self._source.finish_load_kv()
 
     def before(self, layer_index: int) -> None:
         """The pages are about to be read in this layer. Blocks until those that are fetched are there."""
         if self._source is not None:
-            self._lost.append(self._source.await_layer(layer_index))
+            self._lost.append(self._source.wait_for_layer_load(layer_index))
 
     def after(self, layer_index: int) -> None:
         """The pages hold this layer's keys and values, or will once the GPU has done what it was given. Nothing is told of
@@ -77,5 +77,6 @@ class KvLayerHooks:
         lost = self._lost[layer_index] if self._lost else frozenset()
         exports = [export for export in self._plan.exports if export.seq_id not in lost]
         if exports:
-            done = self._mark() if self._mark is not None else None
-            self._sink.layer_ready(layer_index, exports, done)
+            ready = self._mark() if self._mark is not None else None
+            layer = LayerReady(layer_index=layer_index, exports=exports, ready=ready)
+            self._sink.save_kv_layer(layer)

@@ -108,14 +108,14 @@ class EngineLoop:
         self._busy_since_s: float | None = None
         self._failure: BaseException | None = None
         self._is_closing = False
-        self._outlet: BlockSink | None = None
+        self._block_sink: BlockSink | None = None
 
-    def connect_pool(self, source: KvSource, outlet: BlockSink) -> None:
-        """Blocks are fetched from `source` and offered to `outlet` from now on. Before `run`."""
+    def connect_pool(self, source: KvSource, block_sink: BlockSink) -> None:
+        """Blocks are fetched from `source` and given to `block_sink` from now on. Before `run`."""
         self._scheduler.fetch_from(source)
         self._runner.fetch_from(source)
         self._scheduler.note_published()
-        self._outlet = outlet
+        self._block_sink = block_sink
 
     def submit(self, command: Command) -> None:
         """Queues a command from any thread."""
@@ -178,7 +178,7 @@ class EngineLoop:
         return None if plan is None else self._hand_over(plan)
 
     def _begin_ahead(self) -> _Begun | None:
-        """The step after the one in flight; None where it has to wait for that one, or somebody asks for something."""
+        """The step after the one in flight; None where it has to wait for that one, or a command has come."""
         if not self._runs_ahead or not self._inbox.empty():
             return None
         plan = self._scheduler.plan_ahead()
@@ -260,8 +260,8 @@ class EngineLoop:
             )
 
     def _publish(self) -> None:
-        if self._outlet is not None and (pages := self._scheduler.take_published()):
-            self._outlet.offer(pages)
+        if self._block_sink is not None and (pages := self._scheduler.take_published()):
+            self._block_sink.put(pages)
 
     def _fail_rows(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
         """Only once all rows are computed: failing one sample takes the pages of its siblings."""

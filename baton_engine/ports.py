@@ -17,62 +17,76 @@ class PageExport:
         seq_id: The sequence.
         first_block: Index in the sequence of the first page below.
         blocks: Pages in this engine's arena.
-        last: Whether these are the last pages of the prompt.
     """
 
     seq_id: SeqId
     first_block: int
     blocks: tuple[BlockId, ...]
-    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReady:
+    """Pages that hold their KV in one layer: now, or once a GPU has come to `ready`.
+
+    Attributes:
+        layer_index: Index into `KvLayout.layers`.
+        exports: The pages, at least one sequence's.
+        ready: None where they hold it now.
+    """
+
+    layer_index: int
+    exports: Sequence[PageExport]
+    ready: Ready | None = None
 
 
 class LayerSink(Protocol):
-    """Told when KV of a layer is complete, while the next layer computes. Must not block and must not raise."""
+    """Told when KV of a layer is complete, while the next layer computes: the saving half of vLLM's KV connector, by page. Must not
+    block and must not raise.
+    """
 
-    def layer_ready(
-        self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
-    ) -> None:
-        """The pages of `exports` hold their KV in layer `layer_index` (an index into `KvLayout.layers`): now, or once `done`."""
+    def save_kv_layer(self, layer: LayerReady) -> None:
+        """A layer's pages hold their KV, or will once `layer.ready`; at least one sequence's."""
 
 
 class KvSource(Protocol):
-    """Where KV blocks can be fetched from instead of being computed: a pool. Thread-safe.
+    """Where KV blocks can be loaded from instead of being computed: a pool. Thread-safe. The loading half of vLLM's KV connector,
+    in its words.
 
-    Called on the engine's thread, so nothing here asks anybody over a network. Only `await_layer` and `finish` may block, and
-    both only for as long as bytes are being copied on this machine. Per step: `begin`, `await_layer` for every layer in order,
-    `finish`; a step that is executed again begins its fetches again.
+    Called on the engine's thread, so nothing here waits for a network. Only `wait_for_layer_load` and `finish_load_kv` may block,
+    and both only for as long as bytes are being copied on this machine. Per step: `start_load_kv`, `wait_for_layer_load` for every
+    layer in order, `finish_load_kv`; a step that is executed again begins its loads again.
     """
 
-    def offer(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> int:
-        """How many leading blocks of the chain `keys` could be fetched now; 0 where nothing is known of the sequence."""
+    def get_num_matched_blocks(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> int:
+        """How many leading blocks of the chain `keys` could be loaded now; 0 where nothing is known of the sequence."""
 
-    def want(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
-        """The sequence gave up its pages and will need these blocks again; they are got ready, if that can be done."""
+    def prefetch(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+        """The sequence was preempted and will need these blocks again; they are made ready where possible."""
 
-    def begin(self, fetches: Sequence[PageFetch]) -> None:
-        """Starts to copy what was offered, one layer of all fetches after the other. Does not wait and does not raise."""
+    def start_load_kv(self, fetches: Sequence[PageFetch]) -> None:
+        """Starts to copy what was matched, one layer of all fetches after the other. Does not wait and does not raise."""
 
-    def await_layer(self, layer_index: int) -> frozenset[SeqId]:
+    def wait_for_layer_load(self, layer_index: int) -> frozenset[SeqId]:
         """Waits until each fetch has that layer in its pages, verified, or has failed.
 
         Returns:
             Sequences whose fetch has failed, in this layer or before: what is computed for them means nothing.
         """
 
-    def finish(self) -> FetchOutcome:
+    def finish_load_kv(self) -> FetchOutcome:
         """Ends the fetches that were begun; those that are not complete have failed. Nothing is written to a page of
         theirs once this has returned.
         """
 
-    def forget(self, seq_id: SeqId) -> None:
-        """The sequence needs nothing more, or is gone. Right at any moment, also for one that nobody knows."""
+    def request_finished(self, seq_id: SeqId) -> None:
+        """The sequence needs nothing more, or is gone. Right at any moment, also for an unknown one."""
 
 
 class BlockSink(Protocol):
     """Takes pages that hold a full block from now on, to copy them elsewhere. Must not block and must not raise."""
 
-    def offer(self, pages: Sequence[PublishedPage]) -> None:
-        """These came to be published in the last step, each after the one before it in its text. Nothing keeps them:
+    def put(self, pages: Sequence[PublishedPage]) -> None:
+        """These were published in the last step, each after the one before it in its text. Nothing keeps them:
         read `PublishedPage.generation`.
         """
 

@@ -125,7 +125,7 @@ class ModelRunner:
         return hidden, hooks.outcome
 
     def _draw(self, hidden: torch.Tensor, rows: list[Row]) -> Draws:
-        """Apart from what is scored, so that nobody's tokens depend on whether somebody scores."""
+        """Apart from what is scored, so that no token depends on whether a prompt is scored beside it."""
         return self._sampler.sample(self._model.head(hidden), rows)
 
 

@@ -11,7 +11,7 @@ Here stand the states, the table of legs, and the moves that routers and the eng
 business of the worker's two halves (`HandOffs`): prefill_worker sends pages, decode_worker receives them.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,7 +27,7 @@ from baton.errors import (
     WrongRoleError,
 )
 from baton.generation import Prompt, TokenSample
-from baton.ids import LegId, Role, SeqId, XferId
+from baton.ids import LegId, RequestId, Role, SeqId, XferId
 from baton.layout import KvLayout
 from baton.story import StoryEntry, StoryLog
 from baton_engine.messages import (
@@ -40,10 +40,10 @@ from baton_engine.messages import (
     Reserved,
     SampledTokens,
 )
+from baton_engine.ports import LayerReady
 from baton_worker.messages import (
     KINDS_OF_ROLE,
     FailedMessage,
-    LayerReady,
     LegAsked,
     LegBroken,
     LegCancelled,
@@ -62,6 +62,9 @@ from baton_worker.messages import (
 )
 from kv_transfer.ledger.outbox import FirstTokensDrawn, FromDecode, PeerDown, PeerUp, PushDone
 from kv_transfer.ticket import Permit, refuse_holder
+
+_MAX_REQUESTS = 1024
+"""Requests of which it is remembered which legs they had here."""
 
 
 class LegState(Enum):
@@ -105,7 +108,7 @@ TRANSITIONS: dict[LegKind, dict[LegState, frozenset[LegState]]] = {
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
+class WorkerLeg:
     """One leg.
 
     Attributes:
@@ -141,7 +144,7 @@ class Leg:
         return self.state in ENDS
 
 
-class LegTable:
+class WorkerLegTable:
     """Every leg that its router or the engine still knows. Pure; one owner.
 
     Attributes:
@@ -151,9 +154,9 @@ class LegTable:
     """
 
     def __init__(self) -> None:
-        self._live: dict[LegKey, Leg] = {}
+        self._live: dict[LegKey, WorkerLeg] = {}
         self._next = 0
-        self.seqs: dict[SeqId, Leg] = {}
+        self.seqs: dict[SeqId, WorkerLeg] = {}
         self.outcomes: Counter[tuple[LegKind, LegState]] = Counter()
         self.story = StoryLog()
 
@@ -161,27 +164,27 @@ class LegTable:
         """Whether that leg is not over."""
         return key in self._live
 
-    def get(self, key: LegKey) -> Leg | None:
+    def get(self, key: LegKey) -> WorkerLeg | None:
         """That leg, unless it is over."""
         return self._live.get(key)
 
-    def of_stream(self, stream: StreamId) -> list[Leg]:
+    def of_stream(self, stream: StreamId) -> list[WorkerLeg]:
         """A router's legs that are not over."""
         return [leg for leg in self._live.values() if leg.stream == stream]
 
-    def of_seq(self, seq_id: SeqId) -> Leg | None:
+    def of_seq(self, seq_id: SeqId) -> WorkerLeg | None:
         """The leg that one of the engine's sequences is computed for, unless it is over."""
         leg = self.seqs.get(seq_id)
         return None if leg is None or leg.over else leg
 
-    def held(self) -> set[Leg]:
+    def held(self) -> set[WorkerLeg]:
         """Legs that are not over, and those whose sequence the engine still has."""
         return {*self._live.values(), *self.seqs.values()}
 
-    def admit(self, asked: LegAsked, now_s: float) -> Leg:
+    def admit(self, asked: LegAsked, now_s: float) -> WorkerLeg:
         """Takes up a leg that a router has just sent."""
         self._next += 1
-        leg = Leg(
+        leg = WorkerLeg(
             stream=asked.stream,
             leg_id=asked.leg_id,
             kind=asked.kind,
@@ -194,7 +197,7 @@ class LegTable:
         self._live[leg.key] = leg
         return leg
 
-    def move(self, leg: Leg, state: LegState) -> None:
+    def move(self, leg: WorkerLeg, state: LegState) -> None:
         """Takes a step of `TRANSITIONS`.
 
         Raises:
@@ -205,7 +208,7 @@ class LegTable:
             raise InvariantError(f"leg {leg.key}: {leg.state} to {state}", story=story)
         leg.state = state
 
-    def end(self, leg: Leg, state: LegState) -> None:
+    def end(self, leg: WorkerLeg, state: LegState) -> None:
         """It is over for its router; the engine and a half may still have something of it."""
         self.move(leg, state)
         self.outcomes[leg.kind, state] += 1
@@ -224,22 +227,35 @@ class LegTable:
 Event = TypeVar("Event", contravariant=True)
 
 
-class HandOffs(Protocol, Generic[Event]):
+class Transfers(Protocol):
+    """What one half of a worker holds."""
+
+    def transfers(self) -> Mapping[XferId, WorkerLeg]:
+        """Hand-offs that are not over, with their legs, ended ones included."""
+
+    def in_flight(self) -> int:
+        """Hand-offs that are not over, those without a leg included."""
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError if its hand-offs and the legs contradict each other."""
+
+
+class HandOffs(Transfers, Protocol, Generic[Event]):
     """The pure core of one half: hand-offs of legs, on the side that sends pages or on the one that receives them.
 
     It is told of legs by the core, and of its peers by `handle`. Where a hand-off decides what becomes of a leg, it moves
-    the leg in the worker's `LegTable`.
+    the leg in the worker's `WorkerLegTable`.
     """
 
     def refusal(self, permit: Permit) -> BatonError | None:
         """Why a hand-off cannot begin; None where it can."""
 
-    def begin(self, leg: Leg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+    def begin(self, leg: WorkerLeg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
         """A leg was admitted: has the engine, or its peer, begin."""
 
     def advance(
         self,
-        leg: Leg,
+        leg: WorkerLeg,
         event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
         now_s: float,
     ) -> list[WorkerAction]:
@@ -254,14 +270,8 @@ class HandOffs(Protocol, Generic[Event]):
     def tick(self, now_s: float) -> list[WorkerAction]:
         """Checks what waits, and every deadline."""
 
-    def transfers(self) -> Mapping[XferId, Leg]:
-        """Hand-offs that are not over, with their legs, ended ones included."""
 
-    def in_flight(self) -> int:
-        """Hand-offs that are not over, those without a leg included."""
-
-    def check_integrity(self) -> None:
-        """Raises InvariantError if its hand-offs and the legs contradict each other."""
+Half = HandOffs[SendingEvent] | HandOffs[ReceivingEvent]
 
 
 class LegLifecycle:
@@ -283,23 +293,26 @@ class LegLifecycle:
 
     def __init__(
         self,
-        legs: LegTable,
+        legs: WorkerLegTable,
         layout: KvLayout,
         role: Role,
         *,
-        sending: "HandOffs[SendingEvent] | None" = None,
-        receiving: "HandOffs[ReceivingEvent] | None" = None,
+        sending: HandOffs[SendingEvent] | None = None,
+        receiving: HandOffs[ReceivingEvent] | None = None,
     ) -> None:
         self._legs = legs
         self._layout = layout
         self._sending = sending
         self._receiving = receiving
-        self._halves: dict[LegKind, HandOffs[SendingEvent] | HandOffs[ReceivingEvent] | None] = {
-            LegKind.PREFILL: sending,
-            LegKind.RECEIVE: receiving,
-        }
+        self._halves: dict[LegKind, Half] = {}
+        if sending is not None:
+            self._halves[LegKind.PREFILL] = sending
+        if receiving is not None:
+            self._halves[LegKind.RECEIVE] = receiving
         self.takes = KINDS_OF_ROLE[role]
         self.draining = False
+        self._asked_for: OrderedDict[RequestId, list[LegKey]] = OrderedDict()
+        """The legs of the last requests, over or not."""
 
     def handle(self, event: WorkerEvent, now_s: float) -> list[WorkerAction]:
         """Applies one event; what names an unknown leg or sequence has no effect."""
@@ -308,7 +321,9 @@ class LegLifecycle:
                 return self._sampled(event, now_s)
             case LegAsked():
                 actions = self._asked(event, now_s)
-                self._legs.story.record((event.stream, event.leg_id), now_s, event, actions)
+                key = (event.stream, event.leg_id)
+                self._legs.story.record(key, now_s, event, actions)
+                self._remember(event.request_id, key)
                 return actions
             case LegCancelled():
                 leg = self._legs.get((event.stream, event.leg_id))
@@ -327,7 +342,7 @@ class LegLifecycle:
 
     def tick(self, now_s: float) -> list[WorkerAction]:
         """Checks what waits, and every deadline."""
-        actions = [action for half in self._both() for action in half.tick(now_s)]
+        actions = [action for half in self._halves.values() for action in half.tick(now_s)]
         self._log("time passed", actions, now_s)
         return actions
 
@@ -343,8 +358,7 @@ class LegLifecycle:
     @property
     def can_take(self) -> frozenset[LegKind]:
         """Kinds of legs that this worker can take in some role."""
-        lacks = {kind for kind, half in self._halves.items() if half is None}
-        return frozenset(LegKind) - lacks
+        return frozenset({LegKind.GENERATE, *self._halves})
 
     def in_flight(self, kinds: frozenset[LegKind] = frozenset(LegKind)) -> int:
         """Legs of these kinds that are not over, and sequences and hand-offs that are left of others."""
@@ -360,7 +374,7 @@ class LegLifecycle:
 
     def transfers_in_flight(self) -> int:
         """Hand-offs that are not over, those that no router has announced yet included."""
-        return sum(half.in_flight() for half in self._both())
+        return sum(half.in_flight() for half in self._halves.values())
 
     @property
     def outcomes(self) -> Mapping[tuple[LegKind, LegState], int]:
@@ -371,14 +385,21 @@ class LegLifecycle:
         """What is left of the events about one leg, oldest first."""
         return self._legs.story.story(key)
 
+    def story_of(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
+        """What is left of the events about the legs of one request, leg by leg."""
+        keys = self._asked_for.get(request_id, ())
+        return tuple(entry for key in keys for entry in self._legs.story.story(key))
+
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
         self._legs.check_integrity()
-        for half in self._both():
+        for half in self._halves.values():
             half.check_integrity()
 
-    def _both(self) -> "list[HandOffs[SendingEvent] | HandOffs[ReceivingEvent]]":
-        return [half for half in self._halves.values() if half is not None]
+    def _remember(self, request_id: RequestId, key: LegKey) -> None:
+        self._asked_for.setdefault(request_id, []).append(key)
+        if len(self._asked_for) > _MAX_REQUESTS:
+            self._asked_for.popitem(last=False)
 
     def _asked(self, asked: LegAsked, now_s: float) -> list[WorkerAction]:
         if (asked.stream, asked.leg_id) in self._legs:
@@ -428,7 +449,7 @@ class LegLifecycle:
         return None
 
     def _cancel(
-        self, leg: Leg, event: LegCancelled | StreamGone, now_s: float
+        self, leg: WorkerLeg, event: LegCancelled | StreamGone, now_s: float
     ) -> list[WorkerAction]:
         expecting = leg.state is _S.EXPECTING
         self._legs.end(leg, _S.CANCELLED)
@@ -458,7 +479,7 @@ class LegLifecycle:
         self._legs.story.record(leg.key, now_s, event, actions)
         return actions
 
-    def _started(self, leg: Leg, event: PrefillStarted, now_s: float) -> list[WorkerAction]:
+    def _started(self, leg: WorkerLeg, event: PrefillStarted, now_s: float) -> list[WorkerAction]:
         if leg.over:
             return []
         if leg.state is _S.QUEUED:  # else it was preempted, and starts again
@@ -467,7 +488,7 @@ class LegLifecycle:
             leg.cached_tokens, leg.pooled_tokens = event.cached_tokens, event.pooled_tokens
         return self._advance(leg, event, now_s)
 
-    def _gone(self, leg: Leg, event: Released | Failed, now_s: float) -> list[WorkerAction]:
+    def _gone(self, leg: WorkerLeg, event: Released | Failed, now_s: float) -> list[WorkerAction]:
         """The engine has let go of a sequence."""
         if leg.kind is LegKind.RECEIVE and (leg.over or leg.state is _S.EXPECTING):
             return self._advance(leg, event, now_s)  # the hand-off decides what becomes of the leg
@@ -512,7 +533,7 @@ class LegLifecycle:
         return [*actions, *columns.values()]
 
     def _first_or_last(
-        self, leg: Leg, sampled: SampledTokens, place: int, now_s: float
+        self, leg: WorkerLeg, sampled: SampledTokens, place: int, now_s: float
     ) -> tuple[bool, list[WorkerAction]]:
         """The token at `place` is a prompt's first, or its sample's last.
 
@@ -540,7 +561,7 @@ class LegLifecycle:
         return True, actions
 
     def _first_tokens(
-        self, leg: Leg, sampled: SampledTokens, first: int, now_s: float
+        self, leg: WorkerLeg, sampled: SampledTokens, first: int, now_s: float
     ) -> list[WorkerAction]:
         """Of a prefill leg: its router gets them at once, the hand-off takes them along."""
         first_tokens = tuple(
@@ -568,7 +589,7 @@ class LegLifecycle:
 
     def _advance(
         self,
-        leg: Leg,
+        leg: WorkerLeg,
         event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
         now_s: float,
     ) -> list[WorkerAction]:
@@ -576,11 +597,9 @@ class LegLifecycle:
         half = self._halves.get(leg.kind)
         return [] if half is None else half.advance(leg, event, now_s)
 
-    def _give_up(self, leg: Leg, error: BatonError, now_s: float) -> list[WorkerAction]:
-        half = self._halves.get(leg.kind)
-        assert half is not None
+    def _give_up(self, leg: WorkerLeg, error: BatonError, now_s: float) -> list[WorkerAction]:
         assert leg.xfer_id is not None
-        return half.give_up(leg.xfer_id, error, now_s)
+        return self._halves[leg.kind].give_up(leg.xfer_id, error, now_s)
 
     def _log(self, event: object, actions: list[WorkerAction], now_s: float) -> None:
         """Of what halves are told only what routers hear of; their own cores log the rest by transfer."""
@@ -590,13 +609,13 @@ class LegLifecycle:
                 self._legs.story.record(key, now_s, event, (action,))
 
 
-def failed(leg: Leg, error: BatonError) -> FailedMessage:
+def failed(leg: WorkerLeg, error: BatonError) -> FailedMessage:
     """What its router is told of a leg that ends with a fault."""
     return FailedMessage(stream=leg.stream, leg_id=leg.leg_id, kind=leg.kind, error=error)
 
 
 def _prefilled(
-    leg: Leg, sampled: SampledTokens, first_tokens: tuple[TokenSample, ...], now_s: float
+    leg: WorkerLeg, sampled: SampledTokens, first_tokens: tuple[TokenSample, ...], now_s: float
 ) -> PrefilledMessage:
     return PrefilledMessage(
         stream=leg.stream,

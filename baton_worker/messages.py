@@ -3,7 +3,6 @@
 Commands of routers come in as leg events; `RouterMessage` is what goes back to them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
@@ -11,9 +10,8 @@ from typing import NewType
 from baton.errors import BatonError, InvariantError
 from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample
 from baton.ids import BlockId, LegId, RequestId, Role, SeqId, WorkerIdentity
-from baton.pages import Ready
 from baton_engine.messages import Command, SampledTokens, SeqEvent
-from baton_engine.ports import PageExport
+from baton_engine.ports import LayerReady
 from kv_transfer.ledger.ledger import (
     FromPeer,
     PagesVerified,
@@ -90,7 +88,7 @@ class LegReassigned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegCancelled:
-    """A router wants a leg no more."""
+    """A router cancels a leg."""
 
     stream: StreamId
     leg_id: LegId
@@ -98,18 +96,9 @@ class LegCancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamGone:
-    """A router's stream ended: nobody wants its legs any more."""
+    """A router's stream ended: its legs are no longer wanted."""
 
     stream: StreamId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerReady:
-    """The engine completed pages in one layer, or has them once its GPU comes to `done`."""
-
-    layer_index: int
-    exports: Sequence[PageExport]
-    done: Ready | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

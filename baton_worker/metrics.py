@@ -67,7 +67,7 @@ class WorkerMetrics:
         self._legs.ended.labels(kind, outcome).inc(total - before)
 
     def ticket_refused(self, reason: str) -> None:
-        """Somebody showed a permit or ticket that is not good; reasons are a closed set."""
+        """A permit or ticket that was shown is not valid; reasons are a closed set."""
         self._refusals.tickets.labels(reason).inc()
 
     def handshake_refused(self, field: str) -> None:

@@ -104,7 +104,7 @@ class Routers(worker_pb2_grpc.WorkerServicer):
         self._streams.greet_again(hello)
 
     def tell(self, message: RouterMessage) -> None:
-        """Tells a router of one of its legs; nobody, where the router is gone."""
+        """Sends a router a message about its legs; dropped where the router is gone."""
         self._accounts.told(message)
         stream = self._streams.get(message.stream)
         if stream is None:

@@ -4,6 +4,7 @@ It knows the engine only as something that makes progress or has failed.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,12 +14,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from baton.config.schema import WorkerConfig
 from baton.errors import BatonError, DrainingError, EngineError, disposition
 from baton.generation import WorkerLoad
-from baton.ids import Role
+from baton.ids import RequestId, Role
 from baton.rpc.channel import bind, new_server
 from baton.rpc.hello import WorkerHello, identity_to_proto, role_from_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
+from baton.rpc.stories import story_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc
+from baton.story import StoryEntry
 from baton.telemetry.logs import get_logger
 from baton.telemetry.metrics import render
 from baton.telemetry.scrape import ScrapeServer
@@ -33,7 +36,7 @@ _STOP_GRACE_S = 0.5
 _log = get_logger(__name__)
 
 
-class Progress(Protocol):
+class EngineProgress(Protocol):
     """The part of an engine that tells whether it is well."""
 
     def progress_s(self) -> float | None:
@@ -56,6 +59,9 @@ class Service(Protocol):
 
     def tick(self) -> None:
         """Called every `CHECK_INTERVAL_S`: deadlines, load reports."""
+
+    def story_of(self, request_id: RequestId) -> Sequence[StoryEntry]:
+        """What happened to the legs of a request."""
 
     def refuse_new(self) -> None:
         """Takes no new legs from now on and tells the routers so."""
@@ -109,7 +115,7 @@ class WorkerServer:
         self,
         *,
         config: WorkerConfig,
-        engine: Progress,
+        engine: EngineProgress,
         service: Service,
         metrics: WorkerMetrics,
         version: str = "",
@@ -206,7 +212,7 @@ class WorkerServer:
         await self._server.stop(_STOP_GRACE_S)
         await self._service.close()
         if self.failed.done():
-            self.failed.exception()  # seen, whether or not anybody waited for it
+            self.failed.exception()  # retrieved, so that asyncio does not complain where it was not awaited
         else:
             self.failed.cancel()
 
@@ -217,6 +223,10 @@ class WorkerServer:
     def in_flight(self) -> int:
         """Legs, sequences and transfers in this process that are not over."""
         return self._service.in_flight()
+
+    def story_of(self, request_id: RequestId) -> Sequence[StoryEntry]:
+        """What happened here to the legs of a request, as far as it is remembered."""
+        return self._service.story_of(request_id)
 
     def state(self) -> WorkerState:
         """How this worker is, as `Control.Status` and health tell it."""
@@ -320,12 +330,21 @@ class _Control(control_pb2_grpc.ControlServicer):
         told = role_to_proto(self._server.state().hello.role)
         return pb.SetRoleReply(role=told, changed=left == 0, left=left)
 
+    async def Story(  # noqa: N802
+        self,
+        request: pb.StoryRequest,
+        context: grpc.aio.ServicerContext[pb.StoryRequest, pb.StoryReply],  # noqa: ARG002
+    ) -> pb.StoryReply:
+        """What happened here to the legs of a request."""
+        story = self._server.story_of(RequestId(request.request_id))
+        return story_to_proto(self._server.state().hello.identity.worker_id, story)
+
     async def Explain(  # noqa: N802
         self,
         request: pb.ExplainRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext[pb.ExplainRequest, pb.ExplainReply],
     ) -> pb.ExplainReply:
-        """Refused: routers decide who serves what."""
+        """Refused: only routers choose workers for requests."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a worker decides nothing: ask a router")
 
 

@@ -14,15 +14,16 @@ import grpc
 from baton.clock import Clock
 from baton.errors import InvalidRequestError, InvariantError
 from baton.generation import WorkerLoad
-from baton.ids import Role, WorkerIdentity
+from baton.ids import RequestId, Role, WorkerIdentity
 from baton.rpc.hello import WorkerHello
 from baton.rpc.mailbox import Mailbox
+from baton.story import StoryEntry
 from baton.telemetry.logs import get_logger
 from baton.telemetry.tracing import NotTraced, Tracer
 from baton_engine.messages import Start, StepEvents
 from baton_engine.ports import EnginePort
 from baton_worker.accounts import LegAccounts
-from baton_worker.legs import LegLifecycle, LegTable
+from baton_worker.legs import LegLifecycle, WorkerLegTable
 from baton_worker.messages import (
     KINDS_OF_ROLE,
     Connect,
@@ -77,7 +78,7 @@ class WorkerService:
         *,
         engine: EnginePort,
         hello: WorkerHello,
-        legs: LegTable,
+        legs: WorkerLegTable,
         sending: SendingHalf | None,
         receiving: ReceivingHalf | None,
         office: TicketOffice,
@@ -178,6 +179,10 @@ class WorkerService:
         """Hand-offs that are not over."""
         return self._lifecycle.transfers_in_flight()
 
+    def story_of(self, request_id: RequestId) -> Sequence[StoryEntry]:
+        """What happened here to the legs of a request, as far as it is remembered."""
+        return self._lifecycle.story_of(request_id)
+
     def load(self) -> WorkerLoad:
         """The engine's last report, completed."""
         leaving = self._lifecycle.draining or not self._lifecycle.takes
@@ -185,7 +190,7 @@ class WorkerService:
         return load if self._complete_load is None else self._complete_load(load)
 
     async def close(self) -> None:
-        """Ends every stream and session; waits until nobody writes any more."""
+        """Ends every stream and session; waits until no write is under way."""
         self._routers.close()
         for half in self._halves():
             await half.close()

@@ -1,7 +1,7 @@
 """Getting resident blocks out of the slab, and putting them there, against one memcpy of the same bytes, in the same run:
 `python -m bench.pool_copy [--json FILE]`. A part of `bench.pool`.
 
-A get is what an engine does: `begin`, `await_layer` for each layer, `finish`, by the reader's own thread, checksums compared; a
+A get is what an engine does: `start_load_kv`, `wait_for_layer_load` for each layer, `finish_load_kv`, by the reader's own thread, checksums compared; a
 put is the writer's call. Blocks and pages are in random order; both regions are shared memory, touched before. `unverified`: the
 same get, rows copied by `kv_transfer.memory.pages` and nothing hashed.
 
@@ -176,10 +176,10 @@ def _reader(
 
 
 def _get(reader: PoolReader, fetch: PageFetch, num_layers: int) -> None:
-    reader.begin([fetch])
+    reader.start_load_kv([fetch])
     for layer_index in range(num_layers):
-        reader.await_layer(layer_index)
-    _expect(reader.finish().num_blocks == len(fetch.keys))
+        reader.wait_for_layer_load(layer_index)
+    _expect(reader.finish_load_kv().num_blocks == len(fetch.keys))
 
 
 def _expect(went_well: bool) -> None:

@@ -147,7 +147,7 @@ async def _connected(
         metrics=PoolMetrics(CollectorRegistry()),
         clock=MonotonicClock(),
     )
-    built.host.connect_pool(agent.source, agent.outlet)
+    built.host.connect_pool(agent.source, agent.block_sink)
     await agent.start()
 
     async def settle() -> None:

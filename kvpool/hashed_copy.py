@@ -6,14 +6,13 @@ In C the two are one pass over memory; where there is no compiler, rows are copi
 import ctypes
 import time
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from baton import native
 from baton.block_ids import Numbers
-from baton.native import CannotBuildError, Library, build
 from baton.telemetry.logs import get_logger
 from kv_transfer.memory.pages import Pages, copy_rows
 
@@ -26,13 +25,6 @@ _SHORTEST_IN_C = 241
 _TURN_BYTES = 256 * 1024
 
 _log = get_logger(__name__)
-
-_LIBRARY = Library(
-    name="hashed-copy",
-    compiler="cc",
-    sources=(Path(__file__).with_name("hashed_copy.c"),),
-    flags=("-O3", "-march=native"),
-)
 
 
 def copy_hashed(source: Pages, target: Pages, from_rows: Numbers, to_rows: Numbers) -> Hashes:
@@ -77,11 +69,11 @@ def _copy_then_hash(source: Pages, target: Pages, from_rows: Numbers, to_rows: N
 
 
 @cache
-def load_library(cache_dir: Path | None = None) -> ctypes.CDLL | None:
-    """The C function's library, built now if need be; None where it cannot be, and the reason is logged, once."""
+def load_library() -> ctypes.CDLL | None:
+    """The C function's library; None where it is not built, and the reason is logged, once."""
     try:
-        library = ctypes.CDLL(str(build(_LIBRARY, cache_dir)))
-    except (OSError, CannotBuildError) as error:
+        library = native.load(native.HASHED_COPY)
+    except native.NotBuiltError as error:
         _log.warning("blocks are copied and hashed without the C function", reason=str(error))
         return None
     pointer = ctypes.c_void_p

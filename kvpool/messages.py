@@ -1,4 +1,4 @@
-"""What is said in the pool about blocks, replicas, puts and leases. Plain frozen data, shared by node, directory and client."""
+"""The pool's records: blocks, replicas, puts, leases, usage, and what a ledger wants done on the disk. Frozen data."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -18,7 +18,7 @@ class Owner:
     """Whose a block is. Quotas go by the tenant, flushes by any of the three.
 
     Attributes:
-        tenant: Who is billed for its bytes.
+        tenant: The tenant that is billed for its bytes.
         scope: The cache scope of its key, salt included.
         model: Fingerprint of the model that computed it.
     """
@@ -56,7 +56,7 @@ class Replica:
     """One copy of a block.
 
     Attributes:
-        node: Who holds it.
+        node: The node that holds it.
         tier: Where.
         epoch: Of the place it lies in; another epoch there is another block.
     """
@@ -157,7 +157,7 @@ class Renewal:
         anew: The node was not known, be it for the first time, because its lease had ended, or because the directory lost its
             memory: whatever the node holds has to be published again.
         flushes: How many flushes there have been.
-        selections: Those that the node has not carried out. Who missed more than the directory remembers is told to drop all.
+        selections: Those that the node has not carried out. A node that missed more than the directory remembers is told to drop all.
     """
 
     anew: bool
@@ -186,7 +186,7 @@ class PutGrant:
 
     Attributes:
         put_id: Names the put.
-        items: Of the asked keys those that nobody holds or is writing.
+        items: Of the asked keys those that are neither held nor being written.
     """
 
     put_id: str

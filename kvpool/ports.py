@@ -1,5 +1,5 @@
 """What the pool needs from outside: for a node, the directory of the whole pool and a disk below its memory; for a worker, the
-pages of its arena and somebody who talks to the node.
+pages of its arena, and callbacks and calls to the node.
 """
 
 from collections.abc import Mapping, Sequence
@@ -115,13 +115,13 @@ class ArenaPages(Protocol):
 
 
 class LeaseCallbacks(Protocol):
-    """Whoever talks to this host's node for the copying threads. Called from any thread; must neither block nor raise."""
+    """What the copying threads tell the worker's client of the node. Called from any thread; must neither block nor raise."""
 
     def wanted(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
         """A sequence will need these blocks again: lease them and give the lease to `ReadLeases.add`."""
 
     def released(self, lease_ids: Sequence[str]) -> None:
-        """Nobody here reads under these leases any more."""
+        """Nothing here reads under these leases any more."""
 
     def corrupt(self, keys: Sequence[BlockKey]) -> None:
         """These blocks do not have the checksums they were leased with."""
@@ -144,12 +144,12 @@ class PoolClient(Protocol):
         """Prolongs leases; returns those that are over."""
 
     async def release(self, lease_ids: Sequence[str]) -> None:
-        """Nobody reads under these any more."""
+        """Nothing reads under these any more."""
 
     async def reserve(
         self, keys: Sequence[BlockKey], owner: Owner, first: int
     ) -> PutGrant | Refused:
-        """Places for blocks that nobody holds; `first` blocks of their text come before them."""
+        """Slots for blocks that are not held; `first` blocks of their text come before them."""
 
     async def commit(self, put_id: str, checksums: Sequence[bytes]) -> int:
         """The places of a grant are written: one entry per place, an empty one where nothing was. How many are held now."""

@@ -1,4 +1,4 @@
-"""The pool node's process: what it is made of, and what happens in it whether or not anybody asks."""
+"""The pool node's process: what it is composed of, and what it does periodically."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -107,7 +107,7 @@ async def _serve(
     ]
     if allowances is not None:
         keeper = QuotaKeeper(allowances, node.allow, pause_s=config.tenants.reload_s)
-        await keeper.look()  # before anybody can put
+        await keeper.look()  # before the first put
         beats.append(keeper.run)
     server = new_server()
     pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node, watchers), server)

@@ -22,12 +22,11 @@ from baton_engine.messages import (
     Released,
     Reserved,
 )
-from baton_engine.ports import PageExport
-from baton_worker.legs import Leg, LegState, LegTable, failed
+from baton_engine.ports import LayerReady, PageExport
+from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable, failed
 from baton_worker.messages import (
     Connect,
     HandedOffMessage,
-    LayerReady,
     LegAsked,
     PooledMessage,
     PromptPut,
@@ -64,7 +63,7 @@ class _Outgoing:
         being_put: Whether its prompt is on its way to the pool.
     """
 
-    leg: Leg
+    leg: WorkerLeg
     blocks: list[BlockId]
     waits_since_s: float = 0.0
     being_put: bool = False
@@ -88,7 +87,7 @@ class SendingHandOffs:
     """
 
     def __init__(
-        self, layout: KvLayout, legs: LegTable, *, pool_after_s: float | None = None
+        self, layout: KvLayout, legs: WorkerLegTable, *, pool_after_s: float | None = None
     ) -> None:
         self._outbox = Outbox(layout)
         self._legs = legs
@@ -104,7 +103,7 @@ class SendingHandOffs:
         # Perhaps an earlier attempt of ours that still has to stop: another worker can take this one.
         return TransferError("the transfer id is in use")
 
-    def begin(self, leg: Leg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+    def begin(self, leg: WorkerLeg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
         """See `HandOffs`."""
         permit = asked.permit
         assert permit is not None
@@ -120,7 +119,7 @@ class SendingHandOffs:
 
     def advance(
         self,
-        leg: Leg,
+        leg: WorkerLeg,
         event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
         now_s: float,
     ) -> list[WorkerAction]:
@@ -138,7 +137,7 @@ class SendingHandOffs:
                 raise InvariantError(f"{leg.seq_id} was reserved to be prefilled")
 
     def give_up(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:  # noqa: ARG002
-        """See `HandOffs`; the receiving worker hears no more than that nobody writes."""
+        """See `HandOffs`; the receiving worker is told only that no write is under way any more."""
         return self._over(xfer_id, now_s)
 
     def handle(self, event: SendingEvent, now_s: float) -> list[WorkerAction]:
@@ -171,7 +170,7 @@ class SendingHandOffs:
                 actions.append(PutPrompt(seq_id=leg.seq_id, prompt=leg.prompt, blocks=blocks))
         return actions
 
-    def transfers(self) -> Mapping[XferId, Leg]:
+    def transfers(self) -> Mapping[XferId, WorkerLeg]:
         """See `HandOffs`; here none outlives its leg."""
         return {xfer_id: outgoing.leg for xfer_id, outgoing in self._outgoing.items()}
 
@@ -205,7 +204,7 @@ class SendingHandOffs:
                 layer_index=event.layer_index,
                 first_block=export.first_block,
                 source=export.blocks,
-                ready=event.done,
+                ready=event.ready,
             )
             actions += self._carry_out(write, now_s)
         return actions

@@ -1,10 +1,8 @@
 """Where the engine tells, on its own thread and between two layers, which pages are complete."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from baton.pages import Ready
-from baton_engine.ports import PageExport
-from baton_worker.messages import LayerReady
+from baton_engine.ports import LayerReady
 
 
 class TransferSink:
@@ -20,9 +18,7 @@ class TransferSink:
         """From now on `post` gets every report; it must neither block nor raise."""
         self._post = post
 
-    def layer_ready(
-        self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
-    ) -> None:
+    def save_kv_layer(self, layer: LayerReady) -> None:
         """See `LayerSink`."""
-        if exports and self._post is not None:
-            self._post(LayerReady(layer_index=layer_index, exports=tuple(exports), done=done))
+        if self._post is not None:
+            self._post(layer)

@@ -98,7 +98,7 @@ class Breaker:
 
     Args:
         policy: When it opens; the usual if None.
-        open_ones: Where it stands while it is not closed, so that who has many need not ask each of them.
+        open_ones: Holds it while it is not closed, so that an owner of many need not ask each of them.
     """
 
     def __init__(

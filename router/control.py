@@ -11,6 +11,7 @@ from baton.rpc.hello import identity_to_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
+from router.admin.stories import RequestStories
 from router.routing.explanation import DecisionLog
 from router.routing.view import ClusterView, WorkerView
 from router.telemetry.explain import explanation_to_proto
@@ -34,6 +35,7 @@ class RouterControl(pb_grpc.ControlServicer):
         view: The connected workers.
         links: One per configured address.
         requests: Counted and drained.
+        stories: Tells what happened to requests.
         decisions: Why requests went where they did.
         clock: Monotonic; the view's.
         version: Of Baton.
@@ -46,6 +48,7 @@ class RouterControl(pb_grpc.ControlServicer):
         view: ClusterView,
         links: Sequence[WorkerLink],
         requests: RequestDrain,
+        stories: RequestStories,
         decisions: DecisionLog,
         clock: Clock,
         version: str,
@@ -54,6 +57,7 @@ class RouterControl(pb_grpc.ControlServicer):
         self._view = view
         self._links = links
         self._requests = requests
+        self._stories = stories
         self._decisions = decisions
         self._clock = clock
         self._version = version
@@ -97,6 +101,15 @@ class RouterControl(pb_grpc.ControlServicer):
         """The last decision about a request."""
         request_id = RequestId(request.request_id)
         return explanation_to_proto(self._decisions.explain(request_id))
+
+    async def Story(  # noqa: N802
+        self,
+        request: pb.StoryRequest,
+        context: grpc.aio.ServicerContext[pb.StoryRequest, pb.StoryReply],  # noqa: ARG002
+    ) -> pb.StoryReply:
+        """What happened to a request in this router and its workers."""
+        entries = await self._stories.tell(RequestId(request.request_id))
+        return pb.StoryReply(entries=entries)
 
     def _workers(self) -> Iterator[pb.WorkerStatus]:
         present = {worker.address: worker for worker in self._view.workers}

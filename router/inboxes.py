@@ -17,10 +17,10 @@ from router.dispatch.dispatcher import Advance
 from router.ports import GenerationEvent, Timing, Tokens
 
 LEAST_GAP_S = 0.004
-"""No engine is that fast with a batch worth speaking of."""
+"""No engine steps that fast with a batch of more than a few sequences."""
 
 MOST_GAP_S = 0.05
-"""Twenty events per second still read as a flow."""
+"""Twenty events per second still look continuous to a reader."""
 
 _WINDOW_S = 0.1
 _BUSY_SHARE = 0.5
@@ -127,7 +127,7 @@ class Inbox:
         """All tokens that wait, or at the end the timing.
 
         Raises:
-            BatonError: The job ended with it.
+            BatonError: The request ended with it.
         """
         while not self._tokens and self._end is None:
             self._reader = asyncio.get_running_loop().create_future()
@@ -148,7 +148,7 @@ class Inbox:
 
 
 class Inboxes:
-    """One inbox per job in flight. For one event loop.
+    """One inbox per request in flight. For one event loop.
 
     Args:
         max_bytes: What may wait for one reader that does not come.
@@ -172,26 +172,26 @@ class Inboxes:
         return len(self._inboxes)
 
     def open(self, request_id: RequestId) -> Inbox:
-        """A new one for a job that none is open for."""
+        """A new one for a request that none is open for."""
         inbox = self._inboxes[request_id] = Inbox(max_bytes=self._max_bytes)
         return inbox
 
     def close(self, request_id: RequestId) -> None:
-        """Nobody reads it any more."""
+        """Its reader is gone."""
         del self._inboxes[request_id]
 
     def open_ids(self) -> list[RequestId]:
-        """Jobs whose inbox is open."""
+        """Requests whose inbox is open."""
         return list(self._inboxes)
 
     def end(self, request_id: RequestId, end: Timing | BatonError) -> None:
-        """A job's last word; nothing for a job without an inbox."""
+        """A request's last event; nothing for a request without an inbox."""
         inbox = self._inboxes.get(request_id)
         if inbox is not None:
             inbox.end(end)
 
     def put(self, emit: Emit) -> bool:
-        """Tokens of one job, to be read at once; False when its reader should be given up."""
+        """Tokens of one request, to be read at once; False when its reader should be given up."""
         inbox = self._inboxes.get(emit.request_id)
         if inbox is None:
             return True

@@ -1,7 +1,7 @@
 """The link to one pool node: a stream of reports on its blocks, opened again whenever it breaks.
 
 Reports go into the prefix index; commands do not exist, since routers ask nothing of a pool. A node that cannot be reached, or
-says nothing for a while, holds nothing as far as routing is concerned.
+is silent for a while, holds nothing as far as routing is concerned.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class WatchTiming:
     Attributes:
         backoff_s: First wait before connecting again; doubles up to `backoff_max_s`.
         backoff_max_s: Longest such wait.
-        silence_s: A node that is well says something several times in this.
+        silence_s: A node that is well sends several frames in this time.
     """
 
     backoff_s: float = 0.1
@@ -40,15 +40,15 @@ class WatchTiming:
 
 
 class PoolWatch:
-    """Keeps one address watched, whoever lives there.
+    """Keeps one address watched, whichever node is there.
 
     Args:
         address: gRPC address of a pool node.
-        pools: Told who comes and goes and what they hold, on the event loop.
+        pools: Told of nodes that come and go and what they hold, on the event loop.
         timing: How it waits.
 
     Attributes:
-        node: Who is there now; None while nobody is.
+        node: The node that is there now; None while none is.
     """
 
     def __init__(

@@ -29,6 +29,7 @@ from baton.telemetry.tracing import Tracer
 from baton.version import version
 from router.admin.app import create_admin_app
 from router.admin.pool_client import PoolAdminClient
+from router.admin.stories import RequestStories
 from router.admission.admission import Admission, queue_limits
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.admission.share_exchange import sharing
@@ -55,7 +56,7 @@ from router.tenancy import Tenancy, open_tenancy
 from router.text.model_files import model_files, revision_of
 from router.text.tokenizer import Tokenizer
 from router.timer import PeriodicTimer
-from router.workers.links import LinkState, LinkTiming, Membership
+from router.workers.links import LinkState, LinkTiming, WorkerLinks
 
 CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""
@@ -114,6 +115,7 @@ async def run(
     gc.freeze()
     gc.set_threshold(_GARBAGE_THRESHOLD)
     parts = compose(config.router, worker_addresses, secret)
+    stories = RequestStories(parts.generator.story, parts.view)
     registry = new_registry()
     tracer = open_tracer(config.trace, "router", MonotonicClock())
     try:
@@ -122,8 +124,8 @@ async def run(
             open_tenancy(config, registry) as tenancy,
             sharing(config.tenants, parts.admission),
             watching(pool_addresses, parts.view.pools),
-            _control(config, parts, control_address),
-            _admin(config, tenancy, PoolAdminClient(pool_addresses)),
+            _control(config, parts, stories, control_address),
+            _admin(config, tenancy, PoolAdminClient(pool_addresses), stories),
             _http(
                 _app(config, parts, loaded, registry, tenancy, tracer),
                 config,
@@ -153,7 +155,7 @@ class RouterParts:
     decisions: DecisionLog
     dispatcher: Dispatcher
     admission: Admission
-    membership: Membership
+    membership: WorkerLinks
     discovery: ModelDiscovery
     generator: ClusterGenerator
     status: ClusterStatus
@@ -209,7 +211,7 @@ def compose(
     def hear(heard: Heard) -> None:  # links and generator call each other
         generator.hear(heard)
 
-    membership = Membership(worker_addresses, hear, timing=link_timing)
+    membership = WorkerLinks(worker_addresses, hear, timing=link_timing)
     generator = ClusterGenerator(
         dispatcher=dispatcher,
         admission=admission,
@@ -340,7 +342,7 @@ async def _http(
         lifespan="off",
         access_log=False,
         log_config=None,
-        # By then every job has ended; what is left are clients that do not read.
+        # By then every request has ended; what is left are clients that do not read.
         timeout_graceful_shutdown=max(1, round(config.cluster.drain_timeout_s)),
     )
     server = _Server(settings, sockets)
@@ -353,7 +355,7 @@ async def _http(
 
 @asynccontextmanager
 async def _admin(
-    config: BatonConfig, tenancy: Tenancy, pool: PoolAdminClient
+    config: BatonConfig, tenancy: Tenancy, pool: PoolAdminClient, stories: RequestStories
 ) -> AsyncIterator[None]:
     """Serves operators inside, where there is a port for them."""
     admin = config.admin
@@ -367,17 +369,20 @@ async def _admin(
         why = (error.strerror or str(error)).lower()
         raise ConfigError(f"admin: {admin.host}:{admin.port}: {why}", param="admin.port") from error
     _log.info("operators are served", host=admin.host, port=listener.getsockname()[1])
-    async with _http(create_admin_app(tenancy, admin.api_keys, pool), config, [listener]):
+    async with _http(create_admin_app(tenancy, admin.api_keys, pool, stories), config, [listener]):
         yield
 
 
 @asynccontextmanager
-async def _control(config: BatonConfig, parts: RouterParts, address: str) -> AsyncIterator[None]:
+async def _control(
+    config: BatonConfig, parts: RouterParts, stories: RequestStories, address: str
+) -> AsyncIterator[None]:
     server = new_server()
     control = RouterControl(
         view=parts.view,
         links=parts.membership.links,
         requests=parts.generator,
+        stories=stories,
         decisions=parts.decisions,
         clock=parts.clock,
         version=version(),

@@ -33,7 +33,7 @@ class Slo:
 
 
 STANDARD = Slo()
-"""What is promised to whoever was promised nothing else."""
+"""The promise of a request without another."""
 
 
 class SloBook:
@@ -73,8 +73,8 @@ class SloBook:
             own: Name of the tenant's class: the most urgent that its requests may have. One that is not configured (a
                 tenants file may be newer than this router's configuration) is as good as `standard`.
             service_tier: OpenAI's name of a tier, or the name of a class.
-            priority: How many classes less urgent (a lower number is sooner, as in vLLM); below 0 asks for what nobody
-                is given.
+            priority: How many classes less urgent (a lower number is sooner, as in vLLM); below 0 asks for what is never
+                given.
 
         Raises:
             InvalidRequestError: There is no such tier, or it is above the tenant's.

@@ -63,7 +63,7 @@ class Tenancy:
 
 
 def simple(api_keys: Sequence[str], clock: Clock) -> Tenancy:
-    """One anonymous tenant without limits; whoever has one of the keys, or everybody if there is none."""
+    """One anonymous tenant without limits: every client with one of the keys, or every client if there are none."""
     return Tenancy(directory=TenantDirectory(api_keys), limiter=LocalLimiter(clock), clock=clock)
 
 

@@ -1,9 +1,15 @@
 """Settings that all tests share."""
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from baton import native
 
 # How long an example takes depends on who else uses the machine; what must not take long is measured in `bench/`.
 # The default suite says the same each time of the same code; `make test-slow` looks elsewhere each time.
@@ -18,3 +24,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if not Path("/dev/nvidiactl").exists():
     # Without a GPU Triton's kernels are interpreted. Triton reads this when it is imported, which transformers does too.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Builds what is compiled if its sources have changed: tests are of the code as it stands."""
+    if hasattr(session.config, "workerinput") or not (shutil.which("cc") and shutil.which("c++")):
+        return
+    try:
+        for library in native.LIBRARIES:
+            native.find(library)
+    except native.NotBuiltError:
+        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        subprocess.run(command, cwd=native.ROOT, check=True)

@@ -9,7 +9,7 @@ from setuptools import find_packages
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
 FOUND = TOOLS["setuptools"]["packages"]["find"]
-NOT_IN_THE_WHEEL = {"bench", "tests"}
+NOT_IN_THE_WHEEL = {"bench", "examples", "tests"}
 
 
 def in_the_wheel() -> list[str]:
@@ -28,7 +28,9 @@ def test_every_package_of_the_tree_is_in_the_wheel_or_left_out_on_purpose():
 
 def test_the_wheel_has_neither_fakes_nor_training_nor_benchmarks():
     assert not [
-        name for name in in_the_wheel() if {"fakes", "training", "bench"} & set(name.split("."))
+        name
+        for name in in_the_wheel()
+        if {"fakes", "training", "bench", "examples"} & set(name.split("."))
     ]
 
 

@@ -59,12 +59,12 @@ class EngineConfig:
         tbt_target_s: Time between tokens that a worker keeps for those who decode on it while it computes prompts beside them, by
             computing less of these per step; a class of service that promises a time of its own (`router.slo_classes`) has
             that instead. None bounds nobody else.
-        prefill_order: Whose prompt is computed next: `slack`, by priority and by the time that is left until the first token
+        prefill_order: Which prompt is computed next: `slack`, by priority and by the time that is left until the first token
             is due; or `arrival`.
-        preemption: Who gives his pages back when they run out: by `arrival` the last comer, by `priority` the lowest, by
+        preemption: Which sequence is preempted when pages run out: by `arrival` the last arrived, by `priority` the lowest, by
             `slo` the one with the longest target of time between tokens.
         output_headroom: Share of the pages that all outputs may still take for which there must be room before another request
-            is let in: at 0 most run at once, at 1 none with a single sample is ever preempted.
+            is admitted: at 0 most run at once, at 1 none with a single sample is ever preempted.
     """
 
     device: str = "auto"
@@ -403,6 +403,25 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedConfig:
+    """How fast the worker of `baton run simulated` is, which has no model; the engine's other limits hold for it too.
+
+    Attributes:
+        role: Which legs it takes: `prefill`, `decode` or `hybrid`.
+        prefill_tokens_per_s: Prompt tokens computed per second.
+        step_s: Time of a step, whatever is in it.
+        sequence_s: What each sequence that decodes adds to it.
+        num_blocks: Pages of its KV cache; they are small and hold zeros.
+    """
+
+    role: str = Role.HYBRID.value
+    prefill_tokens_per_s: float = 20_000.0
+    step_s: float = 0.01
+    sequence_s: float = 0.0
+    num_blocks: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatonConfig:
     """The whole configuration; the keys of cluster.yaml are the names of its fields."""
 
@@ -417,3 +436,4 @@ class BatonConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    simulated: SimulatedConfig = field(default_factory=SimulatedConfig)

@@ -13,7 +13,7 @@ MAX_KEYS_PER_REPORT = 2048
 """32 KiB: a long snapshot never stands in the way of a token for long, nor near gRPC's bound on a message."""
 
 HEARTBEAT_S = 0.5
-"""A router hears at least so often from whoever reports to it and is well, whether or not there is news."""
+"""A worker or pool node reports to each router at least this often, whether or not anything has changed."""
 
 MAX_KEYS_WAITING = 65_536
 """Changes that wait for one router; with more it is sent a snapshot instead."""

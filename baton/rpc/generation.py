@@ -39,7 +39,7 @@ def prompt_to_proto(
         cache_scope=prompt.cache_scope,
         tenant=prompt.tenant,
         trace_parent=trace_parent,
-        promise=_slo_to_proto(prompt.slo),
+        slo=_slo_to_proto(prompt.slo),
     )
 
 
@@ -56,17 +56,17 @@ def prompt_from_proto(message: pb.GenerationRequest) -> Prompt:
         sampling=sampling_from_proto(message.sampling),
         cache_scope=message.cache_scope,
         tenant=message.tenant,
-        slo=_slo_from_proto(message.promise) if message.HasField("promise") else NO_SLO,
+        slo=_slo_from_proto(message.slo) if message.HasField("slo") else NO_SLO,
     )
 
 
-def _slo_to_proto(slo: SloTargets) -> pb.Promise | None:
+def _slo_to_proto(slo: SloTargets) -> pb.SloTargets | None:
     if slo == NO_SLO:
         return None
-    return pb.Promise(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s, priority=slo.priority)
+    return pb.SloTargets(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s, priority=slo.priority)
 
 
-def _slo_from_proto(message: pb.Promise) -> SloTargets:
+def _slo_from_proto(message: pb.SloTargets) -> SloTargets:
     return SloTargets(
         ttft_s=_seconds(message.ttft_s) if message.HasField("ttft_s") else None,
         tbt_s=_seconds(message.tbt_s) if message.HasField("tbt_s") else None,

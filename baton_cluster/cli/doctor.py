@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from baton import native
 from baton.config import env
 from baton.config.load import load
 from baton.config.setting import Setting
@@ -267,14 +268,18 @@ def check_huge_pages() -> Finding:
     )
 
 
-def check_compiler() -> Finding:
-    """The CPU's attention kernel is compiled at the first start."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        return _warn(
-            "C++ compiler", "none", "without one attention on the CPU is several times slower"
-        )
-    return _ok("C++ compiler", compiler)
+def check_compiled_code() -> Finding:
+    """What is compiled when Baton is installed; without it Python and torch do the same, slower."""
+    name, missing, variants = "compiled code", [], set()
+    for library in native.LIBRARIES:
+        try:
+            variants.add(native.find(library).stem.removeprefix(f"{Path(library.path).name}_"))
+        except native.NotBuiltError as error:
+            missing.append(str(error))
+    if missing:
+        advice = "computing on the CPU is several times slower: install Baton where there is a C++ compiler"
+        return _warn(name, "; ".join(missing), advice)
+    return _ok(name, ", ".join(sorted(variants)))
 
 
 def check_loopback() -> Finding:
@@ -320,7 +325,7 @@ def all_checks(host: str, port: int) -> list[Callable[[], Finding]]:
         check_memory,
         check_gpus,
         check_packages,
-        check_compiler,
+        check_compiled_code,
         check_shared_memory,
         check_network_transports,
         check_locked_memory,

@@ -1,4 +1,6 @@
-"""`baton explain REQUEST_ID`: why a running cluster's router sent a request where it did, and how it went."""
+"""`baton explain REQUEST_ID`: why a running cluster's router sent a request where it did, and how it went; with `--story`, what
+the router and its workers did about it, event by event.
+"""
 
 import argparse
 import asyncio
@@ -9,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.errors import InvalidRequestError
-from baton.rpc.v1.control_pb2 import ExplainReply, ExplainRequest
+from baton.rpc.v1.control_pb2 import ExplainReply, ExplainRequest, StoryReply, StoryRequest
 from baton_cluster.cli import router_control
 from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask
 
@@ -34,12 +36,17 @@ _KINDS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which request of which cluster, and in what form."""
     parser.add_argument("request_id", metavar="REQUEST_ID", help="the `id` of the reply")
+    parser.add_argument(
+        "--story", action="store_true", help="what router and workers did about it, event by event"
+    )
     router_control.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Explains one request."""
     address = router_control.router_address(arguments)
+    if arguments.story:
+        return _tell(asyncio.run(fetch_story(address, arguments.request_id)), arguments)
     reply = asyncio.run(fetch(address, arguments.request_id))
     if arguments.json:
         text = MessageToJson(reply, preserving_proto_field_name=True)
@@ -63,6 +70,42 @@ async def fetch(address: str, request_id: str) -> ExplainReply:
     if not reply.known:
         raise InvalidRequestError(f"the router does not know {request_id}, or not any more")
     return reply
+
+
+async def fetch_story(address: str, request_id: str) -> StoryReply:
+    """Asks the router at `address` what happened to a request.
+
+    Raises:
+        UnavailableError: It does not answer.
+        InvalidRequestError: It does not know the request, or not any more.
+    """
+    asked = StoryRequest(request_id=request_id)
+    reply = await ask(address, lambda router: router.Story(asked, timeout=ANSWER_WAIT_S))
+    if not reply.entries:
+        raise InvalidRequestError(f"the router does not know {request_id}, or not any more")
+    return reply
+
+
+def story_lines(reply: StoryReply) -> list[str]:
+    """A line per event, at milliseconds after the process' first, and one per action."""
+    lines: list[str] = []
+    process, began_s = "", 0.0
+    for entry in reply.entries:
+        if entry.process != process:
+            process, began_s = entry.process, entry.at_s
+            lines.append(process)
+        lines.append(f"{1000.0 * (entry.at_s - began_s):10.1f} ms  {entry.event}")
+        lines += [f"{'':15}-> {action}" for action in entry.actions]
+    return lines
+
+
+def _tell(reply: StoryReply, arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        text = MessageToJson(reply, preserving_proto_field_name=True)
+    else:
+        text = "\n".join(story_lines(reply))
+    sys.stdout.write(text + "\n")
+    return 0
 
 
 def render(reply: ExplainReply, request_id: str) -> list[str | Table]:

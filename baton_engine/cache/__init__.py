@@ -1,1 +1,1 @@
-"""Who owns which KV page: reference counts, prefix sharing, the arena itself."""
+"""Which sequence owns which KV page: reference counts, prefix sharing, the arena itself."""

@@ -1,4 +1,4 @@
-"""Who uses which page of one arena: reference counts, copy on write, and the prefix cache over unused pages.
+"""Which pages of one arena are in use: reference counts, copy on write, and the prefix cache over unused pages.
 
 The scheduler asks here for every page a sequence writes to; the runner only ever sees page numbers.
 """
@@ -54,8 +54,8 @@ class BlockManager:
         return len(self._free) + self._tree.num_idle
 
     def generation(self, block: BlockId) -> int:
-        """How often the page has been handed out. It is raised before anybody may write the page, so whoever reads the same
-        number before and after he reads the page, from any thread, has read what stood there at first.
+        """How often the page has been handed out. It is raised before the page may be written, so a reader that reads the same
+        number before and after it reads the page, from any thread, has read what stood there at first.
         """
         return self._generations[block]
 
@@ -106,7 +106,7 @@ class BlockManager:
         """Lets later prompts find the full page `block`, which its caller uses.
 
         When another page is held under `key` already, the caller gets a reference to that one and puts it in the place of
-        its own, which stays referenced until the caller releases it. Thus equal text is held once, and whoever uses a
+        its own, which stays referenced until the caller releases it. Thus equal text is held once, and a user of a
         held page uses all the held pages before it, on which eviction in the tree relies.
 
         Args:

@@ -27,7 +27,7 @@ class Node:
 class PrefixTree:
     """Full pages by key; those that no sequence uses are *idle*, kept until their page is wanted.
 
-    Whoever uses a page uses every page before it, and lets go of them last page first. Hence a page never becomes idle
+    A sequence that uses a page uses every page before it, and releases them last page first. Hence a page never becomes idle
     before its children do, the page that has been idle longest never has a child, and least-recently-used eviction from
     the leaves is one ordered dictionary: every operation below costs O(1) per page.
 

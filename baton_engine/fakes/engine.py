@@ -158,9 +158,9 @@ class FakeEngine:
         )
         self.is_closed = False
 
-    def connect_pool(self, source: KvSource, outlet: BlockSink) -> None:
+    def connect_pool(self, source: KvSource, block_sink: BlockSink) -> None:
         """See ThreadEngineHost."""
-        self._loop.connect_pool(source, outlet)
+        self._loop.connect_pool(source, block_sink)
 
     def generation(self, block: BlockId) -> int:
         """See ThreadEngineHost."""

@@ -32,9 +32,9 @@ class FakePool:
         """One engine's way to read."""
         return FakeSource(self, pages)
 
-    def outlet(self, pages: Pages, generation: Callable[[BlockId], int]) -> "FakeOutlet":
+    def block_sink(self, pages: Pages, generation: Callable[[BlockId], int]) -> "FakeBlockSink":
         """One engine's way to write."""
-        return FakeOutlet(self, pages, generation)
+        return FakeBlockSink(self, pages, generation)
 
 
 class FakeSource:
@@ -42,7 +42,7 @@ class FakeSource:
 
     Attributes:
         unleased: Sequences that are offered nothing.
-        expiring: Sequences whose leave to read ends between the offer and the copy.
+        expiring: Sequences whose lease ends between the match and the copy.
         failing_layer: In which layer fetches that fail do so.
         fetched: All fetches that were begun.
         wanted: Sequences that gave up their pages, with what they will need again.
@@ -61,17 +61,17 @@ class FakeSource:
         self.wanted: list[tuple[SeqId, tuple[BlockKey, ...]]] = []
         self.forgotten: list[SeqId] = []
 
-    def offer(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> int:
+    def get_num_matched_blocks(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> int:
         """See KvSource."""
         if seq_id in self.unleased:
             return 0
         return sum(1 for _ in takewhile(self._pool.blocks.__contains__, keys))
 
-    def want(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+    def prefetch(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
         """See KvSource."""
         self.wanted.append((seq_id, tuple(keys)))
 
-    def begin(self, fetches: Sequence[PageFetch]) -> None:
+    def start_load_kv(self, fetches: Sequence[PageFetch]) -> None:
         """See KvSource."""
         for fetch in fetches:
             self.fetched.append(fetch)
@@ -88,23 +88,23 @@ class FakeSource:
                 self._pages[page] = list(held)
                 self._brought += 1
 
-    def await_layer(self, layer_index: int) -> frozenset[SeqId]:
+    def wait_for_layer_load(self, layer_index: int) -> frozenset[SeqId]:
         """See KvSource."""
         return frozenset(self._failed) if layer_index >= self.failing_layer else frozenset()
 
-    def finish(self) -> FetchOutcome:
+    def finish_load_kv(self) -> FetchOutcome:
         """See KvSource."""
         outcome = FetchOutcome(num_blocks=self._brought, seconds=1e-6, failed=dict(self._failed))
         self._failed.clear()
         self._brought = 0
         return outcome
 
-    def forget(self, seq_id: SeqId) -> None:
+    def request_finished(self, seq_id: SeqId) -> None:
         """See KvSource."""
         self.forgotten.append(seq_id)
 
 
-class FakeOutlet:
+class FakeBlockSink:
     """`BlockSink` over a FakePool: copies at once, or when told to.
 
     Attributes:
@@ -119,7 +119,7 @@ class FakeOutlet:
         self.offered: list[PublishedPage] = []
         self.eager = True
 
-    def offer(self, pages: Sequence[PublishedPage]) -> None:
+    def put(self, pages: Sequence[PublishedPage]) -> None:
         """See BlockSink."""
         self.offered += pages
         if self.eager:

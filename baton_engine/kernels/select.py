@@ -2,7 +2,6 @@
 
 import logging
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
@@ -21,20 +20,18 @@ _FIRST_WITH_FP8 = (8, 9)
 def select_kernels(
     device: torch.device,
     dtype: torch.dtype,
-    cache_dir: Path | None = None,
     *,
     deterministic: bool = False,
 ) -> KernelSet:
-    """The fastest kernels that run here; may block for some seconds while they are built.
+    """The fastest kernels that run here.
 
     Args:
         device: Where activations and pages are.
         dtype: Of both.
-        cache_dir: Where built kernels are kept; None for one in the user's home.
         deterministic: On a GPU, take those whose results do not depend on the batch (`check_deterministic`).
     """
     if device.type == "cpu" and dtype in SUPPORTED_DTYPES:
-        library = load_library(cache_dir)
+        library = load_library()
         if library is not None:
             return CpuKernels(library, dtype)
     if device.type == "cuda" and find_spec("triton") is None:
@@ -117,7 +114,7 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
     elif dtype not in SUPPORTED_DTYPES:
         missing = f"computes in float32 or bfloat16, not in {_name(dtype)}"
     elif not multiplies_int8():
-        missing = "needs a processor with AVX-512 VNNI, and a C++ compiler at the first start"
+        missing = "needs a processor with AVX-512 VNNI, and the CPU kernels, which are compiled when Baton is installed"
     if missing:
         raise ConfigError(f"quantization {quantization} {missing}", param="model.quantization")
 

@@ -121,7 +121,7 @@ class GatedMlp:
 
 
 class LayerHooks(Protocol):
-    """Who takes part in a step between its layers."""
+    """What a step has to call around its layers."""
 
     def before(self, layer_index: int) -> None:
         """A layer is about to read its pages; returns once it may."""
@@ -231,7 +231,7 @@ class Decoder:
         arena: KvArena,
         hooks: LayerHooks | None,
     ) -> Flow:
-        """All layers at once, or one by one where somebody takes part between them."""
+        """All layers at once, or one by one where hooks are called between them."""
         count = len(self.layers)
         rotation = self.rotary(step.positions)
         layers.use_pages([arena.layer(index) for index in range(count)])

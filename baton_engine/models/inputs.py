@@ -71,7 +71,7 @@ class InputBuilder:
         """The step's tensors.
 
         Args:
-            rows: Who computes what.
+            rows: What each sequence computes.
             pad_to: Add rows of one token up to so many, if there are fewer: they have no context and no page.
             unseen: Where the tokens are that rows of one token compute; None where their sequences have them.
 

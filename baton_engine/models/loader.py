@@ -78,7 +78,7 @@ def load_decoder(
 
 
 def _ignore(what: str, fraction: float) -> None:
-    """Progress that nobody asked for."""
+    """Where no progress is asked for."""
 
 
 class _Weights:

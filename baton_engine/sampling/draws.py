@@ -66,7 +66,7 @@ class RandomRows:
         places: `[num_random]` int64, of the rows among all.
         temperatures: `[num_random]` float32.
         targets: `[num_random, width]` float64, a uniform number per sample; shorter rows repeat their last one.
-        filters: Of the leading rows; None where nobody leaves anything out.
+        filters: Of the leading rows; None where no row leaves anything out.
         num_filtering: How many these are.
         draws: `[num_drawn]` int64, where each drawn token goes among all draws of the step.
         drawn: `[num_drawn]` int64, and which of the `num_random * width` draws it is.

@@ -82,7 +82,7 @@ def _top_k_limits(weights: torch.Tensor, asked: Filters) -> torch.Tensor:
 
 def _top_p_limits(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """The weight at which the likeliest tokens' mass reaches top_p of the whole, which top-k has already cut."""
-    # Who wants all is asked for nothing, lest everybody's weights are sorted for it.
+    # Rows that keep all tokens ask for no mass, so that weights are not sorted for them.
     wanted = weights.sum(1, keepdim=True, dtype=torch.float64) * top_p.masked_fill(
         top_p >= 1.0, 0.0
     )

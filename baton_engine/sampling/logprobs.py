@@ -1,5 +1,5 @@
 """Log-probabilities under the model itself, before anything a request asked to change: of drawn tokens, and of a prompt's own tokens
-for clients who score a text instead of, or before, continuing it.
+for clients that score a text instead of, or before, continuing it.
 
 For a prompt the model gives a hidden vector per scored token; logits of all of them at once would be gigabytes for a long chunk over
 a large vocabulary, so the output head runs over a slice at a time and only the few figures wanted of it are kept.

@@ -115,7 +115,7 @@ def _wants_the_likeliest(row: Row) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figures:
-    """Draws whose log-probabilities are wanted: which they are, in the staged and here, their rows, and how many tokens to list."""
+    """Draws whose log-probabilities are wanted: which they are, staged and here, their rows, and how many tokens to list."""
 
     draws: StagedArray
     rows: StagedArray

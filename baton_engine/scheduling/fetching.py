@@ -96,29 +96,33 @@ class Fetching:
         self, sequence: Sequence, keys: SequenceOf[BlockKey], num_held: int
     ) -> PageFetch | None:
         """What is fetched for a sequence that has just got its pages, of which the first `num_held` hold the right KV."""
-        num_offered = self._source.offer(sequence.seq_id, keys) if len(keys) > num_held else 0
-        if not self._rule.pays(num_offered - num_held, first_block=num_held):
+        num_matched = (
+            self._source.get_num_matched_blocks(sequence.seq_id, keys)
+            if len(keys) > num_held
+            else 0
+        )
+        if not self._rule.pays(num_matched - num_held, first_block=num_held):
             return None
         return PageFetch(
             seq_id=sequence.seq_id,
             first_block=num_held,
-            keys=tuple(keys[num_held:num_offered]),
-            blocks=tuple(sequence.blocks[num_held:num_offered]),
+            keys=tuple(keys[num_held:num_matched]),
+            blocks=tuple(sequence.blocks[num_held:num_matched]),
         )
 
     def preempted(self, sequence: Sequence, keys: SequenceOf[BlockKey]) -> None:
         """A preempted sequence will need its blocks again."""
         if keys:
-            self._source.want(sequence.seq_id, keys)
+            self._source.prefetch(sequence.seq_id, keys)
 
     def settle(self, request: Request) -> None:
         """Lets the source forget a request of which nothing waits to be admitted, or that is gone."""
         if not any(sequence.state is State.WAITING for sequence in request.sequences):
-            self._source.forget(request.seq_id)
+            self._source.request_finished(request.seq_id)
 
     def forget(self, seq_id: SeqId) -> None:
         """A sequence was refused before it became a request."""
-        self._source.forget(seq_id)
+        self._source.request_finished(seq_id)
 
     def measured(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Learns from a step that took `seconds`."""

@@ -291,9 +291,7 @@ class StepDraft:
         if end == first:
             return
         pages = BlockIds(sequence.blocks[first:end])
-        self._exports.append(
-            PageExport(seq_id=sequence.seq_id, first_block=first, blocks=pages, last=is_last)
-        )
+        self._exports.append(PageExport(seq_id=sequence.seq_id, first_block=first, blocks=pages))
         sequence.num_exported = end
 
     def plan(self, step: int) -> StepPlan:

@@ -43,13 +43,13 @@ class _Measured(Placement):
 
     decisions_s: list[float]
 
-    def choose(self, job, prompt, avoid, now_s):  # type: ignore[no-untyped-def]
+    def choose(self, request, prompt, avoid, now_s):  # type: ignore[no-untyped-def]
         """See Placement."""
         for worker in self._view.workers:
-            self._chain(job, worker.layout_group, worker.hello.layout)
+            self._chain(request, worker.layout_group, worker.hello.layout)
             break
         begun_s = time.thread_time()
-        chosen = super().choose(job, prompt, avoid, now_s)
+        chosen = super().choose(request, prompt, avoid, now_s)
         self.decisions_s.append(time.thread_time() - begun_s)
         return chosen
 
@@ -137,14 +137,14 @@ class RouterCore:
         (request,) = self._planner.plan(context, body, prompts, samples=body.num_samples)  # type: ignore[arg-type]  # token ids
         return request
 
-    def begin(self, job: GenerationRequest) -> list[bytes]:
-        """The commands that begin a job, as bytes."""
-        actions = self.dispatcher.handle(Submitted(request=job), time.monotonic())
+    def begin(self, request: GenerationRequest) -> list[bytes]:
+        """The commands that begin a request, as bytes."""
+        actions = self.dispatcher.handle(Submitted(request=request), time.monotonic())
         return [_command(action) for action in actions]  # type: ignore[arg-type]
 
-    def end(self, job: GenerationRequest) -> None:
+    def end(self, request: GenerationRequest) -> None:
         """Its client left."""
-        self.dispatcher.handle(ClientGone(request_id=job.request_id), time.monotonic())
+        self.dispatcher.handle(ClientGone(request_id=request.request_id), time.monotonic())
 
 
 def _command(action: SendAction) -> bytes:

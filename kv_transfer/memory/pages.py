@@ -1,19 +1,15 @@
-"""Copies scattered pages between two mapped regions, in C where there is a compiler and in numpy where there is none.
-
-The C function is built once per machine and version, in about a tenth of a second, when the first peer is connected.
-"""
+"""Copies scattered pages between two mapped regions, in C where there is a compiler and in numpy where there is none."""
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from baton import native
 from baton.block_ids import Numbers
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from baton.native import CannotBuildError, Library, build
 from baton.telemetry.logs import get_logger
 from kv_transfer.plan import runs
 
@@ -21,13 +17,6 @@ Pages = npt.NDArray[np.uint8]
 """One layer's arena, or a part of each of its pages, as rows: `[num_blocks, page_layer_bytes]`."""
 
 _log = get_logger(__name__)
-
-_LIBRARY = Library(
-    name="page-copy",
-    compiler="cc",
-    sources=(Path(__file__).with_name("page_copy.c"),),
-    flags=("-O3", "-march=native"),
-)
 
 
 def layer_pages(memory: memoryview, layout: KvLayout, num_blocks: int) -> list[Pages]:
@@ -76,11 +65,11 @@ def _copy_runs(source: Pages, target: Pages, from_pages: Numbers, to_pages: Numb
 
 
 @cache
-def load_library(cache_dir: Path | None = None) -> ctypes.CDLL | None:
-    """The C function's library, built now if need be; None where it cannot be, and the reason is logged, once."""
+def load_library() -> ctypes.CDLL | None:
+    """The C function's library; None where it is not built, and the reason is logged, once."""
     try:
-        library = ctypes.CDLL(str(build(_LIBRARY, cache_dir)))
-    except (OSError, CannotBuildError) as error:
+        library = native.load(native.PAGE_COPY)
+    except native.NotBuiltError as error:
         _log.warning("pages are copied without the C function", reason=str(error))
         return None
     pointer = ctypes.c_void_p

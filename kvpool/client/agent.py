@@ -39,7 +39,7 @@ class PoolAgent:
     Close it after the engine: the engine's thread waits for the reader's.
 
     Args:
-        open_client: Makes the way to the node, given who is told of slabs that come and go.
+        open_client: Makes the client of the node, given the callback for slabs that come and go.
         arena: The engine's pages.
         generation: How often a page of it has been handed out.
         config: Durations and bounds.
@@ -65,7 +65,7 @@ class PoolAgent:
         client = self._client = open_client(self._slab_changed)
         self._metrics = metrics
         self._told = WorkerLoad()
-        self._borrower = LeaseClient(
+        self._leases = LeaseClient(
             client,
             clock,
             metrics,
@@ -82,17 +82,17 @@ class PoolAgent:
             metrics=metrics,
         )
         self.source = PoolReader(
-            arena, self._borrower.leases, self._borrower, clock, finished=self._fetched
+            arena, self._leases.leases, self._leases, clock, finished=self._fetched
         )
 
     @property
-    def outlet(self) -> PublishQueue:
+    def block_sink(self) -> PublishQueue:
         """For the engine (`baton_engine.ports.BlockSink`)."""
         return self._publisher.queue
 
     async def start(self) -> None:
         """Looks for the node from now on; does not wait for it."""
-        self._borrower.start()
+        self._leases.start()
         self._publisher.start()
         await self._client.start()
 
@@ -109,27 +109,27 @@ class PoolAgent:
         )
 
     async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey], tenant: str = "") -> None:
-        """Borrows what the pool has of a prompt that is about to be submitted. See `LeaseClient.prepare`."""
-        await self._borrower.prepare(seq_id, keys, tenant)
+        """Leases what the pool has of a prompt that is about to be submitted. See `LeaseClient.prepare`."""
+        await self._leases.prepare(seq_id, keys, tenant)
 
     async def put_now(self, pages: Sequence[PublishedPage]) -> bool:
         """Puts a text's leading pages ahead of all that waits; whether the pool has every one of them then."""
         await self._publisher.put_now(pages)
-        return await self._borrower.has([page.key for page in pages])
+        return await self._leases.has([page.key for page in pages])
 
     async def published(self) -> None:
         """Waits until every page that was offered is in the pool, or dropped."""
         await self._publisher.idle()
 
     async def close(self) -> None:
-        """Puts what is still in line, for a moment; gives back what is borrowed; ends the threads."""
+        """Puts what is still in line, for a moment; releases the leases; ends the threads."""
         try:
             async with asyncio.timeout(_FAREWELL_S):
                 await self._publisher.idle()
         except TimeoutError:
-            _log.info("left without publishing", pages=len(self.outlet))
+            _log.info("left without publishing", pages=len(self.block_sink))
         await self._publisher.close()
-        await self._borrower.close()
+        await self._leases.close()
         await self._client.close()
         self.source.close()
 
@@ -146,7 +146,7 @@ class PoolAgent:
 
     def _slab_changed(self, slab: Sequence[Pages] | None) -> None:
         self.source.disconnect()
-        self._borrower.node_gone()
+        self._leases.node_gone()
         if slab is not None:
             try:
                 self.source.connect(slab)

@@ -1,4 +1,4 @@
-"""Borrows blocks from this host's node for the prompts of a worker: asks before a prompt is submitted, prolongs while it waits,
+"""Leases blocks of this host's node for the prompts of a worker: asks before a prompt is submitted, renews while it waits,
 gives back once it has been admitted.
 
 Stands between the event loop, where the node is talked to, and the engine's and the reader's threads, which only say what they
@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 _MAX_OVERDUE = 4
 """A node that owes this many answers is asked nothing more until one has come, so that a slow one delays few prompts."""
 
-_Errand = Callable[[], Coroutine[None, None, None]]
+_Call = Callable[[], Coroutine[None, None, None]]
 
 
 class LeaseClient:
@@ -34,7 +34,7 @@ class LeaseClient:
         client: The way to the node.
         clock: Monotonic.
         metrics: Counts.
-        lease_s: For how long blocks are borrowed at a time.
+        lease_s: For how long blocks are leased at a time.
         lookup_timeout_s: How long a prompt waits for the node's answer.
 
     Attributes:
@@ -55,8 +55,8 @@ class LeaseClient:
         self._metrics = metrics
         self._lease_s = lease_s
         self._lookup_timeout_s = lookup_timeout_s
-        self._mailbox: Mailbox[_Errand] | None = None
-        self._errands: set[asyncio.Task[None]] = set()
+        self._mailbox: Mailbox[_Call] | None = None
+        self._calls: set[asyncio.Task[None]] = set()
         self._asked: set[asyncio.Task[BlockLease | None]] = set()
         self._overdue: set[asyncio.Task[BlockLease | None]] = set()
         self._returned: list[str] = []
@@ -65,14 +65,14 @@ class LeaseClient:
         self.leases = ReadLeases(clock, self.released)
 
     def start(self) -> None:
-        """From now on carries out what other threads ask for, on the running loop, and prolongs what is borrowed."""
+        """From now on carries out what other threads ask for, on the running loop, and renews the leases."""
         self._mailbox = Mailbox(asyncio.get_running_loop(), self._spawn)
         self._spawn(self._renew_forever)
 
     async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey], tenant: str = "") -> None:
-        """Borrows what the node has of a prompt's beginning; nothing, where it does not say so in time. Raises nothing.
+        """Leases what the node has of a prompt's beginning; nothing, where it does not answer in time. Raises nothing.
 
-        Cancelled, it leaves nothing borrowed.
+        Cancelled, it leaves nothing leased.
         """
         if not keys or self._client.slab() is None or len(self._overdue) >= _MAX_OVERDUE:
             return
@@ -112,7 +112,7 @@ class LeaseClient:
 
     def wanted(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
         """See LeaseCallbacks."""
-        self._post(partial(self._borrow_again, seq_id, tuple(keys)))
+        self._post(partial(self._lease_again, seq_id, tuple(keys)))
 
     def released(self, lease_ids: Sequence[str]) -> None:
         """See LeaseCallbacks."""
@@ -123,12 +123,12 @@ class LeaseClient:
         self._post(partial(self._report, tuple(keys)))
 
     async def close(self) -> None:
-        """Gives back what is borrowed, if the node answers soon, and ends every task."""
+        """Releases the leases, if the node answers soon, and ends every task."""
         if self._mailbox is not None:
             self._mailbox.close()
-        for task in (*self._asked, *self._errands):
+        for task in (*self._asked, *self._calls):
             task.cancel()
-        await asyncio.gather(*self._asked, *self._errands, return_exceptions=True)
+        await asyncio.gather(*self._asked, *self._calls, return_exceptions=True)
         left = [*self._returned, *self.leases.open()]
         self.leases.clear()
         if left and self._client.slab() is not None:
@@ -155,7 +155,7 @@ class LeaseClient:
         if lease is not None and lease.lease_id:
             self.released((lease.lease_id,))
 
-    async def _borrow_again(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+    async def _lease_again(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
         if self._client.slab() is None:
             return
         asked_s, num_gone = self._clock.now_s(), self._num_gone
@@ -168,7 +168,7 @@ class LeaseClient:
     async def _give_back(self, lease_ids: Sequence[str]) -> None:
         self._returned += lease_ids
         if self._is_returning:
-            return  # whoever is at it takes these along
+            return  # the call under way takes these along
         self._is_returning = True
         try:
             while self._returned:
@@ -202,20 +202,20 @@ class LeaseClient:
         except (PoolUnavailableError, TimeoutError):
             self._metrics.node_failed()
 
-    def _post(self, errand: _Errand) -> None:
+    def _post(self, call: _Call) -> None:
         if self._mailbox is not None:
-            self._mailbox.post(errand)
+            self._mailbox.post(call)
 
-    def _spawn(self, errand: _Errand) -> None:
-        task = asyncio.create_task(errand(), name="pool-errand")
-        self._errands.add(task)
-        task.add_done_callback(self._errand_done)
+    def _spawn(self, call: _Call) -> None:
+        task = asyncio.create_task(call(), name="pool-call")
+        self._calls.add(task)
+        task.add_done_callback(self._call_done)
 
-    def _errand_done(self, task: "asyncio.Task[None]") -> None:
-        self._errands.discard(task)
+    def _call_done(self, task: "asyncio.Task[None]") -> None:
+        self._calls.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            _log.error("an errand to the pool node failed", cause=error)
+            _log.error("a call to the pool node failed", cause=error)
 
 
 def _lease_of(asked: "asyncio.Task[BlockLease | None]") -> BlockLease | None:

@@ -1,4 +1,4 @@
-"""A worker's way to the pool node of its host: attaches, maps the slab, and does so again whenever the node has started anew.
+"""A worker's client of its host's pool node: attaches, maps the slab, and does so again whenever the node has started anew.
 
 Without a node every call raises `PoolUnavailableError` and the worker computes what it needs; nothing waits for a node to come.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
+from baton.backoff import Backoff
 from baton.errors import BatonError, PoolUnavailableError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.layout import KvLayout
@@ -31,8 +32,7 @@ from kvpool.convert import (
 from kvpool.messages import BlockLease, Owner, PutGrant, Refused
 
 CALL_TIMEOUT_S = 2.0
-_FIRST_RETRY_S = 0.1
-_LONGEST_RETRY_S = 5.0
+_RETRIES = Backoff(first_s=0.1, max_s=5.0)
 
 OnSlab = Callable[[list[Pages] | None], None]
 """Told, on the event loop, when a slab was mapped, and with None when its node is gone."""
@@ -45,7 +45,7 @@ class GrpcPoolClient:
 
     Args:
         address: Of the node: `unix:/path`.
-        worker: Who attaches.
+        worker: The worker that attaches.
         layout: Of the worker's pages.
         on_slab: Told of slabs that come and go.
     """
@@ -153,15 +153,15 @@ class GrpcPoolClient:
         return self._node
 
     async def _stay_attached(self) -> None:
-        wait_s = _FIRST_RETRY_S
+        failures = 0
         while True:
             try:
                 await self._attach_once()
-                wait_s = _FIRST_RETRY_S
+                failures = 0
             except (BatonError, grpc.aio.AioRpcError) as error:
                 _log.debug("no pool node yet", address=self._address, reason=str(error))
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
+            failures += 1
+            await asyncio.sleep(_RETRIES.wait_s(failures))
 
     async def _attach_once(self) -> None:
         """From the node's welcome to its end."""

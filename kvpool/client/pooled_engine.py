@@ -1,4 +1,4 @@
-"""An engine that finds a prompt's blocks borrowed from the pool when it gets it.
+"""An engine whose prompts come with their blocks in the pool leased already; and the pool as a store of whole prompts.
 
 Stands between a worker's services and their engine. A prompt waits here for the node's answer, for some milliseconds, and in the
 order in which prompts came; every other command passes at once.
@@ -22,10 +22,10 @@ _HASHED_IN_PLACE_TOKENS = 4096
 
 
 class PromptPool(Protocol):
-    """Whoever borrows blocks for a prompt that is about to be submitted."""
+    """Leases blocks for a prompt that is about to be submitted."""
 
     async def prepare(self, seq_id: SeqId, keys: Sequence[BlockKey], tenant: str = "") -> None:
-        """Borrows what there is; bounded in time, and raises nothing."""
+        """Leases what there is; bounded in time, and raises nothing."""
 
 
 class PromptKeys:
@@ -77,7 +77,7 @@ class PooledEngine:
 
     Args:
         engine: The engine.
-        pool: Borrows.
+        pool: Leases blocks.
         keys: Of prompts.
     """
 
@@ -95,7 +95,7 @@ class PooledEngine:
             case FlushCache():
                 self._engine.submit(command)
             case _:
-                self._hurry(command.seq_id)
+                self._submit_now(command.seq_id)
                 self._engine.submit(command)
 
     def attach(self, listener: Callable[[StepEvents], None]) -> None:
@@ -121,25 +121,25 @@ class PooledEngine:
     def _prepare(self, command: Prefill | Generate) -> None:
         preparing = None
         if self._keys.count(command.prompt):
-            preparing = asyncio.create_task(self._borrow(command), name="pool-prepare")
-            preparing.add_done_callback(lambda _: self._let_pass())
+            preparing = asyncio.create_task(self._lease(command), name="pool-prepare")
+            preparing.add_done_callback(lambda _: self._submit_ready())
         self._waiting[command.seq_id] = _Waiting(command=command, preparing=preparing)
-        self._let_pass()
+        self._submit_ready()
 
-    async def _borrow(self, command: Prefill | Generate) -> None:
+    async def _lease(self, command: Prefill | Generate) -> None:
         keys = await self._keys.soon(command.prompt)
         await self._pool.prepare(command.seq_id, keys, command.prompt.tenant)
 
-    def _hurry(self, seq_id: SeqId) -> None:
+    def _submit_now(self, seq_id: SeqId) -> None:
         waiting = self._waiting.pop(seq_id, None)
         if waiting is None:
             return
         if waiting.preparing is not None:
             waiting.preparing.cancel()
         self._engine.submit(waiting.command)
-        self._let_pass()
+        self._submit_ready()
 
-    def _let_pass(self) -> None:
+    def _submit_ready(self) -> None:
         while self._waiting:
             seq_id, first = next(iter(self._waiting.items()))
             if not first.ready:
@@ -149,7 +149,7 @@ class PooledEngine:
 
 
 class UrgentPuts(Protocol):
-    """Whoever puts pages into the pool (`kvpool.client.agent.PoolAgent`)."""
+    """Puts pages into the pool at once (`kvpool.client.agent.PoolAgent`)."""
 
     async def put_now(self, pages: Sequence[PublishedPage]) -> bool:
         """Puts a text's leading pages ahead of all that waits; whether the pool has every one of them then."""
@@ -173,9 +173,9 @@ class PoolPromptStore:
 
     def put(self, prompt: Prompt, blocks: Sequence[BlockId]) -> Coroutine[None, None, bool]:
         """See PromptStore."""
-        # Whoever goes on from here has the log-probabilities of the prompt already, and needs only its KV.
+        # The worker that goes on from here has the log-probabilities of the prompt already, and needs only its KV.
         plain = replace(prompt, sampling=replace(prompt.sampling, prompt_logprobs=None))
-        # Read while the pages are the prompt's for certain: once somebody waits, they may be handed out again.
+        # Read while the pages are the prompt's for certain: after the first await they may be handed out again.
         full = blocks[: self._keys.count(plain)]
         return self._put(plain, [(block, self._generation(block)) for block in full])
 

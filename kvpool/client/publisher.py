@@ -2,7 +2,10 @@
 
     reserve places ─▶ copy pages there, in a thread ─▶ commit what was not handed out again meanwhile
 
-Nobody waits for it. What goes wrong costs the pool a few blocks, and nothing else.
+No request waits for it. What goes wrong costs the pool a few blocks, and nothing else.
+
+The engine goes on meanwhile and holds nothing back: a page may be handed out again while it is copied. Its generation, read after
+the copy, tells; what was copied then is not what its key says and is never committed.
 """
 
 import asyncio
@@ -73,7 +76,7 @@ class PublishQueue:
         """Pages that were forgotten so far."""
         return self._dropped
 
-    def offer(self, pages: Sequence[PublishedPage]) -> None:
+    def put(self, pages: Sequence[PublishedPage]) -> None:
         """See BlockSink."""
         with self._lock:
             room = (self._pages.maxlen or 0) - len(self._pages)
@@ -101,7 +104,7 @@ class PublishQueue:
 
 
 class PoolWriter:
-    """Blocks; for a thread that nobody waits for. Not thread-safe: one writer at a time.
+    """Copies full pages to reserved slots. Blocks; for a thread that no request waits for. Not thread-safe: one writer at a time.
 
     Args:
         arena: Where pages lie.
@@ -250,7 +253,7 @@ class Publisher:
         try:
             async with (
                 self._turn
-            ):  # whoever waited longest is next: a text in a hurry after one batch at most
+            ):  # first come, first served: an urgent text waits for one batch at most
                 await self._publish(pages)
         except Exception as error:  # noqa: BLE001  # one bad batch must not end publishing for good
             _log.error("a batch of blocks was dropped", cause=error)

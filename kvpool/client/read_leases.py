@@ -72,7 +72,7 @@ class ReadLeases:
 
     Args:
         clock: Of this machine; a lease is counted from before it was asked for, so it ends here before it ends at the node.
-        released: Called, from whatever thread, with leases that nobody needs any more.
+        released: Called, from whatever thread, with leases that are not needed any more.
     """
 
     def __init__(self, clock: Clock, released: Callable[[Sequence[str]], None]) -> None:
@@ -132,12 +132,12 @@ class ReadLeases:
         return good[counts.index(longest)].part(first_block, longest) if longest else None
 
     def holds(self, lease_id: str) -> bool:
-        """Whether this lease still lets anybody read."""
+        """Whether blocks may still be read under this lease."""
         with self._lock:
             return self._expires_s.get(lease_id, 0.0) > self._clock.now_s()
 
     def open(self) -> list[str]:
-        """Leases under which somebody may still want to read: those to renew."""
+        """Leases under which blocks may still be read: those to renew."""
         with self._lock:
             return list(self._expires_s)
 
@@ -149,7 +149,7 @@ class ReadLeases:
                     self._expires_s[lease_id] = asked_s + lease_s
 
     def ended(self, lease_ids: Iterable[str]) -> None:
-        """The node knows nothing of these: nobody reads under them any more."""
+        """The node knows nothing of these: nothing reads under them any more."""
         with self._lock:
             for lease_id in lease_ids:
                 self._expires_s.pop(lease_id, None)

@@ -93,21 +93,21 @@ class PoolReader:
         self._slab = None
         self._leases.clear()
 
-    def offer(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> int:
+    def get_num_matched_blocks(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> int:
         """See KvSource."""
         return self._leases.offer(seq_id, keys) if self._slab is not None else 0
 
-    def want(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
+    def prefetch(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
         """See KvSource."""
         if self._slab is not None:
             self._leases.want(seq_id)
             self._desk.wanted(seq_id, keys)
 
-    def forget(self, seq_id: SeqId) -> None:
+    def request_finished(self, seq_id: SeqId) -> None:
         """See KvSource."""
         self._leases.forget(seq_id)
 
-    def begin(self, fetches: Sequence[PageFetch]) -> None:
+    def start_load_kv(self, fetches: Sequence[PageFetch]) -> None:
         """See KvSource."""
         slab = self._slab
         with self._changed:
@@ -145,7 +145,7 @@ class PoolReader:
         numbers = np.frombuffer(b"".join(checksums), dtype="<u8").reshape(-1, num_layers)
         job.expected = np.ascontiguousarray(numbers.T, dtype=np.uint64)
 
-    def await_layer(self, layer_index: int) -> frozenset[SeqId]:
+    def wait_for_layer_load(self, layer_index: int) -> frozenset[SeqId]:
         """See KvSource. Gives up what makes no progress for too long."""
         with self._changed:
             while self._is_copying and self._layers_done <= layer_index:
@@ -161,7 +161,7 @@ class PoolReader:
         self._is_cancelled = True
         self._layers_done = self._arena.num_layers
 
-    def finish(self) -> FetchOutcome:
+    def finish_load_kv(self) -> FetchOutcome:
         """See KvSource. Waits at most for the turn that is being copied."""
         with self._changed:
             self._is_cancelled = True

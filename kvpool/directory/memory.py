@@ -21,7 +21,7 @@ Replicas = tuple[Replica, ...]
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A node that has a lease, or had one that nobody has looked at since."""
+    """A node that has a lease, or had one whose end was not noticed yet."""
 
     state: NodeState
     expires_s: float
@@ -43,7 +43,7 @@ class MemoryDirectory:
 
     async def publish(self, node: WorkerIdentity, changes: DirectoryChanges) -> None:
         """See `Directory`."""
-        self._bury_the_dead()
+        self._drop_expired()
         known = self._nodes.get(node)
         if known is None:
             return
@@ -65,7 +65,7 @@ class MemoryDirectory:
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Replicas]:
         """See `Directory`."""
-        self._bury_the_dead()
+        self._drop_expired()
         found: list[Replicas] = []
         get = self._blocks.get
         for key in keys:
@@ -77,7 +77,7 @@ class MemoryDirectory:
 
     async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Renewal:
         """See `Directory`."""
-        self._bury_the_dead()
+        self._drop_expired()
         expires_s = self._clock.now_s() + lease_s
         node = self._nodes.get(state.node)
         if node is None:
@@ -92,7 +92,7 @@ class MemoryDirectory:
 
     async def nodes(self) -> tuple[NodeState, ...]:
         """See `Directory`."""
-        self._bury_the_dead()
+        self._drop_expired()
         return tuple(node.state for node in self._nodes.values())
 
     async def retire(self, node: WorkerIdentity) -> None:
@@ -112,7 +112,7 @@ class MemoryDirectory:
                 self._drop(key, node.state.node)
         return len(self._flushes)
 
-    def _bury_the_dead(self) -> None:
+    def _drop_expired(self) -> None:
         now_s = self._clock.now_s()
         dead = [name for name, node in self._nodes.items() if node.expires_s <= now_s]
         for name in dead:

@@ -3,8 +3,8 @@
 All records lie in one hash: no names to make for a long chain, and a third fewer bytes than with a key each. A record holds the
 block's replicas and four-byte hashes of whose it is (`record.lua`), about 110 bytes of Redis' memory for a block with one replica.
 
-A node has a number there for as long as its lease holds; when it ends, all its replicas are void with it, without anybody touching
-them. The other nodes' renewals sweep their records out by and by, and where no node renews at all, everything goes after a week.
+A node has a number there for as long as its lease holds; when it ends, all its replicas are void with it, without being touched.
+The other nodes' renewals sweep their records out by and by; where no node renews at all, everything goes after a week.
 
 The scripts make their keys' names from the prefix, so the directory lies on one Redis, not spread over a cluster of them.
 """
@@ -42,7 +42,7 @@ _CODE_OF_TIER = {Tier.DRAM: b"\x00", Tier.SSD: b"\x01"}
 _LIFE_MS = 7 * 24 * 3600 * 1000
 _REMEMBERED_FLUSHES = 64
 _MOST_AT_ONCE = 1024
-"""Blocks per script: Redis serves nobody else meanwhile."""
+"""Blocks per script: Redis serves no other client meanwhile."""
 
 _Reply = TypeVar("_Reply")
 _Args = list[str | bytes | int]

@@ -1,8 +1,8 @@
-"""Who gives up how much when a tier is full: weighted max-min fairness between tenants.
+"""How much each tenant gives up when a tier is full: weighted max-min fairness.
 
-Whoever takes most for its weight gives first, until it is level with the next. Nobody is asked for what lies below its floor:
+The tenant that takes most for its weight gives first, until it is level with the next. No tenant gives what lies below its floor:
 where one tenant wants room, the floor of the others is their share of the tier, so a flood pushes out its own blocks and
-what others have beyond their share. What nobody claims is anybody's.
+what others have beyond their share. What no tenant claims any tenant may take.
 
     taken / weight
       █                     need 5: three from the first, one each

@@ -11,7 +11,7 @@ from typing import Protocol
 from baton.ids import BlockKey
 
 MayGo = Callable[[BlockKey], bool]
-"""Whether a block may be given up now: nobody reads it, and nobody has pinned it."""
+"""Whether a block may be given up now: it is neither being read nor pinned."""
 
 
 class EvictionPolicy(Protocol):

@@ -2,7 +2,7 @@
 SOSP '23).
 
 New blocks enter a small queue. Those that were read twice while they passed through it move on to the main queue; the others leave,
-and only their keys are remembered. Whoever comes back while remembered goes straight to the main queue, where a block that was
+and only their keys are remembered. A block that comes back while its key is remembered goes straight to the main queue, where a block that was
 read is put at the back again instead of leaving. So what is read once, which most prompts are, passes through a tenth of the
 memory only.
 """

@@ -1,6 +1,6 @@
-"""Who owns the blocks of a node, how much each tenant takes and may take.
+"""Whose the blocks of a node are, how much each tenant takes and may take, and what has happened so far.
 
-A tenant is billed per block, however many tiers hold it, and per place, however little of it the block fills.
+A tenant is billed per block, however many tiers hold it, and per slot, however little of it the block fills.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ class TierUsage:
 
     Attributes:
         policy: Which of its blocks there goes first; knows those that are resident.
-        taken: Places there that it takes, whatever they are in the middle of.
+        taken: Slots there that it takes, whatever their state.
     """
 
     policy: EvictionPolicy
@@ -30,7 +30,7 @@ class Account:
 
     Attributes:
         tenant: Its name.
-        memory: Its stake in memory.
+        memory: Its usage of memory.
         disk: And on the disk.
         weight: Its share against those of others, where memory is short.
         max_blocks: That it may have; None for any number.
@@ -53,17 +53,34 @@ class Account:
 
     @property
     def empty(self) -> bool:
-        """Whether it has nothing here, not even a place in quarantine."""
+        """Whether it has nothing here, not even a slot in quarantine."""
         return not (self.blocks or self.memory.taken or self.disk.taken)
 
 
 @dataclass(slots=True, eq=False)
 class Billing:
-    """All blocks of one owner and one size; every place names its block's holding."""
+    """All blocks of one owner and one size; every slot names its block's billing."""
 
     owner: Owner
     size_bytes: int
     account: Account
+
+
+@dataclass(slots=True, eq=False)
+class Counts:
+    """What has happened on a node since it started; these numbers only grow. `NodeUsage` tells them to others."""
+
+    hit_blocks: int = 0
+    missed_blocks: int = 0
+    stored_blocks: int = 0
+    evicted_blocks: int = 0
+    demoted_blocks: int = 0
+    promoted_blocks: int = 0
+    zombie_puts: int = 0
+    corrupt_blocks: int = 0
+    fetched_blocks: int = 0
+    sent_blocks: int = 0
+    failed_fetches: int = 0
 
 
 class Accounts:
@@ -71,7 +88,7 @@ class Accounts:
 
     Args:
         block_bytes: What a block is billed.
-        usual: What a tenant may take of whom nothing else is said.
+        usual: What a tenant may take for which nothing else is configured.
         policies: Makes a policy for memory, and one for the disk.
     """
 
@@ -87,7 +104,7 @@ class Accounts:
         self._policies = policies
         self._accounts: dict[str, Account] = {}
         self._allowances: dict[str, Allowance] = {}
-        self._holdings: dict[tuple[Owner, int], Billing] = {}
+        self._billings: dict[tuple[Owner, int], Billing] = {}
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
@@ -103,18 +120,18 @@ class Accounts:
             self._apply(account)
         return account
 
-    def holding(self, owner: Owner, size_bytes: int) -> Billing:
+    def billing(self, owner: Owner, size_bytes: int) -> Billing:
         """Where blocks of `owner` are counted."""
-        holding = self._holdings.get((owner, size_bytes))
-        if holding is None:
+        billing = self._billings.get((owner, size_bytes))
+        if billing is None:
             account = self._account(owner.tenant)
-            holding = Billing(owner=owner, size_bytes=size_bytes, account=account)
-            self._holdings[owner, size_bytes] = holding
-        return holding
+            billing = Billing(owner=owner, size_bytes=size_bytes, account=account)
+            self._billings[owner, size_bytes] = billing
+        return billing
 
     def covered(self, selection: Selection) -> set[Billing]:
-        """The holdings that a flush means."""
-        return {held for held in self._holdings.values() if selection.covers(held.owner)}
+        """What a flush covers."""
+        return {held for held in self._billings.values() if selection.covers(held.owner)}
 
     def usage(self) -> tuple[OwnerUsage, ...]:
         """What each tenant takes."""
@@ -134,16 +151,16 @@ class Accounts:
         if not any(account.empty for account in self):
             return
         self._accounts = {a.tenant: a for a in self if not a.empty}
-        self._holdings = {
-            name: held for name, held in self._holdings.items() if not held.account.empty
+        self._billings = {
+            name: held for name, held in self._billings.items() if not held.account.empty
         }
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the accounts contradict each other."""
-        for (owner, size_bytes), held in self._holdings.items():
+        for (owner, size_bytes), held in self._billings.items():
             account = self._accounts.get(owner.tenant)
             if held.account is not account or (held.owner, held.size_bytes) != (owner, size_bytes):
-                raise InvariantError(f"a holding of {owner} is in the wrong account")
+                raise InvariantError(f"a billing of {owner} is in the wrong account")
 
     def _account(self, tenant: str) -> Account:
         account = self._accounts.get(tenant)

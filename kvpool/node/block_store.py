@@ -1,19 +1,22 @@
-"""Where one block can lie on a node: a slot of its memory, an extent of its disk; and what may become of such a place.
+"""Where a node's blocks lie: slots of two tiers, memory and disk, with their states, and what others have yet to be told.
 
              reserve                commit
     FREE ──────────────▶ RESERVED ─────────▶ RESIDENT ◀──────── DEMOTING     memory only: being copied to the disk
      │ ▲                  │ too late, flushed   │ │ ────────────▶ │
      │ │                  ▼                     │ │               │
-     │ ├──────────── QUARANTINED                │ │ flushed, corrupt, and somebody reads it
+     │ ├──────────── QUARANTINED                │ │ flushed or corrupt while it is read
      │ │ its writer has stopped, or must have   │ ▼               ▼
      │ ├───────────────────────────────────── CONDEMNED ◀── FILLING
      │ └──────────────────────────────────────  given up          │ ▲
      └────────────────────────────────────────────────────────────┼─┘ from the other tier
                                               RESIDENT ◀──────────┘ read or written
 
-Each time a place is taken it gets another epoch, which no place of this node has had before.
+A slot of the disk is an *extent*. Each time a slot is taken it gets another epoch, which no slot of this node has had before.
+`kvpool.node.ledger` decides which transitions happen; here they are carried out, so that tenants' usage, eviction policies and
+the logs for routers and the directory agree with them.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,13 +25,14 @@ from itertools import count, islice
 from baton.blocks import ChangeLog
 from baton.errors import InvariantError
 from baton.ids import BlockKey
+from baton.story import StoryEntry
 from kvpool.eviction.policy import MayGo
 from kvpool.messages import DirectoryChanges, DiskBlock, Erase, NodeAction, Stored, Tier
 from kvpool.node.accounts import Account, Billing, TierUsage
 
 
 class SlotState(IntEnum):
-    """What a place is there for at the moment. Integers, since they are looked up whenever a block comes or goes."""
+    """What a slot is used for. Integers, since they are looked up whenever a block comes or goes."""
 
     FREE = 0
     RESERVED = 1
@@ -52,20 +56,28 @@ TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
 _READABLE = (_S.RESIDENT, _S.DEMOTING)
 _NAMED = frozenset({_S.RESERVED, _S.FILLING, _S.RESIDENT, _S.DEMOTING})
 
+# Module constants: they are looked up for every block, and reading a member of an enum takes ten times as long.
+_DRAM, _SSD = Tier.DRAM, Tier.SSD
+_FREE, _RESERVED, _FILLING, _RESIDENT = _S.FREE, _S.RESERVED, _S.FILLING, _S.RESIDENT
+_QUARANTINED, _CONDEMNED = _S.QUARANTINED, _S.CONDEMNED
+
+_STORY_OPERATIONS = 4096
+_STORY_KEYS = 65_536
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One place. While it is free, what it says of a block is what it held last.
+    """A slot of memory or an extent of the disk. While it is free, what it says of a block is what it held last.
 
     Attributes:
         tier: Of which tier.
-        index: Which slot or extent.
+        index: Its number in the tier.
         epoch: Of the block in it.
         key: The block.
-        holding: Whose it is.
-        stake: What its tenant has in this tier.
+        billing: Whose it is.
+        usage: What its tenant has in this tier.
         position: How many blocks of its text are before it.
-        state: Where the place stands.
+        state: What the slot is used for.
         checksums: Of the block's layers, once it is resident.
         users: Leases that hold it, and reads and writes of the disk that are under way.
     """
@@ -74,8 +86,8 @@ class Slot:
     index: int
     epoch: int
     key: BlockKey
-    holding: Billing
-    stake: TierUsage
+    billing: Billing
+    usage: TierUsage
     position: int
     state: SlotState = SlotState.FREE
     checksums: bytes = b""
@@ -91,16 +103,6 @@ class Slot:
         """Whether its block is to be found here, now or soon."""
         return self.state in _NAMED
 
-    def move(self, state: SlotState) -> None:
-        """Enters `state`.
-
-        Raises:
-            InvariantError: The table has no such transition.
-        """
-        if state not in TRANSITIONS[self.state]:
-            raise InvariantError(f"{self.tier} {self.index}: {self.state.name} to {state.name}")
-        self.state = state
-
     def check_integrity(self) -> None:
         """Raises InvariantError if it contradicts itself."""
         unused = self.state in (_S.FREE, _S.RESERVED, _S.QUARANTINED)
@@ -109,150 +111,192 @@ class Slot:
             raise InvariantError(f"{self.tier} {self.index} is inconsistent: {self!r}")
 
 
-# Names of the module: they are looked up for every block, and a member of an enum takes ten times as long.
-_DRAM = Tier.DRAM
-_FREE = SlotState.FREE
-_FILLING = SlotState.FILLING
-_RESIDENT = SlotState.RESIDENT
+class BlockStory:
+    """The last operations that changed the state of blocks, told by block key in hexadecimal (as `baton.story.StoryLog`).
+
+    One entry per operation and not per block: a put of 2,000 blocks would cost a fifth of its time otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._operations: deque[tuple[float, str, tuple[BlockKey, ...]]] = deque()
+        self._num_keys = 0
+        self.now_s = 0.0
+
+    def record(self, event: str, slots: Iterable[Slot]) -> None:
+        """An operation changed the state of these slots, at `now_s`."""
+        keys = tuple([slot.key for slot in slots])
+        if not keys:
+            return
+        self._operations.append((self.now_s, event, keys))
+        self._num_keys += len(keys)
+        while self._num_keys > _STORY_KEYS or len(self._operations) > _STORY_OPERATIONS:
+            self._num_keys -= len(self._operations.popleft()[2])
+
+    def story(self, key: str) -> tuple[StoryEntry, ...]:
+        """What is left of the operations on one block, oldest first."""
+        try:
+            wanted = bytes.fromhex(key)
+        except ValueError:
+            return ()
+        return tuple(
+            StoryEntry(at_s=at_s, event=event, actions=())
+            for at_s, event, keys in self._operations
+            if wanted in keys
+        )
 
 
 class SlotAllocator:
-    """Places of one tier. They are made when first taken, so that a large disk costs nothing before it is used.
+    """The slots of one tier: which are free, and which one each block lies in. Slots are made when they are first taken, so that
+    a large disk costs nothing before it is used.
 
     Args:
         tier: Which tier.
-        num_places: How many there are.
-        epochs: Where each use of a place gets its number; shared with the other tier.
+        num_slots: How many there are.
+        epochs: Gives each use of a slot its number; shared with the other tier.
+        story: Of the blocks; an InvariantError carries what it tells.
+
+    Attributes:
+        named: Where each block lies that is here, or will be soon.
     """
 
-    def __init__(self, tier: Tier, num_places: int, epochs: Iterator[int]) -> None:
+    def __init__(
+        self, tier: Tier, num_slots: int, epochs: Iterator[int], story: BlockStory
+    ) -> None:
         self.tier = tier
-        self.num_places = num_places
+        self.num_slots = num_slots
         self.named: dict[BlockKey, Slot] = {}
         self._epochs = epochs
+        self._story = story
         self._made: list[Slot] = []
         self._free: dict[int, Slot] = {}
 
     @property
     def num_free(self) -> int:
-        """Places that could be taken now."""
-        return len(self._free) + self.num_places - len(self._made)
+        """Slots that could be taken now."""
+        return len(self._free) + self.num_slots - len(self._made)
 
     @property
     def num_taken(self) -> int:
         """The others."""
         return len(self._made) - len(self._free)
 
-    def stake(self, account: Account) -> TierUsage:
+    def usage(self, account: Account) -> TierUsage:
         """What `account` has in this tier."""
         return account.memory if self.tier is _DRAM else account.disk
 
     def readable(self, key: BlockKey) -> Slot | None:
         """Where `key` can be read, if it can."""
-        place = self.named.get(key)
-        return place if place is not None and place.readable else None
+        slot = self.named.get(key)
+        return slot if slot is not None and slot.readable else None
 
-    def take(self, key: BlockKey, holding: Billing, position: int, state: SlotState) -> Slot:
-        """Takes a free place for a block that has none in this tier. The caller has seen to it that there is one."""
-        stake = self.stake(holding.account)
-        stake.taken += 1
-        epoch = next(self._epochs)
-        if self._free:
-            _, place = self._free.popitem()
-            place.epoch, place.key, place.position = epoch, key, position
-            place.holding, place.stake = holding, stake
-        else:
-            place = Slot(self.tier, len(self._made), epoch, key, holding, stake, position)
-            self._made.append(place)
-        place.move(state)
-        self.named[key] = place
-        return place
-
-    def restore(
-        self, index: int, epoch: int, key: BlockKey, holding: Billing, position: int
-    ) -> Slot:
-        """Takes the place numbered `index` for a block that lay there before this start of the node; it has yet to move.
+    def move(self, slot: Slot, state: SlotState) -> None:
+        """A slot enters `state`.
 
         Raises:
-            InvariantError: There is no such place, or it is in use, or the block lies elsewhere.
+            InvariantError: The table has no such transition.
         """
-        stake = self.stake(holding.account)
-        for made in range(len(self._made), min(index + 1, self.num_places)):
-            self._free[made] = Slot(self.tier, made, 0, key, holding, stake, position)
-            self._made.append(self._free[made])
-        place = self._free.pop(index, None)
-        if place is None or key in self.named:
+        if state not in TRANSITIONS[slot.state]:
             raise InvariantError(
-                f"{self.tier} {index} does not exist or is in use, or its block is"
+                f"{slot.tier} {slot.index}: {slot.state.name} to {state.name}",
+                story=self._story.story(slot.key.hex()),
             )
-        place.epoch, place.key, place.position = epoch, key, position
-        place.holding, place.stake = holding, stake
-        place.move(_FILLING)
-        self.named[key] = place
-        stake.taken += 1
-        return place
+        slot.state = state
 
-    def free(self, place: Slot) -> None:
-        """Gives a place back whose block is not named here any more."""
-        place.move(_FREE)
-        place.checksums = b""
-        place.stake.taken -= 1
-        self._free[place.index] = place
+    def take(self, key: BlockKey, billing: Billing, position: int, state: SlotState) -> Slot:
+        """Takes a free slot for a block that has none in this tier. The caller has made sure that there is one."""
+        usage = self.usage(billing.account)
+        usage.taken += 1
+        epoch = next(self._epochs)
+        if self._free:
+            _, slot = self._free.popitem()
+            slot.epoch, slot.key, slot.position = epoch, key, position
+            slot.billing, slot.usage = billing, usage
+        else:
+            slot = Slot(self.tier, len(self._made), epoch, key, billing, usage, position)
+            self._made.append(slot)
+        self.move(slot, state)
+        self.named[key] = slot
+        return slot
 
-    def admit(self, places: Sequence[Slot]) -> None:
+    def restore(self, block: DiskBlock, billing: Billing) -> Slot:
+        """Takes the extent of a block that lay there before this start of the node; it has yet to move.
+
+        Raises:
+            InvariantError: There is no such extent, or it is in use, or the block lies elsewhere.
+        """
+        usage = self.usage(billing.account)
+        for made in range(len(self._made), min(block.extent + 1, self.num_slots)):
+            self._free[made] = Slot(self.tier, made, 0, block.key, billing, usage, block.position)
+            self._made.append(self._free[made])
+        slot = self._free.pop(block.extent, None)
+        if slot is None or block.key in self.named:
+            raise InvariantError(
+                f"{self.tier} {block.extent} does not exist or is in use, or its block is"
+            )
+        slot.epoch, slot.key, slot.position = block.epoch, block.key, block.position
+        slot.billing, slot.usage = billing, usage
+        self.move(slot, _FILLING)
+        self.named[block.key] = slot
+        usage.taken += 1
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        """Gives a slot back whose block is not named here any more."""
+        self.move(slot, _FREE)
+        slot.checksums = b""
+        slot.usage.taken -= 1
+        self._free[slot.index] = slot
+
+    def admit(self, slots: Sequence[Slot]) -> None:
         """Blocks of one text, in its order, have become resident: their eviction policies are told."""
         begin = 0
-        for end, place in enumerate(places):
-            first = places[begin]
-            if place.holding is not first.holding or place.position - first.position != end - begin:
-                self._admit_run(places[begin:end])
+        for end, slot in enumerate(slots):
+            first = slots[begin]
+            if slot.billing is not first.billing or slot.position - first.position != end - begin:
+                self._admit_run(slots[begin:end])
                 begin = end
-        self._admit_run(places[begin:])
+        self._admit_run(slots[begin:])
 
-    def touch(self, places: Sequence[Slot]) -> None:
+    def touch(self, slots: Sequence[Slot]) -> None:
         """Blocks of one text, in its order, were asked for."""
         keys: dict[TierUsage, list[BlockKey]] = {}
-        for place in places:
-            if place.state is _RESIDENT:
-                keys.setdefault(place.stake, []).append(place.key)
-        for stake, its_keys in keys.items():
-            stake.policy.used(its_keys)
-
-    def untrack(self, place: Slot) -> None:
-        """A resident block is about to go for another reason than want of room."""
-        place.stake.policy.removed(place.key)
+        for slot in slots:
+            if slot.state is _RESIDENT:
+                keys.setdefault(slot.usage, []).append(slot.key)
+        for usage, its_keys in keys.items():
+            usage.policy.used(its_keys)
 
     def victims(self, account: Account, count: int, may_go: MayGo) -> list[Slot]:
-        """Resident blocks of `account` that go first; its policy has given them up."""
-        keys = self.stake(account).policy.victims(count, may_go)
+        """Resident blocks of `account` that are evicted first; its policy has given them up."""
+        keys = self.usage(account).policy.victims(count, may_go)
         return [self.named[key] for key in keys]
 
-    def rehouse(self, place: Slot, holding: Billing) -> None:
-        """The place's block turns out to be somebody else's."""
-        place.stake.taken -= 1
-        place.holding, place.stake = holding, self.stake(holding.account)
-        place.stake.taken += 1
+    def rebill(self, slot: Slot, billing: Billing) -> None:
+        """The slot's block turns out to belong to another owner."""
+        slot.usage.taken -= 1
+        slot.billing, slot.usage = billing, self.usage(billing.account)
+        slot.usage.taken += 1
 
-    def places(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[Slot]:
         """All that were ever taken."""
         return iter(self._made)
 
     def check_integrity(self) -> None:
-        """Raises InvariantError unless each place is either free or taken, and found by its block's key."""
+        """Raises InvariantError unless each slot is either free or taken, and found by its block's key."""
         named = 0
-        for index, place in enumerate(self._made):
-            place.check_integrity()
-            if (place.state is _FREE) != (self._free.get(index) is place) or place.index != index:
-                raise InvariantError(f"{place!r} is free and taken")
-            if place.named and self.named.get(place.key) is not place:
-                raise InvariantError(f"{place!r} is not found by its key")
-            named += place.named
-        if named != len(self.named) or len(self._made) > self.num_places:
-            raise InvariantError(f"keys of {self.tier} name places that they are not in")
+        for index, slot in enumerate(self._made):
+            slot.check_integrity()
+            if (slot.state is _FREE) != (self._free.get(index) is slot) or slot.index != index:
+                raise InvariantError(f"{slot!r} is free and taken")
+            if slot.named and self.named.get(slot.key) is not slot:
+                raise InvariantError(f"{slot!r} is not found by its key")
+            named += slot.named
+        if named != len(self.named) or len(self._made) > self.num_slots:
+            raise InvariantError(f"keys of {self.tier} name slots that they are not in")
 
-    def _admit_run(self, places: Sequence[Slot]) -> None:
-        if places:
-            places[0].stake.policy.admitted([p.key for p in places], places[0].position)
+    def _admit_run(self, slots: Sequence[Slot]) -> None:
+        if slots:
+            slots[0].usage.policy.admitted([slot.key for slot in slots], slots[0].position)
 
 
 class ReplicaLog:
@@ -271,7 +315,7 @@ class ReplicaLog:
         self._known.setdefault(key, False)
 
     def moved(self, key: BlockKey) -> None:
-        """The node holds `key` in another place."""
+        """The node holds `key` in another slot."""
         self._known.setdefault(key, True)
 
     def removed(self, key: BlockKey) -> None:
@@ -291,19 +335,13 @@ class ReplicaLog:
         )
 
 
-# Names of the module: they are looked up for every block, and a member of an enum takes ten times as long.
-_DRAM, _SSD = Tier.DRAM, Tier.SSD
-_FREE = SlotState.FREE
-_RESERVED = SlotState.RESERVED
-_RESIDENT = SlotState.RESIDENT
-_QUARANTINED = SlotState.QUARANTINED
-_CONDEMNED = SlotState.CONDEMNED
-
-
 class BlockStore:
     """Both tiers of a node. A block may lie in both: then it is read from memory, and leaves memory without being copied.
 
-    Every place enters and leaves its states here, so that bills, logs and eviction policies agree with them.
+    Args:
+        num_slots: Of the memory.
+        num_extents: Of the disk.
+        first_epoch: That no slot has had before.
 
     Attributes:
         memory: The slots.
@@ -314,17 +352,14 @@ class BlockStore:
         changes: For routers.
         replicas: For the directory.
         actions: For the shell.
-
-    Args:
-        num_slots: Of the memory.
-        num_extents: Of the disk.
-        first_epoch: That no place has had before.
+        story: What happened to blocks.
     """
 
     def __init__(self, num_slots: int, num_extents: int, first_epoch: int) -> None:
         epochs = count(first_epoch)
-        self.memory = SlotAllocator(Tier.DRAM, num_slots, epochs)
-        self.disk = SlotAllocator(Tier.SSD, num_extents, epochs)
+        self.story = BlockStory()
+        self.memory = SlotAllocator(Tier.DRAM, num_slots, epochs, self.story)
+        self.disk = SlotAllocator(Tier.SSD, num_extents, epochs, self.story)
         self.pinned: set[BlockKey] = set()
         self.copies: dict[BlockKey, None] = {}
         self.changes = ChangeLog()
@@ -333,120 +368,119 @@ class BlockStore:
 
     def readable(self, key: BlockKey) -> Slot | None:
         """Where `key` is read, if it is held."""
-        place = self.memory.named.get(key)
-        if place is not None and place.readable:
-            return place
+        slot = self.memory.named.get(key)
+        if slot is not None and slot.readable:
+            return slot
         return self.disk.readable(key)
 
-    def stored(self, key: BlockKey) -> Stored | None:
+    def find(self, key: BlockKey) -> Stored | None:
         """What the directory should say of `key`; None where it is not held."""
-        place = self.readable(key)
-        if place is None:
+        slot = self.readable(key)
+        if slot is None:
             return None
-        holding = place.holding
+        billing = slot.billing
         return Stored(
             key=key,
-            owner=holding.owner,
-            size_bytes=holding.size_bytes,
-            tier=place.tier,
-            epoch=place.epoch,
+            owner=billing.owner,
+            size_bytes=billing.size_bytes,
+            tier=slot.tier,
+            epoch=slot.epoch,
         )
 
-    def may_go(self, place: Slot) -> bool:
+    def may_go(self, slot: Slot) -> bool:
         """Whether a resident block may be evicted."""
-        return not place.users and place.key not in self.pinned
+        return not slot.users and slot.key not in self.pinned
 
     def take(
-        self, shelf: SlotAllocator, key: BlockKey, holding: Billing, position: int, state: SlotState
+        self, tier: SlotAllocator, key: BlockKey, billing: Billing, position: int, state: SlotState
     ) -> Slot:
-        """Takes a free place of `shelf` for a block that it does not have."""
-        if key not in self._other(shelf).named:
-            holding.account.blocks += 1
-        return shelf.take(key, holding, position, state)
+        """Takes a free slot of `tier` for a block that it does not have."""
+        if key not in self._other(tier).named:
+            billing.account.blocks += 1
+        return tier.take(key, billing, position, state)
 
-    def restore(self, block: DiskBlock, holding: Billing) -> Slot:
+    def restore(self, block: DiskBlock, billing: Billing) -> None:
         """A block that was on the disk before this start of the node.
 
         Raises:
             InvariantError: Its extent does not exist, or two blocks claim to be in it, or it is in two.
         """
-        place = self.disk.restore(block.extent, block.epoch, block.key, holding, block.position)
-        holding.account.blocks += 1
-        place.checksums = block.checksums
-        self.settle((place,))
-        return place
+        slot = self.disk.restore(block, billing)
+        billing.account.blocks += 1
+        slot.checksums = block.checksums
+        self.settle((slot,))
 
-    def settle(self, places: Sequence[Slot]) -> None:
+    def settle(self, slots: Sequence[Slot]) -> None:
         """Blocks of one text, in its order, are where they should be."""
-        if not places:
+        if not slots:
             return
-        shelf = self._shelf(places[0])
-        others, in_memory = self._other(shelf), shelf is self.memory
+        tier = self._tier(slots[0])
+        other, in_memory = self._other(tier), tier is self.memory
         changes, replicas = self.changes, self.replicas
-        for place in places:
-            place.move(_RESIDENT)
-            key = place.key
-            if key not in others.named or others.readable(key) is None:
+        for slot in slots:
+            tier.move(slot, _RESIDENT)
+            key = slot.key
+            if key not in other.named or other.readable(key) is None:
                 changes.stored(key)
                 replicas.stored(key)
             elif in_memory:
                 replicas.moved(key)
-        shelf.admit(places)
+        tier.admit(slots)
 
     def stay(self, slot: Slot) -> None:
         """A block that was being demoted stays in memory."""
-        slot.move(_RESIDENT)
+        self.memory.move(slot, _RESIDENT)
         self.memory.admit((slot,))
 
-    def give_up(self, place: Slot, *, victim: bool = False) -> bool:
-        """A block leaves a tier. Its place is free once nobody uses it, or writes to it.
+    def give_up(self, slot: Slot, *, victim: bool = False) -> bool:
+        """A block leaves a tier. Its slot is free once nothing uses it, or writes to it.
 
         Args:
-            place: Where it lies, or was going to.
+            slot: Where it lies, or was going to.
             victim: Its eviction policy knows.
 
         Returns:
             Whether the block can be read in the other tier.
         """
-        in_memory, key = place.tier is _DRAM, place.key
-        shelf, others = (self.memory, self.disk) if in_memory else (self.disk, self.memory)
-        if place.state is _RESIDENT and not victim:
-            shelf.untrack(place)
-        del shelf.named[key]
-        other = others.named.get(key)
+        in_memory, key = slot.tier is _DRAM, slot.key
+        tier, other_tier = (self.memory, self.disk) if in_memory else (self.disk, self.memory)
+        if slot.state is _RESIDENT and not victim:
+            slot.usage.policy.removed(key)
+        del tier.named[key]
+        other = other_tier.named.get(key)
         if other is None:
-            place.holding.account.blocks -= 1
+            slot.billing.account.blocks -= 1
         is_held = other is not None and other.readable
-        if place.readable:
+        if slot.readable:
             self._left(key, in_memory=in_memory, is_held=is_held)
-        if place.state is _RESERVED:
-            place.move(_QUARANTINED)
-        elif place.users:
-            place.move(_CONDEMNED)
+        if slot.state is _RESERVED:
+            tier.move(slot, _QUARANTINED)
+        elif slot.users:
+            tier.move(slot, _CONDEMNED)
         else:
-            self.free(place)
+            self.free(slot)
         return is_held
 
-    def free(self, place: Slot) -> None:
-        """A place that nobody uses any more."""
-        if place.tier is _SSD:
-            self.actions.append(Erase(extent=place.index, epoch=place.epoch, key=place.key))
-        self._shelf(place).free(place)
+    def free(self, slot: Slot) -> None:
+        """A slot that nothing uses any more."""
+        if slot.tier is _SSD:
+            self.actions.append(Erase(extent=slot.index, epoch=slot.epoch, key=slot.key))
+        self._tier(slot).free(slot)
 
-    def release(self, place: Slot) -> None:
-        """Somebody has stopped using a place."""
-        place.users -= 1
-        if not place.users and place.state is _CONDEMNED:
-            self.free(place)
+    def release(self, slot: Slot) -> None:
+        """One user of a slot is done."""
+        slot.users -= 1
+        if not slot.users and slot.state is _CONDEMNED:
+            self.free(slot)
 
-    def rehouse(self, place: Slot, holding: Billing) -> None:
-        """A block that is being put turns out to be somebody else's."""
-        place.holding.account.blocks -= 1
-        holding.account.blocks += 1
-        self.memory.rehouse(place, holding)
+    def rebill(self, slot: Slot, billing: Billing) -> None:
+        """A block that is being put turns out to belong to another owner."""
+        slot.billing.account.blocks -= 1
+        billing.account.blocks += 1
+        self.memory.rebill(slot, billing)
 
     def check_integrity(self, accounts: Iterable[Account]) -> None:
-        """Raises InvariantError if tiers, bills and eviction policies disagree."""
+        """Raises InvariantError if tiers, accounts and eviction policies disagree."""
         self.memory.check_integrity()
         self.disk.check_integrity()
         for account in accounts:
@@ -458,15 +492,15 @@ class BlockStore:
 
     def _check_account(self, account: Account) -> None:
         billed = set()
-        for shelf in (self.memory, self.disk):
-            stake = shelf.stake(account)
-            mine = [place for place in shelf.places() if place.holding.account is account]
-            taken = [place for place in mine if place.state is not _FREE]
-            resident = [place for place in taken if place.state is _RESIDENT]
-            billed |= {place.key for place in taken if place.named}
-            known = all(place.key in stake.policy for place in resident)
-            if len(stake.policy) != len(resident) or not known or stake.taken != len(taken):
-                raise InvariantError(f"{account.tenant!r} has other blocks in {shelf.tier}")
+        for tier in (self.memory, self.disk):
+            usage = tier.usage(account)
+            mine = [slot for slot in tier.slots() if slot.billing.account is account]
+            taken = [slot for slot in mine if slot.state is not _FREE]
+            resident = [slot for slot in taken if slot.state is _RESIDENT]
+            billed |= {slot.key for slot in taken if slot.named}
+            known = all(slot.key in usage.policy for slot in resident)
+            if len(usage.policy) != len(resident) or not known or usage.taken != len(taken):
+                raise InvariantError(f"{account.tenant!r} has other blocks in {tier.tier}")
         if account.blocks != len(billed):
             raise InvariantError(f"{account.tenant!r} is billed {account.blocks} of {len(billed)}")
 
@@ -480,8 +514,8 @@ class BlockStore:
         elif in_memory:
             self.replicas.moved(key)
 
-    def _shelf(self, place: Slot) -> SlotAllocator:
-        return self.memory if place.tier is _DRAM else self.disk
+    def _tier(self, slot: Slot) -> SlotAllocator:
+        return self.memory if slot.tier is _DRAM else self.disk
 
-    def _other(self, shelf: SlotAllocator) -> SlotAllocator:
-        return self.disk if shelf is self.memory else self.memory
+    def _other(self, tier: SlotAllocator) -> SlotAllocator:
+        return self.disk if tier is self.memory else self.memory

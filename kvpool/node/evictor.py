@@ -1,21 +1,20 @@
-"""Makes room on a node: whose blocks go, which of them, and whether to the disk or for good.
+"""Chooses what a node evicts: whose blocks go, and which of them.
 
-Room that somebody waits for is made at once: what is on the disk too leaves memory, the rest is given up. Room ahead of need is
-made by copying blocks to the disk once memory is fuller than the high watermark; without a disk there is no use in it.
+Room that a put or lease waits for is made at once: what is on the disk too leaves memory, the rest is given up. Room ahead of need
+is made by copying blocks to the disk once memory is fuller than the high watermark (`kvpool.node.ledger`); without a disk there is
+no use in it.
 
 Before any other block go cold copies: what came from another node, and is not read any more.
 """
 
+from collections.abc import Iterable
 from itertools import groupby, islice
 
 from kvpool.eviction.fairness import Claim, share_out
 from kvpool.eviction.policy import MayGo
 from kvpool.messages import Tier
-from kvpool.node.accounts import Account, Accounts
+from kvpool.node.accounts import Account, Accounts, Counts
 from kvpool.node.block_store import BlockStore, Slot, SlotAllocator, SlotState
-from kvpool.node.counts import Counts
-from kvpool.node.disk_health import DiskHealth
-from kvpool.node.moves import Moves
 from kvpool.node.read_frequency import ReadFrequency
 
 _COLD_READS = 0.5
@@ -27,125 +26,116 @@ _MORE_LOOKS = 64
 class Evictor:
     """Chooses tenants by fairness (`kvpool.eviction.fairness`) and their blocks by policy (`kvpool.eviction`).
 
-    Never touched: what is leased, pinned, being written, or on its way between the tiers.
+    Never touched: what is leased, pinned, being written, or being copied between the tiers.
     """
 
     def __init__(
         self,
         *,
-        book: BlockStore,
+        blocks: BlockStore,
         accounts: Accounts,
-        moves: Moves,
-        health: DiskHealth,
+        counts: Counts,
+        read_frequency: ReadFrequency,
         high_watermark: float,
         low_watermark: float,
         idle_s: float,
-        counts: Counts,
-        demand: ReadFrequency,
     ) -> None:
-        self._book = book
+        self._blocks = blocks
         self._accounts = accounts
-        self._moves = moves
-        self._health = health
+        self._counts = counts
+        self._read_frequency = read_frequency
         self._high_watermark = high_watermark
         self._low_watermark = low_watermark
         self._idle_s = idle_s
-        self._counts = counts
-        self._demand = demand
 
     def make_slots(self, wanted: int, account: Account, now_s: float) -> int:
-        """Frees slots for `account` until `wanted` are free. Returns how many of these there are."""
-        memory = self._book.memory
+        """Frees slots of memory for `account` until `wanted` are free. Returns how many of these there are."""
+        memory = self._blocks.memory
         short = wanted - memory.num_free
         if short > 0:
-            short -= self._drop_copies(short, now_s)
+            short -= self._evict_copies(short, now_s)
         if short > 0:
-            for slot in self._choose(memory, short, now_s, account, wanted):
-                self._drop(slot)
+            self._evict(self._choose(memory, short, now_s, account, wanted))
         return min(wanted, memory.num_free)
 
-    def hold_to_quota(self, account: Account | None) -> None:
-        """Gives up what a tenant has too much; None for one that has nothing."""
-        if account is not None:
-            self.trim(account, account.over)
+    def make_extents(self, wanted: int, account: Account, now_s: float) -> None:
+        """Frees extents of the disk for `account`, as far as possible, until `wanted` are free."""
+        disk = self._blocks.disk
+        short = wanted - disk.num_free
+        if short > 0:
+            self._evict(self._choose(disk, short, now_s, account, wanted))
 
     def trim(self, account: Account, excess: int) -> None:
         """Gives up `excess` blocks of one tenant, in all tiers, those that are on the disk alone first."""
-        book, target = self._book, account.blocks - excess
-        for shelf in (book.disk, book.memory):
+        blocks, target = self._blocks, account.blocks - excess
+        for tier in (blocks.disk, blocks.memory):
             while account.blocks > target:
-                places = shelf.victims(account, account.blocks - target, self._gate(shelf))
-                if not places:
+                slots = tier.victims(account, account.blocks - target, self._gate(tier))
+                if not slots:
                     break
-                for place in places:
-                    self._drop(place)
+                self._evict(slots)
 
-    def make_headroom(self, now_s: float) -> None:
-        """Begins to move blocks to the disk if memory is fuller than the high watermark."""
-        if not self._health.usable(now_s):
-            return
-        memory = self._book.memory
-        used = memory.num_taken - self._moves.num_leaving
-        if used <= self._high_watermark * memory.num_places:
-            return
-        excess = used - int(self._low_watermark * memory.num_places)
-        excess -= self._drop_copies(excess, now_s)
+    def choose_demotions(
+        self, num_leaving: int, now_s: float
+    ) -> Iterable[tuple[Account, list[Slot]]]:
+        """What is to be copied to the disk, by tenant, if memory is fuller than the high watermark; its policies have given it up.
+
+        What is on the disk already leaves memory at once.
+
+        Args:
+            num_leaving: Slots that will be free once the copies under way are done.
+            now_s: The time.
+        """
+        memory = self._blocks.memory
+        used = memory.num_taken - num_leaving
+        if used <= self._high_watermark * memory.num_slots:
+            return ()
+        excess = used - int(self._low_watermark * memory.num_slots)
+        excess -= self._evict_copies(excess, now_s)
         slots = self._choose(memory, excess, now_s, None, 0)
-        copied = [slot for slot in slots if self._book.disk.readable(slot.key)]
-        for slot in copied:
-            self._drop(slot)
+        self._evict([slot for slot in slots if self._blocks.disk.readable(slot.key)])
         fresh = [slot for slot in slots if slot.state is SlotState.RESIDENT]
-        for account, its_slots in groupby(fresh, key=lambda slot: slot.holding.account):
-            self._demote(list(its_slots), account, now_s)
+        return [
+            (account, list(its))
+            for account, its in groupby(fresh, key=lambda slot: slot.billing.account)
+        ]
 
-    def _drop_copies(self, most: int, now_s: float) -> int:
-        """Gives up blocks that came from other nodes and that nobody has read for a while. Returns how many.
+    def _evict_copies(self, most: int, now_s: float) -> int:
+        """Gives up blocks that came from other nodes and were not read for a while. Returns how many.
 
         None of them is copied to the disk, and no tenant's share is asked for: nothing is lost by it.
         """
-        book, demand, copies = self._book, self._demand, self._book.copies
-        dropped = 0
+        blocks, frequency, copies = self._blocks, self._read_frequency, self._blocks.copies
+        dropped: list[Slot] = []
         for key in list(islice(copies, 2 * most + _MORE_LOOKS)):
-            if dropped == most:
+            if len(dropped) == most:
                 break
-            place = book.memory.named[key]
-            idle = place.state is SlotState.RESIDENT and book.may_go(place)
-            if idle and demand.of(key, now_s) < _COLD_READS:
-                book.give_up(place)
-                dropped += 1
+            slot = blocks.memory.named[key]
+            idle = slot.state is SlotState.RESIDENT and blocks.may_go(slot)
+            if idle and frequency.of(key, now_s) < _COLD_READS:
+                blocks.give_up(slot)
+                dropped.append(slot)
             else:
                 copies[key] = copies.pop(key)  # not again before all others
-        self._counts.evicted_blocks += dropped
-        return dropped
-
-    def _demote(self, slots: list[Slot], account: Account, now_s: float) -> None:
-        book = self._book
-        short = len(slots) - book.disk.num_free
-        if short > 0:
-            for extent in self._choose(book.disk, short, now_s, account, len(slots)):
-                self._drop(extent)
-        for slot in slots:
-            if not book.disk.num_free:
-                book.memory.admit((slot,))  # all of the disk is in use: it stays
-                continue
-            extent = book.take(book.disk, slot.key, slot.holding, slot.position, SlotState.FILLING)
-            self._moves.demote(slot, extent)
+        self._counts.evicted_blocks += len(dropped)
+        blocks.story.record("cold copies evicted", dropped)
+        return len(dropped)
 
     def _choose(
-        self, shelf: SlotAllocator, need: int, now_s: float, asking: Account | None, incoming: int
+        self, tier: SlotAllocator, need: int, now_s: float, asking: Account | None, incoming: int
     ) -> list[Slot]:
         """At most `need` resident blocks, which their policies have given up."""
         chosen: list[Slot] = []
-        gate = self._gate(shelf)
-        claims = self._claims(shelf, now_s, asking, incoming)
+        gate = self._gate(tier)
+        claims = self._claims(tier, now_s, asking, incoming)
         while len(chosen) < need and claims:
             gives = share_out([claim for _, claim in claims], need - len(chosen))
             able = []
             for (account, claim), give in zip(claims, gives, strict=True):
-                places = shelf.victims(account, give, gate) if give else []
-                chosen += places
-                claim.taken -= len(places)
-                if len(places) == give:
+                slots = tier.victims(account, give, gate) if give else []
+                chosen += slots
+                claim.taken -= len(slots)
+                if len(slots) == give:
                     able.append((account, claim))
             if not any(gives):
                 break
@@ -153,13 +143,13 @@ class Evictor:
         return chosen
 
     def _claims(
-        self, shelf: SlotAllocator, now_s: float, asking: Account | None, incoming: int
+        self, tier: SlotAllocator, now_s: float, asking: Account | None, incoming: int
     ) -> list[tuple[Account, Claim]]:
-        """What each tenant has in a tier, and what it must be left because of who is asking for room."""
+        """What each tenant has in a tier, and what it must be left because of the tenant that asks for room."""
         claims = []
-        share = self._share(shelf, now_s, asking)
+        share = self._share(tier, now_s, asking)
         for account in self._accounts:
-            taken = shelf.stake(account).taken
+            taken = tier.usage(account).taken
             if account is asking:
                 claims.append((account, Claim(taken + incoming, account.weight, incoming)))
             elif taken:
@@ -167,28 +157,30 @@ class Evictor:
                 claims.append((account, Claim(taken, account.weight, floor)))
         return claims
 
-    def _share(self, shelf: SlotAllocator, now_s: float, asking: Account | None) -> float:
-        """Places per weight that nobody need give; 0 where nobody in particular asks."""
+    def _share(self, tier: SlotAllocator, now_s: float, asking: Account | None) -> float:
+        """Slots per weight that no tenant need give; 0 where no tenant in particular asks."""
         if asking is None:
             return 0.0
         weights = [
             account.weight
             for account in self._accounts
-            if account is asking or (shelf.stake(account).taken and not self._idle(account, now_s))
+            if account is asking or (tier.usage(account).taken and not self._idle(account, now_s))
         ]
-        return shelf.num_places / sum(weights)
+        return tier.num_slots / sum(weights)
 
     def _idle(self, account: Account, now_s: float) -> bool:
         return now_s - account.active_s > self._idle_s
 
-    def _gate(self, shelf: SlotAllocator) -> MayGo:
-        named, may_go = shelf.named, self._book.may_go
+    def _gate(self, tier: SlotAllocator) -> MayGo:
+        named, may_go = tier.named, self._blocks.may_go
         return lambda key: may_go(named[key])
 
-    def _drop(self, place: Slot) -> None:
-        """A block whose policy has given it up leaves its tier."""
-        is_held = self._book.give_up(place, victim=True)
-        if not is_held:
-            self._counts.evicted_blocks += 1
-        elif place.tier is Tier.DRAM:
-            self._counts.demoted_blocks += 1
+    def _evict(self, slots: list[Slot]) -> None:
+        """Blocks whose policies have given them up leave their tier."""
+        for slot in slots:
+            is_held = self._blocks.give_up(slot, victim=True)
+            if not is_held:
+                self._counts.evicted_blocks += 1
+            elif slot.tier is Tier.DRAM:
+                self._counts.demoted_blocks += 1
+        self._blocks.story.record("evicted", slots)

@@ -1,20 +1,32 @@
-"""A pool node's book of blocks: what lies where, who may write and read it, whose it is, and what goes when room is short.
+"""A pool node's ledger: what lies where, which worker may write and read it, whose it is, and what is evicted.
 
-    writer   reserve ──▶ places to write to ──▶ commit ──▶ held          in memory, then on the disk, then gone
+    writer   reserve ──▶ slots to write to ──▶ commit ──▶ held           in memory, then on the disk, then gone
     reader   lease   ──▶ blocks that stay where they are ──▶ release
     shell    take_actions ──▶ copies between memory and disk ──▶ written, loaded, io_failed
              take_changes, take_replica_changes ──▶ routers, the directory
 
-Nothing here touches a byte of a block. A slot or extent is used again only once nobody can be reading or writing it any more, and
-then under another epoch (`kvpool.node.block_store` has the states).
+Nothing here touches a byte of a block. The states of a slot, and the table of their transitions, are in `kvpool.node.block_store`.
+What names slots, and for how long:
+
+    put      slots RESERVED until commit or abandon; too late, it is a *zombie*: its writer may be dead, or stopped and about to
+             go on. Its blocks are forgotten at once, its slots are QUARANTINED until the writer says that it has stopped, is
+             known to be gone, or as much time again has passed. What another node writes has no time of its own: the
+             fetcher knows when that node has stopped (`kvpool.peers.receiver`), and ends the put then.
+    lease    slots in use until it is released, or its time is over
+    copy     between memory and disk: both slots in use until the shell has answered, whatever happens to the block meanwhile
+
+A slot or extent is used again only once nothing can be reading or writing it any more, and then under another epoch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count, repeat
 
 from baton.blocks import BlockChanges
 from baton.errors import InvariantError
 from baton.ids import BlockKey, WorkerIdentity
+from baton.story import StoryEntry
 from kvpool.eviction.select import POLICIES
 from kvpool.messages import (
     Allowance,
@@ -22,29 +34,32 @@ from kvpool.messages import (
     Demote,
     DirectoryChanges,
     DiskBlock,
+    HeldBlock,
     NodeAction,
     NodeUsage,
     Owner,
     OwnerUsage,
     Promote,
     PutGrant,
+    PutItem,
     RefusalReason,
     Refused,
     Selection,
     Stored,
+    Tier,
 )
-from kvpool.node.accounts import Accounts
-from kvpool.node.block_store import BlockStore
-from kvpool.node.counts import Counts
-from kvpool.node.disk_health import DiskHealth
+from kvpool.node.accounts import Account, Accounts, Billing, Counts
+from kvpool.node.block_store import BlockStore, Slot, SlotState
 from kvpool.node.evictor import Evictor
-from kvpool.node.intake import Intake
-from kvpool.node.leases import LeaseBook
-from kvpool.node.lending import Lending
-from kvpool.node.moves import Moves
-from kvpool.node.puts import PutBook
 from kvpool.node.read_frequency import ReadFrequency
-from kvpool.node.stock import Stock
+
+_S = SlotState
+_RESERVED = SlotState.RESERVED  # a module constant: looked up for every block
+_NOTHING_HELD = BlockLease(lease_id="")
+_NOTHING_TO_WRITE = PutGrant(put_id="", items=())
+_DISK_FAILURES = 3
+_DISK_REST_S = 30.0
+"""A disk that failed so often in a row is not written to for so long, and read all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +67,16 @@ class NodeLimits:
     """Sizes and durations; see `PoolConfig`.
 
     Attributes:
-        num_slots: Places in memory.
+        num_slots: Of the memory.
         slot_bytes: Of each; larger blocks are not taken.
-        num_extents: Places on the disk, each as large as a slot; 0 without a disk.
+        num_extents: Of the disk, each as large as a slot; 0 without a disk.
         eviction: Name of the policy of the memory (`kvpool.eviction.select`).
         ssd_eviction: And of the disk.
-        high_watermark: Share of the slots above which blocks are moved to the disk before anybody asks for room.
+        high_watermark: Share of the slots above which blocks are moved to the disk before room is asked for.
         low_watermark: Share at which that stops.
         put_timeout_s: What a writer may take.
         idle_s: A tenant that has neither put nor read for this long has no share that others must leave it.
-        usual: What a tenant may take of whom nothing else is said.
+        usual: What a tenant may take for which nothing else is configured.
     """
 
     num_slots: int
@@ -76,6 +91,41 @@ class NodeLimits:
     usual: Allowance = field(default_factory=Allowance)
 
 
+@dataclass(slots=True, eq=False)
+class _Put:
+    """Slots to be written, in the order of the grant; a flush takes some away: those are quarantined.
+
+    `deadline_s` is when it becomes a zombie; of a zombie, when its slots are free.
+    """
+
+    put_id: str
+    slots: list[Slot]
+    deadline_s: float
+    writer: WorkerIdentity | None = None
+    zombie: bool = False
+    fetched: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """Slots that are read, in chain order, those too that are still filled from the disk. `grows`: the rest is being fetched."""
+
+    lease_id: str
+    slots: list[Slot]
+    until_s: float
+    lease_s: float
+    reader: WorkerIdentity | None
+    grows: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    """What the shell was told to copy and has not answered."""
+
+    slot: Slot
+    extent: Slot
+
+
 class NodeLedger:
     """Pure: no sockets, no clock, no bytes. Time comes in as `now_s` (monotonic seconds). Not thread-safe: one owner.
 
@@ -88,72 +138,54 @@ class NodeLedger:
 
     Attributes:
         counts: Of what happened; the shell adds what only it sees.
-        demand: How often blocks were read of late.
+        read_frequency: How often blocks were read of late.
+        refuses: Why the node takes no new blocks, because it is sick or will stop; None where it takes them. What it holds it
+            serves all the same. A disk that fails does not belong here: `io_failed` says enough.
 
     Raises:
         InvariantError: `on_disk` has an extent or a block twice, or an extent that does not exist.
     """
 
     def __init__(self, limits: NodeLimits, name: str, on_disk: Sequence[DiskBlock] = ()) -> None:
-        self._slot_bytes = limits.slot_bytes
-        self.counts = counts = Counts()
-        self.demand = ReadFrequency()
+        self._limits = limits
+        self._name = name
+        self.counts = Counts()
+        self.read_frequency = ReadFrequency()
+        self.refuses: RefusalReason | None = None
         self._accounts = Accounts(
             block_bytes=limits.slot_bytes,
             usual=limits.usual,
             policies=(POLICIES[limits.eviction], POLICIES[limits.ssd_eviction]),
         )
         first_epoch = 1 + max((block.epoch for block in on_disk), default=0)
-        self._book = BlockStore(limits.num_slots, limits.num_extents, first_epoch)
-        health = self._health = DiskHealth(present=limits.num_extents > 0)
-        self._moves = Moves(self._book, health, counts)
-        self._puts, self._leases = PutBook(name, limits.put_timeout_s), LeaseBook(name)
+        self._blocks = BlockStore(limits.num_slots, limits.num_extents, first_epoch)
+        self._story = self._blocks.story
         self._evictor = Evictor(
-            book=self._book,
+            blocks=self._blocks,
             accounts=self._accounts,
-            moves=self._moves,
-            health=health,
+            counts=self.counts,
+            read_frequency=self.read_frequency,
             high_watermark=limits.high_watermark,
             low_watermark=limits.low_watermark,
             idle_s=limits.idle_s,
-            counts=counts,
-            demand=self.demand,
         )
-        self._intake = Intake(
-            book=self._book,
-            accounts=self._accounts,
-            puts=self._puts,
-            evictor=self._evictor,
-            counts=counts,
-            slot_bytes=limits.slot_bytes,
-        )
-        self._lending = Lending(
-            book=self._book,
-            leases=self._leases,
-            moves=self._moves,
-            evictor=self._evictor,
-            counts=counts,
-            demand=self.demand,
-        )
-        self._stock = Stock(book=self._book, accounts=self._accounts, counts=counts)
+        self._put_numbers, self._lease_numbers, self._copy_numbers = count(1), count(1), count(1)
+        # All puts of workers have the same time, so of the open ones and of the zombies the oldest is due first.
+        self._open_puts: dict[str, _Put] = {}
+        self._zombies: dict[str, _Put] = {}
+        self._fetched_puts: dict[str, _Put] = {}
+        self._leases: dict[str, _Lease] = {}
+        self._copies: dict[int, _Copy] = {}
+        self._disk_failures = 0
+        self._disk_rests_until_s = 0.0
         for block in on_disk:
-            self._book.restore(block, self._accounts.holding(block.owner, block.size_bytes))
-
-    @property
-    def refuses(self) -> RefusalReason | None:
-        """Why the node takes no new blocks, if it does not."""
-        return self._intake.refuses
-
-    def refuse(self, reason: RefusalReason | None) -> None:
-        """From now on the node takes no new blocks, because it is sick or will stop; None: it takes them again.
-
-        What it holds it serves all the same. A disk that fails needs no word: `io_failed` says enough.
-        """
-        self._intake.refuses = reason
+            self._blocks.restore(block, self._accounts.billing(block.owner, block.size_bytes))
 
     def allow(self, tenant: str, allowance: Allowance | None) -> None:
         """Sets what a tenant may take; None for what is usual. What it has too much goes now, unless it is in use."""
-        self._evictor.hold_to_quota(self._accounts.allow(tenant, allowance))
+        account = self._accounts.allow(tenant, allowance)
+        if account is not None:
+            self._evictor.trim(account, account.over)
 
     def reserve(
         self,
@@ -166,7 +198,7 @@ class NodeLedger:
         writer: WorkerIdentity | None = None,
         fetched: bool = False,
     ) -> PutGrant | Refused:
-        """Gives places to write to for blocks that nobody holds or is writing, for `put_timeout_s`.
+        """Gives slots to write to for blocks that are neither held nor being written, for `put_timeout_s`.
 
         Evicts as needed, but none of `keys`, nor what other tenants have within their share. Where there is room for a part,
         the beginning of `keys` is granted.
@@ -176,16 +208,44 @@ class NodeLedger:
             owner: Whose they are.
             now_s: The time.
             first: So many blocks of the text come before them.
-            size_bytes: Of each; a whole slot where it is not said.
-            writer: Who will write; its puts end with it (`worker_gone`).
+            size_bytes: Of each; a whole slot where it is not given.
+            writer: The worker that will write; its puts end with it (`worker_gone`).
             fetched: Another node will write. Such a put is never too late: the caller commits or abandons it, but not before
                 that node has stopped writing.
 
         Returns:
-            The places, none of them where everything is held already; or why nothing is taken.
+            The slots, none of them where everything is held already; or why nothing is taken.
         """
-        size_bytes = self._slot_bytes if size_bytes is None else size_bytes
-        return self._intake.reserve(keys, owner, size_bytes, first, writer, now_s, fetched=fetched)
+        self._story.now_s = now_s
+        if self.refuses is not None:
+            return Refused(reason=self.refuses)
+        slot_bytes = self._limits.slot_bytes
+        size_bytes = slot_bytes if size_bytes is None else size_bytes
+        if size_bytes > slot_bytes:
+            detail = f"block_bytes: {size_bytes} do not fit the pool's slots of {slot_bytes}"
+            return Refused(reason=RefusalReason.TOO_LARGE, detail=detail)
+        billing = self._accounts.billing(owner, size_bytes)
+        billing.account.active_s = now_s
+        wanted, held = self._split(keys, first)
+        if not wanted:
+            return _NOTHING_TO_WRITE
+        room = self._make_room(len(wanted), billing.account, held, now_s)
+        if isinstance(room, Refused):
+            return room
+        blocks, memory = self._blocks, self._blocks.memory
+        slots = [
+            blocks.take(memory, key, billing, position, _RESERVED)
+            for key, position in wanted[:room]
+        ]
+        put_id = f"{self._name}-p{next(self._put_numbers):x}"
+        if fetched:
+            self._fetched_puts[put_id] = _Put(put_id, slots, math.inf, fetched=True)
+        else:
+            deadline_s = now_s + self._limits.put_timeout_s
+            self._open_puts[put_id] = _Put(put_id, slots, deadline_s, writer)
+        self._story.record(f"reserved by {put_id}", slots)
+        items = [PutItem(key=slot.key, slot=slot.index, epoch=slot.epoch) for slot in slots]
+        return PutGrant(put_id=put_id, items=tuple(items))
 
     def commit(
         self,
@@ -199,7 +259,7 @@ class NodeLedger:
 
         Args:
             put_id: The put.
-            checksums: One per place of the grant, each with a 64-bit number per layer; empty where nothing was written.
+            checksums: One per slot of the grant, each with a 64-bit number per layer; empty where nothing was written.
             now_s: The time.
             owners: Whose the blocks turned out to be, where that was not known when they were reserved.
             size_bytes: Of each block, likewise.
@@ -207,13 +267,123 @@ class NodeLedger:
         Returns:
             How many blocks are held now; 0 for a put that is over, or was too late.
         """
-        committed = self._intake.commit(put_id, checksums, owners, size_bytes, now_s)
-        self._evictor.make_headroom(now_s)
-        return committed
+        self._expire_puts(now_s)
+        put = self._close_put(put_id)
+        num_written = 0 if put is None else self._settle(put, checksums, owners, size_bytes)
+        self._make_headroom(now_s)
+        return num_written
 
     def abandon(self, put_id: str) -> None:
         """The writer has stopped, and what it wrote is void."""
-        self._intake.abandon(put_id)
+        put = self._close_put(put_id)
+        if put is not None:
+            self._story.record(f"abandoned by {put_id}", put.slots)
+            self._stop_writing(put.slots)
+
+    def _split(
+        self, keys: Sequence[BlockKey], first: int
+    ) -> tuple[list[tuple[BlockKey, int]], list[Slot]]:
+        """Blocks that are not here, with their positions; and the slots of those that are held."""
+        memory, disk = self._blocks.memory.named, self._blocks.disk.named
+        wanted: dict[BlockKey, int] = {}
+        held = []
+        for position, key in enumerate(keys, first):
+            slot = memory.get(key) or disk.get(key)
+            if slot is None:
+                wanted.setdefault(key, position)
+            elif slot.readable:
+                held.append(slot)
+        return list(wanted.items()), held
+
+    def _make_room(
+        self, wanted: int, account: Account, held: list[Slot], now_s: float
+    ) -> int | Refused:
+        """Room for at most `wanted` blocks, without giving up any of `held`."""
+        for slot in held:
+            slot.users += 1
+        try:
+            room = self._within_quota(wanted, account)
+            if not room:
+                detail = f"tenant {account.tenant} may hold {account.max_blocks} blocks here"
+                return Refused(reason=RefusalReason.OVER_QUOTA, detail=detail)
+            room = self._evictor.make_slots(room, account, now_s)
+            return room or Refused(reason=RefusalReason.FULL, detail="all blocks are in use")
+        finally:
+            for slot in held:
+                self._blocks.release(slot)
+
+    def _within_quota(self, wanted: int, account: Account) -> int:
+        if account.max_blocks is None:
+            return wanted
+        excess = account.blocks + min(wanted, account.max_blocks) - account.max_blocks
+        if excess > 0:
+            self._evictor.trim(account, excess)
+        return max(0, min(wanted, account.max_blocks - account.blocks))
+
+    def _settle(
+        self,
+        put: _Put,
+        checksums: Sequence[bytes],
+        owners: Sequence[Owner] | None,
+        size_bytes: int | None,
+    ) -> int:
+        """Blocks that were written are held, the other slots are free. Returns how many were written."""
+        written, void = [], put.slots[len(checksums) :]
+        for slot, sums, owner in zip(put.slots, checksums, owners or repeat(None), strict=False):
+            if sums and slot.state is _RESERVED and self._rebill(slot, owner, size_bytes):
+                slot.checksums = sums
+                written.append(slot)
+            else:
+                void.append(slot)
+        self._story.record(f"void in {put.put_id}", void)
+        self._stop_writing(void)
+        self._blocks.settle(written)
+        self._story.record(f"committed by {put.put_id}", written)
+        if put.fetched:
+            # The end of a text goes before its beginning.
+            self._blocks.copies.update(dict.fromkeys(slot.key for slot in reversed(written)))
+            self.counts.fetched_blocks += len(written)
+        self.counts.stored_blocks += len(written)
+        return len(written)
+
+    def _rebill(self, slot: Slot, owner: Owner | None, size_bytes: int | None) -> bool:
+        """Whether a block may be held for the owner that it turns out to have; None for the one it was reserved for."""
+        was: Billing = slot.billing
+        billing = self._accounts.billing(owner or was.owner, size_bytes or was.size_bytes)
+        if billing is was:
+            return True
+        self._blocks.rebill(slot, billing)
+        self._evictor.trim(billing.account, billing.account.over)
+        return not billing.account.over
+
+    def _close_put(self, put_id: str) -> _Put | None:
+        for puts in (self._open_puts, self._zombies, self._fetched_puts):
+            if put_id in puts:
+                return puts.pop(put_id)
+        return None
+
+    def _stop_writing(self, slots: Iterable[Slot]) -> None:
+        """Nothing writes to these slots any more; blocks that were to lie there are not held."""
+        for slot in slots:
+            if slot.state is _RESERVED:
+                self._blocks.give_up(slot)
+            self._blocks.free(slot)
+
+    def _expire_puts(self, now_s: float) -> None:
+        """Puts that are too late become zombies, and those that have been it for long enough are over."""
+        self._story.now_s = now_s
+        while self._open_puts and (put := _first(self._open_puts)).deadline_s <= now_s:
+            del self._open_puts[put.put_id]
+            put.zombie, put.deadline_s = True, now_s + self._limits.put_timeout_s
+            self._zombies[put.put_id] = put
+            self.counts.zombie_puts += 1
+            self._story.record(f"forgotten, {put.put_id} is too late", put.slots)
+            for slot in put.slots:
+                if slot.state is _RESERVED:
+                    self._blocks.give_up(slot)
+        while self._zombies and (put := _first(self._zombies)).deadline_s <= now_s:
+            del self._zombies[put.put_id]
+            self._stop_writing(put.slots)
 
     def lease(
         self,
@@ -233,10 +403,22 @@ class NodeLedger:
             keys: Blocks of a text, from its beginning.
             lease_s: For how long.
             now_s: The time.
-            reader: Who reads; its leases end with it (`worker_gone`).
-            more: The rest is being brought, and `extend` will follow: what is missing then is a miss.
+            reader: The worker that reads; its leases end with it (`worker_gone`).
+            more: The rest is being fetched, and `extend` will follow: what is missing then is a miss.
         """
-        return self._lending.lease(keys, lease_s, reader, now_s, more=more)
+        slots = self._use_leading(keys, now_s)
+        num_ready = _num_readable(slots)
+        self.counts.hit_blocks += num_ready
+        self.read_frequency.read(keys[: len(slots)], now_s)
+        if not (slots and more):
+            self.counts.missed_blocks += len(keys) - len(slots)
+        if not slots:
+            return _NOTHING_HELD
+        self._blocks.memory.touch(slots)
+        lease_id = f"{self._name}-l{next(self._lease_numbers):x}"
+        lease = _Lease(lease_id, slots, now_s + lease_s, lease_s, reader, more)
+        self._leases[lease_id] = lease
+        return _told(lease, num_ready)
 
     def extend(self, lease_id: str, keys: Sequence[BlockKey], now_s: float) -> BlockLease:
         """Adds to a lease what has come to be held of the rest of its chain; all that can be read by now.
@@ -246,111 +428,347 @@ class NodeLedger:
             keys: The whole chain, as it was asked for.
             now_s: The time.
         """
-        return self._lending.extend(lease_id, keys, now_s)
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return _NOTHING_HELD
+        rest = keys[len(lease.slots) :]
+        slots = self._use_leading(rest, now_s)
+        self.counts.hit_blocks += _num_readable(slots)
+        if lease.grows:
+            self.counts.missed_blocks += len(rest) - len(slots)
+            lease.grows = False
+        self.read_frequency.read(rest[: len(slots)], now_s)
+        self._blocks.memory.touch(slots)
+        lease.slots += slots
+        return _told(lease, _num_readable(lease.slots))
 
     def leased(self, lease_id: str) -> BlockLease:
         """What a lease holds that can be read by now."""
-        return self._lending.leased(lease_id)
+        lease = self._leases.get(lease_id)
+        return _NOTHING_HELD if lease is None else _told(lease, _num_readable(lease.slots))
 
     def loading(self, lease_id: str) -> int:
         """Blocks of a lease that are still read from the disk."""
-        return self._lending.loading(lease_id)
+        lease = self._leases.get(lease_id)
+        slots = lease.slots if lease is not None else ()
+        return sum(slot.state is _S.FILLING for slot in slots)
 
     def renew(self, lease_id: str, lease_s: float, now_s: float) -> bool:
         """Has a lease end `lease_s` from now. Returns False if it is over."""
-        return self._lending.renew(lease_id, lease_s, now_s)
+        self._expire_leases(now_s)
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return False
+        lease.until_s, lease.lease_s = now_s + lease_s, lease_s
+        return True
 
     def release(self, lease_id: str) -> None:
         """The reader is done."""
-        self._lending.release(lease_id)
+        lease = self._leases.pop(lease_id, None)
+        for slot in lease.slots if lease is not None else ():
+            self._blocks.release(slot)
+
+    def _expire_leases(self, now_s: float) -> None:
+        """Ends leases whose time is over. All are looked at: they were given for different times."""
+        for lease in [lease for lease in self._leases.values() if lease.until_s <= now_s]:
+            self.release(lease.lease_id)
+
+    def _use_leading(self, keys: Sequence[BlockKey], now_s: float) -> list[Slot]:
+        """Where the leading blocks are read, or will soon be; each of the slots has one user more."""
+        memory, disk = self._blocks.memory, self._blocks.disk
+        chain = []
+        for key in keys:
+            slot = memory.named.get(key) or disk.readable(key)
+            if slot is None or slot.state is _S.RESERVED:
+                break
+            chain.append(slot)
+        for slot in chain:
+            slot.users += 1
+            slot.billing.account.active_s = now_s
+        return self._load_missing(chain, now_s)
+
+    def _load_missing(self, chain: list[Slot], now_s: float) -> list[Slot]:
+        """The chain with slots of memory in the place of extents, as far as there is room; each has one user of the chain's."""
+        on_disk = [slot for slot in chain if slot.tier is Tier.SSD]
+        if not on_disk:
+            return chain
+        self._story.now_s = now_s
+        room = self._evictor.make_slots(len(on_disk), on_disk[0].billing.account, now_s)
+        self._blocks.disk.touch(on_disk[:room])
+        beyond = on_disk[room:]
+        end = chain.index(beyond[0]) if beyond else len(chain)
+        for slot in chain[end:]:
+            self._blocks.release(slot)
+        return [self._load(slot) if slot.tier is Tier.SSD else slot for slot in chain[:end]]
+
+    def _load(self, extent: Slot) -> Slot:
+        """Begins to read a block; what used its extent uses its slot instead."""
+        blocks = self._blocks
+        slot = blocks.take(blocks.memory, extent.key, extent.billing, extent.position, _S.FILLING)
+        slot.users += 1
+        slot.checksums = extent.checksums
+        self._begin_copy(Promote, slot, extent)
+        blocks.release(extent)
+        return slot
+
+    def written(self, action: Demote, now_s: float) -> None:
+        """A block was copied to the disk. It leaves memory, unless a reader has come."""
+        self._story.now_s = now_s
+        copy = self._end_copy(action.move)
+        if copy is not None:
+            self._disk_failures = 0
+            if copy.extent.state is _S.FILLING:
+                self._blocks.settle((copy.extent,))
+                self._story.record("written to the disk", (copy.extent,))
+            if copy.slot.state is _S.DEMOTING:
+                if self._blocks.may_go(copy.slot):
+                    self.counts.demoted_blocks += 1
+                    self._blocks.give_up(copy.slot)
+                else:
+                    self._blocks.stay(copy.slot)
+        self._make_headroom(now_s)
+
+    def loaded(self, action: Promote) -> None:
+        """A block was read from the disk, and its checksums are right."""
+        copy = self._end_copy(action.move)
+        if copy is not None and copy.slot.state is _S.FILLING:
+            self.counts.promoted_blocks += 1
+            self.counts.hit_blocks += 1
+            self._blocks.settle((copy.slot,))
+            self._story.record("read from the disk", (copy.slot,))
+
+    def io_failed(self, action: Demote | Promote, now_s: float) -> None:
+        """A block could not be written, or not be read; nothing is under way in its slot and extent any more.
+
+        What could not be read is given up; what could not be written stays in memory.
+        """
+        self._story.now_s = now_s
+        copy = self._end_copy(action.move)
+        if copy is None:
+            return
+        slot, extent = copy.slot, copy.extent
+        self._story.record(f"{type(action).__name__} failed", (slot,))
+        if isinstance(action, Demote):
+            self._disk_failures += 1
+            self._disk_rests_until_s = now_s + _DISK_REST_S
+            if slot.state is _S.DEMOTING:
+                self._blocks.stay(slot)
+            if extent.state is _S.FILLING:
+                self._blocks.give_up(extent)
+            return
+        if slot.state is _S.FILLING:
+            self._blocks.give_up(slot)
+        if extent.state is _S.RESIDENT:
+            self.counts.corrupt_blocks += 1
+            self._blocks.give_up(extent)
+
+    def _make_headroom(self, now_s: float) -> None:
+        """Begins to copy blocks to the disk if memory is fuller than the high watermark, and the disk is to be written to."""
+        resting = self._disk_failures >= _DISK_FAILURES and now_s < self._disk_rests_until_s
+        if resting or not self._limits.num_extents:
+            return
+        num_leaving = sum(copy.slot.state is _S.DEMOTING for copy in self._copies.values())
+        for account, slots in self._evictor.choose_demotions(num_leaving, now_s):
+            self._demote(slots, account, now_s)
+
+    def _demote(self, slots: list[Slot], account: Account, now_s: float) -> None:
+        """Begins to copy resident blocks of one tenant that their policy has given up."""
+        blocks, memory, disk = self._blocks, self._blocks.memory, self._blocks.disk
+        self._evictor.make_extents(len(slots), account, now_s)
+        self._story.record("being copied to the disk", slots[: disk.num_free])
+        for slot in slots:
+            if not disk.num_free:
+                memory.admit((slot,))  # all of the disk is in use: it stays
+                continue
+            extent = blocks.take(disk, slot.key, slot.billing, slot.position, _S.FILLING)
+            extent.checksums = slot.checksums
+            memory.move(slot, _S.DEMOTING)
+            self._begin_copy(Demote, slot, extent)
+
+    def _begin_copy(self, kind: Callable[..., Demote | Promote], slot: Slot, extent: Slot) -> None:
+        slot.users += 1
+        extent.users += 1
+        number = next(self._copy_numbers)
+        self._copies[number] = _Copy(slot=slot, extent=extent)
+        self._blocks.actions.append(kind(move=number, slot=slot.index, block=_on_disk(extent)))
+
+    def _end_copy(self, number: int) -> _Copy | None:
+        copy = self._copies.pop(number, None)
+        if copy is not None:
+            self._blocks.release(copy.slot)
+            self._blocks.release(copy.extent)
+        return copy
 
     def held(self, keys: Iterable[BlockKey]) -> int:
         """How many of the leading blocks of a chain are held, in whichever tier. Grants nothing and leaves no trace."""
-        return self._stock.held(keys)
+        num_held = 0
+        for key in keys:
+            if self._blocks.readable(key) is None:
+                break
+            num_held += 1
+        return num_held
 
     def find(self, key: BlockKey) -> Stored | None:
         """What is known of a block; None where it is not held."""
-        return self._stock.find(key)
+        return self._blocks.find(key)
+
+    def stored(self) -> Iterator[Stored]:
+        """Everything that is held, for a directory that has forgotten this node."""
+        for key in dict.fromkeys((*self._blocks.memory.named, *self._blocks.disk.named)):
+            stored = self._blocks.find(key)
+            if stored is not None:
+                yield stored
 
     def drop(self, keys: Iterable[BlockKey]) -> int:
         """A reader found other bytes than were put: the blocks are held no longer. Returns how many were."""
-        return self._stock.drop(keys)
+        dropped = [key for key in dict.fromkeys(keys) if self._blocks.readable(key) is not None]
+        for key in dropped:
+            self._give_up(key, "corrupt")
+        self.counts.corrupt_blocks += len(dropped)
+        return len(dropped)
 
     def flush(self, selection: Selection) -> int:
         """Gives up all blocks that `selection` covers, pinned ones and those being put too. Returns how many were held.
 
-        Who reads one may finish; its place is free after that.
+        Readers of one may finish; its slot is free after that.
         """
-        return self._stock.flush(selection)
+        covered = self._accounts.covered(selection)
+        num_held = 0
+        for tier in (self._blocks.memory, self._blocks.disk):
+            for slot in [slot for slot in tier.named.values() if slot.billing in covered]:
+                num_held += self._blocks.readable(slot.key) is not None
+                self._give_up(slot.key, "flushed")
+        return num_held
 
     def pin(self, keys: Iterable[BlockKey]) -> int:
         """Has those of the blocks that are held stay until they are unpinned or flushed. Returns how many these are."""
-        return self._stock.pin(keys)
+        held = [key for key in keys if self._blocks.readable(key) is not None]
+        self._blocks.pinned.update(held)
+        return len(held)
 
     def unpin(self, keys: Iterable[BlockKey]) -> None:
         """Blocks may be evicted again."""
-        self._stock.unpin(keys)
+        self._blocks.pinned.difference_update(keys)
+
+    def _give_up(self, key: BlockKey, why: str) -> None:
+        for tier in (self._blocks.memory, self._blocks.disk):
+            slot = tier.named.get(key)
+            if slot is not None:
+                self._story.record(why, (slot,))
+                self._blocks.give_up(slot)
 
     def worker_gone(self, worker: WorkerIdentity) -> None:
         """A worker neither reads nor writes any more: its process is over, or its access was taken away."""
-        self._intake.writer_gone(worker)
-        self._lending.reader_gone(worker)
+        for put in [put for put in self._puts() if put.writer == worker]:
+            self.abandon(put.put_id)
+        for lease in [lease for lease in self._leases.values() if lease.reader == worker]:
+            self.release(lease.lease_id)
 
     def sweep(self, now_s: float) -> None:
         """Ends what is over; call it a few times per second, whether or not there is new work."""
-        self._intake.expire(now_s)
-        self._lending.expire(now_s)
-        self._evictor.make_headroom(now_s)
+        self._expire_puts(now_s)
+        self._expire_leases(now_s)
+        self._make_headroom(now_s)
         self._accounts.forget_empty()
-
-    def written(self, action: Demote, now_s: float) -> None:
-        """A block was copied to the disk."""
-        self._moves.written(action)
-        self._evictor.make_headroom(now_s)
-
-    def loaded(self, action: Promote) -> None:
-        """A block was read from the disk, and its checksums are right."""
-        self._moves.loaded(action)
-
-    def io_failed(self, action: Demote | Promote, now_s: float) -> None:
-        """A block could not be written, or not be read; nothing is under way in its slot and extent any more."""
-        self._moves.failed(action, now_s)
 
     def take_actions(self) -> list[NodeAction]:
         """What the shell has to do now, in this order where it touches the same extent."""
-        actions, self._book.actions = self._book.actions, []
+        actions, self._blocks.actions = self._blocks.actions, []
         return actions
 
     def take_changes(self) -> BlockChanges | None:
         """Which blocks came to be held and which were given up since the last call, for routers; None for none."""
-        return self._book.changes.take() if self._book.changes else None
+        return self._blocks.changes.take() if self._blocks.changes else None
 
     def take_replica_changes(self, limit: int = 4096) -> DirectoryChanges | None:
         """What the directory has yet to be told, at most `limit` blocks; None for nothing."""
-        replicas = self._book.replicas
-        return replicas.take(self._book.stored, limit) if replicas else None
-
-    def stored(self) -> Iterator[Stored]:
-        """Everything that is held, for a directory that has forgotten this node."""
-        return self._stock.stored()
+        replicas = self._blocks.replicas
+        return replicas.take(self._blocks.find, limit) if replicas else None
 
     def usage(self) -> NodeUsage:
         """Counts for metrics and `baton pool top`."""
-        return self._stock.usage(
-            leases=len(self._leases), puts=len(self._puts), ssd_works=self._health.works
+        counts, memory = self.counts, self._blocks.memory
+        return NodeUsage(
+            slots_total=memory.num_slots,
+            slots_free=memory.num_free,
+            ssd_blocks=self._blocks.disk.num_taken,
+            ssd_works=self._limits.num_extents > 0 and self._disk_failures < _DISK_FAILURES,
+            leases=len(self._leases),
+            puts=len(self._open_puts) + len(self._fetched_puts),
+            hit_blocks=counts.hit_blocks,
+            missed_blocks=counts.missed_blocks,
+            stored_blocks=counts.stored_blocks,
+            evicted_blocks=counts.evicted_blocks,
+            demoted_blocks=counts.demoted_blocks,
+            promoted_blocks=counts.promoted_blocks,
+            zombie_puts=counts.zombie_puts,
+            corrupt_blocks=counts.corrupt_blocks,
+            fetched_blocks=counts.fetched_blocks,
+            sent_blocks=counts.sent_blocks,
+            failed_fetches=counts.failed_fetches,
+            copies=len(self._blocks.copies),
+            tenants=sum(account.blocks > 0 for account in self._accounts),
         )
 
     def owners(self) -> tuple[OwnerUsage, ...]:
         """What each tenant takes."""
         return self._accounts.usage()
 
+    def story(self, key: str) -> tuple[StoryEntry, ...]:
+        """What changed the state of a block lately, oldest first; `key` in hexadecimal. Reads are not told."""
+        return self._story.story(key)
+
     def check_integrity(self) -> None:
-        """Raises InvariantError if the book contradicts itself."""
+        """Raises InvariantError if the ledger contradicts itself."""
         self._accounts.check_integrity()
-        self._book.check_integrity(self._accounts)
-        self._moves.check_integrity()
-        self._puts.check_integrity()
-        users = sum(len(lease.places) for lease in self._leases) + 2 * len(self._moves)
-        shelves = (self._book.memory, self._book.disk)
-        if users != sum(place.users for shelf in shelves for place in shelf.places()):
-            raise InvariantError("places are in use for other reasons than leases and moves")
+        self._blocks.check_integrity(self._accounts)
+        for copy in self._copies.values():
+            if not (copy.slot.users and copy.extent.users):
+                raise InvariantError(
+                    f"a slot that is being copied is not in use: {copy!r}",
+                    story=self.story(copy.slot.key.hex()),
+                )
+        for put in self._puts():
+            allowed = {_S.QUARANTINED} if put.zombie else {_S.QUARANTINED, _S.RESERVED}
+            for slot in put.slots:
+                if slot.state not in allowed:
+                    raise InvariantError(
+                        f"a slot of put {put.put_id} is {slot.state.name}",
+                        story=self.story(slot.key.hex()),
+                    )
+        users = sum(len(lease.slots) for lease in self._leases.values()) + 2 * len(self._copies)
+        tiers = (self._blocks.memory, self._blocks.disk)
+        if users != sum(slot.users for tier in tiers for slot in tier.slots()):
+            raise InvariantError("slots are in use for other reasons than leases and copies")
+
+    def _puts(self) -> Iterator[_Put]:
+        return chain(self._open_puts.values(), self._zombies.values(), self._fetched_puts.values())
+
+
+def _first(puts: dict[str, _Put]) -> _Put:
+    return next(iter(puts.values()))
+
+
+def _num_readable(slots: Sequence[Slot]) -> int:
+    """How many leading blocks can be read."""
+    return next((at for at, slot in enumerate(slots) if not slot.readable), len(slots))
+
+
+def _told(lease: _Lease, num_blocks: int) -> BlockLease:
+    blocks = [
+        HeldBlock(key=slot.key, slot=slot.index, epoch=slot.epoch, checksums=slot.checksums)
+        for slot in lease.slots[:num_blocks]
+    ]
+    return BlockLease(lease_id=lease.lease_id, blocks=tuple(blocks), lease_s=lease.lease_s)
+
+
+def _on_disk(extent: Slot) -> DiskBlock:
+    return DiskBlock(
+        extent=extent.index,
+        epoch=extent.epoch,
+        key=extent.key,
+        owner=extent.billing.owner,
+        size_bytes=extent.billing.size_bytes,
+        position=extent.position,
+        checksums=extent.checksums,
+    )

@@ -19,7 +19,7 @@ _RETRY_S = 1.0
 
 
 class LedgerView(Protocol):
-    """What the registrar asks of the node's ledger."""
+    """What the directory is told of the node's ledger, and asks of it."""
 
     def take_replica_changes(self, limit: int = 4096) -> DirectoryChanges | None:
         """What the directory has yet to be told."""
@@ -117,7 +117,7 @@ class Membership:
     """For one event loop. Every method returns, whether or not the directory answers.
 
     Args:
-        ledger: Of the node; who calls `renew` or `share_quotas` carries out what it wants done after that.
+        ledger: Of the node; the caller of `renew` or `share_quotas` carries out what it wants done after that.
         registrar: Speaks with the directory.
         shares: Divides quotas.
         lease_s: For how long a renewal holds.

@@ -1,4 +1,4 @@
-"""What a pool node counts, for Prometheus: tiers, hits, evictions, leases, sickness. Never by tenant: that `baton pool top` tells."""
+"""A pool node's metrics for Prometheus: tiers, hits, evictions, leases, health. Not by tenant: `baton pool top` shows that."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from kvpool.messages import NodeUsage
 
 _COUNTERS: dict[str, tuple[str, Callable[[NodeUsage], float]]] = {
-    "baton_pool_hit_blocks": ("Blocks that were asked for and lent", lambda u: u.hit_blocks),
+    "baton_pool_hit_blocks": ("Blocks that were asked for and leased", lambda u: u.hit_blocks),
     "baton_pool_missed_blocks": (
         "Blocks that were asked for and not here",
         lambda u: u.missed_blocks,

@@ -1,4 +1,4 @@
-"""The pool node of one host: ledger, slab, disk and directory joined. One owner, on one event loop.
+"""The pool node of one host: joins ledger, slab, disk, directory and other nodes, on one event loop.
 
 It does not know how large a block is before a worker has come: the first to attach decides the size of the slots, and later ones
 with larger blocks are refused by the field's name.
@@ -74,14 +74,14 @@ class PoolNode:
         open_disk: OpenDisk | None = None,
         join_peers: JoinPeers | None = None,
     ) -> None:
-        assert config.memory_bytes is not None, "decided by whoever starts the node"
+        assert config.memory_bytes is not None, "decided where the node is started"
         self.identity = identity
         self._config = config
         self._address = address
         self._directory = directory
         self._clock = clock
-        self._plan = StorageConfig(
-            config=config,
+        self._storage_config = StorageConfig(
+            pool=config,
             memory_bytes=config.memory_bytes,
             region_path=region_path,
             identity=identity,
@@ -114,10 +114,10 @@ class PoolNode:
                 f" {store.slab.slot_bytes}",
                 param="block_bytes",
             )
-        return store.slab.invite(partial(self._on_gone, worker))
+        return store.slab.offer(partial(self._on_gone, worker))
 
     def _open(self, slot_bytes: int) -> NodeStorage:
-        store = self._store = NodeStorage(self._plan, slot_bytes, self._clock)
+        store = self._store = NodeStorage(self._storage_config, slot_bytes, self._clock)
         self._member = Membership(
             store.ledger,
             DirectoryClient(self._directory, store.ledger, lease_s=self._config.node_lease_s),
@@ -198,7 +198,7 @@ class PoolNode:
             _log.error("blocks of the pool were corrupt and are dropped", blocks=dropped)
 
     def allow(self, allowances: Mapping[str, Allowance]) -> None:
-        """From now on tenants may take this on all nodes; who is not named, what is usual. What one has too much goes."""
+        """From now on tenants may take this on all nodes; a tenant that is not named, what is usual. What one has too much goes."""
         self.tenants.allow(allowances)
         if self._store is not None and self._member is not None:
             self._member.share_quotas()
@@ -226,9 +226,9 @@ class PoolNode:
         sick, refuses = self._health.sick(now_s), store.ledger.refuses
         if sick and refuses is None:
             _log.error("too many blocks were altered in memory: the node takes no new ones")
-            store.ledger.refuse(RefusalReason.SICK)
+            store.ledger.refuses = RefusalReason.SICK
         elif not sick and refuses is RefusalReason.SICK:
-            store.ledger.refuse(None)
+            store.ledger.refuses = None
 
     def take_changes(self) -> BlockChanges | None:
         """Which blocks came to be held and which were given up since the last call; None for none."""
@@ -287,10 +287,10 @@ class PoolNode:
         return self._member is not None and self._member.reachable
 
     async def close(self) -> None:
-        """Takes no new blocks, says good-bye to the directory, lets go of memory and disk."""
+        """Takes no new blocks, retires from the directory, closes memory and disk."""
         if self._store is None or self._member is None:
             return
-        self._store.ledger.refuse(RefusalReason.DRAINING)
+        self._store.ledger.refuses = RefusalReason.DRAINING
         await self._member.retire(self.state())
         if self._peers is not None:
             await self._peers.close()
@@ -325,7 +325,7 @@ class Reading:
     async def lease(
         self, keys: Sequence[BlockKey], lease_s: float, wait_s: float, reader: WorkerIdentity
     ) -> BlockLease:
-        """See `PoolNode.lease`. What is here is kept before anything is waited for."""
+        """See `PoolNode.lease`. What is held here is leased before anything is waited for."""
         store, until_s = self._store, self._clock.now_s() + wait_s
         held = store.ledger.held(keys)
         if keys and not held:
@@ -358,7 +358,7 @@ _WINDOW_S = 600.0
 class MemoryHealth:
     """Counts blocks that readers found altered. Pure, one owner.
 
-    A block now and then is a miss; many of them mean memory, or somebody who writes where he should not.
+    A block now and then is a miss; many of them mean faulty memory, or a process that writes where it should not.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,9 @@
-"""This node's part of every tenant's quota, which holds over all nodes of the pool. Pure; `kvpool.node.node` tells and obeys."""
+"""Tenants' quotas: what the operator allows in the whole pool, and this node's part of it.
+
+No node decides for all. Each node tells the directory with its lease what limited tenants have there, reads the same of the others,
+and sets its own limit (`QuotaShares`, `may_hold`; pure). What is not used is open to the node that puts next; where nothing is left,
+a node that has less than half of an even part gets that much, from those that have more.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -15,7 +20,7 @@ IDLE_S = 30.0
 """A tenant that has neither put nor read for this long leaves its quota to other nodes."""
 
 MOST_TOLD = 256
-"""Tenants of whom others are told; those that have most. More would make every renewal long for little."""
+"""Tenants that other nodes are told of; those that have most. More would make every renewal long for little."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,10 +30,10 @@ class _Asked:
 
 
 class TenantRecords:
-    """Pure, one owner.
+    """What the operator allows each tenant, and how often it found the blocks that it asked for. Pure, one owner.
 
     Args:
-        usual: What a tenant may take of whom nothing else is said.
+        usual: What a tenant may take for which nothing else is configured.
     """
 
     def __init__(self, usual: Allowance) -> None:
@@ -38,7 +43,7 @@ class TenantRecords:
 
     @property
     def allowances(self) -> Mapping[str, Allowance]:
-        """Of those of whom something else is said."""
+        """Of tenants for which something else is configured."""
         return self._allowances
 
     def allow(self, allowances: Mapping[str, Allowance]) -> None:
@@ -50,7 +55,7 @@ class TenantRecords:
         return self._allowances.get(tenant, self._usual)
 
     def asked(self, tenant: str, *, hit_blocks: int, missed_blocks: int) -> None:
-        """A prompt of `tenant` was looked up; nothing is counted for nobody."""
+        """A prompt of `tenant` was looked up; without a tenant nothing is counted."""
         if not tenant:
             return
         asked = self._asked.setdefault(tenant, _Asked())
@@ -61,12 +66,12 @@ class TenantRecords:
             self._asked.popitem(last=False)
 
     def complete(self, owners: Iterable[OwnerUsage]) -> tuple[OwnerUsage, ...]:
-        """What tenants take, with what is known here; those too who asked and have nothing."""
+        """What tenants take, with what is known here; those too that asked and have nothing."""
         taking = {owner.tenant: owner for owner in owners}
-        everybody = taking | {
+        tenants = taking | {
             tenant: OwnerUsage(tenant=tenant) for tenant in self._asked if tenant not in taking
         }
-        return tuple(self._completed(owner) for owner in everybody.values())
+        return tuple(self._completed(owner) for owner in tenants.values())
 
     def _completed(self, owner: OwnerUsage) -> OwnerUsage:
         allowance = self.allowance(owner.tenant)
@@ -81,7 +86,7 @@ class TenantRecords:
 
 
 class QuotaShares:
-    """One owner.
+    """This node's part of every tenant's quota. Pure, one owner.
 
     Args:
         here: This node.
@@ -113,7 +118,7 @@ class QuotaShares:
                 self._elsewhere.setdefault(part.tenant, []).append(part)
 
     def due(self, owners: Iterable[OwnerUsage], now_s: float) -> dict[str, Allowance | None]:
-        """What tenants may take on this node from now on, of those for whom that has changed; None for what is usual."""
+        """What tenants may take on this node from now on, where that has changed; None for what is usual."""
         having = {owner.tenant: self._part(owner, now_s) for owner in owners}
         named = self._book.allowances.keys() | self._elsewhere.keys()
         shares = {tenant: self._share(tenant, having.get(tenant)) for tenant in named}
@@ -169,14 +174,16 @@ def _claim(part: TenantPart, least: float) -> float:
 
 
 MAX_ASKERS = 4096
-"""Tenants whose hits are counted. With more, who has not asked for longest is forgotten."""
+"""Tenants whose hits are counted. With more, the one that has not asked for longest is forgotten."""
 
 
 _log = get_logger(__name__)
 
 
 class QuotaKeeper:
-    """Looks for news every few seconds.
+    """Applies what the operator allows tenants, while the node serves: looks for changes every few seconds.
+
+    A faulty configuration is logged and changes nothing: the last good one holds.
 
     Args:
         source: Where allowances come from.

@@ -1,4 +1,4 @@
-"""How often the blocks of a node were read of late: what replication and its reverse go by."""
+"""How often the blocks of a node were read of late: replication and the eviction of cold copies go by it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class ReadFrequency:
             self._counts = _hottest(counts)
 
     def of(self, key: BlockKey, now_s: float) -> float:
-        """Reads of late; 0 for a block that nobody has read."""
+        """Reads of late; 0 for a block that was not read."""
         return self._counts.get(key, 0.0) / self._weight(now_s)
 
     def _weight(self, now_s: float) -> float:
@@ -59,7 +59,7 @@ class ReadFrequency:
 
 
 def _hottest(counts: dict[BlockKey, float]) -> dict[BlockKey, float]:
-    """The `_MAX_BLOCKS` that were read most. Somebody waits meanwhile: a heap would take several times as long."""
+    """The `_MAX_BLOCKS` that were read most. A reader waits meanwhile: a heap would take several times as long."""
     reads = np.fromiter(counts.values(), dtype=np.float64, count=len(counts))
     stays = np.zeros(len(counts), dtype=bool)
     stays[np.argpartition(reads, -_MAX_BLOCKS)[-_MAX_BLOCKS:]] = True

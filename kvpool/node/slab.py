@@ -1,4 +1,4 @@
-"""The memory in which a node's blocks lie, and the door through which the workers of its host map it."""
+"""The memory in which a node's blocks lie, and the socket through which the workers of its host map it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Slab:
     Args:
         memory_bytes: What there is; as many slots as fit are made.
         slot_bytes: Of each.
-        path: Unix socket that gives the region's descriptor to whoever was invited.
+        path: Unix socket that gives the region's descriptor to whatever shows a token.
 
     Attributes:
         region: The memory.
@@ -72,7 +72,7 @@ class Slab:
         """Of the region."""
         return self.region.size_bytes
 
-    def invite(self, gone: Callable[[], None]) -> SlabOffer:
+    def offer(self, gone: Callable[[], None]) -> SlabOffer:
         """Lets one worker map the slab once; `gone` is called, on another thread, when it has let go."""
         return SlabOffer(
             path=self.path,
@@ -107,7 +107,7 @@ class Slab:
         return right
 
     def close(self) -> None:
-        """Lets nobody in any more; workers that map the slab see their connection end."""
+        """Admits no process any more; workers that map the slab see their connection end."""
         self._server.close()
         self.region.close()
 

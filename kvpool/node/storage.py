@@ -1,6 +1,6 @@
-"""What a pool node has from its first worker on: a slab with its ledger and, where there is one, a disk below it.
+"""A node's storage, made when its first worker attaches: a slab with its ledger and, where one is configured, a disk below it.
 
-The ledger decides, the slab holds the bytes, the mover copies them to the disk and back; here they are joined.
+The ledger decides, the slab holds the bytes, one thread copies them to the disk and back in the order that the ledger says.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
-    """How a store is made once the size of its blocks is known.
+    """How a node's storage is made once the size of its blocks is known.
 
     Attributes:
-        config: Of the pool.
+        pool: The pool's configuration.
         memory_bytes: For the slab.
         region_path: Unix socket for the slab's descriptor.
         identity: The node's; no other start of any node names its puts and leases alike.
         open_disk: None without a disk.
     """
 
-    config: PoolConfig
+    pool: PoolConfig
     memory_bytes: int
     region_path: str
     identity: WorkerIdentity
@@ -47,30 +47,30 @@ class NodeStorage:
     """Not thread-safe: methods are called on the event loop that made it.
 
     Args:
-        plan: What it is made of.
+        config: What it is made of.
         slot_bytes: Of a block.
         clock: Puts and leases run on it.
 
     Attributes:
         slab: The memory.
-        ledger: Its book. Whoever has it do something that may move blocks calls `carry_out` after it.
+        ledger: What lies where. A caller that has it do something that may move blocks calls `carry_out` after that.
 
     Raises:
         ConfigError: Not one block fits the memory.
         OutOfMemoryError: The machine has not got the memory.
     """
 
-    def __init__(self, plan: StorageConfig, slot_bytes: int, clock: Clock) -> None:
+    def __init__(self, config: StorageConfig, slot_bytes: int, clock: Clock) -> None:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._moved = asyncio.Event()
-        disk = _open_disk(plan.open_disk, slot_bytes)
+        disk = _open_disk(config.open_disk, slot_bytes)
         self.slab = Slab(
-            memory_bytes=plan.memory_bytes, slot_bytes=slot_bytes, path=plan.region_path
+            memory_bytes=config.memory_bytes, slot_bytes=slot_bytes, path=config.region_path
         )
-        limits = _limits(plan.config, self.slab, 0 if disk is None else disk.num_extents)
+        limits = _limits(config.pool, self.slab, 0 if disk is None else disk.num_extents)
         found = () if disk is None else disk.recover()
-        self.ledger = NodeLedger(limits, f"{plan.identity.incarnation:x}", found)
+        self.ledger = NodeLedger(limits, f"{config.identity.incarnation:x}", found)
         self._mover = None if disk is None else TierMover(disk, self.slab, self._on_moved)
 
     def carry_out(self) -> None:
@@ -147,7 +147,7 @@ class TierMover:
     Args:
         store: The disk.
         slab: The memory.
-        done: Told of every copy. Of an erasure nobody is told.
+        done: Called after every copy, not after an erasure.
     """
 
     def __init__(self, store: ExtentStore, slab: Slab, done: Done) -> None:

@@ -1,4 +1,8 @@
-"""A node's way to the services of other nodes: questions are sealed, answers opened. One channel per address, kept open."""
+"""Calls to the services of other nodes: sealed requests, verified replies. One channel per address, kept open.
+
+Messages between nodes are sealed with the cluster's key: only its nodes are heard, and an answer fits one question. Sessions, which
+carry the blocks, have seals of their own (`kv_transfer.session.seal`).
+"""
 
 import asyncio
 import hmac
@@ -23,7 +27,7 @@ _MAX_CHANNELS = 256
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _Channel:
     channel: grpc.aio.Channel
     asking: int = 0
 
@@ -89,20 +93,20 @@ class PeerClient:
 
     Args:
         seal: Of the cluster.
-        max_channels: That are kept open while nobody asks anything over them.
+        max_channels: That are kept open while no question is pending on them.
     """
 
     def __init__(self, seal: PeerSeal, *, max_channels: int = _MAX_CHANNELS) -> None:
         self._seal = seal
         self._max_channels = max_channels
-        self._lines: OrderedDict[str, _Line] = OrderedDict()
+        self._channels: OrderedDict[str, _Channel] = OrderedDict()
 
     async def ask(self, address: str, request: pb.PeerRequest, timeout_s: float) -> pb.PeerReply:
         """What the node at `address` answers.
 
         Raises:
             PoolUnavailableError: It does not, or not in time.
-            TicketError: Somebody else answered.
+            TicketError: The answer does not carry the cluster's seal.
             BatonError: What the node refuses with.
         """
         signed = self._seal.seal(request)
@@ -113,14 +117,14 @@ class PeerClient:
         return reply
 
     async def close(self) -> None:
-        """Hangs up everywhere."""
-        lines, self._lines = list(self._lines.values()), OrderedDict()
+        """Closes every channel."""
+        lines, self._channels = list(self._channels.values()), OrderedDict()
         await asyncio.gather(*(line.channel.close(None) for line in lines))
 
     async def _ask(
         self, address: str, signed: common_pb2.Signed, timeout_s: float
     ) -> common_pb2.Signed:
-        line = self._line(address)
+        line = self._channel(address)
         line.asking += 1
         try:
             return await pool_pb2_grpc.PoolPeersStub(line.channel).Ask(signed, timeout=timeout_s)
@@ -130,20 +134,20 @@ class PeerClient:
             ) from error
         finally:
             line.asking -= 1
-            await self._hang_up()
+            await self._close_idle()
 
-    def _line(self, address: str) -> _Line:
-        line = self._lines.get(address)
+    def _channel(self, address: str) -> _Channel:
+        line = self._channels.get(address)
         if line is None:
-            line = self._lines[address] = _Line(open_channel(address))
-        self._lines.move_to_end(address)
+            line = self._channels[address] = _Channel(open_channel(address))
+        self._channels.move_to_end(address)
         return line
 
-    async def _hang_up(self) -> None:
-        """Where nobody was asked for longest. A channel that is closed would cut off whoever still asks over it."""
-        excess = max(0, len(self._lines) - self._max_channels)
-        idle = [address for address, line in self._lines.items() if not line.asking][:excess]
-        for line in [self._lines.pop(address) for address in idle]:
+    async def _close_idle(self) -> None:
+        """Closes the channels that were idle for longest; a channel with a pending question stays open."""
+        excess = max(0, len(self._channels) - self._max_channels)
+        idle = [address for address, line in self._channels.items() if not line.asking][:excess]
+        for line in [self._channels.pop(address) for address in idle]:
             await line.channel.close(None)
 
 

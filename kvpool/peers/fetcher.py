@@ -1,10 +1,9 @@
 """Fetches what this node lacks of a text from the nodes that have it, into its own slab, part by part.
 
-    lease ── bring ──▶ directory: who has the rest?      one round trip
+    lease ── bring ──▶ directory: which nodes have the rest?      one round trip
                        one part after the other          `kvpool.peers.fetcher`
 
-Whoever waits for a lease waits as long as it said and takes what has come by then; the rest comes all the same, for whoever asks
-next. Nothing here raises: a pool of several hosts is only ever quicker.
+A lease waits as long as its reader said and takes what has come by then; the rest comes all the same, for the next reader. Nothing here raises: a pool of several hosts is only ever quicker.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ class Fetch:
     Attributes:
         keys: Of the text.
         at: So many of them are here, or need not be fetched.
-        not_soon: Set once it is known that nothing will come in the time that whoever began it waits, and when it is over.
+        not_soon: Set once it is known that nothing will come in the time that its first reader waits, and when it is over.
     """
 
     keys: tuple[BlockKey, ...]
@@ -112,7 +111,7 @@ class PartFetcher:
         return True
 
     async def _settled(self, put_id: str, part: _Part, source: Source) -> IncomingBlocks | None:
-        """Whatever happens, the put is over afterwards, and nobody writes to its slots. None: nothing has come."""
+        """Whatever happens, the put is over afterwards, and nothing writes to its slots. None: nothing has come."""
         ledger, coming, sums = self._store.ledger, None, list[bytes]()
         try:
             coming = await self._transfer(part, source)
@@ -129,12 +128,12 @@ class PartFetcher:
             return None
         now_s = self._clock.now_s()
         ledger.commit(put_id, sums, now_s, coming.owners, coming.block_bytes)
-        ledger.demand.read(part.keys, now_s)
+        ledger.read_frequency.read(part.keys, now_s)
         self._store.carry_out()
         return coming if all(sums) else None
 
     async def _transfer(self, part: _Part, source: Source) -> IncomingBlocks | None:
-        """Has the holder write the blocks. Nobody writes any more when this returns, or raises; None: it has less of them."""
+        """Has the holder write the blocks. Nothing writes any more when this returns, or raises; None: it has less of them."""
         permit = self._permit(source, len(part.keys))
         grant = Grant(held_blocks=0, blocks=tuple(map(BlockId, part.slots)))
         landed = self._inbound.expect(permit, grant, self._timeout_s)
@@ -241,7 +240,7 @@ class Fetcher:
         return len(self._tasks)
 
     async def bring(self, keys: Sequence[BlockKey], held: int, wait_s: float) -> None:
-        """Has the blocks of a text after the first `held` ones brought here, as far as somebody has them.
+        """Has the blocks of a text after the first `held` ones brought here, as far as another node has them.
 
         Returns when they are here, after `wait_s`, or as soon as it is known that they cannot come in that time.
         """
@@ -255,7 +254,7 @@ class Fetcher:
             return  # what has come by now is worth having
 
     def start(self, keys: Sequence[BlockKey], held: int, *, soon_s: float) -> Fetch | None:
-        """Begins to bring them, or finds that somebody is at it; None where too much is under way, or the node stops.
+        """Begins to bring them, or finds that they are being fetched; None where too much is under way, or the node stops.
 
         Args:
             keys: Of the text, from its first block on.
@@ -306,7 +305,7 @@ class Fetcher:
         return blocks * self._slot_bytes / self._neighbours.links.rate(source.state.node)
 
     def _move(self, fetch: Fetch, to: int) -> None:
-        """Whoever asks for this text from now on lacks the block at `to`."""
+        """The next reader of this text lacks the block at `to`."""
         if fetch.at < len(fetch.keys) and self._fetches.get(fetch.keys[fetch.at]) is fetch:
             del self._fetches[fetch.keys[fetch.at]]
         fetch.at = to

@@ -1,8 +1,9 @@
-"""The other nodes of the pool, as this one knows them: who lives where, and how to ask them something."""
+"""The other nodes of the pool, as this one knows them: their addresses and state, how fast they sent, which of them failed just now."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from baton.backoff import Backoff
 from baton.clock import Clock
 from baton.ids import BlockKey, WorkerIdentity
 from baton.rpc.hello import identity_to_proto
@@ -26,7 +27,7 @@ class PeerTable:
         clock: Monotonic.
 
     Attributes:
-        links: What is known of the ways to them.
+        links: Measured rates and recent failures.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class PeerTable:
         self._asked_s = float("-inf")
 
     async def source(self, keys: Sequence[BlockKey]) -> Source | None:
-        """From whom the beginning of `keys` is fetched best; None where nobody else holds any.
+        """The node from which the beginning of `keys` is fetched best; None where no other node holds any.
 
         Raises:
             PoolUnavailableError: The directory does not answer.
@@ -57,7 +58,7 @@ class PeerTable:
     async def target(
         self, keys: Sequence[BlockKey], copies: int, need_bytes: int
     ) -> NodeState | None:
-        """Who should take another copy of `keys`; None where there are `copies` already, or nobody can.
+        """The node that should take another copy of `keys`; None where there are `copies` already, or no node can.
 
         Raises:
             PoolUnavailableError: The directory does not answer.
@@ -84,11 +85,11 @@ class PeerTable:
         return await self._client.ask(node.address, request, timeout_s)
 
     async def close(self) -> None:
-        """Hangs up."""
+        """Closes every channel."""
         await self._client.close()
 
     async def _nodes(self, missing: set[WorkerIdentity]) -> Mapping[WorkerIdentity, NodeState]:
-        """All that live; asked for anew where that is long ago, or somebody is named who is not known."""
+        """All that live; asked for anew where that is long ago, or a named node is not known."""
         now_s = self._clock.now_s()
         if now_s - self._asked_s >= _REFRESH_S or not missing <= self._living.keys():
             self._living = {state.node: state for state in await self._directory.nodes()}
@@ -98,65 +99,64 @@ class PeerTable:
 
 
 def _named(found: Sequence[Sequence[Replica]]) -> set[WorkerIdentity]:
-    """Holders of the first block: whoever holds a beginning holds that."""
+    """Holders of the first block: a node that holds a beginning holds that."""
     return {replica.node for replica in found[0]}
 
 
 ASSUMED_BYTES_PER_S = 1e9
-"""Of a way that nothing has come over yet: fast enough to be tried."""
+"""Of a link over which nothing has come yet: fast enough to be tried."""
 
 _KEEP = 0.8
 """What is left of a fetch's weight after the next one: the last five or so make the figure."""
 
-_FIRST_REST_S = 1.0
-_LONGEST_REST_S = 60.0
+_RESTS = Backoff(first_s=1.0, max_s=60.0)
 
 
 @dataclass(slots=True, eq=False)
-class _Way:
+class _Link:
     num_bytes: float = 0.0
     seconds: float = 0.0
     used: bool = False
-    rest_s: float = 0.0
+    failures: int = 0
     until_s: float = 0.0
 
 
 class PeerLinks:
-    """The ways to all other nodes. A node that failed is left alone for a second, then two, up to a minute."""
+    """Rates and failures of the links to all other nodes. Pure. A node that failed is left alone for a second, then two, up to a minute."""
 
     def __init__(self) -> None:
-        self._ways: dict[WorkerIdentity, _Way] = {}
+        self._links: dict[WorkerIdentity, _Link] = {}
 
     def landed(self, node: WorkerIdentity, num_bytes: int, seconds: float) -> None:
         """Blocks came, whole, in so many seconds from when they were asked for. The first time a session is opened, which says
         nothing of the rate.
         """
-        way = self._ways.setdefault(node, _Way())
-        if way.used:
-            way.num_bytes = way.num_bytes * _KEEP + num_bytes
-            way.seconds = way.seconds * _KEEP + seconds
-        way.used = True
-        way.rest_s = way.until_s = 0.0
+        link = self._links.setdefault(node, _Link())
+        if link.used:
+            link.num_bytes = link.num_bytes * _KEEP + num_bytes
+            link.seconds = link.seconds * _KEEP + seconds
+        link.used = True
+        link.failures, link.until_s = 0, 0.0
 
     def failed(self, node: WorkerIdentity, now_s: float) -> None:
         """What was asked for did not come, or was not right."""
-        way = self._ways.setdefault(node, _Way())
-        way.used = False
-        way.rest_s = min(max(_FIRST_REST_S, 2 * way.rest_s), _LONGEST_REST_S)
-        way.until_s = now_s + way.rest_s
+        link = self._links.setdefault(node, _Link())
+        link.used = False
+        link.failures += 1
+        link.until_s = now_s + _RESTS.wait_s(link.failures)
 
     def usable(self, node: WorkerIdentity, now_s: float) -> bool:
         """Whether to ask it now."""
-        way = self._ways.get(node)
-        return way is None or way.until_s <= now_s
+        link = self._links.get(node)
+        return link is None or link.until_s <= now_s
 
     def rate(self, node: WorkerIdentity) -> float:
         """Bytes per second, asking included."""
-        way = self._ways.get(node)
-        if way is None or way.seconds <= 0:
+        link = self._links.get(node)
+        if link is None or link.seconds <= 0:
             return ASSUMED_BYTES_PER_S
-        return max(1.0, way.num_bytes / way.seconds)
+        return max(1.0, link.num_bytes / link.seconds)
 
     def keep(self, nodes: Collection[WorkerIdentity]) -> None:
         """Forgets all but these: the others are gone for good, or start anew under another incarnation."""
-        self._ways = {node: way for node, way in self._ways.items() if node in nodes}
+        self._links = {node: link for node, link in self._links.items() if node in nodes}

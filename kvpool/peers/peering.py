@@ -38,7 +38,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeeringConfig:
-    """What a node needs to meet the others.
+    """What a node needs to reach the others, and to be reached.
 
     Attributes:
         identity: The node's.
@@ -66,7 +66,7 @@ class Peering:
     """For the event loop that made it.
 
     Args:
-        plan: Who this is, and how it is reached.
+        plan: This node's identity, and how it is reached.
         store: The node's blocks.
         directory: Of the pool.
         service: Is opened for the others.
@@ -123,7 +123,7 @@ class Peering:
         )
         self._replicator = Replicator(
             ReplicationPolicy(
-                store.ledger.demand, reads=pool.replicate_reads, most=pool.max_replicas
+                store.ledger.read_frequency, reads=pool.replicate_reads, most=pool.max_replicas
             ),
             self._neighbours,
             block_bytes=slab.slot_bytes,
@@ -147,7 +147,7 @@ class Peering:
         self._outbound.tick()
 
     async def close(self) -> None:
-        """Asks for nothing more, sends nothing more, lets nobody write any more."""
+        """Asks for nothing more, sends nothing more, ends every writer's access."""
         await self._replicator.close()
         await self._fetcher.close()
         await self._neighbours.close()

@@ -1,6 +1,6 @@
-"""From which node blocks are fetched, and to which one hot blocks are given. Pure: who holds what, and how fast the ways are, comes in.
+"""From which node blocks are fetched, and which one hot blocks are copied to. Pure: holders and rates come in as arguments.
 
-A new copy should not share its fate with those that there are: another failure domain comes first, then free space, then the way.
+A new copy should not share its fate with those that there are: another failure domain comes first, then free space, then the rate.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ Rate = Callable[[WorkerIdentity], float]
 """Bytes per second to or from a node, as measured or assumed."""
 
 _GOOD_SHARE = 0.75
-"""Of the longest beginning that anybody holds: who holds that much is judged by speed."""
+"""Of the longest beginning that any node holds: nodes that hold that much are ranked by speed."""
 
 _DISK_SHARE = 0.25
 """A block that has to be read from the holder's disk first comes about so much slower."""
@@ -42,12 +42,12 @@ def sources_of(
     living: Mapping[WorkerIdentity, NodeState],
     here: WorkerIdentity,
 ) -> list[Source]:
-    """Who else could send a chain's beginning, and how much of it.
+    """Other nodes that could send a chain's beginning, and how much of it.
 
     Args:
         found: Replicas of each block, as `Directory.lookup` gives them.
         living: Nodes by name; a replica on another one is passed over.
-        here: Who asks.
+        here: This node.
     """
     if not found:
         return []
@@ -81,7 +81,7 @@ def choose_target(
     need_bytes: int,
     rate: Rate,
 ) -> NodeState | None:
-    """Who should take another copy; None where nobody can.
+    """The node that should take another copy; None where no node can.
 
     Args:
         states: Of all nodes that live.
@@ -114,7 +114,7 @@ def _speed(source: Source, rate: Rate) -> float:
 
 
 def _rank(state: NodeState, domains: Collection[str], rate: Rate) -> tuple[bool, int, float, str]:
-    """A new domain; then space, in tenths of the memory; then the way; then the name, so that all nodes choose alike."""
+    """A new domain; then space, in tenths of the memory; then the rate; then the name, so that all nodes choose alike."""
     tenths = 10 * state.free_bytes // max(1, state.capacity_bytes)
     return (
         state.failure_domain not in domains,

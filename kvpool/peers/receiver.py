@@ -1,10 +1,10 @@
-"""Blocks on their way into this node's slab: what other nodes may write there, and when they have stopped.
+"""Receives blocks from other nodes into this node's slab: what they may write there, and when they have stopped.
 
-The part of a decode worker in the hand-off (`kv_transfer.ledger.ledger`), played by a node that fetches. Slots that somebody may still be
-writing to are never given back.
+The part of a decode worker in the hand-off (`kv_transfer.ledger.ledger`), played by a node that fetches. Slots that may still be written
+to are never given back.
 
     fetcher ── expect ──▶ TransferLedger ◀── Reserve, Commit, Quiesced ── the holder's session
-            ◀── landed, or failed and nobody writes any more ──
+            ◀── landed, or failed and nothing writes any more ──
 """
 
 import asyncio
@@ -52,7 +52,7 @@ from kv_transfer.ticket import Permit
 _log = get_logger(__name__)
 
 Landed = asyncio.Future[BatonError | None]
-"""What a transfer came to: None when every slot is written, else why not. Nobody writes there any more either way."""
+"""What a transfer came to: None when every slot is written, else why not. Nothing writes there any more either way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class _Incoming:
 class PeerReceiver:
     """A `kv_transfer.session.server.SessionHost`. For one event loop.
 
-    Bytes are not checked here: a block has checksums of its own, which go back to whoever computed it.
+    Bytes are not checked here: a block has checksums of its own, which were made where it was computed.
 
     Args:
         here: This node.
@@ -192,7 +192,7 @@ class PeerReceiver:
             case TransferFailed(xfer_id=xfer_id, error=error):
                 self._failed(xfer_id, error)
             case WriterLost(xfer_id=xfer_id, error=error):
-                self._failed(xfer_id, error)  # nobody else will take it over
+                self._failed(xfer_id, error)  # no other sender will take it over
                 return self._ledger.handle(Withdrawn(xfer_id=xfer_id, error=error), now_s)
             case ToPeer(session=session, message=message):
                 self._sessions.send(session, message)
@@ -208,7 +208,7 @@ class PeerReceiver:
             coming.error = error
 
     def _settle(self) -> None:
-        """Tells of transfers that are over: nobody writes to their slots any more."""
+        """Tells of transfers that are over: nothing writes to their slots any more."""
         for xfer_id, coming in list(self._coming.items()):
             if self._ledger.state(xfer_id) is not None:
                 continue

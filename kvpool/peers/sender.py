@@ -1,4 +1,4 @@
-"""Blocks on their way from this node's slab into those of others: who asked for them, and how long they have to stay.
+"""Sends blocks from this node's slab into those of others: which node asked for them, and how long they have to stay.
 
 The part of a prefill worker in the hand-off (`kv_transfer.ledger.outbox`), played by a node that others fetch from. The blocks are leased
 for as long as they are being sent; if the lease should end before they are (this process stood still), they are not committed.

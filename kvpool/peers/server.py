@@ -1,4 +1,4 @@
-"""Where other nodes reach this one: their questions, and the sessions in which blocks are written into its slab.
+"""The server for other nodes: their requests, and the sessions in which they write blocks into this node's slab.
 
 A server of its own, beside the one for this host's workers: nothing else can be asked here, and only with the cluster's seal.
 """
@@ -56,7 +56,7 @@ class _Hold:
 
 
 class PeerRequestHandler:
-    """For one event loop.
+    """Answers what other nodes ask: to send them blocks, and to take copies of theirs. For one event loop.
 
     Args:
         here: This node.
@@ -191,7 +191,7 @@ class PeerServer(pool_pb2_grpc.PoolPeersServicer, transfer_pb2_grpc.TransferServ
         self._supplier, self._inbound = supplier, inbound
 
     async def close(self) -> None:
-        """Lets nobody in any more, and ends every session."""
+        """Accepts no calls any more, and ends every session."""
         await self._server.stop(_GRACE_S)
 
     async def Ask(  # noqa: N802  # the stub's name
@@ -203,7 +203,7 @@ class PeerServer(pool_pb2_grpc.PoolPeersServicer, transfer_pb2_grpc.TransferServ
         try:
             question = self._seal.open(request)
         except TicketError as error:
-            _log.warning("somebody without the cluster's key asked for blocks")
+            _log.warning("a caller without the cluster's key asked for blocks")
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
         if self._supplier is None:
             reply = pb.PeerReply(failure=failure_to_proto(_CLOSED))

@@ -60,7 +60,7 @@ class RawFile:
         os.ftruncate(self._number, size_bytes)
 
     def not_again_soon(self, offset: int, size_bytes: int) -> None:
-        """Nobody will read this part soon: what was written goes to the disk now, and out of the system's cache."""
+        """This part will not be read soon: what was written goes to the disk now, and out of the system's cache."""
         os.posix_fadvise(self._number, offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
@@ -68,7 +68,7 @@ class RawFile:
         os.fdatasync(self._number)
 
     def close(self) -> None:
-        """Lets go of the file; a second time has no effect. Nobody may be reading or writing it."""
+        """Lets go of the file; a second time has no effect. Nothing may be reading or writing it."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

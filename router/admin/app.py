@@ -12,6 +12,8 @@ from router import openapi
 from router.admin.pool_client import PoolAdminClient
 from router.admin.pool_routes import add_pool
 from router.admin.replies import Reloaded, TenantReply, TenantUsage, tenant_reply, usage_reply
+from router.admin.stories import RequestStories
+from router.admin.story_routes import add_story
 from router.http import errors
 from router.http.auth import credential_of
 from router.tenancy import Tenancy
@@ -45,7 +47,10 @@ class AdminAuthMiddleware:
 
 
 def create_admin_app(
-    tenancy: Tenancy, api_keys: tuple[str, ...], pool: PoolAdminClient | None = None
+    tenancy: Tenancy,
+    api_keys: tuple[str, ...],
+    pool: PoolAdminClient | None = None,
+    stories: RequestStories | None = None,
 ) -> FastAPI:
     """The application. It owns nothing.
 
@@ -53,6 +58,7 @@ def create_admin_app(
         tenancy: What it shows, and lets reload.
         api_keys: Operators must send one of them.
         pool: Asks the pool's nodes; there are none if None.
+        stories: Tells what happened to requests; nothing is told if None.
     """
     app = FastAPI(title="Baton operations", docs_url=None, redoc_url=None, redirect_slashes=False)
     keys = KeyRing([(hash_key(key), None) for key in api_keys])
@@ -60,6 +66,8 @@ def create_admin_app(
     errors.install(app)
     _add_tenants(app, tenancy)
     add_pool(app, pool or PoolAdminClient(()))
+    if stories is not None:
+        add_story(app, stories)
 
     @app.get("/health")
     async def get_health() -> dict[str, str]:

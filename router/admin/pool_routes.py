@@ -64,16 +64,16 @@ class Flushed(BaseModel):
     nodes: list[FlushedNode]
 
 
-def add_pool(app: FastAPI, desk: PoolAdminClient) -> None:
+def add_pool(app: FastAPI, client: PoolAdminClient) -> None:
     """Adds the pool's routes to the operators' application."""
 
     @app.get("/admin/pool", responses=openapi.ERRORS)
     async def get_pool() -> list[PoolNodeReply]:
-        return [_node(answer) for answer in await _known(desk).usage()]
+        return [_node(answer) for answer in await _known(client).usage()]
 
     @app.post("/admin/pool/flush", responses=openapi.ERRORS)
     async def post_flush(order: FlushOrder) -> Flushed:
-        """Blocks that are covered are neither lent nor put from now on; who reads one may finish."""
+        """Blocks that are covered are neither lent nor put from now on; a read that has begun may finish."""
         selection = (order.tenant, order.cache_scope, order.model_fingerprint)
         if order.all == any(selection):
             raise InvalidRequestError(
@@ -82,13 +82,13 @@ def add_pool(app: FastAPI, desk: PoolAdminClient) -> None:
             )
         tenant, scope, model = selection
         asked = pb.FlushPoolRequest(tenant=tenant, cache_scope=scope, model_fingerprint=model)
-        return _flushed(await _known(desk).flush(asked))
+        return _flushed(await _known(client).flush(asked))
 
 
-def _known(desk: PoolAdminClient) -> PoolAdminClient:
-    if not desk.addresses:
+def _known(client: PoolAdminClient) -> PoolAdminClient:
+    if not client.addresses:
         raise RouteNotFoundError("This cluster has no pool.")
-    return desk
+    return client
 
 
 def _flushed(answers: list[PoolNodeAnswer[pb.FlushPoolReply]]) -> Flushed:

@@ -125,6 +125,9 @@ class AdmissionController:
         """Queues a request, unless that would be a promise that cannot be kept."""
         refusal = self._refusal(request, now_s)
         if refusal is None:
+            if self._queue.find(request.request_id) is not None:
+                story = self.story(request.request_id)
+                raise InvariantError(f"{request.request_id} is queued already", story=story)
             self._queue.push(request)
             heappush(self._deadlines, (request.deadline_s, request.request_id))
         outcome = "queued" if refusal is None else refusal

@@ -1,4 +1,4 @@
-"""What happens to requests: what the pure core is told (`router.dispatch`). What it has done about it is `router.dispatch.actions`.
+"""Events of the router's pure core (`router.dispatch.dispatcher`). What it does about them stands in `router.dispatch.actions`.
 
 Events come from clients (through `router.generator`) and from workers (through `router.workers.links`).
 """
@@ -31,7 +31,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopSample:
-    """The HTTP face wants no more tokens of this sample (a stop string)."""
+    """The HTTP side needs no more tokens of this sample (a stop string)."""
 
     request_id: RequestId
     sample: int
@@ -39,7 +39,7 @@ class StopSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientGone:
-    """Nobody reads this job any more."""
+    """The client of this request is gone."""
 
     request_id: RequestId
 

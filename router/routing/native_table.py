@@ -1,10 +1,9 @@
-"""The table's hot part in C: built at first use, once per machine and version, in about a tenth of a second."""
+"""The table's hot part in C."""
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
-from baton.native import CannotBuildError, Library, build
+from baton import native
 from baton.telemetry.logs import get_logger
 from router.routing.plain_table import PlainTable
 from router.routing.table import (
@@ -18,13 +17,6 @@ from router.routing.table import (
 )
 
 _log = get_logger(__name__)
-
-_LIBRARY = Library(
-    name="block-table",
-    compiler="cc",
-    sources=(Path(__file__).with_name("table.c"),),
-    flags=("-O3", "-march=native"),
-)
 
 
 class NativeTable:
@@ -81,9 +73,9 @@ class NativeTable:
 
 @cache
 def fastest_operations() -> TableOperations:
-    """In C where it can be built; elsewhere in Python, and the reason is logged, once."""
+    """In C where it is built; elsewhere in Python, and the reason is logged, once."""
     try:
-        return NativeTable(ctypes.CDLL(str(build(_LIBRARY))))
-    except (OSError, CannotBuildError) as error:
+        return NativeTable(native.load(native.BLOCK_TABLE))
+    except native.NotBuiltError as error:
         _log.warning("the prefix index does without its C functions", reason=str(error))
         return PlainTable()

@@ -7,12 +7,11 @@ writes what it expects of its choice into a record that is read when it is asked
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from random import Random
 
 import msgspec
 
-from baton.native import CannotBuildError, Library, build
+from baton import native
 from baton.telemetry.logs import get_logger
 from router.routing.policy import Considered, Demand, Predicted
 from router.routing.predictive import (
@@ -30,14 +29,6 @@ from router.routing.table import HeldBySlot
 from router.routing.view import WorkerView
 
 _log = get_logger(__name__)
-
-_LIBRARY = Library(
-    name="pricing",
-    compiler="cc",
-    sources=(Path(__file__).with_name("pricing.c"),),
-    # Without contraction every operation is rounded as Python rounds it, so that both ways choose alike.
-    flags=("-O3", "-march=native", "-ffp-contract=off", "-fwrapv"),
-)
 
 
 class _CandidatesRecord(ctypes.Structure):
@@ -232,10 +223,10 @@ def fastest_pricing() -> Pricing:
 
 @cache
 def pricing_library() -> ctypes.CDLL | None:
-    """The function, typed; None where it cannot be built, and the reason is logged, once."""
+    """The function, typed; None where it is not built, and the reason is logged, once."""
     try:
-        library = ctypes.CDLL(str(build(_LIBRARY)))
-    except (OSError, CannotBuildError) as error:
+        library = native.load(native.PRICING)
+    except native.NotBuiltError as error:
         _log.warning("workers are priced without C functions", reason=str(error))
         return None
     pointer, number, seconds = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double

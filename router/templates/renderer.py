@@ -31,12 +31,14 @@ MAX_RENDER_S = 10.0
 MAX_RENDERED_CHARS = 64 * 1024 * 1024
 """The longest text that may be made of it."""
 
-MAX_MEMORY_BYTES = 1024 * 1024 * 1024
-"""Address space of a child: room for the longest text, at four bytes a character, twice over and more."""
+MAX_MEMORY_BYTES = 512 * 1024 * 1024
+"""Address space of a child: room for four times the text that fits into the largest body (`router.max_body_bytes` as it is by
+default), at four bytes a character."""
 
 START_S = 30.0
 """How long a child may take to start; about 0.1 s."""
 
+_MAX_REASON_BYTES = 4096
 _PASSED_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 _log = get_logger(__name__)
 
@@ -88,6 +90,7 @@ class TemplateRenderer:
             "limit_s": limit_s,
             "memory_bytes": memory_bytes,
         }
+        self._max_reply_bytes = 4 * max_chars + _MAX_REASON_BYTES
         self._settings = sandbox.message(json.dumps(settings).encode())
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
@@ -116,7 +119,7 @@ class TemplateRenderer:
             if error.by_signal == signal.SIGXCPU:
                 raise _takes_too_long(conversation) from error
             raise _refused(conversation, "it ended the process that rendered it") from error
-        text = str(memoryview(reply)[1:], "utf-8")
+        text = str(memoryview(reply)[1:], "utf-8", "replace")
         if reply[:1] != sandbox.EXHAUSTED:
             self._give_back(child)
         else:
@@ -138,7 +141,7 @@ class TemplateRenderer:
             with self._lock:
                 child = self._idle.pop() if self._idle else None
             if child is None:
-                return _Child(self._settings)
+                return _Child(self._settings, self._max_reply_bytes)
             if child.alive():
                 return child
             child.end()
@@ -162,7 +165,8 @@ class _ChildEndedError(Exception):
 class _Child:
     """One process that renders."""
 
-    def __init__(self, settings: bytes) -> None:
+    def __init__(self, settings: bytes, max_reply_bytes: int) -> None:
+        self._max_reply_bytes = max_reply_bytes
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603  # this interpreter, with a file of ours
@@ -198,7 +202,7 @@ class _Child:
         try:
             self._socket.settimeout(limit_s)
             self._socket.sendall(body)
-            reply = sandbox.receive(self._socket, until_s - time.monotonic())
+            reply = sandbox.receive(self._socket, until_s - time.monotonic(), self._max_reply_bytes)
         except TimeoutError:
             _log.warning("a chat template took too long", limit_s=limit_s)
             self.end()

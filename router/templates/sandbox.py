@@ -187,17 +187,20 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)  # local time is what templates mean
 
 
-def receive(connection: socket.socket, timeout_s: float | None = None) -> bytearray | None:
-    """The next message; None at the end of the stream.
+def receive(
+    connection: socket.socket, timeout_s: float | None = None, max_bytes: int | None = None
+) -> bytearray | None:
+    """The next message; None at the end of the stream, and for one of more than `max_bytes`.
 
     Raises:
         TimeoutError: It did not come in time.
     """
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
     head = _receive_exactly(connection, 8, until_s)
-    if head is None:
+    size = None if head is None else int.from_bytes(head, "little")
+    if size is None or (max_bytes is not None and size > max_bytes):
         return None
-    return _receive_exactly(connection, int.from_bytes(head, "little"), until_s)
+    return _receive_exactly(connection, size, until_s)
 
 
 def _receive_exactly(

@@ -75,9 +75,9 @@ def test_a_prompt(prompt: Prompt) -> None:
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
-def test_a_promise_that_is_no_time_is_none(seconds: float) -> None:
-    promise = pb.Promise(ttft_s=seconds, tbt_s=seconds, priority=3)
-    wire = pb.GenerationRequest(promise=promise).SerializeToString()
+def test_a_target_that_is_no_time_is_none(seconds: float) -> None:
+    slo = pb.SloTargets(ttft_s=seconds, tbt_s=seconds, priority=3)
+    wire = pb.GenerationRequest(slo=slo).SerializeToString()
     received = prompt_from_proto(pb.GenerationRequest.FromString(wire)).slo
     assert received == SloTargets(ttft_s=None, tbt_s=None, priority=3)
 

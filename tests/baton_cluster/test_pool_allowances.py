@@ -10,6 +10,8 @@ from baton.errors import ConfigError
 from baton_cluster.pool_allowances import open_allowances
 from kvpool.messages import Allowance
 
+pytestmark = pytest.mark.alone
+
 DOCUMENT = """
 tenants:
   - {id: anna, kv_bytes: 64MiB, weight: 2}

@@ -104,7 +104,7 @@ class World:
     def connect(self, pool: FakePool) -> None:
         """Reads from and writes to `pool`, as a loop does it."""
         self.source = pool.source(self.runner.pages)
-        self.outlet = pool.outlet(self.runner.pages, self.scheduler.generation)
+        self.block_sink = pool.block_sink(self.runner.pages, self.scheduler.generation)
         self.scheduler.fetch_from(self.source)
         self.runner.fetch_from(self.source)
         self.scheduler.note_published()
@@ -130,7 +130,7 @@ class World:
                 events += self.scheduler.fail(seq, EngineError("told to fail"))
             events += by_sequence(self.scheduler.update_from_output(plan, result, self.now_s))
             if self.pool is not None:
-                self.outlet.offer(self.scheduler.take_published())
+                self.block_sink.put(self.scheduler.take_published())
         self.scheduler.check_integrity()
         return self._note(events)
 

@@ -52,7 +52,7 @@ def test_bfloat16_pages_alone_keep_nearer_than_bfloat16_throughout(directories, 
 
 
 @pytest.mark.skipif(
-    not multiplies_int8(), reason="this processor has no AVX-512 VNNI, or there is no compiler"
+    not multiplies_int8(), reason="this processor has no AVX-512 VNNI, or the kernels are not built"
 )
 @pytest.mark.parametrize("chunk", [None, 1], ids=["prefill", "decode"])
 @pytest.mark.parametrize("family", FAMILIES)

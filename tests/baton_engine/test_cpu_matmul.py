@@ -21,7 +21,7 @@ needs_bfloat16 = pytest.mark.skipif(
     not streams_bfloat16(), reason="bfloat16 weights are not streamed on this processor"
 )
 needs_int8 = pytest.mark.skipif(
-    not multiplies_int8(), reason="this processor has no AVX-512 VNNI, or there is no compiler"
+    not multiplies_int8(), reason="this processor has no AVX-512 VNNI, or the kernels are not built"
 )
 
 

@@ -234,7 +234,7 @@ def test_only_steps_of_nothing_but_decodes_are_taken(decoder):
     chunk = Row(seq=text.seq, start=0, num_tokens=2, samples=(0,))
     silent = Row(seq=text.seq, start=1, num_tokens=1, samples=())
     scored = Row(seq=text.seq, start=1, num_tokens=1, samples=(0,), num_scored=1)
-    export = PageExport(seq_id=text.seq.seq_id, first_block=0, blocks=(BlockId(0),), last=True)
+    export = PageExport(seq_id=text.seq.seq_id, first_block=0, blocks=(BlockId(0),))
     assert graphs.takes(StepPlan(step=0, rows=(decode, decode)))
     for rows in ((), (decode, chunk), (silent,), (scored,), (decode,) * 6):
         assert not graphs.takes(StepPlan(step=0, rows=rows))

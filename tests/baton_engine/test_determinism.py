@@ -50,7 +50,7 @@ def engines(request, tmp_path_factory):
     """Makes engines of one kind."""
     kind = KINDS[request.param]
     if kind.quantization == "int8" and not multiplies_int8():
-        pytest.skip("this processor has no AVX-512 VNNI, or there is no compiler")
+        pytest.skip("this processor has no AVX-512 VNNI, or the kernels are not built")
     path = tmp_path_factory.mktemp("model")
     # Widths that no vector divides, for what is left over is computed by other instructions; and one so large that oneDNN
     # divides its sum by the number of rows.

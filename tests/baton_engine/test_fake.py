@@ -53,10 +53,10 @@ def test_the_sink_hears_of_exports_once_per_layer():
     heard: list[tuple[int, list[PageExport]]] = []
 
     class Sink:
-        def layer_ready(self, layer_index, exports, done):
-            heard.append((layer_index, list(exports)))
+        def save_kv_layer(self, layer):
+            heard.append((layer.layer_index, list(layer.exports)))
 
-    export = PageExport(seq_id=SeqId("s"), first_block=0, blocks=(BlockId(0),), last=True)
+    export = PageExport(seq_id=SeqId("s"), first_block=0, blocks=(BlockId(0),))
     runner = FakeRunner(limits(), sink=Sink(), num_layers=2)
     runner.execute(plan(text(0, 1), 0, 5, exports=(export,)))
     assert heard == [(0, [export]), (1, [export])]

@@ -38,12 +38,12 @@ def computed(world: World) -> int:
 def test_full_pages_are_published_once_with_what_names_them():
     pool = FakePool()
     world = World(limits(), pool=pool)
-    world.outlet.eager = False
+    world.block_sink.eager = False
     world.tell(Generate(seq_id=A, prompt=prompt(10, max_tokens=4, scope="blue")))
     world.run()
-    assert [page.index for page in world.outlet.offered] == [0, 1, 2]
-    assert {page.scope for page in world.outlet.offered} == {"blue"}
-    world.outlet.copy_all()
+    assert [page.index for page in world.block_sink.offered] == [0, 1, 2]
+    assert {page.scope for page in world.block_sink.offered} == {"blue"}
+    world.block_sink.copy_all()
     assert len(pool.blocks) == 3
 
 
@@ -100,33 +100,33 @@ def test_the_engines_own_pages_come_first_and_the_pool_adds_to_them():
 def test_what_was_fetched_is_shared_here_and_not_offered_back():
     asked = prompt(30, max_tokens=1)
     world = World(limits(), pool=filled(asked))
-    world.outlet.eager = False
+    world.block_sink.eager = False
     for seq_id in (A, B):
         world.tell(Generate(seq_id=seq_id, prompt=asked))
         world.run()
     assert (world.cached_tokens(B), world.pooled_tokens(B)) == (28, 0)
-    assert world.outlet.offered == []
+    assert world.block_sink.offered == []
 
 
 def test_a_longer_text_publishes_only_what_follows_the_fetched_part():
     world = World(limits(), pool=filled(prompt(20, max_tokens=1)))
-    world.outlet.eager = False
+    world.block_sink.eager = False
     world.tell(Generate(seq_id=A, prompt=prompt(30, max_tokens=1)))
     world.run()
-    assert [page.index for page in world.outlet.offered] == [5, 6]
+    assert [page.index for page in world.block_sink.offered] == [5, 6]
 
 
 def test_pages_that_came_by_a_hand_over_are_not_offered():
     asked = prompt(12, max_tokens=6)
     source, target = World(limits()), World(limits(), pool=FakePool())
-    target.outlet.eager = False
+    target.block_sink.eager = False
     source.tell(Prefill(seq_id=A, prompt=asked))
     target.tell(Reserve(seq_id=A, prompt=asked))
     source.run()
     target.run()
     hand_over(source, target, A)
     target.run()
-    assert [page.index for page in target.outlet.offered] == [3]
+    assert [page.index for page in target.block_sink.offered] == [3]
 
 
 def test_a_reservation_never_fetches():
@@ -169,7 +169,7 @@ def test_a_fetched_prompt_is_exported_whole():
     world = World(limits(), pool=filled(asked))
     world.tell(Prefill(seq_id=A, prompt=asked))
     world.run()
-    assert [(e.first_block, len(e.blocks), e.last) for e in world.exports(A)] == [(0, 8, True)]
+    assert [(e.first_block, len(e.blocks)) for e in world.exports(A)] == [(0, 8)]
     world.tell(Release(seq_id=A))
     world.assert_empty()
 
@@ -197,10 +197,10 @@ def test_a_failed_fetch_fails_its_own_sequence_retryably(corrupt):
 
 def test_pages_of_a_failed_fetch_are_never_shared_nor_published(corrupt):
     world, asked = corrupt
-    world.outlet.eager = False
+    world.block_sink.eager = False
     world.tell(Generate(seq_id=A, prompt=asked))
     world.run()
-    assert world.outlet.offered == []
+    assert world.block_sink.offered == []
     assert world.scheduler.load().blocks_cached == 0
     world.source.unleased.add(B)
     world.tell(Generate(seq_id=B, prompt=asked))
@@ -272,10 +272,10 @@ def test_the_source_forgets_a_sequence_once_it_was_admitted_or_is_gone():
 
 def test_a_page_that_is_handed_out_again_gets_another_generation():
     world = World(limits(num_blocks=8), pool=FakePool())
-    world.outlet.eager = False
+    world.block_sink.eager = False
     world.tell(Generate(seq_id=A, prompt=prompt(20, max_tokens=1)))
     world.run()
-    held = list(world.outlet.offered)
+    held = list(world.block_sink.offered)
     assert all(world.scheduler.generation(page.block) == page.generation for page in held)
     world.tell(
         FlushCache(), Generate(seq_id=B, prompt=prompt(tuple(range(100, 130)), max_tokens=1))
@@ -287,12 +287,12 @@ def test_a_page_that_is_handed_out_again_gets_another_generation():
 def test_what_was_handed_out_before_it_was_copied_never_reaches_the_pool():
     pool = FakePool()
     world = World(limits(num_blocks=8), pool=pool)
-    world.outlet.eager = False
+    world.block_sink.eager = False
     for number in range(6):
         tokens = tuple(range(100 * number, 100 * number + 25))
         world.tell(Generate(seq_id=SeqId(f"s{number}"), prompt=prompt(tokens, max_tokens=1)))
         world.run()
-    world.outlet.copy_all()
+    world.block_sink.copy_all()
     reader = World(limits(), pool=pool)
     for number in range(6):
         tokens = tuple(range(100 * number, 100 * number + 25))

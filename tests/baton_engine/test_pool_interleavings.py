@@ -31,14 +31,14 @@ class PoolInterleavings(Interleavings):
         self.source = World(some, eos_ids=EOS, pool=self.pool, num_layers=2)
         self.target = World(some, eos_ids=EOS, pool=self.pool, num_layers=2)
         for world in (self.source, self.target):
-            world.outlet.eager = eager
+            world.block_sink.eager = eager
         self.local, self.moving = {}, {}
         self.unasked, self.started, self.cut = set(), set(), set()
 
     @rule()
     def copy_what_was_offered(self):
-        self.source.outlet.copy_all()
-        self.target.outlet.copy_all()
+        self.source.block_sink.copy_all()
+        self.target.block_sink.copy_all()
 
     @rule(data=st.data())
     def lose_the_lease(self, data):
@@ -78,7 +78,7 @@ class PoolInterleavings(Interleavings):
     def what_the_pool_holds_is_what_its_keys_say(self):
         """Two engines that compute the same block write the same; no page that was overwritten got through."""
         for world in (self.source, self.target) if hasattr(self, "pool") else ():
-            for page in world.outlet.offered:
+            for page in world.block_sink.offered:
                 if world.scheduler.generation(page.block) == page.generation:
                     held = self.pool.blocks.get(page.key)
                     assert held is None or held == world.runner.pages[page.block]

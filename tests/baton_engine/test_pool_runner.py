@@ -13,13 +13,12 @@ from baton.errors import CorruptKvError
 from baton.generation import Prompt, SamplingParams
 from baton.hashing import chain_keys, root_key
 from baton.ids import BlockKey, SeqId
-from baton.pages import Ready
 from baton_engine.cache.arena import KvArena
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Failed, Generate, Prefill, PrefillStarted
 from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.loader import load_decoder
-from baton_engine.ports import PageExport
+from baton_engine.ports import LayerReady
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.scheduler import Scheduler
@@ -49,12 +48,10 @@ class Sink:
         self.layers: dict[SeqId, list[int]] = {}
         self.told: Callable[[int], None] = lambda layer_index: None
 
-    def layer_ready(
-        self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
-    ) -> None:
-        for export in exports:
-            self.layers.setdefault(export.seq_id, []).append(layer_index)
-        self.told(layer_index)
+    def save_kv_layer(self, layer: LayerReady) -> None:
+        for export in layer.exports:
+            self.layers.setdefault(export.seq_id, []).append(layer.layer_index)
+        self.told(layer.layer_index)
 
 
 class Slab:

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Sequence as Exports
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,14 +11,13 @@ from transformers import AutoModelForCausalLM
 from baton.errors import EngineError
 from baton.generation import SamplingParams
 from baton.ids import BlockId, SeqId
-from baton.pages import Ready
 from baton_engine.cache.arena import KvArena
 from baton_engine.kernels.ports import KernelSet
 from baton_engine.kernels.reference import ReferenceKernels
 from baton_engine.models.config import load_spec
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
-from baton_engine.ports import PageExport
+from baton_engine.ports import LayerReady, PageExport
 from baton_engine.scheduling.plan import NO_TOKEN, Row, StepPlan
 from tests.baton_engine.sequences import sequence
 from tests.baton_engine.stepping import make_runner, make_texts, run_all
@@ -245,11 +243,10 @@ class RecordingSink:
         self.arena: KvArena | None = None
         self.told: list[tuple[int, tuple[PageExport, ...], torch.Tensor]] = []
 
-    def layer_ready(
-        self, layer_index: int, exports: Exports[PageExport], done: Ready | None
-    ) -> None:
+    def save_kv_layer(self, layer: LayerReady) -> None:
         assert self.arena is not None
-        self.told.append((layer_index, tuple(exports), self.arena.layer(layer_index)[0].clone()))
+        index = layer.layer_index
+        self.told.append((index, tuple(layer.exports), self.arena.layer(index)[0].clone()))
 
 
 def test_the_sink_hears_of_each_layer_once_its_pages_are_complete(models):
@@ -258,7 +255,7 @@ def test_the_sink_hears_of_each_layer_once_its_pages_are_complete(models):
     sink.arena = arena
     (text,), _ = make_texts([[5, 6, 7, 8]], GREEDY, block_tokens=4, chunks=(9,))
     text.seq.blocks = [BlockId(0), BlockId(1), BlockId(2)]
-    export = PageExport(seq_id=SeqId("0"), first_block=0, blocks=(BlockId(0),), last=True)
+    export = PageExport(seq_id=SeqId("0"), first_block=0, blocks=(BlockId(0),))
     runner.execute(StepPlan(step=0, rows=(text.row(),), exports=(export,)))
     assert [(layer, exports) for layer, exports, _ in sink.told] == [(0, (export,)), (1, (export,))]
     for layer, _, page in sink.told:

@@ -339,10 +339,10 @@ def test_a_prefill_exports_each_page_once_and_the_partial_one_last():
     world.tell(prefill(A, 15))
     world.run()
     exports = world.exports(A)
-    assert [(e.first_block, len(e.blocks), e.last) for e in exports] == [
-        (0, 1, False),
-        (1, 2, False),
-        (3, 1, True),
+    assert [(e.first_block, len(e.blocks)) for e in exports] == [
+        (0, 1),
+        (1, 2),
+        (3, 1),
     ]
 
 
@@ -353,7 +353,7 @@ def test_a_prefill_exports_the_cached_pages_with_its_first_chunk():
     world.tell(prefill(B, 15))
     world.run()
     (export,) = world.exports(B)
-    assert (export.first_block, len(export.blocks), export.last) == (0, 4, True)
+    assert (export.first_block, len(export.blocks)) == (0, 4)
     assert world.cached_tokens(B) == 12
 
 

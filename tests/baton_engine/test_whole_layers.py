@@ -26,7 +26,7 @@ KINDS = [
     pytest.param(
         "int8",
         marks=pytest.mark.skipif(
-            not multiplies_int8(), reason="no AVX-512 VNNI here, or no compiler"
+            not multiplies_int8(), reason="no AVX-512 VNNI here, or no kernels built"
         ),
     ),
 ]

@@ -19,7 +19,7 @@ from baton.rpc.generation import prompt_to_proto
 from baton.rpc.hello import hello_from_proto, role_to_proto
 from baton.rpc.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from baton_engine.messages import Command
-from baton_worker.legs import LegTable
+from baton_worker.legs import WorkerLegTable
 from baton_worker.metrics import WorkerMetrics
 from baton_worker.service import WorkerService
 from kv_transfer.ticket import TicketOffice
@@ -38,7 +38,7 @@ from tests.decode_worker.cluster import (
     quiet,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 CLIENTS = 4
 
 
@@ -240,7 +240,7 @@ def test_a_role_whose_legs_it_can_never_take_is_refused():
         return WorkerService(
             engine=_NoEngine(),
             hello=replace(HELLO, role=role),
-            legs=LegTable(),
+            legs=WorkerLegTable(),
             sending=None,
             receiving=None,
             office=TicketOffice(SECRET),

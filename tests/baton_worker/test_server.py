@@ -13,14 +13,17 @@ from prometheus_client import CollectorRegistry
 from baton.config.schema import WorkerConfig
 from baton.errors import ConfigError, EngineError
 from baton.generation import WorkerLoad
-from baton.ids import Incarnation, LayerName, Role, WorkerId, WorkerIdentity
+from baton.ids import Incarnation, LayerName, RequestId, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.channel import open_channel
 from baton.rpc.hello import WorkerHello
 from baton.rpc.v1 import control_pb2, control_pb2_grpc
+from baton.story import StoryEntry
 from baton.telemetry.scrape import ScrapeServer
 from baton_worker.metrics import WorkerMetrics
 from baton_worker.server import LIVE, WorkerServer
+
+pytestmark = pytest.mark.alone
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -44,6 +47,7 @@ class Service:
     refusing: bool = False
     hello: WorkerHello = field(kw_only=True)
     calls: list[str] = field(default_factory=list)
+    stories: dict[RequestId, tuple[StoryEntry, ...]] = field(default_factory=dict)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         self.calls.append("add")
@@ -57,6 +61,9 @@ class Service:
 
     def refuse_new(self) -> None:
         self.refusing = True
+
+    def story_of(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
+        return self.stories.get(request_id, ())
 
     def narrow_role(self, role: Role) -> None:
         self.calls.append(f"narrow to {role.value}")
@@ -226,3 +233,16 @@ async def test_a_worker_whose_checks_fail_ends_instead_of_going_on_without_them(
         running.service.tick = tick
         with pytest.raises(EngineError, match="checks failed"):
             await running.server.failed
+
+
+async def test_the_story_of_a_requests_legs_is_told_by_command(tmp_path):
+    async with serving(tmp_path) as world:
+        entry = StoryEntry(
+            at_s=1.5, event="LegAsked(leg_id=1)", actions=("Generate(seq_id=leg/1)",)
+        )
+        world.service.stories[RequestId("r")] = (entry,)
+        stub = control_pb2_grpc.ControlStub(world.channel)
+        told = await stub.Story(control_pb2.StoryRequest(request_id="r"))
+        assert [(e.process, e.at_s, e.event) for e in told.entries] == [("w", 1.5, entry.event)]
+        assert list(told.entries[0].actions) == list(entry.actions)
+        assert not (await stub.Story(control_pb2.StoryRequest(request_id="s"))).entries

@@ -8,6 +8,8 @@ import pytest
 
 from tests.chaos.proxy import FaultProxy, fault_proxy
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT_S = 10
 
 

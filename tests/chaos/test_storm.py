@@ -21,6 +21,8 @@ from tests.chaos.traffic import End, Reply, Traffic, make_requests
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, assert_at_rest, eventually, serve
 
+pytestmark = pytest.mark.alone
+
 NUM_WORKERS = 4
 FLAGS = (
     *("--dtype", "float32", "--kv-cache-memory", "8MiB", "--log-level", "warning"),

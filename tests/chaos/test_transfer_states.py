@@ -13,7 +13,7 @@ from baton.ids import Role
 from tests.chaos.world import TIMEOUT_S, World, right, until, world
 from tests.decode_worker.cluster import prompt
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.alone, pytest.mark.chaos, pytest.mark.timeout(120)]
 
 ASKED = prompt(100, max_tokens=12)
 

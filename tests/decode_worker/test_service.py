@@ -32,6 +32,8 @@ from tests.decode_worker.cluster import (
     prompt,
 )
 
+pytestmark = pytest.mark.alone
+
 FULL = LIMITS.num_blocks * LIMITS.block_tokens
 
 

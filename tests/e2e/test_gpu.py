@@ -13,6 +13,8 @@ from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 from tests.e2e.served import serve
 
+pytestmark = pytest.mark.alone
+
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 17, 64, 65, 300)]
 FLAGS = (
     *("--device", "cuda", "--dtype", "float32", "--block-size", "16"),

@@ -13,7 +13,7 @@ from baton.errors import TransferError
 from baton.generation import Prompt, SamplingParams
 from baton.ids import BlockId, SeqId, new_xfer_id
 from baton.layout import SPARE_BLOCKS
-from baton.pages import PageWrite, Ready
+from baton.pages import PageWrite
 from baton_engine.build import BuiltEngine, build_engine
 from baton_engine.messages import (
     Generate,
@@ -23,13 +23,15 @@ from baton_engine.messages import (
     Start,
     StepEvents,
 )
-from baton_engine.ports import LayerSink, PageExport
+from baton_engine.ports import LayerReady, LayerSink
 from kv_transfer.backends.shm import ShmReceiver, ShmSender
 from kv_transfer.memory.arena import WorkerMemory
 from kv_transfer.ports import KvWriter
 from tests.baton_engine.sampled import Event, Sampled, all_events
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
+
+pytestmark = pytest.mark.alone
 
 SEQ = SeqId("test/1")
 
@@ -97,11 +99,10 @@ class PushingSink:
         self._outstanding = threading.Semaphore(0)
         self._num_pushes = 0
 
-    def layer_ready(
-        self, layer_index: int, exports: Sequence[PageExport], done: Ready | None
-    ) -> None:
+    def save_kv_layer(self, layer: LayerReady) -> None:
         assert self.writer is not None
-        for export in exports:
+        layer_index = layer.layer_index
+        for export in layer.exports:
             end = export.first_block + len(export.blocks)
             target = self.granted[export.first_block : end]
             pairs = zip(export.blocks, target, strict=True)

@@ -15,6 +15,8 @@ from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, assert_gone, eventually, serve
 
+pytestmark = pytest.mark.alone
+
 FLAGS = ("--decode-workers", "2", "--dtype", "float32", "--kv-cache-memory", "64MiB")
 STREAMS = 50
 OUTPUT_TOKENS = 240

@@ -9,7 +9,11 @@ import pytest
 from baton.errors import TransferError
 from kv_transfer.memory.cuda import IPC_HANDLE_BYTES, Cuda, Rows, Stream, devices
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not devices(), reason="no GPU")]
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not devices(), reason="no GPU"),
+]
 SIZE = 64 * 1024
 
 

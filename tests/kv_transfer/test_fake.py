@@ -10,6 +10,8 @@ from tests.kv_transfer.conformance import (
     ShardedConformance,
 )
 
+pytestmark = pytest.mark.alone
+
 
 class TestFakeBackend(BackendConformance, ShardedConformance):
     @pytest.fixture

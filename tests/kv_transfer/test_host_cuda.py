@@ -20,9 +20,12 @@ NUMBER_OF_TESTS = 80
 """At least; none of them may be skipped."""
 
 
-pytestmark = pytest.mark.skipif(
-    Path("/dev/nvidiactl").exists(), reason="there is a GPU: these tests run on it"
-)
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(
+        Path("/dev/nvidiactl").exists(), reason="there is a GPU: these tests run on it"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

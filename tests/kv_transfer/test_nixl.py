@@ -14,7 +14,10 @@ from tests.kv_transfer.remote import Remote, remote
 
 BACKEND = BACKENDS["nixl"]
 
-pytestmark = pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {BACKEND.remedy}")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {BACKEND.remedy}"),
+]
 
 
 class TestNixlOnOneHost(RevocableConformance, ShardedConformance):

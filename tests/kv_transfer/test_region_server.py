@@ -11,6 +11,8 @@ import pytest
 from kv_transfer.memory.attach import sign_reply
 from kv_transfer.memory.region_server import RegionServer
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT_S = 30
 PEER = """
 import socket, sys

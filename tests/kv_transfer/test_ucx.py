@@ -16,7 +16,10 @@ from tests.kv_transfer.remote import Remote, remote
 
 BACKEND = BACKENDS["ucx"]
 
-pytestmark = pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {BACKEND.remedy}")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {BACKEND.remedy}"),
+]
 
 
 def test_opening_ucx_leaves_no_settings_behind_for_others_in_the_process():

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from baton import native
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
 from baton.pages import PageWrite
@@ -22,7 +23,10 @@ from kv_transfer.memory.pages import layer_pages
 
 BACKEND = BACKENDS["ucx"]
 
-pytestmark = pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {BACKEND.remedy}")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {BACKEND.remedy}"),
+]
 
 LAYOUT = KvLayout(
     model_fingerprint="f",
@@ -102,7 +106,7 @@ def both() -> Iterator[Both]:
 
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
-    """Both, where the C functions could not be built."""
+    """Both, where the C functions are not built."""
     monkeypatch.setattr(ucp, "load_turns", lambda: None)
     yield from connected()
 
@@ -138,11 +142,15 @@ def test_a_frame_lands_though_there_is_no_compiler(without_compiler: Both):
     test_a_frame_lands_and_is_answered(without_compiler)
 
 
-def test_without_a_compiler_there_are_no_c_functions_and_no_error(
+def test_where_nothing_is_built_there_are_no_c_functions_and_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert load_turns(tmp_path / "cache") is None
+    monkeypatch.setattr(native, "ROOT", tmp_path)
+    load_turns.cache_clear()
+    try:
+        assert load_turns() is None
+    finally:
+        load_turns.cache_clear()
 
 
 def test_a_frame_of_which_half_came_cannot_land_after_the_session_has_ended(both: Both):

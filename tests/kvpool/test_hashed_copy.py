@@ -10,11 +10,11 @@ SIZES = [1, 64, 240, 241, 255, 256, 257, 960, 1023, 1024, 1025, 1088, 2048, 4096
 
 @pytest.fixture(params=["in C", "in Python"])
 def way(request, monkeypatch):
-    """Both ways must do the same; the first needs a compiler."""
+    """Both ways must do the same; the first needs the C function."""
     if request.param == "in Python":
         monkeypatch.setattr(hashed_copy, "load_library", lambda: None)
     elif load_library() is None:
-        pytest.skip("no C compiler")
+        pytest.skip("the C functions are not built")
 
 
 def numbers(values) -> np.ndarray:

@@ -17,10 +17,9 @@ from baton.ids import (
 )
 from baton.layout import KvLayout
 from baton_engine.messages import Prefill, PrefillStarted, Release, Released
-from baton_engine.ports import PageExport
-from baton_worker.legs import LegLifecycle, LegTable
+from baton_engine.ports import LayerReady, PageExport
+from baton_worker.legs import LegLifecycle, WorkerLegTable
 from baton_worker.messages import (
-    LayerReady,
     LegAsked,
     LegCancelled,
     LegKind,
@@ -52,7 +51,7 @@ AFTER_S = 0.5
 
 
 def new_core(pool_after_s: float | None = None) -> LegLifecycle:
-    legs = LegTable()
+    legs = WorkerLegTable()
     sending = SendingHandOffs(LAYOUT, legs, pool_after_s=pool_after_s)
     return LegLifecycle(legs, LAYOUT, Role.PREFILL, sending=sending)
 
@@ -83,7 +82,7 @@ class Waiting:
     def export(self, *pages: int) -> None:
         blocks = tuple(BlockId(page) for page in pages)
         for layer in range(2):
-            export = PageExport(seq_id=self.seq_id, first_block=0, blocks=blocks, last=True)
+            export = PageExport(seq_id=self.seq_id, first_block=0, blocks=blocks)
             self.core.handle(LayerReady(layer_index=layer, exports=(export,)), 0.5)
 
     def tell(self, event, now_s: float):

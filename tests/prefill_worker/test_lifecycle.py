@@ -26,13 +26,12 @@ from baton.ids import (
 )
 from baton.layout import KvLayout
 from baton_engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released
-from baton_engine.ports import PageExport
-from baton_worker.legs import LegLifecycle, LegTable
+from baton_engine.ports import LayerReady, PageExport
+from baton_worker.legs import LegLifecycle, WorkerLegTable
 from baton_worker.messages import (
     Connect,
     FailedMessage,
     HandedOffMessage,
-    LayerReady,
     LegAsked,
     LegCancelled,
     LegKind,
@@ -66,7 +65,7 @@ PAGES = (BlockId(5), BlockId(6))
 
 
 def new_core(pool_after_s: float | None = None) -> LegLifecycle:
-    legs = LegTable()
+    legs = WorkerLegTable()
     sending = SendingHandOffs(LAYOUT, legs, pool_after_s=pool_after_s)
     return LegLifecycle(legs, LAYOUT, Role.PREFILL, sending=sending)
 
@@ -88,7 +87,7 @@ def first(finish: FinishReason | None = None) -> tuple[TokenSample, ...]:
 
 
 def ready(seq_id: SeqId, layer: int) -> LayerReady:
-    export = PageExport(seq_id=seq_id, first_block=0, blocks=PAGES, last=True)
+    export = PageExport(seq_id=seq_id, first_block=0, blocks=PAGES)
     return LayerReady(layer_index=layer, exports=(export,))
 
 

@@ -8,10 +8,14 @@ import httpx
 import pytest
 
 from baton.clock import ManualClock
+from baton.story import StoryLog
 from baton.telemetry.metrics import new_registry
 from router.admin.app import create_admin_app
+from router.admin.stories import RequestStories
 from router.limits.local import LocalLimiter
 from router.limits.ports import GrantId
+from router.routing.index import PrefixIndex
+from router.routing.view import ClusterView
 from router.tenancy import Tenancy, simple
 from router.tenants.directory import TenantDirectory
 from router.tenants.keys import hash_key
@@ -26,8 +30,10 @@ tenants:
 
 
 @contextlib.asynccontextmanager
-async def client_of(tenancy: Tenancy) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_admin_app(tenancy, ("operator",))
+async def client_of(
+    tenancy: Tenancy, stories: RequestStories | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_admin_app(tenancy, ("operator",), stories=stories)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
         yield client
@@ -102,3 +108,23 @@ async def test_without_a_document_there_is_one_tenant_and_nothing_to_reload():
         (anonymous,) = (await client.get("/admin/tenants", headers=OPERATOR)).json()
         assert anonymous["id"] == "anonymous"
         assert (await client.post("/admin/reload", headers=OPERATOR)).status_code == 404
+
+
+async def test_the_story_of_a_request_is_told_to_operators_alone(tmp_path):
+    log = StoryLog()
+    log.record("cmpl-1", 2.5, "placed", ("SendGenerate(leg_id=1)",))
+    stories = RequestStories(log.story, ClusterView(PrefixIndex()))
+    async with client_of(await described(tmp_path / "t.yaml"), stories) as client:
+        assert (await client.get("/debug/story/cmpl-1")).status_code == 401
+        told = (await client.get("/debug/story/cmpl-1", headers=OPERATOR)).json()
+        assert told["request_id"] == "cmpl-1"
+        assert told["entries"] == [
+            {
+                "process": "router",
+                "at_s": 2.5,
+                "event": "placed",
+                "actions": ["SendGenerate(leg_id=1)"],
+            }
+        ]
+        unknown = await client.get("/debug/story/cmpl-2", headers=OPERATOR)
+        assert unknown.status_code == 404

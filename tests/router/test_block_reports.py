@@ -13,6 +13,7 @@ from baton.generation import Prompt, SamplingParams
 from baton.hashing import chain_keys, root_key
 from baton.ids import RequestId, Role
 from baton_engine.messages import FlushCache
+from router.admin.stories import RequestStories
 from router.ports import GenerationRequest
 from router.routing.table import fingerprints_of
 from router.service import RouterParts, compose, running
@@ -109,3 +110,18 @@ async def test_metrics_tell_what_the_index_knows(tmp_path: Path):
     assert "baton_prefix_index_blocks 10.0" in lines
     assert "baton_prefix_index_events_total 10.0" in lines
     assert "baton_prefix_index_snapshots_total 1.0" in lines
+
+
+async def test_the_story_of_a_request_has_the_parts_of_all_processes(tmp_path):
+    async with (
+        node(Role.PREFILL, tmp_path) as p,
+        node(Role.DECODE, tmp_path) as d,
+        router(p, d) as parts,
+    ):
+        await ask(parts, 1)
+        told = await RequestStories(parts.generator.story, parts.view).tell(RequestId("r1"))
+        by_process = {entry.process for entry in told}
+        workers = {str(each.identity.worker_id) for each in (p, d)}
+        assert by_process == {"router", *workers}
+        asked = [entry for entry in told if entry.event.startswith("LegAsked(")]
+        assert {entry.process for entry in asked} == workers

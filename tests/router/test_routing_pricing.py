@@ -33,7 +33,7 @@ LOCAL = LocalPrefill(max_tokens=2000, max_stall_s=0.5)
 def native() -> NativePricing:
     library = pricing_library()
     if library is None:
-        pytest.skip("no C compiler")
+        pytest.skip("the C functions are not built")
     return NativePricing(library)
 
 

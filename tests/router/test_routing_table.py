@@ -24,7 +24,7 @@ def hot(request):
     if request.param == "python":
         return PlainTable()
     if not isinstance(fastest_operations(), NativeTable):
-        pytest.skip("no C compiler here")
+        pytest.skip("the C functions are not built")
     return fastest_operations()
 
 
@@ -95,7 +95,7 @@ def test_a_table_can_be_widened_and_cleared_while_it_grows(hot):
 
 def test_c_and_python_leave_the_same_bytes_while_a_table_grows():
     if not isinstance(fastest_operations(), NativeTable):
-        pytest.skip("no C compiler here")
+        pytest.skip("the C functions are not built")
     blocks = prints(2, 10_000)
     tables = [
         BlockTable(max_blocks=40_000, operations=hot)
@@ -156,7 +156,7 @@ def test_a_hole_of_one_block_is_seen_near_the_end_and_at_every_sixteenth_block(h
 def test_c_and_python_do_the_same(data):
     """The same changes leave the same bytes, and the same depths."""
     if not isinstance(fastest_operations(), NativeTable):
-        pytest.skip("no C compiler here")
+        pytest.skip("the C functions are not built")
     blocks = prints(1, 5000)
     hots = (fastest_operations(), PlainTable())
     tables = [BlockTable(max_blocks=4000, operations=hot) for hot in hots]

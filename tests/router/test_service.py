@@ -134,6 +134,23 @@ async def test_status_shows_every_address_with_or_without_a_worker(tmp_path):
         assert workers["p0"].address in {w.address for w in gone.workers if not w.ready}
 
 
+async def test_the_story_of_a_request_is_told_by_command(tmp_path):
+    async with (
+        running(tmp_path, h0=Role.HYBRID) as workers,
+        routing(workers, tmp_path) as router,
+        open_channel(router.control) as channel,
+    ):
+        reply = await router.complete()
+        stub = ControlStub(channel)
+        told = await stub.Story(control_pb2.StoryRequest(request_id=reply.json()["id"]))
+        events = [entry.event for entry in told.entries]
+        assert events[1] == "admitted"
+        assert "placed" in events[2]
+        assert told.entries[-1].actions[-1].startswith("Finish(")
+        unknown = await stub.Story(control_pb2.StoryRequest(request_id="cmpl-none"))
+        assert not unknown.entries
+
+
 async def _status_without(stub, name):
     while True:
         status = await stub.Status(control_pb2.StatusRequest())

@@ -8,7 +8,7 @@ import uvicorn
 from router.http.head_limit import MAX_HEAD_BYTES, BoundedHeadProtocol
 from tests.router.served import listening, serve
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(30)]
 
 
 async def _send(url: str, parts: list[bytes]) -> bytes:

@@ -3,7 +3,11 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from tests.router.served import MODEL, events, serve
+
+pytestmark = pytest.mark.alone
 
 SAID = [{"role": "user", "content": "hi"}]
 BAD: list[tuple[str, bytes | dict[str, Any]]] = [

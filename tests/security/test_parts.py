@@ -9,6 +9,8 @@ from router.http.body import MAX_CONTAINERS, check_parts
 from router.http.errors import ErrorReply
 from tests.router.served import serve
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize("part", ["[]", "{}", "[[]]", '{"a":[]}'])
 @pytest.mark.parametrize("place", ["messages", "stop", "unknown"])

@@ -15,6 +15,8 @@ from router.tenancy import open_tenancy
 from tests.router.served import serve
 from tests.router.test_http_account import parts
 
+pytestmark = pytest.mark.alone
+
 KEY = "k"
 WRONG = "wrong-but-secret-credential"
 PRIVATE = "a most private question"

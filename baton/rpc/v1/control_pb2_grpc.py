@@ -54,6 +54,11 @@ class ControlStub:
                 request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.ExplainReply.FromString,
                 _registered_method=True)
+        self.Story = channel.unary_unary(
+                '/baton.rpc.v1.Control/Story',
+                request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.StoryRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.StoryReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -87,6 +92,14 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Story(self, request, context):
+        """What happened to one of the last requests, oldest first: in a worker, or in a router and its workers. Nothing of a
+        prompt or an answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +122,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.ExplainRequest.FromString,
                     response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.ExplainReply.SerializeToString,
+            ),
+            'Story': grpc.unary_unary_rpc_method_handler(
+                    servicer.Story,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.StoryRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.StoryReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +237,33 @@ class Control:
             '/baton.rpc.v1.Control/Explain',
             baton_dot_rpc_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_control__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Story(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Control/Story',
+            baton_dot_rpc_dot_v1_dot_control__pb2.StoryRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_control__pb2.StoryReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,10 @@ class ControlStub:
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]
     """Why one of the last requests was sent where it was. Routers only."""
+    Story: _grpc.UnaryUnaryMultiCallable[_control_pb2.StoryRequest, _control_pb2.StoryReply]
+    """What happened to one of the last requests, oldest first: in a worker, or in a router and its workers. Nothing of a
+    prompt or an answer.
+    """
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -53,6 +57,10 @@ class ControlAsyncStub(ControlStub):
     """
     Explain: _aio.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]  # type: ignore[assignment]
     """Why one of the last requests was sent where it was. Routers only."""
+    Story: _aio.UnaryUnaryMultiCallable[_control_pb2.StoryRequest, _control_pb2.StoryReply]  # type: ignore[assignment]
+    """What happened to one of the last requests, oldest first: in a worker, or in a router and its workers. Nothing of a
+    prompt or an answer.
+    """
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -87,5 +95,15 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ExplainReply, _abc.Awaitable[_control_pb2.ExplainReply]]:
         """Why one of the last requests was sent where it was. Routers only."""
+
+    @_abc_1.abstractmethod
+    def Story(
+        self,
+        request: _control_pb2.StoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.StoryReply, _abc.Awaitable[_control_pb2.StoryReply]]:
+        """What happened to one of the last requests, oldest first: in a worker, or in a router and its workers. Nothing of a
+        prompt or an answer.
+        """
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

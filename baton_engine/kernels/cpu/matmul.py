@@ -26,14 +26,14 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 def streams_bfloat16() -> bool:
     """Whether `BFloat16Panels` is the fastest product of bfloat16 weights here: a processor with AVX-512 that multiplies no
-    bfloat16 by itself (oneDNN emulates that slowly), and a compiler.
+    bfloat16 by itself (oneDNN emulates that slowly), and the kernels built.
     """
     native = {"amx_bf16", "avx512_bf16"} & cpu_flags()
     return not native and "avx512f" in cpu_flags() and load_library() is not None
 
 
 def multiplies_int8() -> bool:
-    """Whether `Int8Panels` runs here: AVX-512 with VNNI, and a compiler."""
+    """Whether `Int8Panels` runs here: AVX-512 with VNNI, and the kernels built."""
     return "avx512_vnni" in cpu_flags() and load_library() is not None
 
 

@@ -9,13 +9,12 @@ import os
 import time
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from baton import native
 from baton.errors import TransferError
-from baton.native import CannotBuildError, Library, build
 from baton.telemetry.logs import get_logger
 
 Places = npt.NDArray[np.uint64]
@@ -24,12 +23,6 @@ Places = npt.NDArray[np.uint64]
 _log = get_logger(__name__)
 
 _LIBRARY = "libucp.so.0"
-_TURNS_LIBRARY = Library(
-    name="ucp-turns",
-    compiler="cc",
-    sources=(Path(__file__).with_name("ucp_turns.c"),),
-    flags=("-O2",),
-)
 _DATATYPE_FIELD = 1 << 3  # UCP_OP_ATTR_FIELD_DATATYPE
 _IOV = 2  # UCP_DATATYPE_IOV
 _IN_PROGRESS = 1  # UCS_INPROGRESS
@@ -182,11 +175,11 @@ def places_of(data: npt.NDArray[np.uint8]) -> Places:
 
 
 @cache
-def load_turns(cache_dir: Path | None = None) -> ctypes.CDLL | None:
-    """The C functions that keep progress going, built now if need be; None where they cannot be, and the reason is logged, once."""
+def load_turns() -> ctypes.CDLL | None:
+    """The C functions that keep progress going; None where they are not built, and the reason is logged, once."""
     try:
-        library = ctypes.CDLL(str(build(_TURNS_LIBRARY, cache_dir)))
-    except (OSError, CannotBuildError) as error:
+        library = native.load(native.UCP_TURNS)
+    except native.NotBuiltError as error:
         _log.warning("UCX is driven without the C functions", reason=str(error))
         return None
     library.baton_ucp_progress.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]

@@ -15,15 +15,18 @@ class FakeControl(control_pb2_grpc.ControlServicer):
     """Args:
     status: What it says of its cluster.
     explained: What it knows of requests, by their ids.
+    stories: What happened to requests, by their ids.
     """
 
     def __init__(
         self,
         status: control_pb2.StatusReply | None = None,
         explained: dict[str, control_pb2.ExplainReply] | None = None,
+        stories: dict[str, control_pb2.StoryReply] | None = None,
     ) -> None:
         self.status = status
         self._explained = explained or {}
+        self._stories = stories or {}
 
     def Status(self, request, context):  # noqa: N802  # as gRPC names it
         return self.status
@@ -39,6 +42,9 @@ class FakeControl(control_pb2_grpc.ControlServicer):
 
     def Explain(self, request, context):  # noqa: N802
         return self._explained.get(request.request_id, control_pb2.ExplainReply())
+
+    def Story(self, request, context):  # noqa: N802
+        return self._stories.get(request.request_id, control_pb2.StoryReply())
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from baton_cluster.cli.completions import Message, Piece, Text, Timing, Usage, s
 from baton_cluster.cli.main import main
 from tests.baton_cluster.cli.chat_server import DONE, ChatServer, chunk, serving
 
+pytestmark = pytest.mark.alone
+
 TIMING = Timing(
     prefill_worker="prefill-0",
     decode_worker="decode-0",

@@ -5,10 +5,13 @@ import sys
 
 import pytest
 
+from baton import native
 from baton.errors import ConfigError
 from baton_cluster.cli import doctor
 from baton_cluster.cli.main import main
 from baton_cluster.launch.runtime_dir import RuntimeDir
+
+pytestmark = pytest.mark.alone
 
 
 @pytest.fixture
@@ -61,10 +64,11 @@ def test_a_finding_is_judged_by_what_is_there(monkeypatch, name, value, check, v
     assert check().verdict.value == verdict
 
 
-def test_without_a_compiler_it_says_what_that_costs(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    finding = doctor.check_compiler()
+def test_without_compiled_code_it_says_what_that_costs(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "ROOT", tmp_path)
+    finding = doctor.check_compiled_code()
     assert finding.verdict is doctor.Verdict.WARN
+    assert "kernels is not built" in finding.found
     assert "several times slower" in finding.advice
 
 

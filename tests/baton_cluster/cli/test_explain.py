@@ -12,6 +12,8 @@ from baton_cluster.cli.main import main
 from baton_cluster.launch.runtime_dir import RuntimeDir
 from tests.baton_cluster.cli.fake_control import FakeControl, answering
 
+pytestmark = pytest.mark.alone
+
 REPLY = pb.ExplainReply(
     known=True,
     policy="predictive",
@@ -28,10 +30,21 @@ REPLY = pb.ExplainReply(
     predicted=pb.PredictedTimes(queue_s=0.25, prefill_s=0.125, tbt_s=0.02),
 )
 
+STORY = pb.StoryReply(
+    entries=[
+        pb.StoryEntry(at_s=7.0, event="admitted", process="router"),
+        pb.StoryEntry(
+            at_s=7.25, event="placed", actions=["SendGenerate(leg_id=1)"], process="router"
+        ),
+        pb.StoryEntry(at_s=7.3, event="asked", process="h0"),
+    ]
+)
+
 
 @pytest.fixture
 def router(home) -> Iterator[RuntimeDir]:
-    with answering(FakeControl(explained={"cmpl-1": REPLY}), home / "run") as runtime:
+    control = FakeControl(explained={"cmpl-1": REPLY}, stories={"cmpl-1": STORY})
+    with answering(control, home / "run") as runtime:
         yield runtime
 
 
@@ -71,4 +84,27 @@ def test_the_json_is_an_object_with_the_fields_of_the_message(router, capsys):
 
 def test_an_unknown_request_is_one_line(router, capsys):
     assert main(["explain", "cmpl-2", "--runtime-dir", str(router.path)]) == 1
+    assert "does not know cmpl-2" in capsys.readouterr().err
+
+
+def test_a_story_is_told_event_by_event(router, capsys):
+    assert main(["explain", "cmpl-1", "--story", "--runtime-dir", str(router.path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["router"],
+        ["0.0", "ms", "admitted"],
+        ["250.0", "ms", "placed"],
+        ["->", "SendGenerate(leg_id=1)"],
+        ["h0"],
+        ["0.0", "ms", "asked"],
+    ]
+
+
+def test_a_story_as_json_is_the_message(router, capsys):
+    main(["explain", "cmpl-1", "--story", "--json", "--runtime-dir", str(router.path)])
+    assert Parse(capsys.readouterr().out, pb.StoryReply()) == STORY
+
+
+def test_the_story_of_an_unknown_request_is_one_line(router, capsys):
+    assert main(["explain", "cmpl-2", "--story", "--runtime-dir", str(router.path)]) == 1
     assert "does not know cmpl-2" in capsys.readouterr().err

@@ -24,6 +24,8 @@ from kvpool.messages import NodeState
 from tests.e2e.served import eventually
 from tests.redis_servers import fake_redis
 
+pytestmark = pytest.mark.alone
+
 SECRET = "5e" * 32
 GOOD = BatonConfig(
     cluster=ClusterConfig(secret=SECRET, workers=("p:7001", "d:7001")),
@@ -129,7 +131,7 @@ def test_four_processes_that_were_started_alone_serve_together(
         body = {"model": "baton-demo", "prompt": "def main" * 40, "max_tokens": 4}
         reply = client.post("/v1/completions", json=body)
         assert reply.status_code == 200, reply.text
-        assert 'fallback="refused"} 0.0' in client.get("/metrics").text
+        assert 'fallback="refused",model_name="baton-demo"} 0.0' in client.get("/metrics").text
         eventually(lambda: bool(asyncio.run(_pool_nodes(redis_url))), "the node has told of itself")
     (node,) = asyncio.run(_pool_nodes(redis_url))
     assert (node.node.worker_id, node.failure_domain) == ("pool-x7k2p", "host-1")

@@ -26,6 +26,8 @@ from baton_cluster.launch.supervisor import (
     ChildState,
 )
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

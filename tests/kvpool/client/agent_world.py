@@ -50,7 +50,7 @@ class AgentWorld(ArenaWorld):
         )
 
     async def publish(self, numbers: Sequence[int], **said) -> None:
-        self.agent.outlet.offer([self.page(number, **said) for number in numbers])
+        self.agent.block_sink.put([self.page(number, **said) for number in numbers])
         async with asyncio.timeout(TIMEOUT_S):
             await self.agent.published()
 

@@ -92,7 +92,7 @@ class Worker:
             loop.call_soon_threadsafe(self._take, told)
 
         self.engine.attach(hear)
-        self.host.connect_pool(self.agent.source, self.agent.outlet)
+        self.host.connect_pool(self.agent.source, self.agent.block_sink)
         await self.agent.start()
         self.host.start()
 

@@ -12,7 +12,7 @@ async def test_a_prompt_may_fetch_what_the_node_has_of_its_beginning():
     async with working(AgentWorld()) as world:
         await world.publish([0, 1, 3])
         await world.agent.prepare(SEQ, KEYS)
-        assert world.agent.source.offer(SEQ, KEYS) == 2
+        assert world.agent.source.get_num_matched_blocks(SEQ, KEYS) == 2
         assert world.counted("lookups", outcome="hit") == 1
 
 
@@ -22,8 +22,8 @@ async def test_what_is_forgotten_is_given_back():
         await world.agent.prepare(SEQ, KEYS)
         await world.agent.prepare(OTHER, KEYS)
         assert world.pool.ledger.usage().leases == 2
-        await asyncio.to_thread(world.agent.source.forget, SEQ)
-        await asyncio.to_thread(world.agent.source.forget, OTHER)
+        await asyncio.to_thread(world.agent.source.request_finished, SEQ)
+        await asyncio.to_thread(world.agent.source.request_finished, OTHER)
         await until(lambda: world.pool.ledger.usage().leases == 0)
 
 
@@ -39,7 +39,7 @@ async def test_a_slow_node_is_not_waited_for_and_its_late_answer_is_given_back()
         await world.publish([0])
         world.pool.hold()
         await world.agent.prepare(SEQ, KEYS)
-        assert world.agent.source.offer(SEQ, KEYS) == 0
+        assert world.agent.source.get_num_matched_blocks(SEQ, KEYS) == 0
         assert world.counted("lookups", outcome="late") == 1
         world.pool.let_go()
         await world.pool.asked("release")
@@ -69,7 +69,7 @@ async def test_a_prompt_that_is_cancelled_while_it_waits_leaves_nothing_borrowed
         await asyncio.wait([preparing])
         world.pool.let_go()
         await world.pool.asked("release")
-        assert world.agent.source.offer(SEQ, KEYS) == 0
+        assert world.agent.source.get_num_matched_blocks(SEQ, KEYS) == 0
         await until(lambda: world.pool.ledger.usage().leases == 0)
 
 
@@ -86,7 +86,7 @@ async def test_a_node_that_is_lost_while_it_is_asked_has_lent_nothing(comes_back
         world.pool.let_go()
         async with asyncio.timeout(TIMEOUT_S):
             await preparing
-        assert world.agent.source.offer(SEQ, KEYS) == 0
+        assert world.agent.source.get_num_matched_blocks(SEQ, KEYS) == 0
         assert world.counted("lookups", outcome="failed") == 1
 
 
@@ -96,7 +96,7 @@ async def test_what_a_lost_node_had_lent_is_void():
         await world.agent.prepare(SEQ, KEYS)
         world.pool.leave()
         world.pool.come()
-        assert world.agent.source.offer(SEQ, KEYS) == 0
+        assert world.agent.source.get_num_matched_blocks(SEQ, KEYS) == 0
 
 
 async def test_borrowed_blocks_are_kept_for_as_long_as_the_prompt_waits():
@@ -107,7 +107,7 @@ async def test_borrowed_blocks_are_kept_for_as_long_as_the_prompt_waits():
             world.clock.advance(0.2)
             await world.pool.asked("renew", world.pool.calls["renew"] + 1)
             await asyncio.sleep(0)
-        assert world.agent.source.offer(SEQ, KEYS) == 1
+        assert world.agent.source.get_num_matched_blocks(SEQ, KEYS) == 1
 
 
 async def test_what_the_node_does_not_know_any_more_is_not_read():
@@ -116,14 +116,14 @@ async def test_what_the_node_does_not_know_any_more_is_not_read():
         await world.agent.prepare(SEQ, KEYS)
         world.pool.ledger.release(world.pool.lent[-1])
         await world.pool.asked("renew")
-        await until(lambda: world.agent.source.offer(SEQ, KEYS) == 0)
+        await until(lambda: world.agent.source.get_num_matched_blocks(SEQ, KEYS) == 0)
 
 
 async def test_a_preempted_sequence_borrows_again():
     async with working(AgentWorld()) as world:
         await world.publish([0, 1])
-        await asyncio.to_thread(world.agent.source.want, SEQ, KEYS)
-        await until(lambda: world.agent.source.offer(SEQ, KEYS) == 2)
+        await asyncio.to_thread(world.agent.source.prefetch, SEQ, KEYS)
+        await until(lambda: world.agent.source.get_num_matched_blocks(SEQ, KEYS) == 2)
 
 
 async def test_a_corrupt_block_fails_its_fetch_and_is_dropped_at_the_node():
@@ -133,9 +133,9 @@ async def test_a_corrupt_block_fails_its_fetch_and_is_dropped_at_the_node():
         for rows in world.pool.rows:
             rows[:, 3] ^= 1
         source = world.agent.source
-        source.begin([fetch(SEQ, (0, 4), (1, 5))])
-        assert await asyncio.to_thread(source.await_layer, 2) == {SEQ}
-        outcome = await asyncio.to_thread(source.finish)
+        source.start_load_kv([fetch(SEQ, (0, 4), (1, 5))])
+        assert await asyncio.to_thread(source.wait_for_layer_load, 2) == {SEQ}
+        outcome = await asyncio.to_thread(source.finish_load_kv)
         assert outcome.failed.keys() == {SEQ}
         await until(lambda: world.held(0) == 0)
         assert world.counted("fetch_failures", reason="kv_corrupt") == 1
@@ -146,5 +146,5 @@ async def test_a_worker_that_leaves_gives_back_what_it_borrowed_and_puts_what_is
     async with working(world):
         await world.publish([0])
         await world.agent.prepare(SEQ, KEYS)
-        world.agent.outlet.offer([world.page(1), world.page(2)])
+        world.agent.block_sink.put([world.page(1), world.page(2)])
     assert world.held(0, 1, 2) == 3

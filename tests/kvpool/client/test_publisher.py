@@ -16,9 +16,9 @@ async def test_full_pages_come_into_the_pool_and_out_of_it_unchanged():
         assert world.counted("published_blocks") == 4
         await world.agent.prepare(SEQ, [key(2)])
         source = world.agent.source
-        source.begin([fetch(SEQ, (2, 5))])
-        await asyncio.to_thread(source.await_layer, 2)
-        assert (await asyncio.to_thread(source.finish)).num_blocks == 1
+        source.start_load_kv([fetch(SEQ, (2, 5))])
+        await asyncio.to_thread(source.wait_for_layer_load, 2)
+        assert (await asyncio.to_thread(source.finish_load_kv)).num_blocks == 1
         assert all(world.is_there(5, 2, layer_index) for layer_index in range(3))
 
 
@@ -40,11 +40,11 @@ async def test_what_is_held_already_is_not_copied_again():
 async def test_at_most_one_batch_is_under_way_and_the_oldest_pages_are_dropped():
     async with working(AgentWorld(publish_queue_blocks=2)) as world:
         world.pool.hold()
-        world.agent.outlet.offer([world.page(0)])
+        world.agent.block_sink.put([world.page(0)])
         await world.pool.asked("reserve")
         for number in range(1, NUM_PAGES):
-            world.agent.outlet.offer([world.page(number)])
-        assert len(world.agent.outlet) == 2
+            world.agent.block_sink.put([world.page(number)])
+        assert len(world.agent.block_sink) == 2
         assert world.pool.calls["reserve"] == 1
         world.pool.let_go()
         await world.agent.published()
@@ -55,11 +55,11 @@ async def test_at_most_one_batch_is_under_way_and_the_oldest_pages_are_dropped()
 async def test_a_node_that_is_away_empties_the_line():
     async with working(AgentWorld()) as world:
         world.pool.hold()
-        world.agent.outlet.offer([world.page(0)])
+        world.agent.block_sink.put([world.page(0)])
         await world.pool.asked("reserve")
-        world.agent.outlet.offer([world.page(1), world.page(2)])
+        world.agent.block_sink.put([world.page(1), world.page(2)])
         world.pool.leave()
-        assert len(world.agent.outlet) == 0
+        assert len(world.agent.block_sink) == 0
         world.pool.let_go()
         await world.agent.published()
         await world.publish([3])
@@ -85,7 +85,7 @@ def _broken(*_: object) -> list[bytes]:
 async def test_places_of_a_new_node_are_not_written_by_the_slab_of_the_old_one():
     async with working(AgentWorld()) as world:
         world.pool.hold()
-        world.agent.outlet.offer([world.page(0)])
+        world.agent.block_sink.put([world.page(0)])
         await world.pool.asked("reserve")
         world.pool.leave()
         world.pool.come()
@@ -108,10 +108,10 @@ async def test_a_page_that_was_handed_out_again_is_not_put():
 
 async def test_what_the_node_refuses_is_dropped():
     async with working(AgentWorld()) as world:
-        world.pool.ledger.refuse(RefusalReason.SICK)
+        world.pool.ledger.refuses = RefusalReason.SICK
         await world.publish([0, 1])
         assert world.counted("unpublished_blocks", reason="refused") == 2
-        world.pool.ledger.refuse(None)
+        world.pool.ledger.refuses = None
         await world.publish([2])
         assert world.held(2) == 1
 
@@ -130,7 +130,7 @@ async def test_nothing_is_copied_any_more_once_it_is_closed():
     )
     publisher.start()
     publisher.connect(world.pool.rows)
-    publisher.queue.offer([world.page(0)])
+    publisher.queue.put([world.page(0)])
     assert await asyncio.to_thread(gated.entered[0].wait, TIMEOUT_S)
     closing = asyncio.create_task(publisher.close())
     await asyncio.sleep(0)
@@ -153,9 +153,9 @@ class _GatedOut(Gated):
 async def test_a_text_in_a_hurry_does_not_wait_for_the_line():
     async with working(AgentWorld()) as world:
         world.pool.hold()
-        world.agent.outlet.offer([world.page(0)])
+        world.agent.block_sink.put([world.page(0)])
         await world.pool.asked("reserve")
-        world.agent.outlet.offer([world.page(1), world.page(2)])
+        world.agent.block_sink.put([world.page(1), world.page(2)])
         hurried = asyncio.create_task(
             world.agent.put_now([world.page(3, index=0), world.page(4, index=1)])
         )
@@ -170,9 +170,9 @@ async def test_a_text_in_a_hurry_does_not_wait_for_the_line():
 
 async def test_a_text_in_a_hurry_is_not_there_when_the_node_refuses_it_or_is_away():
     async with working(AgentWorld()) as world:
-        world.pool.ledger.refuse(RefusalReason.SICK)
+        world.pool.ledger.refuses = RefusalReason.SICK
         assert not await world.agent.put_now([world.page(0)])
-        world.pool.ledger.refuse(None)
+        world.pool.ledger.refuses = None
         world.pool.leave()
         assert not await world.agent.put_now([world.page(0)])
 

@@ -12,8 +12,8 @@ def page(number: int, tenant: str = "") -> PublishedPage:
 
 def test_pages_are_taken_in_the_order_in_which_they_were_filled():
     queue = PublishQueue(8, wake=lambda: None)
-    queue.offer([page(1), page(2)])
-    queue.offer([page(3)])
+    queue.put([page(1), page(2)])
+    queue.put([page(3)])
     assert queue.take(2) == [page(1), page(2)]
     assert queue.take(2) == [page(3)]
     assert queue.take(2) == []
@@ -21,15 +21,15 @@ def test_pages_are_taken_in_the_order_in_which_they_were_filled():
 
 def test_the_oldest_are_dropped_and_counted_when_there_are_too_many():
     queue = PublishQueue(2, wake=lambda: None)
-    queue.offer([page(1), page(2)])
-    queue.offer([page(3), page(4), page(5)])
+    queue.put([page(1), page(2)])
+    queue.put([page(3), page(4), page(5)])
     assert queue.take(8) == [page(4), page(5)]
     assert queue.dropped == 3
 
 
 def test_a_batch_has_one_owner():
     queue = PublishQueue(8, wake=lambda: None)
-    queue.offer([page(1, "a"), page(2, "b"), page(3, "b")])
+    queue.put([page(1, "a"), page(2, "b"), page(3, "b")])
     assert queue.take(8) == [page(1, "a")]
     assert queue.take(8) == [page(2, "b"), page(3, "b")]
 
@@ -37,6 +37,6 @@ def test_a_batch_has_one_owner():
 def test_whoever_waits_is_woken_by_every_offer():
     woken: list[int] = []
     queue = PublishQueue(8, wake=lambda: woken.append(len(queue)))
-    queue.offer([page(1)])
-    queue.offer([page(2), page(3)])
+    queue.put([page(1)])
+    queue.put([page(2), page(3)])
     assert woken == [1, 3]

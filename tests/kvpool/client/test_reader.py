@@ -38,13 +38,13 @@ def test_leased_blocks_come_into_the_pages_layer_by_layer():
     world = ArenaWorld()
     world.lease(SEQ, 3, 5)
     with reading(world) as reader:
-        assert reader.offer(SEQ, [key(3), key(5), key(6)]) == 2
-        reader.begin([fetch(SEQ, (3, 1), (5, 0))])
+        assert reader.get_num_matched_blocks(SEQ, [key(3), key(5), key(6)]) == 2
+        reader.start_load_kv([fetch(SEQ, (3, 1), (5, 0))])
         for layer_index in range(3):
-            assert reader.await_layer(layer_index) == frozenset()
+            assert reader.wait_for_layer_load(layer_index) == frozenset()
             assert world.is_there(1, 3, layer_index)
             assert world.is_there(0, 5, layer_index)
-        outcome = reader.finish()
+        outcome = reader.finish_load_kv()
     assert (outcome.num_blocks, dict(outcome.failed)) == (2, {})
 
 
@@ -53,22 +53,22 @@ def test_a_layer_is_awaited_while_the_next_is_still_on_its_way():
     world.lease(SEQ, 1)
     gated = Gated(world.host)
     with reading(world, gated) as reader:
-        reader.begin([fetch(SEQ, (1, 2))])
+        reader.start_load_kv([fetch(SEQ, (1, 2))])
         for layer_index in range(3):
             gated.gates[layer_index].set()
-            assert reader.await_layer(layer_index) == frozenset()
+            assert reader.wait_for_layer_load(layer_index) == frozenset()
             assert world.is_there(2, 1, layer_index)
             for later in range(layer_index + 1, 3):
                 assert not world.is_there(2, 1, later)
-        assert reader.finish().num_blocks == 1
+        assert reader.finish_load_kv().num_blocks == 1
 
 
 def test_nothing_is_offered_without_a_lease():
     world = ArenaWorld()
     world.lease(SEQ, 1)
     with reading(world) as reader:
-        assert reader.offer(OTHER, [key(1)]) == 0
-        assert reader.offer(SEQ, [key(2), key(1)]) == 0
+        assert reader.get_num_matched_blocks(OTHER, [key(1)]) == 0
+        assert reader.get_num_matched_blocks(SEQ, [key(2), key(1)]) == 0
 
 
 def test_nothing_is_offered_once_the_lease_is_nearly_over():
@@ -76,7 +76,7 @@ def test_nothing_is_offered_once_the_lease_is_nearly_over():
     world.lease(SEQ, 1, lease_s=5.0)
     with reading(world) as reader:
         world.clock.advance(4.99)
-        assert reader.offer(SEQ, [key(1)]) == 0
+        assert reader.get_num_matched_blocks(SEQ, [key(1)]) == 0
 
 
 def test_a_renewed_lease_is_good_for_longer():
@@ -85,7 +85,7 @@ def test_a_renewed_lease_is_good_for_longer():
     with reading(world) as reader:
         world.leases.renewed(["L"], asked_s=world.clock.now_s() + 4, lease_s=5.0)
         world.clock.advance(6)
-        assert reader.offer(SEQ, [key(1)]) == 1
+        assert reader.get_num_matched_blocks(SEQ, [key(1)]) == 1
 
 
 def test_a_lease_that_ended_between_offer_and_begin_fails_the_fetch_and_touches_no_page():
@@ -93,9 +93,9 @@ def test_a_lease_that_ended_between_offer_and_begin_fails_the_fetch_and_touches_
     world.lease(SEQ, 1)
     with reading(world) as reader:
         world.clock.advance(10)
-        reader.begin([fetch(SEQ, (1, 2))])
-        assert reader.await_layer(0) == {SEQ}
-        error = reader.finish().failed[SEQ]
+        reader.start_load_kv([fetch(SEQ, (1, 2))])
+        assert reader.wait_for_layer_load(0) == {SEQ}
+        error = reader.finish_load_kv().failed[SEQ]
     assert isinstance(error, LeaseExpiredError)
     assert disposition(error).retryable
     assert not any(world.arena)
@@ -107,10 +107,10 @@ def test_a_lease_that_ends_while_a_layer_is_copied_fails_the_fetch():
     gated = Gated(world.host, is_open=True)
     gated.after = lambda layer_index: world.clock.advance(10 if layer_index == 1 else 0)
     with reading(world, gated) as reader:
-        reader.begin([fetch(SEQ, (1, 2))])
-        assert reader.await_layer(1) == {SEQ}
-        assert reader.await_layer(2) == {SEQ}
-        assert isinstance(reader.finish().failed[SEQ], LeaseExpiredError)
+        reader.start_load_kv([fetch(SEQ, (1, 2))])
+        assert reader.wait_for_layer_load(1) == {SEQ}
+        assert reader.wait_for_layer_load(2) == {SEQ}
+        assert isinstance(reader.finish_load_kv().failed[SEQ], LeaseExpiredError)
     assert not world.is_there(2, 1, 2)
 
 
@@ -120,10 +120,10 @@ def test_wrong_bytes_fail_their_own_sequence_and_are_reported():
     world.lease(OTHER, 3, lease_id="M")
     world.rows[1][2, 17] ^= 1
     with reading(world) as reader:
-        reader.begin([fetch(SEQ, (1, 0), (2, 1)), fetch(OTHER, (3, 4))])
-        assert reader.await_layer(1) >= {SEQ}
-        assert reader.await_layer(2) == {SEQ}
-        outcome = reader.finish()
+        reader.start_load_kv([fetch(SEQ, (1, 0), (2, 1)), fetch(OTHER, (3, 4))])
+        assert reader.wait_for_layer_load(1) >= {SEQ}
+        assert reader.wait_for_layer_load(2) == {SEQ}
+        outcome = reader.finish_load_kv()
     assert isinstance(outcome.failed[SEQ], CorruptKvError)
     assert outcome.failed.keys() == {SEQ}
     assert outcome.num_blocks == 1
@@ -138,9 +138,9 @@ def test_a_slot_outside_the_slab_is_refused_before_anything_is_copied(slot):
     lease = BlockLease(lease_id="L", blocks=(held,), lease_s=5.0)
     world.leases.add(SEQ, lease, asked_s=world.clock.now_s())
     with reading(world) as reader:
-        reader.begin([fetch(SEQ, (1, 0))])
-        reader.await_layer(0)
-        assert isinstance(reader.finish().failed[SEQ], TransferError)
+        reader.start_load_kv([fetch(SEQ, (1, 0))])
+        reader.wait_for_layer_load(0)
+        assert isinstance(reader.finish_load_kv().failed[SEQ], TransferError)
     assert not any(world.arena)
 
 
@@ -151,8 +151,8 @@ def test_checksums_of_another_number_of_layers_are_refused():
         SEQ, BlockLease(lease_id="L", blocks=(held,), lease_s=5.0), asked_s=world.clock.now_s()
     )
     with reading(world) as reader:
-        reader.begin([fetch(SEQ, (1, 0))])
-        assert "3 layers" in str(reader.finish().failed[SEQ])
+        reader.start_load_kv([fetch(SEQ, (1, 0))])
+        assert "3 layers" in str(reader.finish_load_kv().failed[SEQ])
 
 
 def test_what_makes_no_progress_is_given_up_and_writes_nothing_after_the_end():
@@ -161,11 +161,11 @@ def test_what_makes_no_progress_is_given_up_and_writes_nothing_after_the_end():
     gated = Gated(world.host)
     gated.gates[0].set()
     with reading(world, gated, stalled_after_s=0.0) as reader:
-        reader.begin([fetch(SEQ, (1, 2))])
+        reader.start_load_kv([fetch(SEQ, (1, 2))])
         assert gated.entered[1].wait(TIMEOUT_S)
-        assert reader.await_layer(1) == {SEQ}
+        assert reader.wait_for_layer_load(1) == {SEQ}
         gated.gates[1].set()
-        outcome = reader.finish()
+        outcome = reader.finish_load_kv()
         gated.gates[2].set()
     assert "did not arrive" in str(outcome.failed[SEQ])
     assert not world.is_there(2, 1, 2)
@@ -176,11 +176,11 @@ def test_nothing_is_written_once_a_step_has_ended():
     world.lease(SEQ, 1)
     gated = Gated(world.host)
     with reading(world, gated) as reader:
-        reader.begin([fetch(SEQ, (1, 2))])
+        reader.start_load_kv([fetch(SEQ, (1, 2))])
         assert gated.entered[0].wait(TIMEOUT_S)
         opener = threading.Thread(target=gated.open)
         opener.start()
-        outcome = reader.finish()
+        outcome = reader.finish_load_kv()
         left = bytes(world.arena)
         opener.join()
     assert bytes(world.arena) == left
@@ -192,9 +192,9 @@ def test_the_same_fetch_can_be_begun_again():
     world.lease(SEQ, 1)
     with reading(world) as reader:
         for _ in range(2):
-            reader.begin([fetch(SEQ, (1, 2))])
-            reader.await_layer(2)
-            assert reader.finish().num_blocks == 1
+            reader.start_load_kv([fetch(SEQ, (1, 2))])
+            reader.wait_for_layer_load(2)
+            assert reader.finish_load_kv().num_blocks == 1
 
 
 def test_an_arena_that_breaks_fails_the_fetch_and_not_the_thread():
@@ -208,9 +208,9 @@ def test_an_arena_that_breaks_fails_the_fetch_and_not_the_thread():
     gated.after = break_after
     with reading(world, gated) as reader:
         for _ in range(2):
-            reader.begin([fetch(SEQ, (1, 2))])
-            assert reader.await_layer(2) == {SEQ}
-            assert "KeyError" in str(reader.finish().failed[SEQ])
+            reader.start_load_kv([fetch(SEQ, (1, 2))])
+            assert reader.wait_for_layer_load(2) == {SEQ}
+            assert "KeyError" in str(reader.finish_load_kv().failed[SEQ])
 
 
 def test_forgotten_leases_are_given_back():
@@ -218,9 +218,9 @@ def test_forgotten_leases_are_given_back():
     world.lease(SEQ, 1)
     world.lease(SEQ, 1, 2, lease_id="M")
     with reading(world) as reader:
-        reader.forget(SEQ)
-        reader.forget(SEQ)
-        assert reader.offer(SEQ, [key(1)]) == 0
+        reader.request_finished(SEQ)
+        reader.request_finished(SEQ)
+        assert reader.get_num_matched_blocks(SEQ, [key(1)]) == 0
     assert world.desk.let_go == ["L", "M"]
     assert world.leases.open() == []
 
@@ -228,16 +228,16 @@ def test_forgotten_leases_are_given_back():
 def test_what_is_wanted_again_is_asked_for_and_given_back_if_it_comes_too_late():
     world = ArenaWorld()
     with reading(world) as reader:
-        reader.want(SEQ, [key(1), key(2)])
+        reader.prefetch(SEQ, [key(1), key(2)])
         assert world.desk.want == [(SEQ, (key(1), key(2)))]
         lease = BlockLease(lease_id="L", blocks=(world.held(1),), lease_s=5.0)
         world.leases.add(SEQ, lease, asked_s=world.clock.now_s(), wanted=True)
-        assert reader.offer(SEQ, [key(1), key(2)]) == 1
-        reader.want(OTHER, [key(2)])
-        reader.forget(OTHER)
+        assert reader.get_num_matched_blocks(SEQ, [key(1), key(2)]) == 1
+        reader.prefetch(OTHER, [key(2)])
+        reader.request_finished(OTHER)
         late = BlockLease(lease_id="late", blocks=(world.held(2),), lease_s=5.0)
         world.leases.add(OTHER, late, asked_s=world.clock.now_s(), wanted=True)
-        assert reader.offer(OTHER, [key(2)]) == 0
+        assert reader.get_num_matched_blocks(OTHER, [key(2)]) == 0
     assert world.desk.let_go == ["late"]
 
 
@@ -246,12 +246,12 @@ def test_a_node_that_is_gone_offers_nothing():
     world.lease(SEQ, 1)
     with reading(world) as reader:
         reader.disconnect()
-        assert reader.offer(SEQ, [key(1)]) == 0
-        reader.want(SEQ, [key(1)])
+        assert reader.get_num_matched_blocks(SEQ, [key(1)]) == 0
+        reader.prefetch(SEQ, [key(1)])
         assert world.desk.want == []
-        reader.begin([fetch(SEQ, (1, 2))])
-        assert reader.await_layer(0) == {SEQ}
-        assert isinstance(reader.finish().failed[SEQ], LeaseExpiredError)
+        reader.start_load_kv([fetch(SEQ, (1, 2))])
+        assert reader.wait_for_layer_load(0) == {SEQ}
+        assert isinstance(reader.finish_load_kv().failed[SEQ], LeaseExpiredError)
 
 
 def test_a_slab_of_other_layers_is_refused():

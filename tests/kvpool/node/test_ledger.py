@@ -200,10 +200,10 @@ def test_a_block_that_is_too_large_is_refused_by_name():
 def test_a_sick_node_takes_nothing_and_serves_what_it_has(reason):
     node = world()
     node.put("ab")
-    node.ledger.refuse(reason)
+    node.ledger.refuses = reason
     assert node.reserve("xy") == Refused(reason=reason)
     assert len(node.lease("ab").blocks) == 2
-    node.ledger.refuse(None)
+    node.ledger.refuses = None
     assert node.put("xy") == 2
 
 

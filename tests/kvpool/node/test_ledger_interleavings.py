@@ -125,7 +125,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(sick=st.booleans())
     def fall_sick(self, sick):
-        self.world.ledger.refuse(RefusalReason.SICK if sick else None)
+        self.world.ledger.refuses = RefusalReason.SICK if sick else None
         outcome = self.world.reserve("zzz")
         assert isinstance(outcome, PutGrant) or outcome.reason is not RefusalReason.OVER_QUOTA
         assert not (sick and isinstance(outcome, PutGrant))

@@ -296,3 +296,15 @@ def test_under_a_flood_those_who_are_let_in_begin_in_the_time_promised():
     late = [n for n, began_s in shop.begun.items() if began_s - arrived[n] > 1.2 * 2.0]
     # Before the line has moved for a while nothing is known of its speed.
     assert len([name for name in late if arrived[name] > 2.0]) <= 0.02 * len(shop.begun)
+
+
+def test_the_story_of_a_request_tells_when_it_was_queued_and_admitted():
+    controller = AdmissionController(capacity=FakeCapacity(places=1), limits=limits(requests=1))
+    controller.offer(queued("r"), 1.0)
+    assert controller.offer(queued("s"), 1.5) is not None
+    assert controller.next(2.0) is not None
+    asked, admitted = controller.story(RequestId("r"))
+    assert (asked.at_s, asked.actions) == (1.0, ("queued",))
+    assert (admitted.at_s, admitted.event) == (2.0, "admitted")
+    (refused,) = controller.story(RequestId("s"))
+    assert refused.actions == ("Refusal(reason=queue_full, retry_after_s=None)",)

@@ -807,8 +807,9 @@ def test_losing_everything_ends_in_one_typed_error(core):
 def test_a_request_id_in_flight_cannot_be_submitted_again(core):
     core.join("h0")
     core.submit()
-    with pytest.raises(InvariantError):
+    with pytest.raises(InvariantError) as raised:
         core.submit()
+    assert "placed -> SendGenerate(" in raised.value.story_text
     core.dispatcher.check_integrity()
 
 
@@ -858,3 +859,54 @@ def test_a_leg_that_goes_well_makes_its_worker_trusted_again():
     core(decoded(leg, drawn(0, 0, 1)))
     assert worker.breaker.circuit(core.now_s) is Circuit.CLOSED
     core.assert_empty()
+
+
+def test_the_story_of_a_request_tells_every_event_and_what_it_came_to(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    again = sent(core(failed(p, EngineError("out of luck"))), SendPrefill)
+    core(first_tokens(again, drawn(0, 0, 3)))
+    core(decoded(d, drawn(0, 1, 3)))
+    core(handed_off(again))
+    core(decoded(d, drawn(0, 2, 3)))
+    told = core.dispatcher.story(REQUEST)
+    assert "placed" in told[0].event
+    assert [action.split("(")[0] for action in told[0].actions] == ["SendExpect", "SendPrefill"]
+    assert "another prefill worker takes over" in told[1].event
+    kinds = [entry.event.split("(")[0] for entry in told[2:]]
+    assert kinds == ["LegFailed", "FirstTokensArrived", "HandedOff", "DecodeTokens"]
+    assert told[-1].actions[-1].startswith("Finish(")
+    core.assert_empty()
+
+
+def test_the_story_tells_why_a_request_waited_and_failed():
+    core = Core(policy=RetryPolicy(worker_wait_s=5.0))
+    core.submit()
+    core.pass_time(6.0)
+    waited, failed_ = core.dispatcher.story(REQUEST)
+    assert "no worker is available" in waited.event
+    assert failed_.event == "failed"
+    assert failed_.actions[-1].startswith("Fail(")
+
+
+def test_nothing_of_a_prompt_is_told(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core, tokens=[31337, 31338, 31339])
+    core(first_tokens(p, TokenSample(sample=0, token=4242)))
+    core(decoded(d, TokenSample(sample=0, token=4243, finish=FinishReason.STOP)))
+    text = "\n".join(str(entry) for entry in core.dispatcher.story(REQUEST))
+    assert len(text.splitlines()) >= 3
+    assert not any(number in text for number in ("31337", "31338", "4242", "4243"))
+
+
+def test_an_invariant_error_of_an_event_carries_the_story_of_its_request(core, monkeypatch):
+    core.join("p0", "d0")
+    p, _ = start_pair(core)
+
+    def broken(*_: object) -> None:
+        raise InvariantError("a broken count")
+
+    monkeypatch.setattr("router.dispatch.attempt.Leg.computed", broken)
+    with pytest.raises(InvariantError, match="a broken count") as raised:
+        core(first_tokens(p, drawn(0, 0, 1)))
+    assert "placed -> SendExpect(" in raised.value.story_text

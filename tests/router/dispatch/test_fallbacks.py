@@ -1,4 +1,4 @@
-"""The rungs of the ladder that lead over the pool."""
+"""The fallbacks that lead through the pool."""
 
 import pytest
 
