@@ -108,7 +108,7 @@ TRANSITIONS: dict[LegKind, dict[LegState, frozenset[LegState]]] = {
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
+class WorkerLeg:
     """One leg.
 
     Attributes:
@@ -144,7 +144,7 @@ class Leg:
         return self.state in ENDS
 
 
-class LegTable:
+class WorkerLegTable:
     """Every leg that its router or the engine still knows. Pure; one owner.
 
     Attributes:
@@ -154,9 +154,9 @@ class LegTable:
     """
 
     def __init__(self) -> None:
-        self._live: dict[LegKey, Leg] = {}
+        self._live: dict[LegKey, WorkerLeg] = {}
         self._next = 0
-        self.seqs: dict[SeqId, Leg] = {}
+        self.seqs: dict[SeqId, WorkerLeg] = {}
         self.outcomes: Counter[tuple[LegKind, LegState]] = Counter()
         self.story = StoryLog()
 
@@ -164,27 +164,27 @@ class LegTable:
         """Whether that leg is not over."""
         return key in self._live
 
-    def get(self, key: LegKey) -> Leg | None:
+    def get(self, key: LegKey) -> WorkerLeg | None:
         """That leg, unless it is over."""
         return self._live.get(key)
 
-    def of_stream(self, stream: StreamId) -> list[Leg]:
+    def of_stream(self, stream: StreamId) -> list[WorkerLeg]:
         """A router's legs that are not over."""
         return [leg for leg in self._live.values() if leg.stream == stream]
 
-    def of_seq(self, seq_id: SeqId) -> Leg | None:
+    def of_seq(self, seq_id: SeqId) -> WorkerLeg | None:
         """The leg that one of the engine's sequences is computed for, unless it is over."""
         leg = self.seqs.get(seq_id)
         return None if leg is None or leg.over else leg
 
-    def held(self) -> set[Leg]:
+    def held(self) -> set[WorkerLeg]:
         """Legs that are not over, and those whose sequence the engine still has."""
         return {*self._live.values(), *self.seqs.values()}
 
-    def admit(self, asked: LegAsked, now_s: float) -> Leg:
+    def admit(self, asked: LegAsked, now_s: float) -> WorkerLeg:
         """Takes up a leg that a router has just sent."""
         self._next += 1
-        leg = Leg(
+        leg = WorkerLeg(
             stream=asked.stream,
             leg_id=asked.leg_id,
             kind=asked.kind,
@@ -197,7 +197,7 @@ class LegTable:
         self._live[leg.key] = leg
         return leg
 
-    def move(self, leg: Leg, state: LegState) -> None:
+    def move(self, leg: WorkerLeg, state: LegState) -> None:
         """Takes a step of `TRANSITIONS`.
 
         Raises:
@@ -208,7 +208,7 @@ class LegTable:
             raise InvariantError(f"leg {leg.key}: {leg.state} to {state}", story=story)
         leg.state = state
 
-    def end(self, leg: Leg, state: LegState) -> None:
+    def end(self, leg: WorkerLeg, state: LegState) -> None:
         """It is over for its router; the engine and a half may still have something of it."""
         self.move(leg, state)
         self.outcomes[leg.kind, state] += 1
@@ -230,7 +230,7 @@ Event = TypeVar("Event", contravariant=True)
 class Transfers(Protocol):
     """What one half of a worker holds."""
 
-    def transfers(self) -> Mapping[XferId, Leg]:
+    def transfers(self) -> Mapping[XferId, WorkerLeg]:
         """Hand-offs that are not over, with their legs, ended ones included."""
 
     def in_flight(self) -> int:
@@ -244,18 +244,18 @@ class HandOffs(Transfers, Protocol, Generic[Event]):
     """The pure core of one half: hand-offs of legs, on the side that sends pages or on the one that receives them.
 
     It is told of legs by the core, and of its peers by `handle`. Where a hand-off decides what becomes of a leg, it moves
-    the leg in the worker's `LegTable`.
+    the leg in the worker's `WorkerLegTable`.
     """
 
     def refusal(self, permit: Permit) -> BatonError | None:
         """Why a hand-off cannot begin; None where it can."""
 
-    def begin(self, leg: Leg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+    def begin(self, leg: WorkerLeg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
         """A leg was admitted: has the engine, or its peer, begin."""
 
     def advance(
         self,
-        leg: Leg,
+        leg: WorkerLeg,
         event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
         now_s: float,
     ) -> list[WorkerAction]:
@@ -293,7 +293,7 @@ class LegLifecycle:
 
     def __init__(
         self,
-        legs: LegTable,
+        legs: WorkerLegTable,
         layout: KvLayout,
         role: Role,
         *,
@@ -449,7 +449,7 @@ class LegLifecycle:
         return None
 
     def _cancel(
-        self, leg: Leg, event: LegCancelled | StreamGone, now_s: float
+        self, leg: WorkerLeg, event: LegCancelled | StreamGone, now_s: float
     ) -> list[WorkerAction]:
         expecting = leg.state is _S.EXPECTING
         self._legs.end(leg, _S.CANCELLED)
@@ -479,7 +479,7 @@ class LegLifecycle:
         self._legs.story.record(leg.key, now_s, event, actions)
         return actions
 
-    def _started(self, leg: Leg, event: PrefillStarted, now_s: float) -> list[WorkerAction]:
+    def _started(self, leg: WorkerLeg, event: PrefillStarted, now_s: float) -> list[WorkerAction]:
         if leg.over:
             return []
         if leg.state is _S.QUEUED:  # else it was preempted, and starts again
@@ -488,7 +488,7 @@ class LegLifecycle:
             leg.cached_tokens, leg.pooled_tokens = event.cached_tokens, event.pooled_tokens
         return self._advance(leg, event, now_s)
 
-    def _gone(self, leg: Leg, event: Released | Failed, now_s: float) -> list[WorkerAction]:
+    def _gone(self, leg: WorkerLeg, event: Released | Failed, now_s: float) -> list[WorkerAction]:
         """The engine has let go of a sequence."""
         if leg.kind is LegKind.RECEIVE and (leg.over or leg.state is _S.EXPECTING):
             return self._advance(leg, event, now_s)  # the hand-off decides what becomes of the leg
@@ -533,7 +533,7 @@ class LegLifecycle:
         return [*actions, *columns.values()]
 
     def _first_or_last(
-        self, leg: Leg, sampled: SampledTokens, place: int, now_s: float
+        self, leg: WorkerLeg, sampled: SampledTokens, place: int, now_s: float
     ) -> tuple[bool, list[WorkerAction]]:
         """The token at `place` is a prompt's first, or its sample's last.
 
@@ -561,7 +561,7 @@ class LegLifecycle:
         return True, actions
 
     def _first_tokens(
-        self, leg: Leg, sampled: SampledTokens, first: int, now_s: float
+        self, leg: WorkerLeg, sampled: SampledTokens, first: int, now_s: float
     ) -> list[WorkerAction]:
         """Of a prefill leg: its router gets them at once, the hand-off takes them along."""
         first_tokens = tuple(
@@ -589,7 +589,7 @@ class LegLifecycle:
 
     def _advance(
         self,
-        leg: Leg,
+        leg: WorkerLeg,
         event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
         now_s: float,
     ) -> list[WorkerAction]:
@@ -597,7 +597,7 @@ class LegLifecycle:
         half = self._halves.get(leg.kind)
         return [] if half is None else half.advance(leg, event, now_s)
 
-    def _give_up(self, leg: Leg, error: BatonError, now_s: float) -> list[WorkerAction]:
+    def _give_up(self, leg: WorkerLeg, error: BatonError, now_s: float) -> list[WorkerAction]:
         assert leg.xfer_id is not None
         return self._halves[leg.kind].give_up(leg.xfer_id, error, now_s)
 
@@ -609,13 +609,13 @@ class LegLifecycle:
                 self._legs.story.record(key, now_s, event, (action,))
 
 
-def failed(leg: Leg, error: BatonError) -> FailedMessage:
+def failed(leg: WorkerLeg, error: BatonError) -> FailedMessage:
     """What its router is told of a leg that ends with a fault."""
     return FailedMessage(stream=leg.stream, leg_id=leg.leg_id, kind=leg.kind, error=error)
 
 
 def _prefilled(
-    leg: Leg, sampled: SampledTokens, first_tokens: tuple[TokenSample, ...], now_s: float
+    leg: WorkerLeg, sampled: SampledTokens, first_tokens: tuple[TokenSample, ...], now_s: float
 ) -> PrefilledMessage:
     return PrefilledMessage(
         stream=leg.stream,

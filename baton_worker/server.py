@@ -36,7 +36,7 @@ _STOP_GRACE_S = 0.5
 _log = get_logger(__name__)
 
 
-class Progress(Protocol):
+class EngineProgress(Protocol):
     """The part of an engine that tells whether it is well."""
 
     def progress_s(self) -> float | None:
@@ -115,7 +115,7 @@ class WorkerServer:
         self,
         *,
         config: WorkerConfig,
-        engine: Progress,
+        engine: EngineProgress,
         service: Service,
         metrics: WorkerMetrics,
         version: str = "",

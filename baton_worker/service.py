@@ -23,7 +23,7 @@ from baton.telemetry.tracing import NotTraced, Tracer
 from baton_engine.messages import Start, StepEvents
 from baton_engine.ports import EnginePort
 from baton_worker.accounts import LegAccounts
-from baton_worker.legs import LegLifecycle, LegTable
+from baton_worker.legs import LegLifecycle, WorkerLegTable
 from baton_worker.messages import (
     KINDS_OF_ROLE,
     Connect,
@@ -78,7 +78,7 @@ class WorkerService:
         *,
         engine: EnginePort,
         hello: WorkerHello,
-        legs: LegTable,
+        legs: WorkerLegTable,
         sending: SendingHalf | None,
         receiving: ReceivingHalf | None,
         office: TicketOffice,

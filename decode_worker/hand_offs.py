@@ -17,7 +17,7 @@ from baton_engine.messages import (
     Reserved,
     Start,
 )
-from baton_worker.legs import Leg, LegState, LegTable, failed
+from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable, failed
 from baton_worker.messages import (
     LegAsked,
     LegReassigned,
@@ -59,10 +59,10 @@ class ReceivingHandOffs:
         legs: The worker's.
     """
 
-    def __init__(self, limits: LedgerLimits, legs: LegTable) -> None:
+    def __init__(self, limits: LedgerLimits, legs: WorkerLegTable) -> None:
         self._ledger = TransferLedger(limits)
         self._legs = legs
-        self._transfers: dict[XferId, Leg] = {}
+        self._transfers: dict[XferId, WorkerLeg] = {}
         """Legs whose transfer the ledger still has; ended ones included."""
 
     def refusal(self, permit: Permit) -> BatonError | None:
@@ -71,7 +71,7 @@ class ReceivingHandOffs:
             return InvalidRequestError("the transfer id is in use", param="xfer_id")
         return None
 
-    def begin(self, leg: Leg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+    def begin(self, leg: WorkerLeg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
         """See `HandOffs`."""
         assert asked.permit is not None
         self._transfers[asked.permit.xfer_id] = leg
@@ -79,7 +79,7 @@ class ReceivingHandOffs:
 
     def advance(
         self,
-        leg: Leg,
+        leg: WorkerLeg,
         event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
         now_s: float,
     ) -> list[WorkerAction]:
@@ -115,7 +115,7 @@ class ReceivingHandOffs:
         """Checks every deadline."""
         return self._carry_out(self._ledger.tick(now_s))
 
-    def transfers(self) -> Mapping[XferId, Leg]:
+    def transfers(self) -> Mapping[XferId, WorkerLeg]:
         """See `HandOffs`."""
         return self._transfers
 

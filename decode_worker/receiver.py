@@ -10,7 +10,7 @@ from baton.errors import TicketError
 from baton.ids import WorkerIdentity
 from baton.rpc.v1 import transfer_pb2_grpc
 from baton.telemetry.logs import get_logger
-from baton_worker.legs import LegTable
+from baton_worker.legs import WorkerLegTable
 from baton_worker.messages import ReceivingAction, SendingEvent, WorkerEvent
 from baton_worker.metrics import WorkerMetrics
 from decode_worker.hand_offs import ReceivingHandOffs
@@ -51,7 +51,7 @@ class PageReceiver:
         self,
         *,
         here: Endpoint,
-        legs: LegTable,
+        legs: WorkerLegTable,
         num_blocks: int,
         receivers: Mapping[str, KvReceiver],
         hashes: Hashing,

@@ -1,4 +1,4 @@
-"""Between the pool's protobuf messages and its own types."""
+"""Between the pool's protobuf messages and its own records. What comes from outside is checked before use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

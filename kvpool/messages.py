@@ -1,4 +1,4 @@
-"""What is said in the pool about blocks, replicas, puts and leases. Plain frozen data, shared by node, directory and client."""
+"""The pool's records: blocks, replicas, puts, leases, usage, and what a ledger wants done on the disk. Frozen data."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -23,7 +23,7 @@ from baton_engine.messages import (
     Reserved,
 )
 from baton_engine.ports import LayerReady, PageExport
-from baton_worker.legs import Leg, LegState, LegTable, failed
+from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable, failed
 from baton_worker.messages import (
     Connect,
     HandedOffMessage,
@@ -63,7 +63,7 @@ class _Outgoing:
         being_put: Whether its prompt is on its way to the pool.
     """
 
-    leg: Leg
+    leg: WorkerLeg
     blocks: list[BlockId]
     waits_since_s: float = 0.0
     being_put: bool = False
@@ -87,7 +87,7 @@ class SendingHandOffs:
     """
 
     def __init__(
-        self, layout: KvLayout, legs: LegTable, *, pool_after_s: float | None = None
+        self, layout: KvLayout, legs: WorkerLegTable, *, pool_after_s: float | None = None
     ) -> None:
         self._outbox = Outbox(layout)
         self._legs = legs
@@ -103,7 +103,7 @@ class SendingHandOffs:
         # Perhaps an earlier attempt of ours that still has to stop: another worker can take this one.
         return TransferError("the transfer id is in use")
 
-    def begin(self, leg: Leg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+    def begin(self, leg: WorkerLeg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
         """See `HandOffs`."""
         permit = asked.permit
         assert permit is not None
@@ -119,7 +119,7 @@ class SendingHandOffs:
 
     def advance(
         self,
-        leg: Leg,
+        leg: WorkerLeg,
         event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
         now_s: float,
     ) -> list[WorkerAction]:
@@ -170,7 +170,7 @@ class SendingHandOffs:
                 actions.append(PutPrompt(seq_id=leg.seq_id, prompt=leg.prompt, blocks=blocks))
         return actions
 
-    def transfers(self) -> Mapping[XferId, Leg]:
+    def transfers(self) -> Mapping[XferId, WorkerLeg]:
         """See `HandOffs`; here none outlives its leg."""
         return {xfer_id: outgoing.leg for xfer_id, outgoing in self._outgoing.items()}
 

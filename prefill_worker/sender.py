@@ -13,7 +13,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, TransferError
 from baton.ids import BlockId, SeqId, WorkerIdentity
 from baton.telemetry.logs import get_logger
-from baton_worker.legs import LegTable
+from baton_worker.legs import WorkerLegTable
 from baton_worker.messages import (
     Connect,
     PromptPut,
@@ -59,7 +59,7 @@ class PageSender:
         self,
         *,
         here: Endpoint,
-        legs: LegTable,
+        legs: WorkerLegTable,
         sink: TransferSink,
         senders: Mapping[str, KvSender],
         hashes: Hashing,

@@ -56,7 +56,7 @@ from router.tenancy import Tenancy, open_tenancy
 from router.text.model_files import model_files, revision_of
 from router.text.tokenizer import Tokenizer
 from router.timer import PeriodicTimer
-from router.workers.links import LinkState, LinkTiming, Membership
+from router.workers.links import LinkState, LinkTiming, WorkerLinks
 
 CONTROL_SOCKET = "router.sock"
 """Name of the Control socket in the cluster's runtime directory."""
@@ -155,7 +155,7 @@ class RouterParts:
     decisions: DecisionLog
     dispatcher: Dispatcher
     admission: Admission
-    membership: Membership
+    membership: WorkerLinks
     discovery: ModelDiscovery
     generator: ClusterGenerator
     status: ClusterStatus
@@ -211,7 +211,7 @@ def compose(
     def hear(heard: Heard) -> None:  # links and generator call each other
         generator.hear(heard)
 
-    membership = Membership(worker_addresses, hear, timing=link_timing)
+    membership = WorkerLinks(worker_addresses, hear, timing=link_timing)
     generator = ClusterGenerator(
         dispatcher=dispatcher,
         admission=admission,

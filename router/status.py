@@ -8,7 +8,7 @@ from router.generator import ClusterGenerator
 from router.ports import WorkerReport
 from router.routing.view import ClusterView
 from router.timer import PeriodicTimer
-from router.workers.links import Membership
+from router.workers.links import WorkerLinks
 
 
 class ClusterStatus:
@@ -29,7 +29,7 @@ class ClusterStatus:
         view: ClusterView,
         generator: ClusterGenerator,
         admission: Admission,
-        membership: Membership,
+        membership: WorkerLinks,
         timer: PeriodicTimer,
         clock: Clock,
     ) -> None:

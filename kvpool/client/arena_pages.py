@@ -1,9 +1,13 @@
-"""An arena in host memory, and the slab beside it, as the rows that are copied from one to the other.
+"""The pages of an engine's arena, in host memory or on a GPU, and the slab, as the rows that are copied from one to the other.
 
 A block lies in the slab in one piece, its layers one after the other; in the arena every layer has a region of its own:
 
     slab    slot 0: layer 0 | layer 1 | …    slot 1: layer 0 | layer 1 | …
     arena   layer 0: page 0 | page 1 | …     layer 1: page 0 | page 1 | …
+
+To and from a GPU rows go through a pinned buffer on the host, hashed on their way:
+
+    slab rows ── copied and hashed by the processor ── pinned buffer ── the GPU's copy engine ── pages of the arena
 """
 
 import threading

@@ -3,7 +3,8 @@
 All records lie in one hash: no names to make for a long chain, and a third fewer bytes than with a key each. A record holds the
 block's replicas and four-byte hashes of whose it is (`record.lua`), about 110 bytes of Redis' memory for a block with one replica.
 
-A node has a number there for as long as its lease holds; when it ends, all its replicas are void with it, without being touched. The other nodes' renewals sweep their records out by and by, and where no node renews at all, everything goes after a week.
+A node has a number there for as long as its lease holds; when it ends, all its replicas are void with it, without being touched.
+The other nodes' renewals sweep their records out by and by; where no node renews at all, everything goes after a week.
 
 The scripts make their keys' names from the prefix, so the directory lies on one Redis, not spread over a cluster of them.
 """

@@ -30,7 +30,7 @@ class Account:
 
     Attributes:
         tenant: Its name.
-        memory: Its stake in memory.
+        memory: Its usage of memory.
         disk: And on the disk.
         weight: Its share against those of others, where memory is short.
         max_blocks: That it may have; None for any number.

@@ -19,7 +19,7 @@ _RETRY_S = 1.0
 
 
 class LedgerView(Protocol):
-    """What the registrar asks of the node's ledger."""
+    """What the directory is told of the node's ledger, and asks of it."""
 
     def take_replica_changes(self, limit: int = 4096) -> DirectoryChanges | None:
         """What the directory has yet to be told."""

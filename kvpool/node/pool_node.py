@@ -1,4 +1,4 @@
-"""The pool node of one host: ledger, slab, disk and directory joined. One owner, on one event loop.
+"""The pool node of one host: joins ledger, slab, disk, directory and other nodes, on one event loop.
 
 It does not know how large a block is before a worker has come: the first to attach decides the size of the slots, and later ones
 with larger blocks are refused by the field's name.
@@ -80,8 +80,8 @@ class PoolNode:
         self._address = address
         self._directory = directory
         self._clock = clock
-        self._plan = StorageConfig(
-            config=config,
+        self._storage_config = StorageConfig(
+            pool=config,
             memory_bytes=config.memory_bytes,
             region_path=region_path,
             identity=identity,
@@ -114,10 +114,10 @@ class PoolNode:
                 f" {store.slab.slot_bytes}",
                 param="block_bytes",
             )
-        return store.slab.invite(partial(self._on_gone, worker))
+        return store.slab.offer(partial(self._on_gone, worker))
 
     def _open(self, slot_bytes: int) -> NodeStorage:
-        store = self._store = NodeStorage(self._plan, slot_bytes, self._clock)
+        store = self._store = NodeStorage(self._storage_config, slot_bytes, self._clock)
         self._member = Membership(
             store.ledger,
             DirectoryClient(self._directory, store.ledger, lease_s=self._config.node_lease_s),
@@ -325,7 +325,7 @@ class Reading:
     async def lease(
         self, keys: Sequence[BlockKey], lease_s: float, wait_s: float, reader: WorkerIdentity
     ) -> BlockLease:
-        """See `PoolNode.lease`. What is here is kept before anything is waited for."""
+        """See `PoolNode.lease`. What is held here is leased before anything is waited for."""
         store, until_s = self._store, self._clock.now_s() + wait_s
         held = store.ledger.held(keys)
         if keys and not held:

@@ -1,4 +1,8 @@
-"""What a pool node answers over gRPC: workers of its host, routers and operators."""
+"""What a pool node answers over gRPC: workers of its host, routers and operators.
+
+A router that watches is told which blocks the node holds, as workers tell of theirs: a greeting, a snapshot, then numbered changes. One
+that falls behind is sent another snapshot, one that has lost count watches anew; so what waits for it is bounded.
+"""
 
 import asyncio
 import functools

@@ -72,7 +72,7 @@ class Slab:
         """Of the region."""
         return self.region.size_bytes
 
-    def invite(self, gone: Callable[[], None]) -> SlabOffer:
+    def offer(self, gone: Callable[[], None]) -> SlabOffer:
         """Lets one worker map the slab once; `gone` is called, on another thread, when it has let go."""
         return SlabOffer(
             path=self.path,

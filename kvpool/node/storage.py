@@ -29,14 +29,14 @@ class StorageConfig:
     """How a node's storage is made once the size of its blocks is known.
 
     Attributes:
-        config: Of the pool.
+        pool: The pool's configuration.
         memory_bytes: For the slab.
         region_path: Unix socket for the slab's descriptor.
         identity: The node's; no other start of any node names its puts and leases alike.
         open_disk: None without a disk.
     """
 
-    config: PoolConfig
+    pool: PoolConfig
     memory_bytes: int
     region_path: str
     identity: WorkerIdentity
@@ -47,7 +47,7 @@ class NodeStorage:
     """Not thread-safe: methods are called on the event loop that made it.
 
     Args:
-        plan: What it is made of.
+        config: What it is made of.
         slot_bytes: Of a block.
         clock: Puts and leases run on it.
 
@@ -60,17 +60,17 @@ class NodeStorage:
         OutOfMemoryError: The machine has not got the memory.
     """
 
-    def __init__(self, plan: StorageConfig, slot_bytes: int, clock: Clock) -> None:
+    def __init__(self, config: StorageConfig, slot_bytes: int, clock: Clock) -> None:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._moved = asyncio.Event()
-        disk = _open_disk(plan.open_disk, slot_bytes)
+        disk = _open_disk(config.open_disk, slot_bytes)
         self.slab = Slab(
-            memory_bytes=plan.memory_bytes, slot_bytes=slot_bytes, path=plan.region_path
+            memory_bytes=config.memory_bytes, slot_bytes=slot_bytes, path=config.region_path
         )
-        limits = _limits(plan.config, self.slab, 0 if disk is None else disk.num_extents)
+        limits = _limits(config.pool, self.slab, 0 if disk is None else disk.num_extents)
         found = () if disk is None else disk.recover()
-        self.ledger = NodeLedger(limits, f"{plan.identity.incarnation:x}", found)
+        self.ledger = NodeLedger(limits, f"{config.identity.incarnation:x}", found)
         self._mover = None if disk is None else TierMover(disk, self.slab, self._on_moved)
 
     def carry_out(self) -> None:

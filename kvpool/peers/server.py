@@ -1,4 +1,4 @@
-"""Where other nodes reach this one: their questions, and the sessions in which blocks are written into its slab.
+"""The server for other nodes: their requests, and the sessions in which they write blocks into this node's slab.
 
 A server of its own, beside the one for this host's workers: nothing else can be asked here, and only with the cluster's seal.
 """
@@ -56,7 +56,7 @@ class _Hold:
 
 
 class PeerRequestHandler:
-    """For one event loop.
+    """Answers what other nodes ask: to send them blocks, and to take copies of theirs. For one event loop.
 
     Args:
         here: This node.

@@ -15,8 +15,8 @@ import xxhash
 
 from baton.errors import CorruptKvError
 from kvpool.messages import DiskBlock
+from kvpool.ssd.journal import VERSION
 from kvpool.ssd.raw_file import RawFile
-from kvpool.ssd.records import VERSION
 
 _NUM_FILES = 8
 _PAGE_BYTES = 4096

@@ -15,17 +15,21 @@ what is lost with the power is computed again. One thing to know: a block that w
 held again, with its right bytes.
 """
 
+import errno
+import fcntl
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
 from baton.errors import ConfigError
 from kvpool.messages import DiskBlock
 from kvpool.ssd.extents import Extents, extent_bytes
-from kvpool.ssd.folder import Folder
-from kvpool.ssd.recovery import recover
+from kvpool.ssd.journal import recover
 
 _JOURNAL_BYTES = 4096
 """That an extent's records may take, those that are void and those of a new journal beside included."""
+_LOCK = "lock"
+_OPERATORS_FAULT = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 
 class SsdStore:
@@ -44,7 +48,7 @@ class SsdStore:
     def __init__(self, directory: Path, size_bytes: int, slot_bytes: int) -> None:
         self._num_extents = _num_extents(size_bytes, slot_bytes)
         with ExitStack() as undo:
-            self._folder = Folder(directory)
+            self._folder = LockedDirectory(directory)
             undo.callback(self._folder.close)
             self._extents = Extents(directory, self._num_extents, slot_bytes)
             undo.callback(self._extents.close)
@@ -109,3 +113,52 @@ def _num_extents(size_bytes: int, slot_bytes: int) -> int:
             param="pool.ssd_bytes",
         )
     return size_bytes // each
+
+
+class LockedDirectory:
+    """Holds a directory until it is closed or its process has ended, however it ends.
+
+    What lies there is what people have asked and been answered, as numbers: only this user may read it.
+
+    Args:
+        path: Of the directory.
+
+    Raises:
+        ConfigError: Another process holds it, others may write there, or it cannot be made or used as things are set up.
+        OSError: The disk fails, or can only be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(path)
+            self._fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno in _OPERATORS_FAULT:
+                raise _unusable(f"{path}: {error.strerror}") from error
+            raise
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._fd)
+            if isinstance(error, BlockingIOError):
+                raise _unusable(f"{path} is in use by another pool node") from error
+            raise
+
+    def close(self) -> None:
+        """Lets others have the directory; a second time has no effect."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _check_private(path: Path) -> None:
+    # Checksums find damage, not a process that writes what it likes and hashes it.
+    facts = path.stat()
+    if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        raise _unusable(f"{path}: other users may write there; name a directory of this user's own")
+
+
+def _unusable(reason: str) -> ConfigError:
+    return ConfigError(f"pool.ssd_dir: {reason}", param="pool.ssd_dir")

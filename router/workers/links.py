@@ -189,7 +189,7 @@ class WorkerLink:
         return _checked(frame.hello), call
 
 
-class Membership:
+class WorkerLinks:
     """All links, from a fixed list of addresses; the greeting tells which worker lives behind an address.
 
     Args:

@@ -9,7 +9,7 @@ from baton.generation import FinishReason, Prompt, SamplingParams
 from baton.ids import Incarnation, LayerName, LegId, RequestId, Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton_engine.messages import Abort, Generate, Prefill, PrefillStarted, Released, SampledTokens
-from baton_worker.legs import ENDS, TRANSITIONS, LegLifecycle, LegState, LegTable
+from baton_worker.legs import ENDS, TRANSITIONS, LegLifecycle, LegState, WorkerLegTable
 from baton_worker.messages import (
     KINDS_OF_ROLE,
     FailedMessage,
@@ -40,7 +40,7 @@ STREAM = StreamId(1)
 
 
 def new_core(role: Role = Role.HYBRID) -> LegLifecycle:
-    legs = LegTable()
+    legs = WorkerLegTable()
     return LegLifecycle(
         legs,
         LAYOUT,
@@ -67,7 +67,7 @@ def test_a_step_that_the_table_does_not_have_is_refused_with_the_legs_story(kind
     for begin, end in product(LegState, LegState):
         if end in TRANSITIONS[kind].get(begin, ()):
             continue
-        legs = LegTable()
+        legs = WorkerLegTable()
         leg = legs.admit(asked(kind), 0.0)
         legs.story.record(leg.key, 0.0, "it was asked for")
         leg.state = begin

@@ -19,7 +19,7 @@ from baton.rpc.generation import prompt_to_proto
 from baton.rpc.hello import hello_from_proto, role_to_proto
 from baton.rpc.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from baton_engine.messages import Command
-from baton_worker.legs import LegTable
+from baton_worker.legs import WorkerLegTable
 from baton_worker.metrics import WorkerMetrics
 from baton_worker.service import WorkerService
 from kv_transfer.ticket import TicketOffice
@@ -240,7 +240,7 @@ def test_a_role_whose_legs_it_can_never_take_is_refused():
         return WorkerService(
             engine=_NoEngine(),
             hello=replace(HELLO, role=role),
-            legs=LegTable(),
+            legs=WorkerLegTable(),
             sending=None,
             receiving=None,
             office=TicketOffice(SECRET),

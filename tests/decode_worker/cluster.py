@@ -43,7 +43,7 @@ from baton_engine.host import ThreadEngineHost
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.plan import StepPlan, StepResult
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_worker.legs import LegTable
+from baton_worker.legs import WorkerLegTable
 from baton_worker.metrics import WorkerMetrics
 from baton_worker.server import WorkerServer
 from baton_worker.service import WorkerService
@@ -200,7 +200,7 @@ async def start_node(
     )
     ways, office = ways_to_hash(span, LAYOUT, num_blocks=REGION_BLOCKS), TicketOffice(SECRET)
     hashes = {checksum: ways[checksum], **ways}
-    here, legs = Endpoint(identity=identity, layout=LAYOUT, office=office), LegTable()
+    here, legs = Endpoint(identity=identity, layout=LAYOUT, office=office), WorkerLegTable()
     sender = PageSender(
         here=here,
         legs=legs,

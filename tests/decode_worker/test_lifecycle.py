@@ -36,7 +36,7 @@ from baton_engine.messages import (
     SampledTokens,
     Start,
 )
-from baton_worker.legs import LegLifecycle, LegTable
+from baton_worker.legs import LegLifecycle, WorkerLegTable
 from baton_worker.messages import (
     FailedMessage,
     LegAsked,
@@ -110,7 +110,7 @@ def said(message) -> Said:
 
 
 def new_core() -> LegLifecycle:
-    legs = LegTable()
+    legs = WorkerLegTable()
     return LegLifecycle(
         legs, LAYOUT, Role.DECODE, sending=None, receiving=ReceivingHandOffs(LIMITS, legs)
     )

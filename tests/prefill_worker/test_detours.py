@@ -18,7 +18,7 @@ from baton.ids import (
 from baton.layout import KvLayout
 from baton_engine.messages import Prefill, PrefillStarted, Release, Released
 from baton_engine.ports import LayerReady, PageExport
-from baton_worker.legs import LegLifecycle, LegTable
+from baton_worker.legs import LegLifecycle, WorkerLegTable
 from baton_worker.messages import (
     LegAsked,
     LegCancelled,
@@ -51,7 +51,7 @@ AFTER_S = 0.5
 
 
 def new_core(pool_after_s: float | None = None) -> LegLifecycle:
-    legs = LegTable()
+    legs = WorkerLegTable()
     sending = SendingHandOffs(LAYOUT, legs, pool_after_s=pool_after_s)
     return LegLifecycle(legs, LAYOUT, Role.PREFILL, sending=sending)
 

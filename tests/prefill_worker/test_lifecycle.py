@@ -27,7 +27,7 @@ from baton.ids import (
 from baton.layout import KvLayout
 from baton_engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released
 from baton_engine.ports import LayerReady, PageExport
-from baton_worker.legs import LegLifecycle, LegTable
+from baton_worker.legs import LegLifecycle, WorkerLegTable
 from baton_worker.messages import (
     Connect,
     FailedMessage,
@@ -65,7 +65,7 @@ PAGES = (BlockId(5), BlockId(6))
 
 
 def new_core(pool_after_s: float | None = None) -> LegLifecycle:
-    legs = LegTable()
+    legs = WorkerLegTable()
     sending = SendingHandOffs(LAYOUT, legs, pool_after_s=pool_after_s)
     return LegLifecycle(legs, LAYOUT, Role.PREFILL, sending=sending)
 

@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.ssd.recovery import recover
+from kvpool.ssd.journal import recover
 from tests.kvpool.ssd.disk_world import SLOT_BYTES, block
 
 NUM_EXTENTS = 5

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from baton.errors import ConfigError, CorruptKvError
-from kvpool.ssd.sealed_log import SealedLog
+from kvpool.ssd.journal import SealedLog
 from kvpool.ssd.store import SsdStore
 from tests.kvpool.ssd.disk_world import (
     NUM_EXTENTS,

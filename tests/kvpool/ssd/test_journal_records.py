@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from baton.ids import BlockKey
 from kvpool.messages import DiskBlock, Owner
-from kvpool.ssd.records import (
+from kvpool.ssd.journal import (
     VERSION,
     Begins,
     Erased,
