@@ -25,7 +25,7 @@ from baton.version import version
 from baton_cluster.call_in_thread import call_in_thread
 from baton_cluster.join_pool import WorkerPool, join_pool
 from baton_cluster.launch.child import Child, RoleMain, run
-from baton_cluster.launch.plan import POOL, ROUTER
+from baton_cluster.launch.plan import POOL, ROUTER, SIMULATED
 from baton_cluster.launch.runtime_dir import kv_socket
 from baton_worker.metrics import WorkerMetrics
 from baton_worker.server import WorkerServer
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from baton_engine.build import BuiltEngine
     from baton_engine.cache.arena import PageKernels
     from baton_engine.ports import EnginePort
+    from baton_engine.simulated import SimulatedEngine
     from baton_worker.service import WorkerService
     from prefill_worker.sink import TransferSink
 
@@ -96,6 +97,35 @@ async def run_worker(child: Child) -> None:
         gpu=worker.gpu,
         gpu_sharers=worker.gpu_sharers,
     )
+    await _serve_engine(child, built, memory, sink, built.page_kernels)
+
+
+async def run_simulated(child: Child) -> None:
+    """A worker without a model: its steps take the time that they are told to. Never imports torch."""
+    from baton_engine.simulated import build_simulated
+    from prefill_worker.sink import TransferSink
+
+    config, memory, sink = child.assignment.config, WorkerMemory(), TransferSink()
+    built = build_simulated(
+        config.model,
+        config.engine,
+        config.simulated,
+        secret=bytes.fromhex(config.cluster.secret),
+        memory=memory,
+        sink=sink,
+    )
+    await _serve_engine(child, built, memory, sink, None)
+
+
+async def _serve_engine(
+    child: Child,
+    built: "BuiltEngine | SimulatedEngine",
+    memory: WorkerMemory,
+    sink: "TransferSink",
+    kernels: "PageKernels | None",
+) -> None:
+    """Serves an engine until the child is to stop. `kernels` move its pages where they lie on a GPU."""
+    config, worker = child.assignment.config, _worker_of(child)
     metrics, hello = _metrics(built), _hello(child, built)
     pool = join_pool(child.assignment, built.host, hello, memory, metrics)
     parts = _Parts(
@@ -104,7 +134,7 @@ async def run_worker(child: Child) -> None:
         hello=hello,
         engine=built.host if pool is None else pool.engine,
         memory=memory,
-        kernels=built.page_kernels,
+        kernels=kernels,
         office=TicketOffice(bytes.fromhex(config.cluster.secret)),
         sink=sink,
         metrics=metrics,
@@ -161,7 +191,7 @@ class _Parts:
         )
 
 
-def _hello(child: Child, built: "BuiltEngine") -> WorkerHello:
+def _hello(child: Child, built: "BuiltEngine | SimulatedEngine") -> WorkerHello:
     worker, limits = _worker_of(child), built.limits
     return WorkerHello(
         identity=WorkerIdentity(
@@ -177,7 +207,7 @@ def _hello(child: Child, built: "BuiltEngine") -> WorkerHello:
     )
 
 
-def _metrics(built: "BuiltEngine") -> WorkerMetrics:
+def _metrics(built: "BuiltEngine | SimulatedEngine") -> WorkerMetrics:
     limits = built.limits
     return WorkerMetrics(
         CollectorRegistry(), block_tokens=limits.block_tokens, num_blocks=limits.num_blocks
@@ -217,7 +247,7 @@ def _service(parts: _Parts) -> "WorkerService":
         receivers=open_receivers(
             needed(backends, parts.worker.address, parts.memory.place),
             parts.memory.place,
-            gate_address=partial(_gate_address, parts),
+            server_address=partial(_server_address, parts),
             layout=hello.layout,
             num_blocks=parts.region_blocks,
         ),
@@ -240,8 +270,8 @@ def _service(parts: _Parts) -> "WorkerService":
     )
 
 
-def _gate_address(parts: _Parts, backend: str) -> str:
-    """Where peers are let in to the arena: by a Unix socket, or beside the worker's own port."""
+def _server_address(parts: _Parts, backend: str) -> str:
+    """Where peers attach to the arena: by a Unix socket, or beside the worker's own port."""
     if parts.worker.address.startswith("unix:") or backend in ("shm", "cuda_ipc"):
         path = kv_socket(Path(parts.config.cluster.runtime_dir), parts.worker.worker_id)
         return f"unix:{path}"
@@ -275,6 +305,7 @@ def _worker_of(child: Child) -> WorkerConfig:
 ROLES: dict[str, RoleMain] = {
     ROUTER: run_router,
     POOL: run_pool,
+    SIMULATED: run_simulated,
     **{role.value: run_worker for role in Role},
 }
 

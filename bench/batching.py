@@ -18,8 +18,9 @@ from baton.generation import NO_SLO, Prompt, SamplingParams, SloTargets
 from baton.ids import SeqId
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.ordering import SchedulingPolicy
+from baton_engine.simulated import StepSpeed
 from bench.harness.report import Report
-from bench.simulated.engine import Life, SimulatedEngine, StepSpeed
+from bench.simulated.engine import Life, SteppedEngine
 
 _SEATS = 64
 _REQUESTS = 768
@@ -47,8 +48,8 @@ def _conversation(rng: Random) -> Prompt:
     return _prompt(tokens, 1 + min(_LONGEST_OUTPUT - 1, int(rng.lognormvariate(5.0, 1.0))))
 
 
-def _engine(policy: SchedulingPolicy | None = None) -> SimulatedEngine:
-    return SimulatedEngine(_LIMITS, policy or SchedulingPolicy(), StepSpeed())
+def _engine(policy: SchedulingPolicy | None = None) -> SteppedEngine:
+    return SteppedEngine(_LIMITS, policy or SchedulingPolicy(), StepSpeed())
 
 
 def batches(seed: int, requests: int = _REQUESTS) -> dict[str, float]:
@@ -122,7 +123,7 @@ def _arrivals(rng: Random, *, rate: float, count: int) -> list[float]:
     return times
 
 
-def _feed(engine: SimulatedEngine, requests: Sequence[tuple[float, Prompt]]) -> None:
+def _feed(engine: SteppedEngine, requests: Sequence[tuple[float, Prompt]]) -> None:
     """Submits each request once its time has come, and runs to the end of the last."""
     for n, (at_s, prompt) in enumerate(requests):
         while engine.now_s < at_s:

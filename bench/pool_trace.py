@@ -11,10 +11,12 @@ The blocks of a trace (Mooncake's format, `bench.harness.trace`; 512 tokens each
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from baton.config.schema import PoolConfig
+from baton.errors import BatonError
 from bench.harness.report import Report
 from bench.harness.trace import TRACE_BLOCK_TOKENS, TracedRequest, read_trace
 from bench.kvpool.replay import in_turn, replay, to_longest, unique_blocks
@@ -28,7 +30,10 @@ _LOCAL_TOKENS = 3_000_000
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     arguments = _arguments(argv)
-    requests = read_trace(arguments.trace, arguments.requests)
+    try:
+        requests = read_trace(arguments.trace, arguments.requests)
+    except (BatonError, OSError) as error:
+        sys.exit(str(error))
     report = Report(
         benchmark="pool_trace",
         settings={
@@ -85,12 +90,19 @@ def _against_local(
             )
             local.append(hits.ratio)
             report.figures[f"local_hit_ratio{name}_{eviction}"] = hits.ratio
-            report.figures[f"global_over_local_hit_ratio{name}_{eviction}"] = pool / hits.ratio
-        gains = (f"{ratio:6.1%} {pool / ratio:.2f}x" for ratio in local)
+            if hits.ratio:
+                report.figures[f"global_over_local_hit_ratio{name}_{eviction}"] = pool / hits.ratio
+        gains = (f"{ratio:6.1%} {_gain(pool, ratio)}" for ratio in local)
         print(f"{eviction:8}", *gains, f"{pool:6.1%}", flush=True)
     for name in ("", "_cache_aware"):
-        gain = report.figures[f"global_over_local_hit_ratio{name}_{_DEFAULT}"]
-        report.figures[f"global_over_local_hit_ratio{name}"] = gain
+        gain = report.figures.get(f"global_over_local_hit_ratio{name}_{_DEFAULT}")
+        if gain is not None:
+            report.figures[f"global_over_local_hit_ratio{name}"] = gain
+
+
+def _gain(pool: float, local: float) -> str:
+    """How many times as many hits the pool has; nothing to tell where local caches have none."""
+    return f"{pool / local:.2f}x" if local else "    -"
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -15,7 +15,7 @@ With `--pool-nodes` as many nodes of the pool hold every text whole, and each wo
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -128,7 +128,7 @@ def _serve(
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m bench.route", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the report here")
@@ -141,7 +141,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--events-per-s", type=float, default=6000.0, help="to apply meanwhile")
     parser.add_argument("--policy", default=RouterConfig().policy)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    if arguments.workers < 1:
+        parser.error("--workers: at least 1")
+    if arguments.requests < 2:
+        parser.error("--requests: percentiles need at least 2")
     settings = {name: value for name, value in vars(arguments).items() if name != "json"}
     report = Report(benchmark="route", settings=settings, figures=measure(arguments))
     for name, value in report.figures.items():

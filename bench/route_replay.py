@@ -10,12 +10,14 @@ a 70B model on nodes of eight GPUs. `--uniform` makes all alike. Admission's lin
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, quantiles
 
 from baton.config.rules import POLICIES
+from baton.errors import BatonError
 from bench.harness.report import Report, Setting
 from bench.harness.trace import TracedRequest, read_trace
 from bench.simulated.cluster import Outcome, Replay
@@ -54,7 +56,10 @@ class Summary:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     arguments = _arguments(argv)
-    requests = read_trace(arguments.trace, arguments.requests)
+    try:
+        requests = read_trace(arguments.trace, arguments.requests)
+    except (BatonError, OSError) as error:
+        sys.exit(str(error))
     report = Report(benchmark="route_replay", settings=_settings(arguments, requests))
     replay = Replay(requests, _hardware(arguments))
     for speedup, suffix in zip(arguments.speedups, ("", "_heavy"), strict=True):

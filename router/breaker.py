@@ -7,6 +7,7 @@ requests keep breaking workers is slowed (`router.tenants.breakers`).
 from dataclasses import dataclass
 from enum import Enum
 
+from baton.backoff import Backoff
 from baton.errors import InvariantError
 
 _FADED = 0.05
@@ -109,7 +110,8 @@ class Breaker:
         self._recent = Outcomes(self._policy.half_life_s)
         self._opened = False
         self._until_s = 0.0
-        self._pause_s = self._policy.pause_s
+        self._backoff = Backoff(first_s=self._policy.pause_s, max_s=self._policy.max_pause_s)
+        self._openings = 0  # in a row, without having been closed for long
         self._trial_s: float | None = None
         self._closed_s = float("-inf")
 
@@ -161,10 +163,11 @@ class Breaker:
             case Circuit.CLOSED:
                 self._recent.add(now_s, failed=True)
                 if self._too_many():
-                    first = self._forgiven(now_s)
-                    self._open(now_s, self._policy.pause_s if first else self._longer())
+                    if self._forgiven(now_s):
+                        self._openings = 0
+                    self._open(now_s)
             case Circuit.HALF_OPEN:
-                self._open(now_s, self._longer())
+                self._open(now_s)
 
     def is_spotless(self, now_s: float) -> bool:
         """Whether it might as well be a new one."""
@@ -173,12 +176,11 @@ class Breaker:
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when the counts or times make no sense."""
-        policy = self._policy
         recent = self._recent
         if not 0 <= recent.failures <= recent.total + 1e-9:
             raise InvariantError(f"{recent.failures} failures of {recent.total} outcomes")
-        if not policy.pause_s <= self._pause_s <= policy.max_pause_s:
-            raise InvariantError(f"a pause of {self._pause_s} s")
+        if self._opened and not self._openings:
+            raise InvariantError("an open circuit that was never opened")
         if self._trial_s is not None and not self._opened:
             raise InvariantError("a trial of a closed circuit")
 
@@ -194,11 +196,8 @@ class Breaker:
         enough = self._recent.failures > self._policy.min_failures - 0.5
         return enough and self._recent.share >= self._policy.failure_share
 
-    def _longer(self) -> float:
-        return min(2 * self._pause_s, self._policy.max_pause_s)
-
-    def _open(self, now_s: float, pause_s: float) -> None:
+    def _open(self, now_s: float) -> None:
         self._opened, self._trial_s = True, None
+        self._openings += 1
         self._open_ones.add(self)
-        self._pause_s = pause_s
-        self._until_s = now_s + pause_s
+        self._until_s = now_s + self._backoff.wait_s(self._openings)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from baton.backoff import Backoff
 from baton.errors import IncompatibleError
 from baton.ids import WorkerIdentity
 from baton.rpc.channel import open_channel
@@ -29,13 +30,11 @@ class WatchTiming:
     """How a watch waits.
 
     Attributes:
-        backoff_s: First wait before connecting again; doubles up to `backoff_max_s`.
-        backoff_max_s: Longest such wait.
+        backoff: Waits before connecting again.
         silence_s: A node that is well sends several frames in this time.
     """
 
-    backoff_s: float = 0.1
-    backoff_max_s: float = 2.0
+    backoff: Backoff = Backoff(first_s=0.1, max_s=2.0)
     silence_s: float = 3.0
 
 
@@ -61,7 +60,7 @@ class PoolWatch:
 
     async def run(self) -> None:
         """Watches, and watches anew, until cancelled."""
-        wait_s = self._timing.backoff_s
+        failures = 0
         while True:
             was_there = False
             async with open_channel(self.address) as channel:
@@ -75,9 +74,8 @@ class PoolWatch:
                 finally:
                     call.cancel()
                     was_there = self._part()
-            wait_s = self._timing.backoff_s if was_there else wait_s
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, self._timing.backoff_max_s)
+            failures = 1 if was_there else failures + 1
+            await asyncio.sleep(self._timing.backoff.wait_s(failures))
 
     async def _listen(
         self, call: "grpc.aio.UnaryStreamCall[pb.WatchPoolRequest, pb.PoolFrame]"

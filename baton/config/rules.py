@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.config.schema import BatonConfig
+from baton.ids import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,10 @@ RULES: tuple[Rule, ...] = (
     Rule(path="router.guardrails", holds=all, demand="must not hold an empty name"),
     _one_of("tenants.source", TENANT_SOURCES),
     *_at_least(1, "tenants.routers"),
+    _one_of("simulated.role", [role.value for role in Role]),
+    *_above_zero("simulated.prefill_tokens_per_s"),
+    *_at_least(0, "simulated.step_s", "simulated.sequence_s"),
+    *_at_least(1, "simulated.num_blocks"),
     *_above_zero("tenants.reload_s", "tenants.redis_timeout_s", "tenants.lease_s"),
     Rule(path="tenants.redis_prefix", holds=bool, demand="must not be empty"),
     Rule(path="admin.host", holds=bool, demand="must not be empty"),

@@ -403,6 +403,25 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedConfig:
+    """How fast the worker of `baton run simulated` is, which has no model; the engine's other limits hold for it too.
+
+    Attributes:
+        role: Which legs it takes: `prefill`, `decode` or `hybrid`.
+        prefill_tokens_per_s: Prompt tokens computed per second.
+        step_s: Time of a step, whatever is in it.
+        sequence_s: What each sequence that decodes adds to it.
+        num_blocks: Pages of its KV cache; they are small and hold zeros.
+    """
+
+    role: str = Role.HYBRID.value
+    prefill_tokens_per_s: float = 20_000.0
+    step_s: float = 0.01
+    sequence_s: float = 0.0
+    num_blocks: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatonConfig:
     """The whole configuration; the keys of cluster.yaml are the names of its fields."""
 
@@ -417,3 +436,4 @@ class BatonConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    simulated: SimulatedConfig = field(default_factory=SimulatedConfig)

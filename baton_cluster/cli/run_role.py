@@ -16,6 +16,7 @@ import msgspec
 from baton.config import env
 from baton.config.load import load
 from baton.config.schema import BatonConfig, WorkerConfig
+from baton.config.setting import Setting
 from baton.errors import ConfigError
 from baton.ids import Role, new_incarnation
 from baton.telemetry import logs
@@ -24,10 +25,18 @@ from baton_cluster.launch import listener
 from baton_cluster.launch.assignment import Assignment, Part, encode
 from baton_cluster.launch.lifeline import Fatal, Progress, Ready, Status
 from baton_cluster.launch.machine import usable_cores
-from baton_cluster.launch.plan import POOL, ROUTER, pool_part, resolve_model
+from baton_cluster.launch.plan import POOL, ROUTER, SIMULATED, pool_part, resolve_model
 from baton_cluster.launch.runtime_dir import RuntimeDir, parent_dir, socket_address
 
-_ROLES = (ROUTER, POOL, *(role.value for role in Role))
+_ROLES = (ROUTER, POOL, *(role.value for role in Role), SIMULATED)
+_SIMULATED_FLAGS = {
+    "--role": ("simulated.role", "prefill | decode | hybrid: which legs a simulated worker takes"),
+    "--prefill-tokens-per-s": (
+        "simulated.prefill_tokens_per_s",
+        "prompt tokens that a simulated worker computes per second",
+    ),
+    "--step-s": ("simulated.step_s", "seconds of a simulated worker's step"),
+}
 _LISTEN = "127.0.0.1:7001"  # commands are not authenticated: who is to be reached from elsewhere says where
 
 _log = logs.get_logger(__name__)
@@ -38,7 +47,7 @@ class Alone:
     """What is to be started.
 
     Attributes:
-        role: `router`, `pool`, or the value of a worker's `Role`.
+        role: `router`, `pool`, `simulated`, or the value of a worker's `Role`.
         name: Of the process in this cluster; a worker's id.
         listen: `host:port` that a worker binds.
         advertise: Where others reach it, if not there.
@@ -63,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check", action="store_true", help="say what would be started, and start nothing"
     )
     parser.add_argument("-f", "--file", type=Path, metavar="FILE", help="configuration, YAML")
+    for name, (path, help_) in _SIMULATED_FLAGS.items():
+        parser.add_argument(name, dest=path, metavar="VALUE", help=help_)
     add_flags(parser)
 
 
@@ -76,7 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
         advertise=arguments.advertise,
         metrics=arguments.metrics,
     )
-    given = load(arguments.file, environment=env.settings(), flags=given_settings(arguments))
+    flags = [*given_settings(arguments), *_simulated_settings(arguments)]
+    given = load(arguments.file, environment=env.settings(), flags=flags)
     config = decide(given, alone)
     if arguments.check:
         print(describe(config, alone))  # noqa: T201  # the command line speaks
@@ -84,6 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
     logs.configure(config.log, alone.name)
     _become(config, alone)
     return 0
+
+
+def _simulated_settings(arguments: argparse.Namespace) -> list[Setting]:
+    """Those settings of a simulated worker that the command line gives."""
+    return [
+        Setting(path=path, value=value, source=name, is_text=True)
+        for name, (path, _) in _SIMULATED_FLAGS.items()
+        if (value := getattr(arguments, path)) is not None
+    ]
 
 
 def decide(config: BatonConfig, alone: Alone) -> BatonConfig:
@@ -133,7 +154,8 @@ def describe(config: BatonConfig, alone: Alone) -> str:
         return f"{alone.name}: pool node at {config.pool.address}"
     pool = f", pool node at {config.pool.address}" if config.pool.enabled else ", no pool"
     reached = alone.advertise or alone.listen
-    return f"{alone.name}: {alone.role} worker at {alone.listen}, reached at {reached}{pool}"
+    kind = f"simulated {config.simulated.role}" if alone.role == SIMULATED else alone.role
+    return f"{alone.name}: {kind} worker at {alone.listen}, reached at {reached}{pool}"
 
 
 def _become(config: BatonConfig, alone: Alone) -> None:
@@ -160,7 +182,7 @@ def part_of(config: BatonConfig, alone: Alone, runtime: RuntimeDir, http_fd: int
     if alone.role not in (ROUTER, POOL):
         worker = WorkerConfig(
             worker_id=alone.name,
-            role=Role(alone.role),
+            role=Role(config.simulated.role if alone.role == SIMULATED else alone.role),
             address=alone.listen,
             advertise_address=alone.advertise,
             drain_timeout_s=config.cluster.drain_timeout_s,

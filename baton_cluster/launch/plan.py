@@ -16,6 +16,9 @@ from kv_transfer.memory.shared_region import available_bytes
 DEMO_MODEL_NAME = "baton-demo"
 ROUTER = "router"
 POOL = "pool"
+SIMULATED = "simulated"
+"""A worker without a model."""
+
 POOL_NODE = "pool-0"
 """The name of a host's one pool node; `pool-1` and so on where several stand for as many hosts."""
 

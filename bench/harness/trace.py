@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from baton.errors import ConfigError
+
 TRACE_BLOCK_TOKENS = 512
 
 
@@ -46,12 +48,16 @@ def read_trace(path: Path, limit: int) -> list[TracedRequest]:
     """The first `limit` requests of the file.
 
     Raises:
+        ConfigError: There is no request in it.
         msgspec.ValidationError: A line is not of this format.
         OSError: The file cannot be read.
     """
     decoder = msgspec.json.Decoder(_Line)
     with path.open("rb") as lines:
-        return [_request(decoder.decode(line)) for line in islice(lines, limit)]
+        requests = [_request(decoder.decode(line)) for line in islice(lines, limit)]
+    if not requests:
+        raise ConfigError(f"{path}: no request is in this trace", param="--trace")
+    return requests
 
 
 def _request(line: _Line) -> TracedRequest:

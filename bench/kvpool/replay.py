@@ -30,8 +30,8 @@ class Hits:
 
     @property
     def ratio(self) -> float:
-        """Hits per block asked for."""
-        return self.hit_blocks / self.asked_blocks
+        """Hits per block asked for; 0 of none."""
+        return self.hit_blocks / self.asked_blocks if self.asked_blocks else 0.0
 
 
 def unique_blocks(requests: Sequence[TracedRequest]) -> int:

@@ -31,6 +31,9 @@ _MAX_TOKENS = 256
 _KEYS_PER_REPORT = 8
 """What a busy worker stores and evicts between two frames to its routers."""
 
+_HOLDERS_PER_TEXT = 4
+"""Workers that hold some part of each text."""
+
 
 class ReportingWorker:
     """Reports as workers do, in frames as they cross the wire."""
@@ -106,9 +109,9 @@ class LongTexts:
 
 
 def give_out(workers: list[ReportingWorker], texts: LongTexts, blocks: int, rng: Random) -> None:
-    """Gives out `blocks` distinct ones: to four workers each of the texts, in part, and the rest to one worker each."""
+    """Gives out `blocks` distinct ones: to four workers, or all, each of the texts, in part, and the rest to one worker each."""
     for keys in texts.keys:
-        first, *others = rng.sample(workers, 4)
+        first, *others = rng.sample(workers, min(_HOLDERS_PER_TEXT, len(workers)))
         first.texts.append(list(keys))
         for worker in others:
             worker.texts.append(keys[: rng.randrange(1, len(keys))])

@@ -9,42 +9,12 @@ from baton.layout import KvLayout
 from baton_engine.messages import Generate
 from baton_engine.scheduling.limits import Limits
 from baton_engine.scheduling.ordering import SchedulingPolicy
-from baton_engine.scheduling.plan import StepPlan, StepResult
+from baton_engine.scheduling.plan import StepResult
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_engine.scheduling.step_cost import attended_pairs, is_decode
+from baton_engine.scheduling.step_cost import is_decode
+from baton_engine.simulated import StepSpeed
 
 _TOKEN = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSpeed:
-    """What a step takes, in seconds. The defaults are about a model of 8B parameters on an H200: 15 GB of weights and 128 KiB of
-    KV per token at 4 TB/s, prompts at 0.65 of the matrix rate.
-
-    Attributes:
-        step_s: Per step.
-        row_s: Per sequence that decodes.
-        context_s: Per token of context that decodes attend to.
-        token_s: Per token of a prompt.
-        pair_s: Per pair of a prompt's token and one that it attends to.
-    """
-
-    step_s: float = 4e-3
-    row_s: float = 1e-5
-    context_s: float = 3.3e-8
-    token_s: float = 3e-5
-    pair_s: float = 1e-9
-
-    def of(self, plan: StepPlan) -> float:
-        """Seconds of one step."""
-        seconds = self.step_s
-        for row in plan.rows:
-            if is_decode(row):
-                seconds += self.row_s + self.context_s * (row.start + 1)
-            else:
-                seconds += self.token_s * row.num_tokens
-                seconds += self.pair_s * attended_pairs(row.num_tokens, row.start)
-        return seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +40,7 @@ class Life:
         return [after - before for before, after in pairwise(self.tokens_s)]
 
 
-class SimulatedEngine:
+class SteppedEngine:
     """Steps by hand; every text runs to its `max_tokens`.
 
     Args:

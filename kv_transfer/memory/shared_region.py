@@ -196,7 +196,7 @@ def attach_region(path: str, token: bytes, size_bytes: int) -> Attachment:
     Raises:
         TransferError: Nobody serves there, the token is refused, or the region is not of that size.
     """
-    connection = attach(AttachToken(token=token, address=f"unix:{path}"))
+    connection = attach(AttachToken(secret=token, address=f"unix:{path}"))
     try:
         answer, fds, _, _ = socket.recv_fds(connection, len(_ATTACHED), 1)
         if answer != _ATTACHED or len(fds) != 1:

@@ -121,7 +121,7 @@ def greet(
 
 
 class HandshakeServer:
-    """Decides on a decode worker whom to let in. Remembers who came, so that no greeting opens a session twice; that greetings are real is known (`TicketOffice.open_opening`)."""
+    """Decides on a decode worker which prefill workers are admitted. Remembers their greetings, so that none opens a session twice; that they are genuine is known (`TicketOffice.open_opening`)."""
 
     def __init__(self, here: Endpoint, backends: Collection[str]) -> None:
         self._here = here
@@ -216,7 +216,7 @@ def read_accepted(
     )
 
 
-def no_way(tried: Collection[str]) -> IncompatibleError:
+def no_backend_works(tried: Collection[str]) -> IncompatibleError:
     """None of the backends that both have works between the two."""
     return _misfit("backends", f"none works between the two workers: {', '.join(tried)}")
 

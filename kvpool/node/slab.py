@@ -65,7 +65,7 @@ class Slab:
                 param="pool.memory_bytes",
             )
         self.region = SharedRegion.create(self.num_slots * slot_bytes)
-        self._gate = serve_region(self.region, path)
+        self._server = serve_region(self.region, path)
 
     @property
     def size_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Slab:
         """Lets one worker map the slab once; `gone` is called, on another thread, when it has let go."""
         return SlabOffer(
             path=self.path,
-            token=self._gate.grant(gone),
+            token=self._server.issue_token(gone),
             num_slots=self.num_slots,
             slot_bytes=self.slot_bytes,
         )
@@ -108,7 +108,7 @@ class Slab:
 
     def close(self) -> None:
         """Admits no process any more; workers that map the slab see their connection end."""
-        self._gate.close()
+        self._server.close()
         self.region.close()
 
 

@@ -194,14 +194,14 @@ def _receivers(plan: PeeringConfig, store: NodeStorage) -> dict[str, KvReceiver]
     return open_receivers(
         needed(plan.transfer.backends, plan.address, slab.region),
         slab.region,
-        gate_address=lambda backend: _gate_address(plan, backend),
+        server_address=lambda backend: _server_address(plan, backend),
         layout=slab_layout(slab.slot_bytes),
         num_blocks=slab.num_slots,
     )
 
 
-def _gate_address(plan: PeeringConfig, backend: str) -> str:
-    """Where writers are let in: by a Unix socket, or beside the port that they ask at."""
+def _server_address(plan: PeeringConfig, backend: str) -> str:
+    """Where writers attach: by a Unix socket, or beside the port that they ask at."""
     if plan.address.startswith("unix:") or backend == "shm":
         return f"unix:{plan.gate_path}"
     host = plan.address.rpartition(":")[0]

@@ -10,6 +10,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.backoff import Backoff
 from baton.errors import BatonError, InvalidRequestError, InvariantError, UnavailableError
 from baton.ids import RequestId, WorkerIdentity, new_xfer_id
 from baton.story import StoryLog
@@ -21,8 +22,6 @@ from router.ports import GenerationRequest
 from router.routing.policy import Unavailable
 from router.routing.view import ClusterView
 
-_PAUSE_FACTOR = 4
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
@@ -31,16 +30,15 @@ class RetryPolicy:
     Attributes:
         max_attempts: How often a sample's legs may be started.
         worker_wait_s: How long a request waits for a worker to appear: about what a restart takes.
-        retry_pause_s: How long workers that failed a request are avoided when there are no others; four times longer with each attempt.
-        retry_pause_max_s: Longest such pause. A worker that was silent for so long gets no new legs anyway.
+        retry_backoff: How long workers that failed a request are avoided when there are no others. A worker that was silent for the
+            longest of these waits gets no new legs anyway.
         recompute_tokens: Up to so many tokens of a prompt are computed by D itself when no P can take over.
         settle_s: How long a request whose tokens are all out waits for P's account of the hand-off.
     """
 
     max_attempts: int = 3
     worker_wait_s: float = 15.0
-    retry_pause_s: float = 0.5
-    retry_pause_max_s: float = 5.0
+    retry_backoff: Backoff = Backoff(first_s=0.5, max_s=5.0, factor=4.0)
     recompute_tokens: int = 2048
     settle_s: float = 1.0
 
@@ -50,8 +48,7 @@ class RetryPolicy:
         A worker that hangs fails every attempt at once, since its stream is known to be broken: attempts that followed
         each other closely would be used up before it is known whether the worker is lost.
         """
-        factor: int = _PAUSE_FACTOR ** max(number - 2, 0)
-        return min(self.retry_pause_s * factor, self.retry_pause_max_s)
+        return self.retry_backoff.wait_s(max(number - 1, 1))
 
 
 class Fallback(Enum):

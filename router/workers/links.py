@@ -11,6 +11,7 @@ from enum import Enum
 
 import grpc
 
+from baton.backoff import Backoff
 from baton.errors import BatonError, IncompatibleError, WorkerLostError
 from baton.rpc.channel import open_channel
 from baton.rpc.hello import PROTOCOL_VERSION, WorkerHello, hello_from_proto
@@ -39,14 +40,12 @@ class LinkTiming:
     """How a link waits.
 
     Attributes:
-        backoff_s: First wait before connecting again; doubles up to `backoff_max_s`.
-        backoff_max_s: Longest such wait.
+        backoff: Waits before connecting again.
         hello_timeout_s: How long a worker may take to greet.
         max_queued_commands: Commands a worker may leave unread before the link is given up.
     """
 
-    backoff_s: float = 0.1
-    backoff_max_s: float = 0.5
+    backoff: Backoff = Backoff(first_s=0.1, max_s=0.5)
     hello_timeout_s: float = 10.0
     max_queued_commands: int = 4096
 
@@ -73,16 +72,15 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Connects, serves, and connects again, until cancelled."""
-        wait_s = self._timing.backoff_s
+        failures = 0
         while True:
             try:
                 joined = await self._connect_and_serve()
             except IncompatibleError as error:
                 _log.error("worker cannot be used", address=self.address, reason=error.message)
                 joined = False
-            wait_s = self._timing.backoff_s if joined else wait_s
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, self._timing.backoff_max_s)
+            failures = 1 if joined else failures + 1
+            await asyncio.sleep(self._timing.backoff.wait_s(failures))
 
     def send(self, action: SendAction) -> None:
         """Queues a command; dropped when that incarnation is no longer connected, since its legs are gone."""

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from baton.errors import ConfigError
 from bench.harness.trace import read_trace
 
 LINE = '{"timestamp": %d, "input_length": %d, "output_length": 3, "hash_ids": %s}\n'
@@ -22,3 +23,10 @@ def test_only_the_first_requests_are_read(tmp_path):
     assert len(read_trace(path, 5)) == 5
     with pytest.raises(msgspec.DecodeError):
         read_trace(path, 6)
+
+
+def test_a_trace_without_a_request_is_refused_by_name(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"trace\.jsonl: no request"):
+        read_trace(path, 10)

@@ -45,3 +45,21 @@ def test_it_reports_flat_figures(tmp_path, capsys):
     assert figures["block_hit_ratio_infinite"] == pytest.approx(0.75)
     assert figures["global_over_local_hit_ratio"] == pytest.approx(1.5)
     assert "2 different blocks" in capsys.readouterr().out
+
+
+def test_an_empty_trace_is_told_and_not_divided_by(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("")
+    with pytest.raises(SystemExit, match="no request"):
+        pool_trace.main(["--trace", str(trace)])
+
+
+def test_a_trace_without_a_hit_is_reported_without_gains(tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 512, "output_length": 1}
+    trace.write_text("".join(json.dumps(line | {"hash_ids": [n]}) + "\n" for n in range(3)))
+    target = tmp_path / "report.json"
+    pool_trace.main(["--trace", str(trace), "--capacities", "10", "--json", str(target)])
+    figures = json.loads(target.read_text())["figures"]
+    assert figures["block_hit_ratio_infinite"] == 0.0
+    assert "global_over_local_hit_ratio" not in figures

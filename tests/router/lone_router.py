@@ -3,6 +3,7 @@
 import asyncio
 import sys
 
+from baton.backoff import Backoff
 from baton.config.schema import RouterConfig
 from baton.ids import Role
 from router.service import compose, running
@@ -11,7 +12,12 @@ from tests.router.test_generator import job
 
 
 async def main(addresses: list[str]) -> None:
-    parts = compose(RouterConfig(), addresses, b"s" * 32, link_timing=LinkTiming(backoff_s=0.01))
+    parts = compose(
+        RouterConfig(),
+        addresses,
+        b"s" * 32,
+        link_timing=LinkTiming(backoff=Backoff(first_s=0.01, max_s=0.5)),
+    )
     async with running(parts):
         while not any(worker.hello.role is Role.HYBRID for worker in parts.view.workers):
             await parts.discovery.next_worker()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from baton.backoff import Backoff
 from baton.config.schema import RouterConfig
 from baton.errors import (
     DeadlineError,
@@ -39,14 +40,16 @@ async def generating(workers: dict[str, FakeWorker], *, all_here: bool = True, *
 async def composed(workers: dict[str, FakeWorker], *, all_here: bool = True, **router):
     """A router's parts over `workers`; at the end nothing may be left in flight."""
     policy = RetryPolicy(
-        max_attempts=3, worker_wait_s=router.pop("worker_wait_s", 10.0), retry_pause_s=0.01
+        max_attempts=3,
+        worker_wait_s=router.pop("worker_wait_s", 10.0),
+        retry_backoff=Backoff(first_s=0.01, max_s=5.0, factor=4.0),
     )
     parts = compose(
         RouterConfig(**router),
         [worker.address for worker in workers.values()],
         b"s" * 32,
         retry_policy=policy,
-        link_timing=LinkTiming(backoff_s=0.01, backoff_max_s=0.05),
+        link_timing=LinkTiming(backoff=Backoff(first_s=0.01, max_s=0.05)),
     )
     async with running_parts(parts):
         while all_here and len(parts.view.workers) < len(workers):

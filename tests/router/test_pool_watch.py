@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import pytest
 
+from baton.backoff import Backoff
 from baton.blocks import BlockReport, joined
 from baton.generation import WorkerLoad
 from baton.ids import BlockKey, Incarnation, Role, WorkerId, WorkerIdentity
@@ -22,7 +23,7 @@ from tests.router.workers import hello
 
 KEYS = [BlockKey(bytes([number]) * 16) for number in range(1, 6)]
 CHAIN = fingerprints_of(joined(KEYS))
-TIMING = WatchTiming(backoff_s=0.01, backoff_max_s=0.05, silence_s=30.0)
+TIMING = WatchTiming(backoff=Backoff(first_s=0.01, max_s=0.05), silence_s=30.0)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -164,7 +165,7 @@ async def test_what_a_restarted_node_holds_is_of_no_use_to_a_worker_that_maps_th
 
 
 async def test_a_node_that_says_nothing_any_more_holds_nothing(node, world):
-    timing = WatchTiming(backoff_s=30.0, backoff_max_s=30.0, silence_s=0.5)
+    timing = WatchTiming(backoff=Backoff(first_s=30.0, max_s=30.0), silence_s=0.5)
     async with watching([node.address], world.view.pools, timing=timing):
         await world.until(3)
         await world.until(0)

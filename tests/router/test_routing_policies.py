@@ -194,3 +194,54 @@ def test_an_unknown_policy_is_refused_by_name():
     with pytest.raises(ConfigError, match="fastest") as refused:
         policy_named("fastest")
     assert refused.value.param == "router.policy"
+
+
+class Whole:
+    """An operator's policy that always takes the first worker for both legs."""
+
+    uses_prefix = uses_session = False
+
+    def pair(self, workers, demand, rng):
+        worker = next(iter(workers))
+        return Pair(prefill=worker, decode=worker)
+
+    def prefiller(self, workers, decode, demand, rng):
+        return Pair(prefill=next(iter(workers)), decode=decode)
+
+
+class NoPolicy:
+    """Has the flags and nothing else."""
+
+    uses_prefix = uses_session = False
+
+
+class Unmakeable:
+    def __init__(self, needed: int) -> None:
+        self.needed = needed
+
+
+def test_a_policy_of_the_operators_own_is_loaded_by_its_path():
+    policy = policy_named(f"{__name__}:Whole")
+    cluster = Cluster("h0", "h1")
+    demand = Demand(tokens=1, samples=1, held={})
+    pair = policy.pair(cluster.view.usable(0.0), demand, cluster.rng)
+    assert isinstance(pair, Pair)
+    assert pair.prefill is cluster["h0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no.such.module:Policy", "no such class"),
+        (f"{__name__}:Missing", "no such class"),
+        (f"{__name__}:NoPolicy", "neither pair and prefiller"),
+        (f"{__name__}:Cluster", "no uses_prefix"),
+        (f"{__name__}:Unmakeable", "cannot be made"),
+        ("fastest", "no such policy"),
+    ],
+)
+def test_what_is_no_policy_is_refused_with_the_known_ones(name, why):
+    with pytest.raises(ConfigError, match=why) as refused:
+        policy_named(name)
+    assert refused.value.param == "router.policy"
+    assert all(known in refused.value.message for known in ALL)

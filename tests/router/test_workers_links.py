@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from baton.backoff import Backoff
 from baton.generation import Prompt, SamplingParams
 from baton.ids import LegId, RequestId, Role
 from router.dispatch.actions import SendCancel, SendGenerate, SendPrefill
@@ -26,7 +27,7 @@ from tests.router.workers import drawn
 
 pytestmark = pytest.mark.timeout(30)
 
-FAST = LinkTiming(backoff_s=0.01, backoff_max_s=0.05)
+FAST = LinkTiming(backoff=Backoff(first_s=0.01, max_s=0.05))
 
 
 @asynccontextmanager
@@ -167,7 +168,7 @@ async def test_failed_attempts_leave_no_task_behind(tmp_path, caplog):
 
 
 async def test_a_worker_that_does_not_read_its_commands_is_hung_up_on(tmp_path):
-    timing = LinkTiming(backoff_s=0.01, backoff_max_s=0.05, max_queued_commands=2)
+    timing = LinkTiming(backoff=Backoff(first_s=0.01, max_s=0.05), max_queued_commands=2)
     async with (
         running(tmp_path, w=Role.HYBRID) as workers,
         linked(workers["w"], timing) as (link, events),

@@ -107,6 +107,7 @@ def test_serve_prints_one_line_when_ready_and_stops_on_sigterm(home):
         lines: list[str] = []
         while not lines or "ready" not in lines[-1]:
             lines.append(process.stdout.readline())
+            assert lines[-1], f"ended before it was ready: {lines}"
         ready = r"baton: ready on http://127\.0\.0\.1:\d+ \(model tiny, 1 prefill \+ 1 decode\)\n"
         assert re.fullmatch(ready, lines[-1])
         assert "baton: decode-0: loading weights\n" in lines
@@ -128,8 +129,8 @@ def test_a_model_that_cannot_be_loaded_is_one_line_and_status_1(home):
 def test_a_stop_during_the_start_is_no_error(home):
     with serve_fakes(home, "decode-0:loads-for-ever") as process:
         assert process.stdout is not None
-        while "decode-0: loading" not in process.stdout.readline():
-            continue
+        while "decode-0: loading" not in (line := process.stdout.readline()):
+            assert line, "ended before it loaded anything"
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         assert "ready" not in process.stdout.read()
@@ -156,7 +157,15 @@ def test_on_a_terminal_progress_is_one_moving_line():
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     with StartDisplay(console) as display:
         display.progress(progress("loading weights", 0.4))
+        display.progress(progress("loading weights", 0.8))
         display.announce(AnnounceRestart(name="decode-0", after_s=0.5, reason="was killed"))
+    line, _, rest = console.file.getvalue().partition("\n")  # type: ignore[attr-defined]
+    states = line.split("\r\x1b[2K")  # each is written over the one before it
+    assert all(state.count("decode-0: loading weights") <= 1 for state in states)
+    assert states[-1].endswith("decode-0: loading weights 80%")
+    assert (
+        re.sub(r"\x1b\[\??\d+[hAK]|\r", "", rest) == ""
+    )  # the line was taken away, and nothing was written below it
 
 
 def test_the_demo_shows_who_did_what_and_where_the_time_went():

@@ -131,7 +131,7 @@ def test_four_processes_that_were_started_alone_serve_together(
         body = {"model": "baton-demo", "prompt": "def main" * 40, "max_tokens": 4}
         reply = client.post("/v1/completions", json=body)
         assert reply.status_code == 200, reply.text
-        assert 'fallback="refused"} 0.0' in client.get("/metrics").text
+        assert 'fallback="refused",model_name="baton-demo"} 0.0' in client.get("/metrics").text
         eventually(lambda: bool(asyncio.run(_pool_nodes(redis_url))), "the node has told of itself")
     (node,) = asyncio.run(_pool_nodes(redis_url))
     assert (node.node.worker_id, node.failure_domain) == ("pool-x7k2p", "host-1")

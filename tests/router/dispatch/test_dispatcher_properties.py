@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.backoff import Backoff
 from baton.errors import CancelledByPeerError, EngineError, TransferError, WorkerLostError
 from baton.generation import FinishReason, Prompt, SamplingParams, WorkerLoad, plain_token
 from baton.ids import LegId, RequestId, Role, WorkerIdentity
@@ -103,7 +104,12 @@ class Interleavings(RuleBasedStateMachine):
         self.core = Dispatcher(
             view=self.view,
             placement=placement,
-            policy=RetryPolicy(max_attempts=4, worker_wait_s=5.0, retry_pause_s=0.2, settle_s=1.0),
+            policy=RetryPolicy(
+                max_attempts=4,
+                worker_wait_s=5.0,
+                retry_backoff=Backoff(first_s=0.2, max_s=5.0, factor=4.0),
+                settle_s=1.0,
+            ),
         )
         self.now_s = 0.0
         self.workers: dict[str, FakeWorker] = {}
