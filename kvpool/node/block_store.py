@@ -133,14 +133,14 @@ class BlockStory:
             self._num_keys -= len(self._operations.popleft()[2])
 
     def story(self, key: str) -> tuple[StoryEntry, ...]:
-        """What is left of the operations on one block, oldest first."""
+        """What is left of the operations on one block, oldest first. May be called from any thread."""
         try:
             wanted = bytes.fromhex(key)
         except ValueError:
             return ()
         return tuple(
             StoryEntry(at_s=at_s, event=event, actions=())
-            for at_s, event, keys in self._operations
+            for at_s, event, keys in list(self._operations)  # a copy: its owner may log meanwhile
             if wanted in keys
         )
 

@@ -116,11 +116,9 @@ def _hashes(layer: Pages, slots: Numbers) -> Hashes:
     """What each slot's part of one layer hashes to. The quickest way to hash rows is to copy them to where a core has them at hand."""
     rows_at_once = max(1, _SCRATCH_BYTES // layer.shape[1])
     scratch = np.empty((rows_at_once, layer.shape[1]), dtype=np.uint8)
-    places = np.arange(rows_at_once)
+    rows = np.arange(rows_at_once)
     turns = [slots[at : at + rows_at_once] for at in range(0, len(slots), rows_at_once)]
-    return np.concatenate(
-        [copy_hashed(layer, scratch, turn, places[: len(turn)]) for turn in turns]
-    )
+    return np.concatenate([copy_hashed(layer, scratch, turn, rows[: len(turn)]) for turn in turns])
 
 
 _DTYPE, _BYTES_PER_ROW = "float16", 4

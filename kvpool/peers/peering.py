@@ -74,7 +74,7 @@ class Peering:
 
     Raises:
         ConfigError: None of the transfer backends works here.
-        OSError: A way into the slab cannot be bound.
+        OSError: A socket that gives access to the slab cannot be bound.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Peering:
         await self._inbound.close()
 
     def check_integrity(self) -> None:
-        """Raises InvariantError if the books of what is under way contradict themselves."""
+        """Raises InvariantError if the state of what is under way contradicts itself."""
         self._inbound.check_integrity()
         self._outbound.check_integrity()
 
