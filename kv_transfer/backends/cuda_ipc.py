@@ -280,7 +280,7 @@ class CudaIpcWriter:
         self._peer.mover.move(rows, self._peer.stream)
 
     def _settle(self, jobs: list[_Job], error: TransferError | None) -> None:
-        """Nobody hears of a push before the GPU is through with it, also of one that failed in between."""
+        """No push is reported before the GPU is through with it, also of one that failed in between."""
         if not jobs:
             return
         try:

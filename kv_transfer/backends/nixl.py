@@ -60,7 +60,7 @@ class NixlAgent:
     Args:
         arena: To register.
         own_thread: Whether NIXL drives its transport by itself, with a thread that never sleeps and costs a core. Otherwise
-            something is done only while somebody polls a write, or calls `drive`.
+            something is done only while a write is polled, or calls `drive`.
     """
 
     def __init__(self, arena: ArenaSpan, *, own_thread: bool = False) -> None:

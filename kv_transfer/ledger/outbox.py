@@ -1,4 +1,4 @@
-"""The prefill worker's side of all hand-offs: which pages were promised to whom, when they are pushed, and when a transfer is over.
+"""The prefill worker's side of all hand-offs: which pages were granted by which peer, when they are pushed, and when a transfer is over.
 
 Counterpart of `ledger.py`. One transfer, from the router's word until nothing of it is on its way:
 
@@ -155,7 +155,7 @@ class HandOver:
     """To the leg: the peer verified the commit.
 
     Attributes:
-        peer: Who has them.
+        peer: The worker that has them.
         blocks_sent: Pages written.
         bytes_sent: Their bytes.
         reserve_wait_s: From the first chunk until pages were granted.

@@ -49,7 +49,7 @@ def attach(token: AttachToken) -> socket.socket:
     """Connects to a region server and shows the token. Blocks for at most a few seconds; so do reads of what is returned.
 
     Raises:
-        TransferError: Nobody serves there.
+        TransferError: No process serves there.
     """
     address = token.address
     try:

@@ -246,7 +246,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 def _abandoned(path: str) -> bool:
-    """Whether a socket file lies there that nobody serves."""
+    """Whether a socket file lies there that no process serves."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

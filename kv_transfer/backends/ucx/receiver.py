@@ -230,4 +230,4 @@ class UcxReceiver:
 
 
 def _nothing() -> None:
-    """Nobody waits for a peer to leave here: it cannot write by itself."""
+    """No one waits for a peer to leave here: it cannot write by itself."""

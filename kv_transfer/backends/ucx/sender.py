@@ -160,7 +160,7 @@ class UcxWriter:
                     worker.wait(others, _LOOK_AROUND_S, in_haste=bool(self._in_flight))
         except TransferError as fault:
             error = fault
-        except Exception as fault:  # noqa: BLE001  # ucxx raises what UCX says; nobody may wait for ever for it
+        except Exception as fault:  # noqa: BLE001  # ucxx raises what UCX says; no push may wait for ever for it
             error = TransferError(f"UCX cannot send: {fault!r}")
         self._end(error)
 
@@ -168,7 +168,7 @@ class UcxWriter:
         """Whether everything is written after `close`.
 
         Raises:
-            TransferError: It is not, and nobody waits any longer.
+            TransferError: It is not, and time is up.
         """
         if self._give_up_at_s is None:
             return False
@@ -258,7 +258,7 @@ class UcxWriter:
         return False
 
     def _end(self, error: TransferError) -> None:
-        """The thread's last act: nothing is read or sent any more, and whoever still waits for a push hears of it."""
+        """The thread's last act: nothing is read or sent any more, and every push that is left fails."""
         self._peer.worker.close()
         with self._lock:
             self._lost = error

@@ -6,7 +6,7 @@ head of each frame against its arena (`ucx_frames.py`) and only then receives th
 
 - a peer writes nothing outside the region whatever it sends: what is not being received does not land;
 - a peer is fenced at once. Each has a UCX worker of its own on the receiver's side, and fencing destroys it, with whatever it
-  was receiving; nobody has to agree, and no other peer notices.
+  was receiving; no peer has to agree, and no other peer notices.
 
     sender                                    receiver
       attach ── token ───────────────────────▶ region server
@@ -120,7 +120,7 @@ class UcxWorker:
         self._endpoint: Any = None
 
     def connect(self, address: bytes, *, same_host: bool) -> None:
-        """Prepares sending to the worker at `address`, which must come from whom it says: UCX aborts on a malformed one.
+        """Prepares sending to the worker at `address`, which must be authentic: UCX aborts on a malformed one.
 
         Args:
             address: The peer's `address`.
