@@ -28,7 +28,7 @@ class FakePool:
         ledger: What lies where.
         rows: Its memory, as `PoolClient.slab` has it.
         calls: How often each method of a client was called.
-        lent: Every lease that was given.
+        leases_given: Every lease that was given.
         asked_places: The keys that slots were asked for, in order.
     """
 
@@ -42,7 +42,7 @@ class FakePool:
         self._called = asyncio.Event()
         self._starts = 0
         self.calls: Counter[str] = Counter()
-        self.lent: list[str] = []
+        self.leases_given: list[str] = []
         self.asked_places: list[BlockKey] = []
         self.is_there = False
         self.come()
@@ -148,7 +148,7 @@ class FakeClient:
         """See PoolClient. There is no disk to wait for."""
         ledger = await self._pool.answer("lease")
         lease = ledger.lease(keys, lease_s, self._pool.clock.now_s())
-        self._pool.lent.append(lease.lease_id)
+        self._pool.leases_given.append(lease.lease_id)
         return lease
 
     async def renew(self, lease_ids: Sequence[str], lease_s: float) -> tuple[str, ...]:

@@ -114,7 +114,11 @@ class Slot:
 class BlockStory:
     """The last operations that changed the state of blocks, told by block key in hexadecimal (as `baton.story.StoryLog`).
 
-    One entry per operation and not per block: a put of 2,000 blocks would cost a fifth of its time otherwise.
+    One entry per operation and not per block: `StoryLog` would describe each of a put's 2,000 blocks. Bounded by operations and
+    by keys.
+
+    Attributes:
+        now_s: The latest time that the ledger was told; entries carry it.
     """
 
     def __init__(self) -> None:
