@@ -1,10 +1,17 @@
 """The list of packages stands in pyproject.toml's `tool.setuptools.packages.find`; what else names them has the same ones."""
 
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
+import pytest
 from setuptools import find_packages
+
+from baton import native
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
@@ -47,3 +54,25 @@ def test_import_linter_and_isort_know_every_package():
 
     assert set(TOOLS["importlinter"]["root_packages"]) == known
     assert set(TOOLS["ruff"]["lint"]["isort"]["known-first-party"]) == known
+
+
+@pytest.mark.slow
+def test_the_wheel_has_our_packages_and_every_variant_of_what_is_compiled(tmp_path):
+    if not (shutil.which("cc") and shutil.which("c++")):
+        pytest.skip("no compiler")
+    left_out = shutil.ignore_patterns(".*", "build", "*.so", "__pycache__", "*.egg-info", "results")
+    source = shutil.copytree(ROOT, tmp_path / "source", ignore=left_out)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-py3-none-" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    assert {name.split("/")[0] for name in names} == top_level_names()
+    assert not [name for name in names if name.endswith((".c", ".cpp", ".h"))]
+    compiled = {
+        str(library.file(variant).relative_to(ROOT))
+        for library in native.LIBRARIES
+        for variant in native.VARIANTS
+    }
+    assert {name for name in names if name.endswith(".so")} == compiled
