@@ -57,8 +57,7 @@ class StoryLog:
         self, about: str, now_s: float, event: object, actions: Sequence[object] = ()
     ) -> None:
         """As `record`, but only the name is kept of what carries no `error`: for cores where describing would show in the cost."""
-        told = tuple([_brief(action) for action in actions])
-        self._entries.append((about, now_s, _brief(event), told))
+        self._entries.append((about, now_s, _brief(event), tuple(map(_brief, actions))))
 
     def story(self, about: object) -> tuple[StoryEntry, ...]:
         """What is left of the events about `about`, oldest first; nothing for an unknown one. May be called from any thread."""
@@ -87,15 +86,17 @@ def describe(what: object) -> str:
 
 
 def _brief(what: object) -> str:
-    kind = type(what)
-    if _is_plain(kind) or what.error is None:  # type: ignore[arg-type, attr-defined]
-        return kind.__name__
-    return describe(what)
+    return _plain_name(type(what)) or _name_or_error(what)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=512)
-def _is_plain(kind: type) -> bool:
-    return not hasattr(kind, "error")
+def _plain_name(kind: type) -> str:
+    """The name of a kind that never carries an error; empty of another."""
+    return "" if hasattr(kind, "error") else kind.__name__
+
+
+def _name_or_error(what: object) -> str:
+    return type(what).__name__ if getattr(what, "error", None) is None else describe(what)
 
 
 @lru_cache(maxsize=512)

@@ -247,7 +247,7 @@ def _service(parts: _Parts) -> "WorkerService":
         receivers=open_receivers(
             needed(backends, parts.worker.address, parts.memory.place),
             parts.memory.place,
-            gate_address=partial(_gate_address, parts),
+            server_address=partial(_server_address, parts),
             layout=hello.layout,
             num_blocks=parts.region_blocks,
         ),
@@ -270,8 +270,8 @@ def _service(parts: _Parts) -> "WorkerService":
     )
 
 
-def _gate_address(parts: _Parts, backend: str) -> str:
-    """Where peers are let in to the arena: by a Unix socket, or beside the worker's own port."""
+def _server_address(parts: _Parts, backend: str) -> str:
+    """Where peers attach to the arena: by a Unix socket, or beside the worker's own port."""
     if parts.worker.address.startswith("unix:") or backend in ("shm", "cuda_ipc"):
         path = kv_socket(Path(parts.config.cluster.runtime_dir), parts.worker.worker_id)
         return f"unix:{path}"

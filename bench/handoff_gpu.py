@@ -191,7 +191,7 @@ def _receive(asked: Connection, layout: KvLayout, num_pages: int, device: int, f
     receivers = open_receivers(
         names,
         arena,
-        gate_address=lambda name: f"unix:{folder}/{name}.kv",
+        server_address=lambda name: f"unix:{folder}/{name}.kv",
         layout=layout,
         num_blocks=num_pages,
     )

@@ -1,4 +1,4 @@
-"""Leases on memory that a peer writes: durations, on the clock of whoever holds the lease, renewed by one heartbeat per pair.
+"""Leases on memory that a peer writes: durations, on the clock of the worker that holds the lease, renewed by one heartbeat per pair.
 
     prefill worker   ─ beat 7 sent at t ───▶                  decode worker
       writes until t + 3/4 lease ◀── answer ─   counts the lease from when the beat came, which is later than t

@@ -19,7 +19,7 @@ SessionId = NewType("SessionId", int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """P to D: pages for the whole prompt, please."""
+    """P to D: asks for pages for the whole prompt."""
 
     permit: Permit
 

@@ -1,6 +1,6 @@
 """The pair of ports every backend implements: the decode worker's receiver, the prefill worker's sender.
 
-Only bytes and where they go; who may write when is the ledger's business (`ledger.py`), and the control messages travel
+Only bytes and where they go; which peer may write when is decided by the ledger (`ledger/ledger.py`), and the control messages travel
 in a session (`session.py`).
 """
 
@@ -56,7 +56,7 @@ class KvReceiver(Protocol):
         """What one peer needs in order to write here; a fresh one for every session."""
 
     def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
-        """Fences the peer that got `handle`: nobody attaches by it any more.
+        """Fences the peer that got `handle`: no process attaches by it any more.
 
         Args:
             handle: One that `handle()` gave.
@@ -96,7 +96,7 @@ class KvSender(Protocol):
             peer: Of the peer's arena; None where it equals `layout`. Where heads are spread over other numbers of ranks
                 a push writes of each page what `kv_transfer.heads.plan_link` says, and nothing else.
             lease: Asked right before bytes move; a push whose turn comes once it is over writes nothing and fails. None
-                where nobody set a limit.
+                without a limit.
 
         Raises:
             IncompatibleError: The layouts cannot be matched; names the field.

@@ -50,10 +50,10 @@ class Permit:
         attempt: From 1; a later one takes over the reservation of an earlier one.
         cache_scope: The tenant's.
         layout_digest: `KvLayout.content_digest` of the pages.
-        source: Who may write.
+        source: The worker that may write.
         target: Where.
         num_blocks: Pages of the whole prompt.
-        signed: The permit as its router signed it, for whoever it is shown to; empty where it was not read from there.
+        signed: The permit as its router signed it, for the workers that it is shown to; empty where it was not read from there.
     """
 
     xfer_id: XferId
@@ -75,7 +75,7 @@ class Ticket:
         attempt: Whose pages these are now.
         cache_scope: The tenant's.
         layout_digest: Of the pages.
-        target: Who grants.
+        target: The worker that grants.
         region: Digest of the region handle of the session (`region_digest`); in another session the ticket is worth nothing.
         grant: The pages.
         lease_s: How long it is worth something without a heartbeat, on the grantor's clock.
@@ -218,7 +218,7 @@ def claimed(signed: common_pb2.Signed) -> tuple[XferId, int]:
 
 
 def refuse_holder(what: str) -> TicketError:
-    """The signature is right, but it is not for whoever shows it, or not for here."""
+    """The signature is right, but it is for another worker than shows it, or for another than this one."""
     return TicketError(f"the ticket is for another {what}", param=TicketFault.HOLDER.value)
 
 

@@ -58,7 +58,7 @@ class Replica:
     Attributes:
         node: The node that holds it.
         tier: Where.
-        epoch: Of the place it lies in; another epoch there is another block.
+        epoch: Of the slot it lies in; another epoch there is another block.
     """
 
     node: WorkerIdentity
@@ -68,14 +68,14 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A block that a node holds from now on, or holds in another place.
+    """A block that a node holds from now on, or holds in another slot.
 
     Attributes:
         key: The block.
         owner: Whose it is.
         size_bytes: Its bytes.
         tier: Where it lies.
-        epoch: Of that place.
+        epoch: Of that slot.
     """
 
     key: BlockKey
@@ -90,7 +90,7 @@ class DirectoryChanges:
     """What has changed in one node's blocks; a key is in one of the two at most.
 
     Attributes:
-        stored: Held from now on, or in another place than before.
+        stored: Held from now on, or in another slot than before.
         removed: Held no longer.
     """
 
@@ -167,12 +167,12 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutItem:
-    """A place to write one block to.
+    """A slot to write one block to.
 
     Attributes:
         key: The block.
-        slot: Index of the place in the slab.
-        epoch: Of the place.
+        slot: Its index in the slab.
+        epoch: Of the slot.
     """
 
     key: BlockKey
@@ -223,7 +223,7 @@ class HeldBlock:
     Attributes:
         key: The block.
         slot: Where it lies.
-        epoch: Of that place.
+        epoch: Of that slot.
         checksums: One 64-bit number per layer, little-endian: the xxh3 of the layer's bytes.
     """
 
@@ -280,7 +280,7 @@ class NodeUsage:
     """Counts of one node, for metrics and `baton pool top`; those of what happened only grow.
 
     Attributes:
-        slots_total: Places in the slab.
+        slots_total: Slots of the slab.
         slots_free: Of them without a block.
         ssd_blocks: Blocks on the disk.
         ssd_works: There is a disk, and writing to it did not keep failing.

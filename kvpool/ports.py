@@ -128,7 +128,7 @@ class LeaseCallbacks(Protocol):
 
 
 class PoolClient(Protocol):
-    """A worker's way to the node of its host. asyncio; a node that is away raises `PoolUnavailableError` and nothing else."""
+    """A worker's calls to the node of its host. asyncio; a node that is away raises `PoolUnavailableError` and nothing else."""
 
     def slab(self) -> list[Pages] | None:
         """The slab, one array `[num_slots, page_layer_bytes]` per layer; None while no node is there."""
@@ -152,7 +152,7 @@ class PoolClient(Protocol):
         """Slots for blocks that are not held; `first` blocks of their text come before them."""
 
     async def commit(self, put_id: str, checksums: Sequence[bytes]) -> int:
-        """The places of a grant are written: one entry per place, an empty one where nothing was. How many are held now."""
+        """The slots of a grant are written: one entry per slot, an empty one where nothing was. How many are held now."""
 
     async def corrupt(self, keys: Sequence[BlockKey]) -> None:
         """These blocks do not have the checksums they were leased with."""
@@ -176,7 +176,7 @@ class ExtentStore(Protocol):
 
     @property
     def num_extents(self) -> int:
-        """Places for blocks."""
+        """How many blocks it can hold."""
 
     def write(self, block: DiskBlock, data: memoryview) -> None:
         """Writes a block to its extent, so that a restart finds all of it or nothing."""

@@ -200,7 +200,7 @@ def _receive(
     receivers = open_receivers(
         backends,
         region,
-        gate_address=lambda name: f"unix:{folder}/{name}.kv",
+        server_address=lambda name: f"unix:{folder}/{name}.kv",
         layout=layout,
         num_blocks=num_pages,
     )

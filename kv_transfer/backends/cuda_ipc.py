@@ -1,6 +1,6 @@
 """The backend `cuda_ipc`: two workers with GPUs on one host. The sender maps the receiver's arena and copies device to device.
 
-What a peer has mapped cannot be taken from it, so a peer is fenced once it has left the gate, which it does with a farewell after its
+What a peer has mapped cannot be taken from it, so a peer is fenced once it has detached, which it says after its
 last copy, or died. A GPU may go on for a moment with what a killed process gave it: its connection may have ended by then, but not the
 process, which holds the driver's files to the end. That the driver ends a process's work with the last of them is NVIDIA's promise.
 """
@@ -23,7 +23,14 @@ from baton.pages import PageWrite
 from baton.telemetry.logs import get_logger
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory.arena import ArenaSpan
-from kv_transfer.memory.attach import AttachToken, attach, detach, has_ended, read_sealed, seal
+from kv_transfer.memory.attach import (
+    AttachToken,
+    attach,
+    detach,
+    has_hung_up,
+    read_reply,
+    sign_reply,
+)
 from kv_transfer.memory.cuda import IPC_HANDLE_BYTES, CudaDriver, Rows, Stream
 from kv_transfer.memory.region_server import RegionServer
 from kv_transfer.plan import check_pages, runs
@@ -153,7 +160,7 @@ _MAX_TOGETHER = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CudaWay:
+class MappedPeer:
     """How one peer is reached: its memory as mapped here, and the connection that says so."""
 
     driver: CudaDriver
@@ -167,16 +174,16 @@ _Job = tuple[PageWrite, Done]
 
 
 class CudaIpcWriter:
-    """An open way into one peer's arena, with the thread that queues copies and waits for them."""
+    """An open connection to one peer's arena, with the thread that queues copies and waits for them."""
 
-    def __init__(self, arenas: ArenaPair, way: CudaWay, lease: Lease | None = None) -> None:
+    def __init__(self, arenas: ArenaPair, peer: MappedPeer, lease: Lease | None = None) -> None:
         self._arenas = arenas
         self._lease = lease
-        self._way = way
+        self._peer = peer
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._over = False
-        way.connection.setblocking(False)
+        peer.connection.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
         self._thread.start()
 
@@ -205,17 +212,17 @@ class CudaIpcWriter:
         self._leave()
 
     def _leave(self) -> None:
-        """Unmaps first: the owner may reuse the memory as soon as it hears the farewell. One that hears none waits for this process to
+        """Unmaps first: the owner may reuse the memory as soon as it hears of the detaching. An owner that does not waits for this process to
         end, as it has to where the GPU refuses everything.
         """
         try:
-            self._way.driver.end(self._way.stream)
-            self._way.driver.close(self._way.mapped)
+            self._peer.driver.end(self._peer.stream)
+            self._peer.driver.close(self._peer.mapped)
         except TransferError as error:
             _log.error("a peer's memory cannot be let go of", reason=error.message)
         else:
-            detach(self._way.connection)
-        self._way.connection.close()
+            detach(self._peer.connection)
+        self._peer.connection.close()
 
     def _next_jobs(self) -> list[_Job | None]:
         """What is queued; waits for the first, and wakes at times to see whether the peer still wants any."""
@@ -229,7 +236,7 @@ class CudaIpcWriter:
 
     def _take(self, jobs: list[_Job | None]) -> bool:
         """Carries out pushes; False once closed, or once the peer has hung up."""
-        left = has_ended(self._way.connection)
+        left = has_hung_up(self._peer.connection)
         wanted = [job for job in jobs if job is not None]
         if left:
             _finish(wanted, _gone())
@@ -269,15 +276,15 @@ class CudaIpcWriter:
             return
         ready = jobs[0][0].ready
         if ready is not None:
-            self._way.driver.follow(self._way.stream, ready.event)
-        self._way.mover.move(rows, self._way.stream)
+            self._peer.driver.follow(self._peer.stream, ready.event)
+        self._peer.mover.move(rows, self._peer.stream)
 
     def _settle(self, jobs: list[_Job], error: TransferError | None) -> None:
-        """Nobody hears of a push before the GPU is through with it, also of one that failed in between."""
+        """No push is reported before the GPU is through with it, also of one that failed in between."""
         if not jobs:
             return
         try:
-            self._way.driver.wait(self._way.stream)
+            self._peer.driver.wait(self._peer.stream)
         except TransferError as fault:
             error = fault
         _finish(jobs, error)
@@ -300,7 +307,7 @@ def _gone() -> TransferError:
 
 BACKEND = "cuda_ipc"
 _MAGIC = b"BCUI\x01"
-_WELCOME = struct.Struct(
+_REPLY = struct.Struct(
     f">{IPC_HANDLE_BYTES}sQQ"
 )  # handle, where in its allocation the arena begins, bytes
 
@@ -316,27 +323,25 @@ class CudaIpcReceiver:
             TransferError: The memory has no IPC handle.
         """
         handle, offset = driver.export(arena.address)
-        self._welcome_bytes = _WELCOME.pack(handle, offset, arena.size_bytes)
+        self._reply = _REPLY.pack(handle, offset, arena.size_bytes)
         self._num_blocks = num_blocks
-        self._gate = RegionServer(f"unix:{path}", self._welcome, farewells=True)
+        self._server = RegionServer(f"unix:{path}", self._on_attach, must_detach=True)
 
     def handle(self) -> RegionHandle:
-        """A handle that lets one peer in once."""
-        invitation = AttachToken(token=self._gate.grant(), address=self._gate.address)
-        return RegionHandle(
-            backend=BACKEND, opaque=invitation.pack(_MAGIC), num_blocks=self._num_blocks
-        )
+        """A handle that lets one peer attach once."""
+        token = AttachToken(secret=self._server.issue_token(), address=self._server.address)
+        return RegionHandle(backend=BACKEND, opaque=token.pack(_MAGIC), num_blocks=self._num_blocks)
 
     def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
         """Asks the peer to leave; calls `gone` once it has, or died."""
-        self._gate.revoke(AttachToken.unpack(handle.opaque, _MAGIC).token, gone)
+        self._server.revoke(AttachToken.unpack(handle.opaque, _MAGIC).secret, gone)
 
     def close(self) -> None:
         """Refuses later peers."""
-        self._gate.close()
+        self._server.close()
 
-    def _welcome(self, peer: socket.socket, token: bytes) -> None:
-        peer.sendall(seal(self._welcome_bytes, token))
+    def _on_attach(self, peer: socket.socket, token: bytes) -> None:
+        peer.sendall(sign_reply(self._reply, token))
 
 
 class CudaIpcSender:
@@ -374,11 +379,11 @@ class CudaIpcSender:
         if handle.backend != BACKEND:
             raise TransferError("not a handle of the cuda_ipc backend")
         self._arena.check_holds(layout, self._num_blocks)
-        invitation = AttachToken.unpack(handle.opaque, _MAGIC)
-        connection = attach(invitation)
+        token = AttachToken.unpack(handle.opaque, _MAGIC)
+        connection = attach(token)
         try:
-            welcome = read_sealed(connection, invitation.token)
-            named, offset = _parse(welcome, there.region_bytes(handle.num_blocks))
+            reply = read_reply(connection, token.secret)
+            named, offset = _parse(reply, there.region_bytes(handle.num_blocks))
             mapped, stream = self._map(named)
         except TransferError:
             detach(connection)  # nothing was ever written
@@ -389,14 +394,14 @@ class CudaIpcSender:
             there=MappedArena(mapped + offset, there, handle.num_blocks),
             plan=plan,
         )
-        way = CudaWay(
+        mapped_peer = MappedPeer(
             driver=self._driver,
             mover=self._mover,
             mapped=mapped,
             stream=stream,
             connection=connection,
         )
-        return CudaIpcWriter(arenas, way, lease)
+        return CudaIpcWriter(arenas, mapped_peer, lease)
 
     def _map(self, named: bytes) -> tuple[int, Stream]:
         """Where the peer's allocation begins here, and what to write to it by."""
@@ -408,15 +413,15 @@ class CudaIpcSender:
             raise
 
 
-def _parse(welcome: bytes, size_bytes: int) -> tuple[bytes, int]:
+def _parse(reply: bytes, size_bytes: int) -> tuple[bytes, int]:
     """The IPC handle, and where the peer's arena begins in what it names.
 
     Raises:
         TransferError: It is not of the size that its handle promised.
     """
-    if len(welcome) != _WELCOME.size:
-        raise TransferError("the peer's welcome is malformed")
-    named, offset, found = _WELCOME.unpack(welcome)
+    if len(reply) != _REPLY.size:
+        raise TransferError("the peer's reply is malformed")
+    named, offset, found = _REPLY.unpack(reply)
     if found != size_bytes:
         raise TransferError(f"the peer's region has {found} bytes, expected {size_bytes}")
     return named, offset

@@ -140,7 +140,7 @@ class FakeWriter:
         check_lease(self._lease)
         found = self._fabric.regions.get(self._handle.opaque)
         if self.broken:
-            raise TransferError("the way is broken")
+            raise TransferError("the connection is broken")
         if found is None:
             raise TransferError("the region was taken back")
         memory, num_blocks = found

@@ -1,13 +1,13 @@
 """The backend `nixl`: one-sided writes by NVIDIA's NIXL over UCX (RDMA, NVLink, TCP, or a copy between processes).
 
 The receiver registers its arena once and takes no part in a write. What a peer needs for one, NIXL's metadata and where
-the arena begins, it gets at the gate in exchange for the handle's token, sealed; the handle itself names nothing.
+the arena begins, it gets from the region server in exchange for the handle's token, sealed; the handle itself names nothing.
 
 A write is done, for its sender, when NIXL reports the transfer DONE: its UCX plugin ends every batch of puts with a flush
 of the endpoint, which completes once all of them are in the remote memory, not when the local buffer may be reused.
 Nothing needs to be said to the receiver's process about it; the commit record that follows is what it acts upon.
 
-Fencing: a remote key cannot be taken back from one peer of many, so a peer is fenced once it has left the gate or died.
+Fencing: a remote key cannot be taken back from one peer of many, so a peer is fenced once it has detached or died.
 Revoking asks it to leave: its writer fails what is on its way, forgets the key and hangs up.
 
 Peers are trusted with the arena, and over TCP with more: UCX has no adapter there that checks a peer's addresses, and
@@ -39,7 +39,14 @@ from baton.pages import PageWrite
 from baton.telemetry.logs import get_logger
 from kv_transfer.heads import HeadSlice, LinkPlan, plan_link
 from kv_transfer.memory.arena import ArenaSpan
-from kv_transfer.memory.attach import AttachToken, attach, has_ended, on_one_host, read_sealed, seal
+from kv_transfer.memory.attach import (
+    AttachToken,
+    attach,
+    has_hung_up,
+    is_local,
+    read_reply,
+    sign_reply,
+)
 from kv_transfer.memory.region_server import RegionServer
 from kv_transfer.plan import check_pages
 from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
@@ -53,7 +60,7 @@ class NixlAgent:
     Args:
         arena: To register.
         own_thread: Whether NIXL drives its transport by itself, with a thread that never sleeps and costs a core. Otherwise
-            something is done only while somebody polls a write, or calls `drive`.
+            something is done only while a write is polled, or calls `drive`.
     """
 
     def __init__(self, arena: ArenaSpan, *, own_thread: bool = False) -> None:
@@ -246,7 +253,7 @@ class _Posted:
 
 
 class NixlWriter:
-    """An open way into one peer's arena, with the thread that posts writes and waits for them."""
+    """An open connection to one peer's arena, with the thread that posts writes and waits for them."""
 
     def __init__(
         self, pages: NixlPages, connection: socket.socket, lease: Lease | None = None
@@ -256,7 +263,7 @@ class NixlWriter:
         self._connection = connection
         connection.setblocking(False)
         self._jobs: queue.SimpleQueue[tuple[PageWrite, Done] | None] = queue.SimpleQueue()
-        self._on_their_way: deque[_Posted] = deque()
+        self._in_flight: deque[_Posted] = deque()
         self._give_up_at_s: float | None = None
         self._lost = False
         self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
@@ -285,22 +292,22 @@ class NixlWriter:
 
     def _serve_once(self) -> bool:
         """One job or one look at what is on its way; False once closed and nothing is."""
-        if has_ended(self._connection):
+        if has_hung_up(self._connection):
             self._lost = True
         elif self._give_up_at_s is None:
             self._take_job()
-        elif not self._on_their_way:
+        elif not self._in_flight:
             return False
         elif time.monotonic() > self._give_up_at_s:
             self._lost = True
-        if self._on_their_way and not self._lost:
+        if self._in_flight and not self._lost:
             self._wait()
         return True
 
     def _take_job(self) -> None:
         try:
             # Waits for a job unless there are writes to look after; wakes at times to see whether the peer is there.
-            job = self._jobs.get(block=not self._on_their_way, timeout=_IDLE_POLL_S)
+            job = self._jobs.get(block=not self._in_flight, timeout=_IDLE_POLL_S)
         except queue.Empty:
             return
         if job is None:
@@ -322,7 +329,7 @@ class NixlWriter:
                 self._pages.release(request)
                 done(None)
             else:
-                self._on_their_way.append(_Posted(request=request, done=done))
+                self._in_flight.append(_Posted(request=request, done=done))
 
     def _wait(self) -> None:
         """Looks at all writes on their way until one is over or a job waits, ever more rarely."""
@@ -332,24 +339,24 @@ class NixlWriter:
             pause_s *= 2
 
     def _settle(self) -> bool:
-        before = len(self._on_their_way)
+        before = len(self._in_flight)
         for _ in range(before):
-            write = self._on_their_way.popleft()
+            write = self._in_flight.popleft()
             try:
                 if not self._pages.poll(write.request):
-                    self._on_their_way.append(write)
+                    self._in_flight.append(write)
                     continue
                 error = None
             except Exception as fault:  # noqa: BLE001  # NIXL's errors have no base class
                 error = TransferError(f"a write failed: {fault!r}")
             self._pages.release(write.request)
             write.done(error)
-        return len(self._on_their_way) < before
+        return len(self._in_flight) < before
 
     def _fail_all(self) -> None:
         lost = TransferError("the peer let go of its memory or died")
-        while self._on_their_way:
-            write = self._on_their_way.popleft()
+        while self._in_flight:
+            write = self._in_flight.popleft()
             self._pages.release(write.request)
             write.done(lost)
         while not self._jobs.empty():
@@ -361,7 +368,7 @@ class NixlWriter:
 
 BACKEND = "nixl"
 _MAGIC = b"BNXL\x01"
-_WELCOME = struct.Struct(">QQi")  # address, size in bytes, device (-1: host memory)
+_REPLY = struct.Struct(">QQi")  # address, size in bytes, device (-1: host memory)
 _HOST = -1
 _DRIVE_PERIOD_S = 1e-3
 
@@ -370,52 +377,50 @@ class NixlReceiver:
     """A decode worker's arena, registered for one-sided writes."""
 
     def __init__(self, arena: ArenaSpan, *, address: str, num_blocks: int) -> None:
-        """Opens the gate; the arena is registered when the first peer comes.
+        """Starts serving; the arena is registered when the first peer comes.
 
         Raises:
             OSError: The address cannot be bound.
         """
-        self._driven = on_one_host(address)
+        self._driven = is_local(address)
         self._agent = NixlAgent(arena, own_thread=not self._driven)
         self._num_blocks = num_blocks
         self._closed = threading.Event()
         self._driver: threading.Thread | None = None
-        self._gate = RegionServer(address, self._welcome)
+        self._server = RegionServer(address, self._on_attach)
 
     def handle(self) -> RegionHandle:
-        """A handle that lets one peer in once."""
-        invitation = AttachToken(token=self._gate.grant(), address=self._gate.address)
-        return RegionHandle(
-            backend=BACKEND, opaque=invitation.pack(_MAGIC), num_blocks=self._num_blocks
-        )
+        """A handle that lets one peer attach once."""
+        token = AttachToken(secret=self._server.issue_token(), address=self._server.address)
+        return RegionHandle(backend=BACKEND, opaque=token.pack(_MAGIC), num_blocks=self._num_blocks)
 
     def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
         """Asks the peer to leave; calls `gone` once it has, or died."""
-        self._gate.revoke(AttachToken.unpack(handle.opaque, _MAGIC).token, gone)
+        self._server.revoke(AttachToken.unpack(handle.opaque, _MAGIC).secret, gone)
 
     def close(self) -> None:
         """Refuses later peers."""
-        self._gate.close()
+        self._server.close()
         self._closed.set()
         if self._driver is not None:
             self._driver.join()
 
-    def _welcome(self, peer: socket.socket, token: bytes) -> None:
+    def _on_attach(self, peer: socket.socket, token: bytes) -> None:
         arena = self._agent.arena
         device = _HOST if arena.device is None else arena.device
-        place = _WELCOME.pack(arena.address, arena.size_bytes, device)
-        welcome = place + self._agent.get().get_agent_metadata()
+        place = _REPLY.pack(arena.address, arena.size_bytes, device)
+        reply = place + self._agent.get().get_agent_metadata()
         if self._driven and self._driver is None:
             self._driver = threading.Thread(target=self._drive, name="kv-receiver", daemon=True)
             self._driver.start()
-        peer.sendall(seal(welcome, token))
+        peer.sendall(sign_reply(reply, token))
 
     def _drive(self) -> None:
         """Greets new peers. On one host their writes do not need this process, unless the system forbids copying between
         processes: they are carried out here then, and this is often enough to keep a socket's buffer from running full.
         """
         while not self._closed.wait(_DRIVE_PERIOD_S):
-            if self._gate.inside():
+            if self._server.num_attached():
                 self._agent.drive()
 
 
@@ -443,30 +448,30 @@ class NixlSender:
         plan = plan_link(layout, there)
         if handle.backend != BACKEND:
             raise TransferError("not a handle of the nixl backend")
-        invitation = AttachToken.unpack(handle.opaque, _MAGIC)
+        token = AttachToken.unpack(handle.opaque, _MAGIC)
         self._agent.arena.check_holds(layout, self._num_blocks)
-        connection = attach(invitation)
+        connection = attach(token)
         try:
-            welcome = read_sealed(connection, invitation.token)
-            target = _parse(welcome, there.region_bytes(handle.num_blocks))
+            reply = read_reply(connection, token.secret)
+            target = _parse(reply, there.region_bytes(handle.num_blocks))
             here = Side(arena=self._agent.arena, layout=layout, num_blocks=self._num_blocks)
             far = Side(arena=target, layout=there, num_blocks=handle.num_blocks)
-            pages = NixlPages(self._agent.get(), welcome[_WELCOME.size :], here, far, plan)
+            pages = NixlPages(self._agent.get(), reply[_REPLY.size :], here, far, plan)
         except TransferError:
             connection.close()
             raise
         return NixlWriter(pages, connection, lease)
 
 
-def _parse(welcome: bytes, size_bytes: int) -> ArenaSpan:
+def _parse(reply: bytes, size_bytes: int) -> ArenaSpan:
     """Where the peer's arena lies.
 
     Raises:
         TransferError: It is not of the size that its handle promised.
     """
-    if len(welcome) <= _WELCOME.size:
-        raise TransferError("the peer's welcome is too short")
-    address, found, device = _WELCOME.unpack_from(welcome)
+    if len(reply) <= _REPLY.size:
+        raise TransferError("the peer's reply is too short")
+    address, found, device = _REPLY.unpack_from(reply)
     if found != size_bytes:
         raise TransferError(f"the peer's region has {found} bytes, expected {size_bytes}")
     return ArenaSpan(address=address, size_bytes=found, device=None if device == _HOST else device)

@@ -131,7 +131,7 @@ def open_receivers(
     names: Sequence[str],
     region: SharedRegion | ArenaSpan,
     *,
-    gate_address: Callable[[str], str],
+    server_address: Callable[[str], str],
     layout: KvLayout,
     num_blocks: int,
 ) -> dict[str, KvReceiver]:
@@ -140,7 +140,7 @@ def open_receivers(
     Args:
         names: Of the backends.
         region: That holds the arena.
-        gate_address: Where peers are let in, for a backend's name: `unix:/path` or `host:port`. `shm` and `cuda_ipc` need
+        server_address: Where peers attach, for a backend's name: `unix:/path` or `host:port`. `shm` and `cuda_ipc` need
             a path.
         layout: Of the arena.
         num_blocks: Its pages.
@@ -150,7 +150,7 @@ def open_receivers(
         OSError: An address cannot be bound.
     """
     return {
-        name: _receiver(name, region, gate_address(name), layout, num_blocks)
+        name: _receiver(name, region, server_address(name), layout, num_blocks)
         for name in _moving(names, _span(region))
     }
 

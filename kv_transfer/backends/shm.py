@@ -11,14 +11,14 @@ from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton.pages import PageWrite
 from kv_transfer.heads import LinkPlan, plan_link
-from kv_transfer.memory.attach import TOKEN_BYTES
+from kv_transfer.memory.attach import UNIX, AttachToken
 from kv_transfer.memory.pages import Pages, copy_rows, layer_pages, load_library
 from kv_transfer.memory.shared_region import Attachment, SharedRegion, attach_region, serve_region
 from kv_transfer.plan import check_pages
 from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
 
 BACKEND = "shm"
-_MAGIC = b"BSHM\x01"
+_MAGIC = b"BSHM\x02"
 
 
 class ShmReceiver:
@@ -30,27 +30,25 @@ class ShmReceiver:
         Raises:
             OSError: The socket cannot be bound.
         """
-        self._path = path
-        self._gate = serve_region(region, path)
+        self._server = serve_region(region, path)
         self._num_blocks = num_blocks
 
     def handle(self) -> RegionHandle:
         """A handle that lets one peer attach once."""
-        opaque = _MAGIC + self._gate.grant() + self._path.encode()
-        return RegionHandle(backend=BACKEND, opaque=opaque, num_blocks=self._num_blocks)
+        token = AttachToken(secret=self._server.issue_token(), address=self._server.address)
+        return RegionHandle(backend=BACKEND, opaque=token.pack(_MAGIC), num_blocks=self._num_blocks)
 
     def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
         """Calls `gone` once the peer has unmapped the region or died."""
-        token, _ = _parse(handle)
-        self._gate.revoke(token, gone)
+        self._server.revoke(AttachToken.unpack(handle.opaque, _MAGIC).secret, gone)
 
     def attached(self) -> int:
         """How many peers map the region now."""
-        return self._gate.inside()
+        return self._server.num_attached()
 
     def close(self) -> None:
         """Refuses later peers and removes the socket file."""
-        self._gate.close()
+        self._server.close()
 
 
 class ShmSender:
@@ -75,16 +73,19 @@ class ShmSender:
         """
         there = layout if peer is None else peer
         plan = plan_link(layout, there)
-        token, path = _parse(handle)
+        if handle.backend != BACKEND:
+            raise TransferError("not a handle of the shm backend")
+        token = AttachToken.unpack(handle.opaque, _MAGIC)
         load_library()  # not at the first push
         local = layer_pages(self._arena, layout, self._num_blocks)
-        remote = attach_region(path, token, there.region_bytes(handle.num_blocks))
+        path = token.address.removeprefix(UNIX)
+        remote = attach_region(path, token.secret, there.region_bytes(handle.num_blocks))
         target = layer_pages(remote.region.memoryview, there, handle.num_blocks)
         return ShmWriter(local, target, plan, remote, lease)
 
 
 class ShmWriter:
-    """An open way into one peer's region, with the thread that copies."""
+    """An open connection to one peer's region, with the thread that copies."""
 
     def __init__(
         self,
@@ -142,19 +143,3 @@ def copy_pages(write: PageWrite, source: list[Pages], target: list[Pages], plan:
     sources, targets = check_pages(write.source, len(here)), check_pages(write.target, len(there))
     for part in plan.slices:
         copy_rows(here[:, part.source], there[:, part.target], sources, targets)
-
-
-def _parse(handle: RegionHandle) -> tuple[bytes, str]:
-    """Token and socket path of a handle.
-
-    Raises:
-        TransferError: It is another backend's, or malformed.
-    """
-    begin, end = len(_MAGIC), len(_MAGIC) + TOKEN_BYTES
-    if (
-        handle.backend != BACKEND
-        or not handle.opaque.startswith(_MAGIC)
-        or len(handle.opaque) <= end
-    ):
-        raise TransferError("not a handle of the shm backend")
-    return handle.opaque[begin:end], handle.opaque[end:].decode(errors="replace")

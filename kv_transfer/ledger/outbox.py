@@ -1,4 +1,4 @@
-"""The prefill worker's side of all hand-offs: which pages were promised to whom, when they are pushed, and when a transfer is over.
+"""The prefill worker's side of all hand-offs: which pages were granted by which peer, when they are pushed, and when a transfer is over.
 
 Counterpart of `ledger.py`. One transfer, from the router's word until nothing of it is on its way:
 
@@ -155,7 +155,7 @@ class HandOver:
     """To the leg: the peer verified the commit.
 
     Attributes:
-        peer: Who has them.
+        peer: The worker that has them.
         blocks_sent: Pages written.
         bytes_sent: Their bytes.
         reserve_wait_s: From the first chunk until pages were granted.
@@ -315,14 +315,14 @@ class Outbox:
         if transfer.ending:
             return []
         match message:
+            case Committed():
+                actions = transfer.committed(now_s)
             case Granted() if transfer.state is not _S.RESERVING:
                 self.refused += 1  # a ticket that is shown again is worth nothing
                 actions = []
             case Granted():
                 peer = self._peers[transfer.peer]
                 actions = transfer.granted(message, peer, peer.link or self._whole, now_s)
-            case Committed():
-                actions = transfer.committed(now_s)
             case GrantRefused() | AbortRequest():
                 actions = transfer.fail(message.error)
         return self._kept(transfer, message, actions, now_s)
@@ -355,10 +355,8 @@ class Outbox:
         now_s: float,
     ) -> list[OutboxAction]:
         """What followed of an event, which is logged and may have been the transfer's last."""
-        pushes_only = (
-            not actions or type(actions[-1]) is StartPush
-        )  # whatever else follows comes last
-        if not (pushes_only and type(event) in _ROUTINE):
+        # Whatever else than pushes follows comes last.
+        if type(event) not in _ROUTINE or (actions and type(actions[-1]) is not StartPush):
             self._log.record_kinds(transfer.xfer_id, now_s, event, actions)
         if transfer.state is _S.OVER:
             del self._transfers[transfer.xfer_id]

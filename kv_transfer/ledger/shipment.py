@@ -49,7 +49,7 @@ class Shipment:
         self._landed = 0
         self._grant: Grant | None = None
         self._link: LinkPlan | None = None
-        # A row [num_blocks] for each layer of which something landed; None where nobody asks for checksums.
+        # A row [num_blocks] for each layer of which something landed; None where the peer wants no checksums.
         self._hashes: dict[int, Hashes] | None = None
 
     @property
@@ -141,7 +141,7 @@ class Shipment:
         layer[write.first_block : write.end_block][ours] = hashes[ours]
 
     def give_up(self, push_id: int) -> None:
-        """A push came back that nobody needs any more."""
+        """A push came back that is not needed any more."""
         del self._outstanding[push_id]
 
     def stop(self) -> None:
@@ -149,7 +149,7 @@ class Shipment:
         self._waiting.clear()
 
     def checksums(self) -> bytes:
-        """Of the pages that were written, as the commit record carries them; empty where nobody asked."""
+        """Of the pages that were written, as the commit record carries them; empty where the peer wants none."""
         if self._hashes is None or self._grant is None:
             return b""
         num_layers, num_blocks = self._latest.shape

@@ -1,4 +1,4 @@
-"""The peer's side of a receiver's door (`gate.py`): the invitation that a handle carries, and how to enter by it."""
+"""The peer's side of a region server (`region_server.py`): the attach token that a handle carries, and how to attach by it."""
 
 import hashlib
 import hmac
@@ -10,27 +10,27 @@ from typing import Self
 from baton.errors import TransferError
 
 TOKEN_BYTES = 32
-DETACH = b"farewell"
-"""What a peer says before it leaves where its connection's end alone proves nothing (`gate.py`)."""
+DETACH = b"detach"
+"""What a peer says once it writes no more, where its connection's end alone proves nothing (`region_server.py`)."""
 UNIX = "unix:"
 _CONNECT_TIMEOUT_S = 10.0
 _LENGTH = struct.Struct(">I")
-_MAX_WELCOME_BYTES = 1 << 20
-_SEAL_BYTES = 32
+_MAX_REPLY_BYTES = 1 << 20
+_MAC_BYTES = 32
 # A host that is gone without a word: known after two silent seconds and five unanswered probes.
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 7000}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachToken:
-    """What a backend's handle consists of: where the gate is, and the token that opens it once."""
+    """What a backend's handle consists of: where the region server is, and a secret by which one peer attaches once."""
 
-    token: bytes
+    secret: bytes
     address: str
 
     def pack(self, magic: bytes) -> bytes:
         """As a handle's opaque bytes."""
-        return magic + self.token + self.address.encode()
+        return magic + self.secret + self.address.encode()
 
     @classmethod
     def unpack(cls, opaque: bytes, magic: bytes) -> Self:
@@ -42,57 +42,57 @@ class AttachToken:
         begin, end = len(magic), len(magic) + TOKEN_BYTES
         if not opaque.startswith(magic) or len(opaque) <= end:
             raise TransferError("not a handle of this backend")
-        return cls(token=opaque[begin:end], address=opaque[end:].decode(errors="replace"))
+        return cls(secret=opaque[begin:end], address=opaque[end:].decode(errors="replace"))
 
 
-def attach(invitation: AttachToken) -> socket.socket:
-    """Connects to a gate and shows the token. Blocks for at most a few seconds; so do reads of what is returned.
+def attach(token: AttachToken) -> socket.socket:
+    """Connects to a region server and shows the token. Blocks for at most a few seconds; so do reads of what is returned.
 
     Raises:
-        TransferError: Nobody serves there.
+        TransferError: No process serves there.
     """
-    address = invitation.address
+    address = token.address
     try:
         connection = _connect(address)
     except (OSError, ValueError, OverflowError) as error:
         raise TransferError(f"the peer's memory at {address} cannot be reached: {error}") from error
     try:
-        connection.sendall(invitation.token)
+        connection.sendall(token.secret)
     except OSError as error:
         connection.close()
         raise TransferError(f"the peer at {address} hung up: {error}") from error
     return connection
 
 
-def on_one_host(address: str) -> bool:
-    """Whether only processes of this host can reach the gate at `address`."""
+def is_local(address: str) -> bool:
+    """Whether only processes of this host can reach the region server at `address`."""
     return address.startswith(UNIX)
 
 
-def seal(blob: bytes, token: bytes) -> bytes:
-    """A welcome message of bytes that the peer hands to its transport, which would trust them blindly."""
-    return _LENGTH.pack(len(blob)) + blob + _mac(blob, token)
+def sign_reply(blob: bytes, secret: bytes) -> bytes:
+    """A region server's reply to a peer that attaches: bytes for its transport, which would trust them blindly."""
+    return _LENGTH.pack(len(blob)) + blob + _mac(blob, secret)
 
 
-def read_sealed(connection: socket.socket, token: bytes) -> bytes:
-    """The peer's side of `seal`: bytes that come, whole, from whoever made the token.
+def read_reply(connection: socket.socket, secret: bytes) -> bytes:
+    """The peer's side of `sign_reply`: bytes that come, whole, from the process that made the token.
 
     Raises:
         TransferError: The token was refused, or the message is not what the receiver sent.
     """
     try:
         (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
-        if length > _MAX_WELCOME_BYTES:
-            raise TransferError(f"a welcome of {length} bytes")
-        blob, mac = _read(connection, length), _read(connection, _SEAL_BYTES)
+        if length > _MAX_REPLY_BYTES:
+            raise TransferError(f"a reply of {length} bytes")
+        blob, mac = _read(connection, length), _read(connection, _MAC_BYTES)
     except OSError as error:
         raise TransferError(f"the peer did not answer: {error}") from error
-    if not hmac.compare_digest(mac, _mac(blob, token)):
-        raise TransferError("the peer's welcome is not the receiver's")
+    if not hmac.compare_digest(mac, _mac(blob, secret)):
+        raise TransferError("the peer's reply is not the receiver's")
     return blob
 
 
-def has_ended(connection: socket.socket) -> bool:
+def has_hung_up(connection: socket.socket) -> bool:
     """Whether the other side hung up. For non-blocking connections on which nothing else is sent."""
     try:
         return connection.recv(1, socket.MSG_PEEK) == b""
@@ -144,5 +144,5 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return bytes(found)
 
 
-def _mac(blob: bytes, token: bytes) -> bytes:
-    return hashlib.blake2b(blob, key=token, digest_size=_SEAL_BYTES).digest()
+def _mac(blob: bytes, secret: bytes) -> bytes:
+    return hashlib.blake2b(blob, key=secret, digest_size=_MAC_BYTES).digest()

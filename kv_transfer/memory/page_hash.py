@@ -129,7 +129,7 @@ class GpuReader(Protocol):
 
 
 class ArenaHashes:
-    """Of an arena in host memory. For threads that nobody waits for."""
+    """Of an arena in host memory. For background threads."""
 
     def __init__(
         self,

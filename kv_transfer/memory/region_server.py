@@ -28,14 +28,14 @@ from kv_transfer.memory.attach import DETACH, TOKEN_BYTES, UNIX, keep_alive
 
 _log = get_logger(__name__)
 
-Welcome = Callable[[socket.socket, bytes], None]
-"""Gives a peer, over its connection, what it needs; called with its token on the gate's thread. The peer is turned away
-when it raises OSError or TransferError."""
+OnAttach = Callable[[socket.socket, bytes], None]
+"""Gives a peer, over its connection, what it needs; called with its token on the server's thread. The peer is refused when it raises
+OSError or TransferError."""
 
 
 @dataclass(slots=True, eq=False)
-class _Grant:
-    """One token and who uses it; `process` is what watches the peer's until it has said farewell."""
+class _Attachment:
+    """One token and the peer that uses it; `process` is what watches the peer's process until it has detached."""
 
     token: bytes
     peer: socket.socket | None = None
@@ -44,23 +44,23 @@ class _Grant:
 
 
 class RegionServer:
-    """Admits peers on one socket, from one small thread."""
+    """Lets peers attach on one socket, from one small thread."""
 
-    def __init__(self, address: str, welcome: Welcome, *, farewells: bool = False) -> None:
+    def __init__(self, address: str, on_attach: OnAttach, *, must_detach: bool = False) -> None:
         """Binds and starts serving.
 
         Args:
             address: `unix:/path`, or `host:port` where port 0 takes a free one.
-            welcome: What an admitted peer is given.
-            farewells: Whether peers say `DETACH` once they write no more, so that without it their process has to end. On Unix
+            on_attach: Gives a peer that attaches what it needs.
+            must_detach: Whether peers say `DETACH` once they write no more, so that without it their process has to end. On Unix
                 sockets only.
 
         Raises:
             OSError: The address is served by another process, a path is too long for a Unix socket (about 100 bytes), or
                 its folder is missing.
         """
-        self._welcome = welcome
-        self._farewells = farewells
+        self._on_attach = on_attach
+        self._must_detach = must_detach
         self._path = address.removeprefix(UNIX) if address.startswith(UNIX) else None
         self._listener = _bind_unix(self._path) if self._path is not None else _bind_tcp(address)
         self.address = address if self._path is not None else _tcp_address(self._listener)
@@ -68,44 +68,42 @@ class RegionServer:
         self._listener.setblocking(False)
         self._wake, self._woken = socket.socketpair()
         self._lock = threading.Lock()
-        self._grants: dict[bytes, _Grant] = {}
+        self._attachments: dict[bytes, _Attachment] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
         self._serving = True  # the thread's
         self._closed = False  # the callers'
-        self._thread = threading.Thread(target=self._serve, name="kv-gate", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="kv-region-server", daemon=True)
         self._thread.start()
 
-    def grant(self, gone: Callable[[], None] | None = None) -> bytes:
-        """A fresh token with which one peer may enter once.
+    def issue_token(self, gone: Callable[[], None] | None = None) -> bytes:
+        """A fresh token by which one peer may attach once.
 
         Args:
-            gone: Called on the gate's thread when whoever entered has left, unless `revoke` names another.
+            gone: Called on the server's thread when the peer that attached has left, unless `revoke` names another.
         """
         token = secrets.token_bytes(TOKEN_BYTES)
         with self._lock:
-            self._grants[token] = _Grant(token=token, gone=gone)
+            self._attachments[token] = _Attachment(token=token, gone=gone)
         return token
 
     def revoke(self, token: bytes, gone: Callable[[], None]) -> None:
-        """Admits nobody by `token` any more and asks whoever entered to leave; calls `gone`, from any thread, once they
-        have.
-        """
+        """No peer attaches by `token` any more, and one that has is asked to leave; calls `gone`, from any thread, once it has."""
         with self._lock:
-            grant = self._grants.get(token)
-            if grant is not None and grant.peer is not None:
-                grant.gone = gone
-                _hang_up(grant.peer)
+            attachment = self._attachments.get(token)
+            if attachment is not None and attachment.peer is not None:
+                attachment.gone = gone
+                _hang_up(attachment.peer)
                 return
-            self._grants.pop(token, None)
+            self._attachments.pop(token, None)
         gone()
 
     def send(self, token: bytes, data: bytes) -> bool:
-        """Sends a few bytes to the peer that entered by `token`; False when it is gone, or lets them pile up unread."""
+        """Sends a few bytes to the peer that attached by `token`; False when it is gone, or lets them pile up unread."""
         with self._lock:
-            grant = self._grants.get(token)
-            peer = grant.peer if grant is not None else None
+            attachment = self._attachments.get(token)
+            peer = attachment.peer if attachment is not None else None
             if peer is None:
                 return False
             try:
@@ -113,10 +111,10 @@ class RegionServer:
             except OSError:
                 return False
 
-    def inside(self) -> int:
-        """How many peers have entered and not left."""
+    def num_attached(self) -> int:
+        """How many peers are attached."""
         with self._lock:
-            return sum(grant.peer is not None for grant in self._grants.values())
+            return sum(attachment.peer is not None for attachment in self._attachments.values())
 
     def close(self) -> None:
         """Stops serving and removes the socket file. Peers see their connections end."""
@@ -134,14 +132,14 @@ class RegionServer:
             for key, _ in self._selector.select():
                 key.data()
         with self._lock:
-            grants = list(self._grants.values())
-            self._grants.clear()
+            attachments = list(self._attachments.values())
+            self._attachments.clear()
         for registered in list(self._selector.get_map().values()):
             file = registered.fileobj
             if isinstance(file, socket.socket):
                 file.close()
-        for grant in grants:
-            _forget_process(grant)
+        for attachment in attachments:
+            _forget_process(attachment)
         self._selector.close()
 
     def _stop(self) -> None:
@@ -158,61 +156,63 @@ class RegionServer:
         elif not is_same_user(peer):
             peer.close()
             return
-        self._selector.register(peer, selectors.EVENT_READ, lambda: self._introduce(peer))
+        self._selector.register(peer, selectors.EVENT_READ, lambda: self._authenticate(peer))
 
-    def _introduce(self, peer: socket.socket) -> None:
+    def _authenticate(self, peer: socket.socket) -> None:
         """The peer's first and only message: its token, in one piece."""
-        grant = self._claim(_receive(peer), peer)
-        if grant is None:
+        attachment = self._claim(_receive(peer), peer)
+        if attachment is None:
             self._drop(peer)
             return
         try:
-            if self._farewells:
-                grant.process = watch_process(peer)
-            self._welcome(peer, grant.token)
+            if self._must_detach:
+                attachment.process = watch_process(peer)
+            self._on_attach(peer, attachment.token)
         except (OSError, TransferError) as error:
-            _log.warning("a peer could not be let in", reason=str(error))
-            _forget_process(grant)
-            self._left(grant, peer)
+            _log.warning("a peer could not attach", reason=str(error))
+            _forget_process(attachment)
+            self._left(attachment, peer)
             return
-        self._selector.modify(peer, selectors.EVENT_READ, lambda: self._heard(grant, peer))
+        self._selector.modify(peer, selectors.EVENT_READ, lambda: self._heard(attachment, peer))
 
-    def _claim(self, token: bytes, peer: socket.socket) -> _Grant | None:
+    def _claim(self, token: bytes, peer: socket.socket) -> _Attachment | None:
         with self._lock:
-            for known, grant in self._grants.items():
-                if hmac.compare_digest(known, token) and grant.peer is None:
-                    grant.peer = peer
-                    return grant
+            for known, attachment in self._attachments.items():
+                if hmac.compare_digest(known, token) and attachment.peer is None:
+                    attachment.peer = peer
+                    return attachment
         return None
 
-    def _heard(self, grant: _Grant, peer: socket.socket) -> None:
-        """A peer has nothing to say after it entered but farewell; its silence ends when it leaves."""
+    def _heard(self, attachment: _Attachment, peer: socket.socket) -> None:
+        """A peer that is attached says nothing but `DETACH`; its silence ends when its connection does."""
         said = _receive(peer)
         if said == DETACH:
-            _forget_process(grant)
+            _forget_process(attachment)
         elif not said:
-            self._left(grant, peer)
+            self._left(attachment, peer)
 
-    def _left(self, grant: _Grant, peer: socket.socket) -> None:
+    def _left(self, attachment: _Attachment, peer: socket.socket) -> None:
         self._drop(peer)
-        if grant.process is None:
-            self._gone(grant)
+        if attachment.process is None:
+            self._gone(attachment)
             return
         _log.warning(
-            "a peer left without a farewell: its process has to end before its pages are free"
+            "a peer hung up without detaching: its process has to end before its pages are free"
         )
-        self._selector.register(grant.process, selectors.EVENT_READ, lambda: self._died(grant))
+        self._selector.register(
+            attachment.process, selectors.EVENT_READ, lambda: self._died(attachment)
+        )
 
-    def _died(self, grant: _Grant) -> None:
-        assert grant.process is not None
-        self._selector.unregister(grant.process)
-        _forget_process(grant)
-        self._gone(grant)
+    def _died(self, attachment: _Attachment) -> None:
+        assert attachment.process is not None
+        self._selector.unregister(attachment.process)
+        _forget_process(attachment)
+        self._gone(attachment)
 
-    def _gone(self, grant: _Grant) -> None:
+    def _gone(self, attachment: _Attachment) -> None:
         with self._lock:
-            self._grants.pop(grant.token, None)
-            gone = grant.gone
+            self._attachments.pop(attachment.token, None)
+            gone = attachment.gone
         if gone is not None:
             gone()
 
@@ -246,7 +246,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 def _abandoned(path: str) -> bool:
-    """Whether a socket file lies there that nobody serves."""
+    """Whether a socket file lies there that no process serves."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -261,13 +261,13 @@ def _hang_up(peer: socket.socket) -> None:
     try:
         peer.shutdown(socket.SHUT_WR)
     except OSError:
-        return  # It is gone already, which the gate's thread is about to see.
+        return  # It is gone already, which the server's thread is about to see.
 
 
-def _forget_process(grant: _Grant) -> None:
-    if grant.process is not None:
-        os.close(grant.process)
-        grant.process = None
+def _forget_process(attachment: _Attachment) -> None:
+    if attachment.process is not None:
+        os.close(attachment.process)
+        attachment.process = None
 
 
 def _receive(peer: socket.socket) -> bytes:

@@ -105,7 +105,7 @@ class SharedRegion:
             self._view.release()
             self._mapping.close()
         except BufferError:
-            # Somebody (an engine's tensors) still looks at the bytes; the mapping goes with the last such view.
+            # Something (an engine's tensors) still views the bytes; the mapping goes with the last such view.
             return
 
 
@@ -194,9 +194,9 @@ def attach_region(path: str, token: bytes, size_bytes: int) -> Attachment:
     """Gets and maps the region that `token` stands for. Blocks for at most a few seconds.
 
     Raises:
-        TransferError: Nobody serves there, the token is refused, or the region is not of that size.
+        TransferError: No process serves there, the token is refused, or the region is not of that size.
     """
-    connection = attach(AttachToken(token=token, address=f"unix:{path}"))
+    connection = attach(AttachToken(secret=token, address=f"unix:{path}"))
     try:
         answer, fds, _, _ = socket.recv_fds(connection, len(_ATTACHED), 1)
         if answer != _ATTACHED or len(fds) != 1:

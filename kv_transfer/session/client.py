@@ -82,7 +82,7 @@ class PeerSession:
         self._peer = peer
         self._address = address
         self._senders = senders
-        self._way = PeerConnection(
+        self._connection = PeerConnection(
             peer=peer, layout=here.layout, senders=senders, hashes=hashes, spare=spare
         )
         self._listener = listener
@@ -134,7 +134,7 @@ class PeerSession:
             await asyncio.shield(self._let_go(channel))
 
     async def _let_go(self, channel: grpc.aio.Channel) -> None:
-        await self._way.let_go()
+        await self._connection.close()
         await channel.close(None)
 
     async def _requests(self) -> AsyncIterator[common_pb2.Signed]:
@@ -171,7 +171,7 @@ class PeerSession:
         """
         tasks = [
             asyncio.create_task(part)
-            for part in (self._find_way(), self._beat(), self._listen(replies))
+            for part in (self._connect(), self._beat(), self._listen(replies))
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -235,7 +235,7 @@ class PeerSession:
         )
         return accepted
 
-    async def _find_way(self) -> None:
+    async def _connect(self) -> None:
         """Tries one backend after the other, as the peer offers them.
 
         Raises:
@@ -245,14 +245,14 @@ class PeerSession:
         while True:
             accepted = await self._offers.get()
             try:
-                opened = await self._way.open(accepted, self._lease)
+                opened = await self._connection.open(accepted, self._lease)
             except TransferError as error:
-                self._give_way(accepted.handle.backend, error)
+                self._report_unreachable(accepted.handle.backend, error)
             else:
                 self._listener.on_open(self._peer, opened)
                 return
 
-    def _give_way(self, backend: str, error: TransferError) -> None:
+    def _report_unreachable(self, backend: str, error: TransferError) -> None:
         self._listener.on_unreachable(self._peer, backend, error)
         unreachable = pb.RegionUnreachable(backend=backend, reason=error.message)
         self._outgoing.put_nowait(pb.TransferRequest(unreachable=unreachable))

@@ -20,7 +20,7 @@ from kv_transfer.heads import LinkPlan
 from kv_transfer.lease import WriteLease
 from kv_transfer.memory.page_hash import Checksum, Hashes, Hashing, PageHashes
 from kv_transfer.ports import KvSender, KvWriter, check_lease
-from kv_transfer.session.handshake import Accepted, no_hash, no_way
+from kv_transfer.session.handshake import Accepted, no_backend_works, no_hash
 from kv_transfer.session.link_speed import LinkSpeed, MeasuredWriter, probe_link
 
 _log = get_logger(__name__)
@@ -90,7 +90,7 @@ class OpenedSession:
         writer: Writes into the peer's region.
         region_blocks: Pages of that region that may be granted.
         link: What is written of each page.
-        speed: Of the way there, as it is measured.
+        speed: Of the connection, as it is measured.
         checksums: Whether commits have to carry them.
     """
 
@@ -132,15 +132,15 @@ class PeerConnection:
         self._writer: PageWriter | None = None
 
     async def open(self, accepted: Accepted, lease: WriteLease) -> OpenedSession:
-        """Maps the region and tries the way out.
+        """Maps the region and probes the connection.
 
         Raises:
             IncompatibleError: The peer offers a backend again that did not work: it has no other.
-            TransferError: The region cannot be mapped, or the way carries nothing.
+            TransferError: The region cannot be mapped, or the connection carries nothing.
         """
         backend = accepted.handle.backend
         if backend in self._tried:
-            raise no_way(self._tried)
+            raise no_backend_works(self._tried)
         self._tried.append(backend)
         hashes = self._by(accepted.checksum)
         # Shielded: a writer that is still being made when the session ends has to be closed all the same.
@@ -181,7 +181,7 @@ class PeerConnection:
             raise no_hash(rule, self._hashes)
         return self._hashes[rule]
 
-    async def let_go(self) -> None:
+    async def close(self) -> None:
         """Waits until nothing more is written, then closes whatever was mapped."""
         if self._connecting is None:
             return

@@ -1,6 +1,6 @@
 """What two workers show each other before KV is handed over, what they agree on, and why they refuse.
 
-    prefill worker ── OpenSession: who, for whom, layout, backends ──▶ decode worker     `greet`, `agree`
+    prefill worker ── OpenSession: identity, peer, layout, backends ──▶ decode worker     `greet`, `agree`
                    ◀── SessionAccepted: one backend and its region, layout, lease ──            `accept`, `read_accepted`
                    ── RegionUnreachable: that one does not work here ──▶                        the next one both have, or no more
                    ◀── SessionAccepted ──
@@ -46,7 +46,7 @@ _FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Who a worker is at the handshake, and what it proves it with."""
+    """A worker at the handshake: its identity, its layout, and the keys that prove them."""
 
     identity: WorkerIdentity
     layout: KvLayout
@@ -73,7 +73,7 @@ class Agreed:
     """What a decode worker makes of a greeting.
 
     Attributes:
-        peer: Who greets.
+        peer: The worker that greets.
         link: What it writes of each page.
         backends: Those that both have, the peer's favourite first.
     """
@@ -121,7 +121,11 @@ def greet(
 
 
 class HandshakeServer:
-    """Decides on a decode worker whom to let in. Remembers who came, so that no greeting opens a session twice; that greetings are real is known (`TicketOffice.open_opening`)."""
+    """Decides on a decode worker which prefill workers are admitted.
+
+    Remembers their greetings, so that none opens a session twice; that they are genuine has been checked
+    (`TicketOffice.open_opening`).
+    """
 
     def __init__(self, here: Endpoint, backends: Collection[str]) -> None:
         self._here = here
@@ -129,7 +133,7 @@ class HandshakeServer:
         self._newest: OrderedDict[tuple[WorkerIdentity, str], int] = OrderedDict()
 
     def agree(self, opening: pb.TransferRequest) -> Agreed:
-        """Who the peer is, what it writes of each page, and by which backends.
+        """The peer, what it writes of each page, and by which backends.
 
         Raises:
             IncompatibleError: Names what differs.
@@ -189,7 +193,7 @@ def read_accepted(
 
     Raises:
         IncompatibleError: Names what does not fit.
-        StaleIncarnationError: Somebody else answered.
+        StaleIncarnationError: Another worker answered.
     """
     identity = identity_from_proto(accepted.identity)
     if identity != peer:
@@ -216,7 +220,7 @@ def read_accepted(
     )
 
 
-def no_way(tried: Collection[str]) -> IncompatibleError:
+def no_backend_works(tried: Collection[str]) -> IncompatibleError:
     """None of the backends that both have works between the two."""
     return _misfit("backends", f"none works between the two workers: {', '.join(tried)}")
 

@@ -1,7 +1,7 @@
-"""How fast the way to a peer is: tried at the handshake, and measured ever after on the pushes themselves.
+"""How fast the connection to a peer is: probed at the handshake, and measured ever after on the pushes themselves.
 
-The trial (`probe_link`) writes into the peer's spare page, which belongs to no sequence (`baton.layout.SPARE_BLOCKS`). It shows
-that the way carries anything at all before a prompt depends on it, and gives the first figures.
+The probe (`probe_link`) writes into the peer's spare page, which belongs to no sequence (`baton.layout.SPARE_BLOCKS`). It shows
+that the connection carries anything at all before a prompt depends on it, and gives the first figures.
 """
 
 import threading
@@ -16,16 +16,16 @@ from kv_transfer.ports import Done, KvWriter
 
 _KEEP = 0.9
 """What is left of a push's weight after the next one: the last ten or so make the figure."""
-_TRIALS = 3
-_TRIAL_BYTES = 1 << 20
-_MAX_TRIAL_PAGES = 64
-_TRIAL_TIMEOUT_S = 5.0
-_TRIAL = XferId("link")
+_PROBES = 3
+_PROBE_BYTES = 1 << 20
+_MAX_PROBE_PAGES = 64
+_PROBE_TIMEOUT_S = 5.0
+_PROBE = XferId("link")
 
 
 @dataclass(slots=True, eq=False)
 class LinkSpeed:
-    """The speed of one way to a peer.
+    """The speed of the connection to a peer.
 
     The rate is bytes over the seconds in which they moved, both decaying alike. Bytes weigh: a small push takes longer per
     byte, and says little about the link.
@@ -91,7 +91,7 @@ def probe_link(
     *,
     source: BlockId,
     target: BlockId,
-    timeout_s: float = _TRIAL_TIMEOUT_S,
+    timeout_s: float = _PROBE_TIMEOUT_S,
 ) -> None:
     """Writes a page of one layer a few times, then about a megabyte. Blocks; milliseconds where all is well.
 
@@ -103,7 +103,7 @@ def probe_link(
         timeout_s: How long a link may take that is any good.
 
     Raises:
-        TransferError: The way carries nothing, or not in time.
+        TransferError: The connection carries nothing, or not in time.
     """
     deadline_s = time.monotonic() + timeout_s
     layer = next(n for n, there in enumerate(plan.target_layers) if there is not None)
@@ -111,7 +111,7 @@ def probe_link(
     def seconds_for(pages: int) -> float:
         begin_s = time.monotonic()
         write = PageWrite(
-            xfer_id=_TRIAL,
+            xfer_id=_PROBE,
             layer_index=layer,
             source=(source,) * pages,
             target=(target,) * pages,
@@ -120,9 +120,9 @@ def probe_link(
         return time.monotonic() - begin_s
 
     seconds_for(1)  # opens what is opened at first use
-    writer.speed.latency_s = min(seconds_for(1) for _ in range(_TRIALS))
+    writer.speed.latency_s = min(seconds_for(1) for _ in range(_PROBES))
     written = sum(part.length for part in plan.slices)
-    seconds_for(min(max(_TRIAL_BYTES // written, 1), _MAX_TRIAL_PAGES))
+    seconds_for(min(max(_PROBE_BYTES // written, 1), _MAX_PROBE_PAGES))
 
 
 def _carry_out(writer: KvWriter, write: PageWrite, deadline_s: float) -> None:

@@ -30,7 +30,7 @@ from kv_transfer.session.handshake import (
     HandshakeServer,
     SessionOffer,
     accept,
-    no_way,
+    no_backend_works,
     refused_field,
 )
 from kv_transfer.session.seal import SessionSeal
@@ -38,7 +38,7 @@ from kv_transfer.ticket import region_digest
 
 
 class Fence:
-    """Tells once that a session's peer can never write here again: when every way in that it was shown is shut."""
+    """Tells once that a session's peer can never write here again: when its access by every backend that it was offered is revoked."""
 
     def __init__(self, fenced: Callable[[], None]) -> None:
         self._fenced = fenced
@@ -46,13 +46,13 @@ class Fence:
         self._open = 1  # the ways that may still be shown
 
     def revoke(self, receiver: KvReceiver, handle: RegionHandle) -> None:
-        """Shuts one way."""
+        """Takes the access by one backend back."""
         with self._lock:
             self._open += 1
         receiver.revoke(handle, self._shut)
 
     def close(self) -> None:
-        """No other way will be shown."""
+        """No other backend will be offered."""
         self._shut()
 
     def _shut(self) -> None:
@@ -75,10 +75,10 @@ class SessionHost(Protocol):
     """What a decode worker hears of its peers' sessions. Called on the event loop."""
 
     def on_session_open(self, session: SessionId, peer: WorkerIdentity, link: LinkPlan) -> None:
-        """A prefill worker was let in; `link` is what it writes of each page."""
+        """A prefill worker was admitted; `link` is what it writes of each page."""
 
     def on_handshake_refused(self, field: str) -> None:
-        """A prefill worker was not let in, or found no way to the arena: this field did not fit."""
+        """A prefill worker was not admitted, or cannot reach the arena: this field did not fit."""
 
     def on_ticket_refused(self, error: TicketError) -> None:
         """A prefill worker showed a permit that is not good; its request is dropped."""
@@ -114,7 +114,7 @@ class ServedSession:
         receivers: Mapping[str, KvReceiver],
         host: SessionHost,
     ) -> None:
-        """The peer is shown its favourite way in once `run` begins.
+        """The peer is offered its preferred backend once `run` begins.
 
         Args:
             session: Its number here.
@@ -142,7 +142,7 @@ class ServedSession:
 
     async def run(self, requests: Requests, context: Context) -> None:
         """Until either side ends it."""
-        self._show()
+        self._offer_region()
         self._host.on_session_open(self._session, self._agreed.peer, self._agreed.link)
         reading = asyncio.create_task(self._read(requests))
         writing = asyncio.create_task(self._write(context))
@@ -173,7 +173,7 @@ class ServedSession:
         return str(self._agreed.peer)
 
     def _bound_to(self, handle: RegionHandle) -> SessionTerms:
-        """What binds tickets to the way in that counts."""
+        """What binds tickets to the region handle that counts."""
         return SessionTerms(
             office=self._here.office,
             target=self._here.identity,
@@ -182,15 +182,15 @@ class ServedSession:
             lease_s=self._offer.lease_s,
         )
 
-    def _show(self) -> None:
+    def _offer_region(self) -> None:
         accepted = accept(self._here, self._offer, self._handle)
         self._outgoing.put_nowait(pb.TransferReply(accepted=accepted))
 
     def _revoke(self) -> None:
         self._fence.revoke(self._receivers[self._handle.backend], self._handle)
 
-    def _show_another(self, unreachable: pb.RegionUnreachable) -> None:
-        """The peer finds no way in by the backend that was chosen: by the next one that both have."""
+    def _offer_next(self, unreachable: pb.RegionUnreachable) -> None:
+        """The peer cannot reach the arena by the backend that was chosen: it is offered the next one that both have."""
         if unreachable.backend != self._handle.backend or unreachable.backend in self._tried:
             raise TransferError(f"{unreachable.backend!r} is not the backend that was chosen")
         _log.warning(
@@ -202,14 +202,14 @@ class ServedSession:
         self._tried.append(unreachable.backend)
         left = [name for name in self._agreed.backends if name not in self._tried]
         if not left:
-            error = no_way(self._tried)
+            error = no_backend_works(self._tried)
             tell_refused(self._host, error)
             self._outgoing.put_nowait(pb.TransferReply(refused=failure_to_proto(error)))
             return
         self._revoke()
         self._handle = self._receivers[left[0]].handle()
         self._terms = self._bound_to(self._handle)
-        self._show()
+        self._offer_region()
 
     async def _read(self, requests: Requests) -> None:
         try:
@@ -225,7 +225,7 @@ class ServedSession:
 
     def _take(self, request: pb.TransferRequest) -> None:
         if request.WhichOneof("request") == "unreachable":
-            self._show_another(request.unreachable)
+            self._offer_next(request.unreachable)
             return
         try:
             message = request_from_proto(request, self._terms)
@@ -266,7 +266,7 @@ class TransferService(pb_grpc.TransferServicer):
     ) -> None:
         self._here = here
         self._offer = offer
-        self._door = HandshakeServer(here, receivers)
+        self._handshakes = HandshakeServer(here, receivers)
         self._receivers = receivers
         self._host = host
         self._sessions: dict[SessionId, ServedSession] = {}
@@ -305,7 +305,7 @@ class TransferService(pb_grpc.TransferServicer):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
         seal = self._seal(opening.open)
         try:
-            agreed = self._door.agree(opening)
+            agreed = self._handshakes.agree(opening)
         except BatonError as error:
             tell_refused(self._host, error)
             await context.write(seal.seal(pb.TransferReply(refused=failure_to_proto(error))))

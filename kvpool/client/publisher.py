@@ -1,6 +1,6 @@
 """Puts a worker's full pages into the pool, in the background: batch by batch from the queue that the engine fills.
 
-    reserve places ─▶ copy pages there, in a thread ─▶ commit what was not handed out again meanwhile
+    reserve slots ─▶ copy pages there, in a thread ─▶ commit what was not handed out again meanwhile
 
 No request waits for it. What goes wrong costs the pool a few blocks, and nothing else.
 
@@ -40,7 +40,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """One page with the place that was reserved for it.
+    """One page with the slot that was reserved for it.
 
     Attributes:
         page: What is copied.
@@ -123,7 +123,7 @@ class PoolWriter:
             slab: One array `[num_slots, page_layer_bytes]` per layer.
 
         Returns:
-            Per place the block's checksums as `HeldBlock` has them, or nothing where the page was handed out again: such a
+            Per slot the block's checksums as `HeldBlock` has them, or nothing where the page was handed out again: such a
             slot holds no block and must not be committed.
 
         Raises:

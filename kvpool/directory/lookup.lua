@@ -18,7 +18,7 @@ local counts = setmetatable({}, {
 
 local several = {}
 
--- The entries of block number `at`; nil where nobody holds it.
+-- The entries of block number `at`; nil where no node holds it.
 local function entries_of(record, at)
   local replicas = living_replicas(record, nil)
   if replicas == '' then return nil end

@@ -1,4 +1,4 @@
--- The states of the nodes that live, each followed by what tenants have there; '' where nobody with a quota has anything.
+-- The states of the nodes that live, each followed by what tenants have there; '' where no tenant with a quota has anything.
 -- ARGV: prefix.
 local states = {}
 for _, node in ipairs(redis.call('HVALS', prefix .. ':nodes')) do

@@ -1,5 +1,5 @@
 -- Gives a node a lease. A node that has none, for whatever reason, gets a new number: replicas under an old one stay void. They
--- are swept out by and by: each renewal looks at the next few records. A pool that nobody renews in goes as a whole.
+-- are swept out by and by: each renewal looks at the next few records. A pool in which no node renews goes as a whole.
 -- ARGV: prefix, node name, state, lease in ms, how many flushes it has carried out, life of the records in ms, what tenants have
 -- there: apart from the state, which every lookup reads.
 -- Returns: whether it got a new number, how many flushes there have been, and the latest of them, the last one first.

@@ -21,9 +21,9 @@ class Claim:
     """One tenant's part of a tier.
 
     Attributes:
-        taken: Places, with those that it asks for now.
+        taken: Slots, with those that it asks for now.
         weight: Of its share.
-        floor: Places below which it need not give.
+        floor: Slots below which it need not give.
     """
 
     taken: int
@@ -32,7 +32,7 @@ class Claim:
 
 
 def share_out(claims: list[Claim], need: int) -> list[int]:
-    """How many places each of `claims` is to give; less than `need` together where all are at their floor."""
+    """How many slots each of `claims` is to give; less than `need` together where all are at their floor."""
     gives = [0] * len(claims)
     heap = [
         (-claim.taken / claim.weight, index)

@@ -1,4 +1,4 @@
-"""A pool node without a process: the real ledger over plain memory, and workers' ways to it that can be held up and cut."""
+"""A pool node without a process: the real ledger over plain memory, and clients whose calls can be held up and cut off."""
 
 import asyncio
 from collections import Counter
@@ -22,14 +22,14 @@ class FakePool:
     Args:
         layout: Of the blocks.
         clock: For leases and puts.
-        num_slots: Places of the slab.
+        num_slots: Of the slab.
 
     Attributes:
-        ledger: Its book.
+        ledger: What lies where.
         rows: Its memory, as `PoolClient.slab` has it.
         calls: How often each method of a client was called.
-        lent: Every lease that was given.
-        asked_places: The keys that places were asked for, in order.
+        leases_given: Every lease that was given.
+        asked_places: The keys that slots were asked for, in order.
     """
 
     def __init__(self, layout: KvLayout, clock: Clock, *, num_slots: int = 64) -> None:
@@ -42,13 +42,13 @@ class FakePool:
         self._called = asyncio.Event()
         self._starts = 0
         self.calls: Counter[str] = Counter()
-        self.lent: list[str] = []
+        self.leases_given: list[str] = []
         self.asked_places: list[BlockKey] = []
         self.is_there = False
         self.come()
 
     def client(self, on_slab: OnSlab = lambda _: None) -> "FakeClient":
-        """A worker's way here; `on_slab` is told of slabs that come and go."""
+        """A worker's client; `on_slab` is called with slabs that come and go."""
         client = FakeClient(self, on_slab)
         self._clients.append(client)
         return client
@@ -148,7 +148,7 @@ class FakeClient:
         """See PoolClient. There is no disk to wait for."""
         ledger = await self._pool.answer("lease")
         lease = ledger.lease(keys, lease_s, self._pool.clock.now_s())
-        self._pool.lent.append(lease.lease_id)
+        self._pool.leases_given.append(lease.lease_id)
         return lease
 
     async def renew(self, lease_ids: Sequence[str], lease_s: float) -> tuple[str, ...]:

@@ -114,7 +114,11 @@ class Slot:
 class BlockStory:
     """The last operations that changed the state of blocks, told by block key in hexadecimal (as `baton.story.StoryLog`).
 
-    One entry per operation and not per block: a put of 2,000 blocks would cost a fifth of its time otherwise.
+    One entry per operation and not per block: `StoryLog` would describe each of a put's 2,000 blocks. Bounded by operations and
+    by keys.
+
+    Attributes:
+        now_s: The latest time that the ledger was told; entries carry it.
     """
 
     def __init__(self) -> None:
@@ -133,14 +137,14 @@ class BlockStory:
             self._num_keys -= len(self._operations.popleft()[2])
 
     def story(self, key: str) -> tuple[StoryEntry, ...]:
-        """What is left of the operations on one block, oldest first."""
+        """What is left of the operations on one block, oldest first. May be called from any thread."""
         try:
             wanted = bytes.fromhex(key)
         except ValueError:
             return ()
         return tuple(
             StoryEntry(at_s=at_s, event=event, actions=())
-            for at_s, event, keys in self._operations
+            for at_s, event, keys in list(self._operations)  # a copy: its owner may log meanwhile
             if wanted in keys
         )
 

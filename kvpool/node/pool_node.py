@@ -40,7 +40,7 @@ _NOTHING = BlockLease(lease_id="")
 _EMPTY = Refused(reason=RefusalReason.SICK, detail="no worker has attached yet")
 
 JoinPeers = Callable[[NodeStorage], Peers | None]
-"""A node's part among others; None where no way to them works."""
+"""Joins the other nodes of the pool; None where no transfer backend to them works."""
 
 _log = get_logger(__name__)
 

@@ -90,13 +90,13 @@ class QuotaShares:
 
     Args:
         here: This node.
-        book: What the operator allows, in the whole pool.
+        records: What the operator allows, in the whole pool.
         block_bytes: What a block is billed here.
     """
 
-    def __init__(self, here: WorkerIdentity, book: TenantRecords, block_bytes: int) -> None:
+    def __init__(self, here: WorkerIdentity, records: TenantRecords, block_bytes: int) -> None:
         self._here = here
-        self._book = book
+        self._records = records
         self._block_bytes = block_bytes
         self._elsewhere: dict[str, list[TenantPart]] = {}
         self._told: dict[str, Allowance] = {}
@@ -106,7 +106,7 @@ class QuotaShares:
         limited = [
             self._part(owner, now_s)
             for owner in owners
-            if self._book.allowance(owner.tenant).max_bytes is not None
+            if self._records.allowance(owner.tenant).max_bytes is not None
         ]
         return tuple(sorted(limited, key=lambda part: -part.size_bytes)[:MOST_TOLD])
 
@@ -120,7 +120,7 @@ class QuotaShares:
     def due(self, owners: Iterable[OwnerUsage], now_s: float) -> dict[str, Allowance | None]:
         """What tenants may take on this node from now on, where that has changed; None for what is usual."""
         having = {owner.tenant: self._part(owner, now_s) for owner in owners}
-        named = self._book.allowances.keys() | self._elsewhere.keys()
+        named = self._records.allowances.keys() | self._elsewhere.keys()
         shares = {tenant: self._share(tenant, having.get(tenant)) for tenant in named}
         before, self._told = self._told, shares
         return {
@@ -130,7 +130,7 @@ class QuotaShares:
         }
 
     def _share(self, tenant: str, here: TenantPart | None) -> Allowance:
-        allowance, elsewhere = self._book.allowance(tenant), self._elsewhere.get(tenant)
+        allowance, elsewhere = self._records.allowance(tenant), self._elsewhere.get(tenant)
         if allowance.max_bytes is None or not elsewhere:
             return allowance
         here = here or TenantPart(tenant=tenant, size_bytes=0, active=False)

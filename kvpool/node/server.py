@@ -153,7 +153,7 @@ class PoolService(pool_pb2_grpc.PoolServicer):
     async def Reserve(  # noqa: N802
         self, request: pb.ReservePutRequest, context: _Context
     ) -> pb.ReservePutReply:
-        """Places to write blocks to."""
+        """Slots to write blocks to."""
         del context
         self._check_node(request.node)
         keys = keys_from_bytes(request.keys)

@@ -65,7 +65,7 @@ class Slab:
                 param="pool.memory_bytes",
             )
         self.region = SharedRegion.create(self.num_slots * slot_bytes)
-        self._gate = serve_region(self.region, path)
+        self._server = serve_region(self.region, path)
 
     @property
     def size_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Slab:
         """Lets one worker map the slab once; `gone` is called, on another thread, when it has let go."""
         return SlabOffer(
             path=self.path,
-            token=self._gate.grant(gone),
+            token=self._server.issue_token(gone),
             num_slots=self.num_slots,
             slot_bytes=self.slot_bytes,
         )
@@ -108,7 +108,7 @@ class Slab:
 
     def close(self) -> None:
         """Admits no process any more; workers that map the slab see their connection end."""
-        self._gate.close()
+        self._server.close()
         self.region.close()
 
 
@@ -116,11 +116,9 @@ def _hashes(layer: Pages, slots: Numbers) -> Hashes:
     """What each slot's part of one layer hashes to. The quickest way to hash rows is to copy them to where a core has them at hand."""
     rows_at_once = max(1, _SCRATCH_BYTES // layer.shape[1])
     scratch = np.empty((rows_at_once, layer.shape[1]), dtype=np.uint8)
-    places = np.arange(rows_at_once)
+    rows = np.arange(rows_at_once)
     turns = [slots[at : at + rows_at_once] for at in range(0, len(slots), rows_at_once)]
-    return np.concatenate(
-        [copy_hashed(layer, scratch, turn, places[: len(turn)]) for turn in turns]
-    )
+    return np.concatenate([copy_hashed(layer, scratch, turn, rows[: len(turn)]) for turn in turns])
 
 
 _DTYPE, _BYTES_PER_ROW = "float16", 4

@@ -74,7 +74,7 @@ class Peering:
 
     Raises:
         ConfigError: None of the transfer backends works here.
-        OSError: A way into the slab cannot be bound.
+        OSError: A socket that gives access to the slab cannot be bound.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Peering:
         await self._inbound.close()
 
     def check_integrity(self) -> None:
-        """Raises InvariantError if the books of what is under way contradict themselves."""
+        """Raises InvariantError if the state of what is under way contradicts itself."""
         self._inbound.check_integrity()
         self._outbound.check_integrity()
 
@@ -194,14 +194,14 @@ def _receivers(plan: PeeringConfig, store: NodeStorage) -> dict[str, KvReceiver]
     return open_receivers(
         needed(plan.transfer.backends, plan.address, slab.region),
         slab.region,
-        gate_address=lambda backend: _gate_address(plan, backend),
+        server_address=lambda backend: _server_address(plan, backend),
         layout=slab_layout(slab.slot_bytes),
         num_blocks=slab.num_slots,
     )
 
 
-def _gate_address(plan: PeeringConfig, backend: str) -> str:
-    """Where writers are let in: by a Unix socket, or beside the port that they ask at."""
+def _server_address(plan: PeeringConfig, backend: str) -> str:
+    """Where writers attach: by a Unix socket, or beside the port that they ask at."""
     if plan.address.startswith("unix:") or backend == "shm":
         return f"unix:{plan.gate_path}"
     host = plan.address.rpartition(":")[0]

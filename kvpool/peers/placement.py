@@ -87,7 +87,7 @@ def choose_target(
         states: Of all nodes that live.
         holders: Those that have one.
         need_bytes: Of the copy.
-        rate: Of the way to each node.
+        rate: Of the link to each node.
     """
     states = tuple(states)
     domains = {state.failure_domain for state in states if state.node in holders}

@@ -72,7 +72,7 @@ class PeerReceiver:
     Args:
         here: This node.
         num_slots: Of its slab.
-        receivers: Ways into the slab by backend.
+        receivers: What lets others write into the slab, by backend.
         transfer: Durations of the hand-off.
         clock: Monotonic.
     """
@@ -99,12 +99,12 @@ class PeerReceiver:
         self._receivers = receivers
         self._clock = clock
         self._sessions = TransferService(here=here, offer=offer, receivers=receivers, host=self)
-        self._coming: dict[XferId, _Incoming] = {}
+        self._incoming: dict[XferId, _Incoming] = {}
 
     @property
     def in_flight(self) -> int:
         """Transfers that are not over."""
-        return len(self._coming)
+        return len(self._incoming)
 
     def expect(self, permit: Permit, grant: Grant, timeout_s: float) -> Landed:
         """From now on the permit's source may write to the slots of `grant`. The transfer ends after `timeout_s`, if not before;
@@ -112,13 +112,13 @@ class PeerReceiver:
         """
         landed: Landed = asyncio.get_running_loop().create_future()
         until_s = self._clock.now_s() + timeout_s
-        self._coming[permit.xfer_id] = _Incoming(grant, until_s, landed)
+        self._incoming[permit.xfer_id] = _Incoming(grant, until_s, landed)
         self._handle(Expected(permit=permit))
         return landed
 
     def withdraw(self, xfer_id: XferId, error: BatonError) -> None:
         """It will not come, or is not wanted any more."""
-        coming = self._coming.get(xfer_id)
+        coming = self._incoming.get(xfer_id)
         if coming is not None and coming.error is None:
             coming.error = error
             self._handle(Withdrawn(xfer_id=xfer_id, error=error))
@@ -127,7 +127,7 @@ class PeerReceiver:
         """Checks every lease and deadline; several times per second."""
         now_s = self._clock.now_s()
         self._carry_out(self._ledger.tick(now_s))
-        for xfer_id, coming in list(self._coming.items()):
+        for xfer_id, coming in list(self._incoming.items()):
             if coming.until_s <= now_s:
                 self.withdraw(xfer_id, DeadlineError("the blocks did not come in time"))
         self._settle()
@@ -183,10 +183,10 @@ class PeerReceiver:
         now_s = self._clock.now_s()
         match action:
             case ReservePages(xfer_id=xfer_id):
-                grant = self._coming[xfer_id].grant
+                grant = self._incoming[xfer_id].grant
                 return self._ledger.handle(PagesReserved(xfer_id=xfer_id, grant=grant), now_s)
             case StartDecoding(xfer_id=xfer_id):
-                self._coming[xfer_id].written = True
+                self._incoming[xfer_id].written = True
             case FreePages(xfer_id=xfer_id):
                 return self._ledger.handle(PagesGone(xfer_id=xfer_id), now_s)
             case TransferFailed(xfer_id=xfer_id, error=error):
@@ -203,16 +203,16 @@ class PeerReceiver:
         return []
 
     def _failed(self, xfer_id: XferId, error: BatonError) -> None:
-        coming = self._coming.get(xfer_id)
+        coming = self._incoming.get(xfer_id)
         if coming is not None and coming.error is None:
             coming.error = error
 
     def _settle(self) -> None:
         """Tells of transfers that are over: nothing writes to their slots any more."""
-        for xfer_id, coming in list(self._coming.items()):
+        for xfer_id, coming in list(self._incoming.items()):
             if self._ledger.state(xfer_id) is not None:
                 continue
-            self._coming.pop(xfer_id, None)
+            self._incoming.pop(xfer_id, None)
             error = None if coming.written else coming.error or TransferError("given up")
             if not coming.landed.done():
                 coming.landed.set_result(error)

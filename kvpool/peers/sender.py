@@ -61,7 +61,7 @@ class Hold(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Going:
+class _Outgoing:
     permit: Permit
     hold: Hold
     until_s: float
@@ -72,8 +72,8 @@ class PeerSender:
 
     Args:
         here: This node.
-        senders: Ways out of the slab by backend, preferred first.
-        sent: Told how many blocks have arrived somewhere.
+        senders: What writes from the slab, by backend, preferred first.
+        sent: Called with how many blocks have arrived at a peer.
         timeout_s: What a transfer may take.
         clock: Monotonic.
     """
@@ -95,16 +95,16 @@ class PeerSender:
         self._outbox = Outbox(here.layout)
         self._numbers = itertools.count(1)
         self._sessions: dict[WorkerIdentity, PeerSession] = {}
-        self._letting_go: set[PeerSession] = set()
+        self._closing: set[PeerSession] = set()
         self._pushers: dict[WorkerIdentity, PageWriter] = {}
-        self._going: dict[XferId, _Going] = {}
+        self._outgoing: dict[XferId, _Outgoing] = {}
         self._closed = False
         self._mailbox: Mailbox[PushDone] = Mailbox(asyncio.get_running_loop(), self._pushed)
 
     @property
     def in_flight(self) -> int:
         """Transfers that are not over."""
-        return len(self._going)
+        return len(self._outgoing)
 
     def send(self, permit: Permit, slots: Sequence[int], hold: Hold, address: str) -> None:
         """Writes slots into the slab of the permit's target, which serves sessions at `address`.
@@ -115,12 +115,12 @@ class PeerSender:
         """
         if self._closed:
             raise TransferError("the node stops")
-        if permit.xfer_id in self._going:
+        if permit.xfer_id in self._outgoing:
             raise TransferError(f"{permit.xfer_id} is under way")
-        if len(self._going) >= _MAX_IN_FLIGHT:
+        if len(self._outgoing) >= _MAX_IN_FLIGHT:
             raise OverloadedError("the node sends too much to others already", retry_after_s=1.0)
         until_s = self._clock.now_s() + self._timeout_s
-        self._going[permit.xfer_id] = _Going(permit, hold, until_s)
+        self._outgoing[permit.xfer_id] = _Outgoing(permit, hold, until_s)
         write = PageWrite(
             xfer_id=permit.xfer_id, layer_index=0, source=BlockIds(map(BlockId, slots))
         )
@@ -133,14 +133,14 @@ class PeerSender:
     def tick(self) -> None:
         """Keeps what is being sent, and gives up what takes too long; several times per second."""
         now_s = self._clock.now_s()
-        for xfer_id, going in list(self._going.items()):
-            if not going.hold.renew() or going.until_s <= now_s:
+        for xfer_id, outgoing in list(self._outgoing.items()):
+            if not outgoing.hold.renew() or outgoing.until_s <= now_s:
                 self._handle(GivenUp(xfer_id=xfer_id))
 
     async def close(self) -> None:
         """Sends nothing more and ends every session; waits until no push is on its way."""
         self._closed = True
-        sessions = [*self._sessions.values(), *self._letting_go]
+        sessions = [*self._sessions.values(), *self._closing]
         await asyncio.gather(*(session.close() for session in sessions))
 
     def check_integrity(self) -> None:
@@ -175,8 +175,8 @@ class PeerSender:
         """The session with `peer` is over; the next transfer to it opens another."""
         _log.info("session with a pool node ended", peer=str(peer), reason=error.message)
         self._pushers.pop(peer, None)
-        self._letting_go = {session for session in self._letting_go if not session.over}
-        self._letting_go.add(self._sessions.pop(peer))
+        self._closing = {session for session in self._closing if not session.over}
+        self._closing.add(self._sessions.pop(peer))
         self._handle(PeerDown(peer=peer, error=error))
 
     def _connect(self, peer: WorkerIdentity, address: str) -> None:
@@ -196,8 +196,8 @@ class PeerSender:
     def _handle(self, event: OutboxEvent) -> None:
         for action in self._outbox.handle(event, self._clock.now_s()):
             self._do(action)
-        for xfer_id in [x for x in self._going if self._outbox.state(x) is None]:
-            self._going.pop(xfer_id).hold.release()
+        for xfer_id in [x for x in self._outgoing if self._outbox.state(x) is None]:
+            self._outgoing.pop(xfer_id).hold.release()
 
     def _do(self, action: OutboxAction) -> None:
         match action:
@@ -222,7 +222,7 @@ class PeerSender:
 
     def _pushed(self, done: PushDone) -> None:
         """What was pushed counts only if it lay still all the while."""
-        going = self._going[done.xfer_id]
+        going = self._outgoing[done.xfer_id]
         if not going.hold.renew():
             self._handle(GivenUp(xfer_id=done.xfer_id))
         self._handle(done)

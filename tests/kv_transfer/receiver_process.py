@@ -26,7 +26,7 @@ def main() -> None:
     receiver = open_receivers(
         [backend],
         region,
-        gate_address=lambda _name: address,
+        server_address=lambda _name: address,
         layout=LAYOUT,
         num_blocks=RECEIVER_BLOCKS,
     )[backend]

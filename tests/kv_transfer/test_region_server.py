@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.memory.attach import seal
+from kv_transfer.memory.attach import sign_reply
 from kv_transfer.memory.region_server import RegionServer
 
 pytestmark = pytest.mark.alone
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.alone
 TIMEOUT_S = 30
 PEER = """
 import socket, sys
-from kv_transfer.memory.attach import AttachToken, attach, detach, read_sealed
-invitation = AttachToken(token=bytes.fromhex(sys.argv[1]), address=sys.argv[2])
-connection = attach(invitation)
-read_sealed(connection, invitation.token)
+from kv_transfer.memory.attach import AttachToken, attach, detach, read_reply
+token = AttachToken(secret=bytes.fromhex(sys.argv[1]), address=sys.argv[2])
+connection = attach(token)
+read_reply(connection, token.secret)
 print("in", flush=True)
 for line in sys.stdin:
-    if line == "farewell\\n":
+    if line == "detach\\n":
         detach(connection)
     if line == "close\\n":
         connection.close()
@@ -31,12 +31,12 @@ for line in sys.stdin:
 
 
 class Peer:
-    """A process that has entered the gate, and does what it is told."""
+    """A process that is attached to the region server, and does what it is told."""
 
-    def __init__(self, gate: RegionServer) -> None:
-        self.token = gate.grant()
+    def __init__(self, server: RegionServer) -> None:
+        self.token = server.issue_token()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", PEER, self.token.hex(), gate.address],
+            [sys.executable, "-c", PEER, self.token.hex(), server.address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -58,60 +58,60 @@ class Peer:
         assert self._process.stdout.readline().strip() == what
 
 
-class Doors:
-    """A gate whose peers write what may go on when they are killed, and one peer in it."""
+class Served:
+    """A server whose peers write what may go on when they are killed, and one peer in it."""
 
-    def __init__(self, gate: RegionServer, peer: Peer) -> None:
-        self.gate, self.peer = gate, peer
+    def __init__(self, server: RegionServer, peer: Peer) -> None:
+        self.server, self.peer = server, peer
         self.gone = threading.Event()
 
     def revoke(self) -> None:
-        self.gate.revoke(self.peer.token, self.gone.set)
+        self.server.revoke(self.peer.token, self.gone.set)
 
 
 @pytest.fixture
-def doors(tmp_path: Path) -> Iterator[Doors]:
-    gate = RegionServer(
-        f"unix:{tmp_path}/gate",
-        lambda peer, token: peer.sendall(seal(b"welcome", token)),
-        farewells=True,
+def served(tmp_path: Path) -> Iterator[Served]:
+    server = RegionServer(
+        f"unix:{tmp_path}/server",
+        lambda peer, token: peer.sendall(sign_reply(b"welcome", token)),
+        must_detach=True,
     )
-    peer = Peer(gate)
-    yield Doors(gate, peer)
+    peer = Peer(server)
+    yield Served(server, peer)
     peer.kill()
-    gate.close()
+    server.close()
 
 
-def test_who_says_farewell_has_left_once_the_connection_ends(doors: Doors) -> None:
-    doors.revoke()
-    doors.peer.tell("farewell")
-    assert not doors.gone.is_set()
-    doors.peer.tell("close")
-    assert doors.gone.wait(TIMEOUT_S)
+def test_a_peer_that_detached_has_left_once_the_connection_ends(served: Served) -> None:
+    served.revoke()
+    served.peer.tell("detach")
+    assert not served.gone.is_set()
+    served.peer.tell("close")
+    assert served.gone.wait(TIMEOUT_S)
 
 
-def test_who_leaves_without_a_word_is_gone_once_its_process_has_ended(doors: Doors) -> None:
-    doors.revoke()
-    doors.peer.tell("close")
-    other = Peer(doors.gate)  # admitted by the thread that has seen the first one leave
-    assert not doors.gone.is_set()
-    assert doors.gate.inside() == 2
+def test_who_leaves_without_a_word_is_gone_once_its_process_has_ended(served: Served) -> None:
+    served.revoke()
+    served.peer.tell("close")
+    other = Peer(served.server)  # admitted by the thread that has seen the first one leave
+    assert not served.gone.is_set()
+    assert served.server.num_attached() == 2
     other.kill()
-    doors.peer.kill()
-    assert doors.gone.wait(TIMEOUT_S)
+    served.peer.kill()
+    assert served.gone.wait(TIMEOUT_S)
 
 
-def test_a_killed_peer_is_gone(doors: Doors) -> None:
-    doors.peer.kill()
-    doors.revoke()
-    assert doors.gone.wait(TIMEOUT_S)
+def test_a_killed_peer_is_gone(served: Served) -> None:
+    served.peer.kill()
+    served.revoke()
+    assert served.gone.wait(TIMEOUT_S)
 
 
-def test_a_peer_is_waited_for_whether_it_is_revoked_before_or_after_it_left(doors: Doors) -> None:
-    doors.peer.tell("close")
-    other = Peer(doors.gate)
-    doors.revoke()
-    assert not doors.gone.is_set()
+def test_a_peer_is_waited_for_whether_it_is_revoked_before_or_after_it_left(served: Served) -> None:
+    served.peer.tell("close")
+    other = Peer(served.server)
+    served.revoke()
+    assert not served.gone.is_set()
     other.kill()
-    doors.peer.kill()
-    assert doors.gone.wait(TIMEOUT_S)
+    served.peer.kill()
+    assert served.gone.wait(TIMEOUT_S)

@@ -76,12 +76,11 @@ def test_a_peer_that_dies_is_known_to_be_gone(tmp_path: Path, receiver: ShmRecei
     handle = receiver.handle()
     code = (
         "import sys\n"
-        "from kv_transfer.memory.shared_region import attach\n"
-        "from kv_transfer.backends.shm import _parse\n"
-        "from kv_transfer.ports import RegionHandle\n"
+        "from kv_transfer.memory.attach import AttachToken\n"
+        "from kv_transfer.memory.shared_region import attach_region\n"
         "opaque, size = bytes.fromhex(sys.argv[1]), int(sys.argv[2])\n"
-        "token, path = _parse(RegionHandle(backend='shm', opaque=opaque, num_blocks=1))\n"
-        "held = attach(path, token, size)\n"
+        "token = AttachToken.unpack(opaque, b'BSHM\\x02')\n"
+        "held = attach_region(token.address.removeprefix('unix:'), token.secret, size)\n"
         "print('attached', flush=True)\n"
         "sys.stdin.read()\n"
     )

@@ -1,4 +1,4 @@
-"""The receiving half of the backend `ucx` (`worker.py` says how it works): lets peers in, and gives each a session with a thread of its own, which
+"""The receiving half of the backend `ucx` (`worker.py` says how it works): lets peers attach, and gives each a session with a thread of its own, which
 checks heads and receives bodies into the pages.
 
 The UCX worker to which a peer sends is its session's alone. Ending the session destroys it, and with it whatever is half received.
@@ -29,7 +29,7 @@ from kv_transfer.backends.ucx.worker import (
     head_tag,
 )
 from kv_transfer.memory.arena import ArenaSpan
-from kv_transfer.memory.attach import AttachToken, seal
+from kv_transfer.memory.attach import AttachToken, sign_reply
 from kv_transfer.memory.pages import layer_pages
 from kv_transfer.memory.region_server import RegionServer
 from kv_transfer.ports import RegionHandle
@@ -161,7 +161,7 @@ class UcxReceiver:
     def __init__(
         self, arena: ArenaSpan, *, layout: KvLayout, address: str, num_blocks: int
     ) -> None:
-        """Opens the gate; UCX starts when the first peer comes.
+        """Starts serving; UCX starts when the first peer comes.
 
         Raises:
             OSError: The address cannot be bound.
@@ -171,38 +171,36 @@ class UcxReceiver:
         self._num_blocks = num_blocks
         self._lock = threading.Lock()
         self._context: UcxContext | None = None
-        self._sessions: dict[bytes, UcxSession] = {}  # by token; of peers that were let in
+        self._sessions: dict[bytes, UcxSession] = {}  # by token; of peers that are attached
         self._closed = False
-        self._gate = RegionServer(address, self._welcome)
+        self._server = RegionServer(address, self._on_attach)
 
     def handle(self) -> RegionHandle:
-        """A handle that lets one peer in once."""
-        invitation = AttachToken(token=self._gate.grant(), address=self._gate.address)
-        return RegionHandle(
-            backend=BACKEND, opaque=invitation.pack(MAGIC), num_blocks=self._num_blocks
-        )
+        """A handle that lets one peer attach once."""
+        token = AttachToken(secret=self._server.issue_token(), address=self._server.address)
+        return RegionHandle(backend=BACKEND, opaque=token.pack(MAGIC), num_blocks=self._num_blocks)
 
     def revoke(self, handle: RegionHandle, gone: Callable[[], None]) -> None:
         """Ends whatever the peer's session receives; calls `gone` from its thread, at once."""
-        token = AttachToken.unpack(handle.opaque, MAGIC).token
+        token = AttachToken.unpack(handle.opaque, MAGIC).secret
         with self._lock:
             inside = token in self._sessions
         if inside:
-            self._gate.revoke(token, _nothing)
+            self._server.revoke(token, _nothing)
             self._end(token, gone)
-        else:  # whoever is just being let in is asked to leave
-            self._gate.revoke(token, lambda: self._end(token, gone))
+        else:  # a peer that is just attaching is asked to leave
+            self._server.revoke(token, lambda: self._end(token, gone))
 
     def close(self) -> None:
         """Refuses later peers and stops receiving."""
-        self._gate.close()
+        self._server.close()
         with self._lock:
             sessions, self._sessions, self._closed = list(self._sessions.values()), {}, True
         for session in sessions:
             session.end(_nothing)
             session.join()
 
-    def _welcome(self, peer: socket.socket, token: bytes) -> None:
+    def _on_attach(self, peer: socket.socket, token: bytes) -> None:
         with self._lock:
             if self._closed:
                 raise TransferError("the receiver is closed")
@@ -215,7 +213,7 @@ class UcxReceiver:
                 self._reader,
                 lambda number, refused: self._answer(token, number, refused),
             )
-        peer.sendall(seal(worker.address, token))
+        peer.sendall(sign_reply(worker.address, token))
 
     def _end(self, token: bytes, gone: Callable[[], None]) -> None:
         with self._lock:
@@ -226,10 +224,10 @@ class UcxReceiver:
             session.end(gone)
 
     def _answer(self, token: bytes, number: int, refused: bool) -> None:
-        self._gate.send(token, ANSWER.pack(number, refused))
+        self._server.send(token, ANSWER.pack(number, refused))
         if refused:
-            self._gate.revoke(token, _nothing)
+            self._server.revoke(token, _nothing)
 
 
 def _nothing() -> None:
-    """Nobody waits for a peer to leave here: it cannot write by itself."""
+    """No one waits for a peer to leave here: it cannot write by itself."""

@@ -25,7 +25,7 @@ from kv_transfer.backends.ucx.worker import (
 )
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory.arena import ArenaSpan
-from kv_transfer.memory.attach import AttachToken, attach, on_one_host, read_sealed
+from kv_transfer.memory.attach import AttachToken, attach, is_local, read_reply
 from kv_transfer.memory.pages import Pages, layer_pages
 from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
 
@@ -49,7 +49,7 @@ class UcxSender:
         peer: KvLayout | None = None,
         lease: Lease | None = None,
     ) -> "UcxWriter":
-        """Opens a way to the peer. Blocks for at most a few seconds.
+        """Opens a connection to the peer. Blocks for at most a few seconds.
 
         Raises:
             IncompatibleError: The layouts cannot be matched; names the field.
@@ -58,28 +58,28 @@ class UcxSender:
         plan = plan_link(layout, layout if peer is None else peer)
         if handle.backend != BACKEND:
             raise TransferError("not a handle of the ucx backend")
-        invitation = AttachToken.unpack(handle.opaque, MAGIC)
+        token = AttachToken.unpack(handle.opaque, MAGIC)
         local = layer_pages(self._arena.host_view, layout, self._num_blocks)
-        connection = attach(invitation)
+        connection = attach(token)
         try:
-            address = read_sealed(connection, invitation.token)
+            address = read_reply(connection, token.secret)
             worker = UcxWorker(UcxContext())
-            worker.connect(address, same_host=on_one_host(invitation.address))
+            worker.connect(address, same_host=is_local(token.address))
         except TransferError:
             connection.close()
             raise
-        way = _Way(
+        reached = _Peer(
             worker=worker,
             connection=connection,
-            head_tag=head_tag(invitation.token),
-            body_tag=body_tag(invitation.token),
+            head_tag=head_tag(token.secret),
+            body_tag=body_tag(token.secret),
             target_blocks=handle.num_blocks,
         )
-        return UcxWriter(local, plan, way, lease)
+        return UcxWriter(local, plan, reached, lease)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class _Peer:
     """How one peer is reached."""
 
     worker: UcxWorker
@@ -101,33 +101,33 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OnItsWay:
+class _SentFrame:
     job: _Job
     requests: tuple[Request, Request]
 
 
 class UcxWriter:
-    """An open way to one peer, with the thread that sends frames and hears what became of them."""
+    """An open connection to one peer, with the thread that sends frames and hears what became of them."""
 
     def __init__(
-        self, local: list[Pages], plan: LinkPlan, way: _Way, lease: Lease | None = None
+        self, local: list[Pages], plan: LinkPlan, peer: _Peer, lease: Lease | None = None
     ) -> None:
         self._local = local
         self._lease = lease
         self._plan = plan
-        self._way = way
+        self._peer = peer
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._frames: Iterator[Frame] = iter(())
         self._current: _Job | None = None
-        self._on_their_way: dict[int, _OnItsWay] = {}
+        self._in_flight: dict[int, _SentFrame] = {}
         self._answered: list[Request] = []  # which UCX has not finished with here
         self._heard = bytearray()
         self._number = 0
         self._give_up_at_s: float | None = None
         self._lost: TransferError | None = None
         self._lock = threading.Lock()
-        way.connection.setblocking(False)
+        peer.connection.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
         self._thread.start()
 
@@ -149,18 +149,18 @@ class UcxWriter:
         self._thread.join()
 
     def _run(self) -> None:
-        worker, others = self._way.worker, [self._wake, self._way.connection.fileno()]
-        error = TransferError("the way to the peer was closed")
+        worker, others = self._peer.worker, [self._wake, self._peer.connection.fileno()]
+        error = TransferError("the connection to the peer was closed")
         try:
             while not self._is_over():
                 worker.progress()
                 self._hear()
                 self._send_what_fits()
-                if self._on_their_way or self._give_up_at_s is None:
-                    worker.wait(others, _LOOK_AROUND_S, in_haste=bool(self._on_their_way))
+                if self._in_flight or self._give_up_at_s is None:
+                    worker.wait(others, _LOOK_AROUND_S, in_haste=bool(self._in_flight))
         except TransferError as fault:
             error = fault
-        except Exception as fault:  # noqa: BLE001  # ucxx raises what UCX says; nobody may wait for ever for it
+        except Exception as fault:  # noqa: BLE001  # ucxx raises what UCX says; no push may wait for ever for it
             error = TransferError(f"UCX cannot send: {fault!r}")
         self._end(error)
 
@@ -168,20 +168,20 @@ class UcxWriter:
         """Whether everything is written after `close`.
 
         Raises:
-            TransferError: It is not, and nobody waits any longer.
+            TransferError: It is not, and time is up.
         """
         if self._give_up_at_s is None:
             return False
         if time.monotonic() > self._give_up_at_s:
             raise TransferError(
-                "the peer did not take what was sent before the way to it was closed"
+                "the peer did not take what was sent before the connection to it was closed"
             )
-        return not self._on_their_way and self._current is None
+        return not self._in_flight and self._current is None
 
     def _hear(self) -> None:
         """The receiver's answers; and UCX's own news of frames that cannot arrive."""
         self._answered = [request for request in self._answered if not request.done()]
-        for entry in self._on_their_way.values():
+        for entry in self._in_flight.values():
             for request in entry.requests:
                 request.done()
         with suppress(BlockingIOError):
@@ -192,9 +192,9 @@ class UcxWriter:
                 self._heard += heard
         size = len(self._heard) // ANSWER.size * ANSWER.size
         for number, refused in ANSWER.iter_unpack(self._heard[:size]):
-            if refused or number not in self._on_their_way:
+            if refused or number not in self._in_flight:
                 raise TransferError("the peer refused what was sent")
-            entry = self._on_their_way.pop(number)
+            entry = self._in_flight.pop(number)
             self._answered += entry.requests
             entry.job.unanswered -= 1
             _finish(entry.job)
@@ -202,14 +202,14 @@ class UcxWriter:
 
     def _listen(self) -> bytes:
         try:
-            return self._way.connection.recv(4096)
+            return self._peer.connection.recv(4096)
         except ConnectionError:
             return b""
 
     def _send_what_fits(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        while len(self._on_their_way) < _WINDOW and (frame := self._next_frame()) is not None:
+        while len(self._in_flight) < _WINDOW and (frame := self._next_frame()) is not None:
             assert self._current is not None
             try:
                 check_lease(self._lease)
@@ -219,13 +219,13 @@ class UcxWriter:
             self._send(frame, self._current)
 
     def _send(self, frame: Frame, job: _Job) -> None:
-        way, self._number = self._way, self._number + 1
+        peer, self._number = self._peer, self._number + 1
         head = head_of(frame, self._number)
         requests = (
-            way.worker.send(way.head_tag, places_of(head), head),
-            way.worker.send(way.body_tag, rows_of(frame, self._local)),
+            peer.worker.send(peer.head_tag, places_of(head), head),
+            peer.worker.send(peer.body_tag, rows_of(frame, self._local)),
         )
-        self._on_their_way[self._number] = _OnItsWay(job=job, requests=requests)
+        self._in_flight[self._number] = _SentFrame(job=job, requests=requests)
         job.unanswered += 1
 
     def _next_frame(self) -> Frame | None:
@@ -247,7 +247,7 @@ class UcxWriter:
             if job is None:
                 self._give_up_at_s = time.monotonic() + _CLOSE_TIMEOUT_S
                 return False
-            blocks = self._way.target_blocks
+            blocks = self._peer.target_blocks
             try:
                 self._frames = frames_of(job.write, self._local, self._plan, target_blocks=blocks)
             except TransferError as error:
@@ -258,11 +258,11 @@ class UcxWriter:
         return False
 
     def _end(self, error: TransferError) -> None:
-        """The thread's last act: nothing is read or sent any more, and whoever still waits for a push hears of it."""
-        self._way.worker.close()
+        """The thread's last act: nothing is read or sent any more, and every push that is left fails."""
+        self._peer.worker.close()
         with self._lock:
             self._lost = error
-        waiting = {id(entry.job): entry.job for entry in self._on_their_way.values()}
+        waiting = {id(entry.job): entry.job for entry in self._in_flight.values()}
         if self._current is not None:
             waiting[id(self._current)] = self._current
         while not self._jobs.empty():
@@ -271,7 +271,7 @@ class UcxWriter:
                 waiting[id(job)] = job
         for job in waiting.values():
             job.done(error)
-        self._way.connection.close()
+        self._peer.connection.close()
         os.close(self._wake)
 
 

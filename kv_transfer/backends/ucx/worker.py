@@ -6,14 +6,14 @@ head of each frame against its arena (`ucx_frames.py`) and only then receives th
 
 - a peer writes nothing outside the region whatever it sends: what is not being received does not land;
 - a peer is fenced at once. Each has a UCX worker of its own on the receiver's side, and fencing destroys it, with whatever it
-  was receiving; nobody has to agree, and no other peer notices.
+  was receiving; no peer has to agree, and no other peer notices.
 
     sender                                    receiver
-      gate ── token ─────────────────────────▶ gate
+      attach ── token ───────────────────────▶ region server
            ◀───────────── worker's address, sealed
       head  ═══════════ tagged message ══════▶ check
       pages ═══════════ tagged message ══════▶ pages
-           ◀──────── frame's number, refused or not (the gate's connection, which is the lifeline of both)
+           ◀──────── frame's number, refused or not (the connection to the region server, which is the lifeline of both)
 
 A push is done once all its frames are acknowledged: the receiver answers after the bytes are in its arena.
 """
@@ -120,15 +120,15 @@ class UcxWorker:
         self._endpoint: Any = None
 
     def connect(self, address: bytes, *, same_host: bool) -> None:
-        """Prepares sending to the worker at `address`, which must come from whom it says: UCX aborts on a malformed one.
+        """Prepares sending to the worker at `address`, which must be authentic: UCX aborts on a malformed one.
 
         Args:
             address: The peer's `address`.
             same_host: UCX's shared memory cannot tell a peer's death, and is left out where that is asked for. On one host
-                the gate's connection tells.
+                the connection to the region server tells.
 
         Raises:
-            TransferError: There is no way.
+            TransferError: UCX cannot reach the peer.
         """
         try:
             self._endpoint = self._ucx.UCXEndpoint.create_from_worker_address(
@@ -137,7 +137,7 @@ class UcxWorker:
                 endpoint_error_handling=not same_host,
             )
         except Exception as error:
-            raise TransferError(f"UCX finds no way to the peer: {error!r}") from error
+            raise TransferError(f"UCX cannot reach the peer: {error!r}") from error
 
     def send(self, tag: int, places: Places, *kept: object) -> Request:
         """Starts sending what lies there, which must stay as it is until the request is done; `kept` stays alive till then.

@@ -114,7 +114,7 @@ async def test_what_the_node_does_not_know_any_more_is_not_read():
     async with working(AgentWorld(lease_s=0.3)) as world:
         await world.publish([0])
         await world.agent.prepare(SEQ, KEYS)
-        world.pool.ledger.release(world.pool.lent[-1])
+        world.pool.ledger.release(world.pool.leases_given[-1])
         await world.pool.asked("renew")
         await until(lambda: world.agent.source.get_num_matched_blocks(SEQ, KEYS) == 0)
 

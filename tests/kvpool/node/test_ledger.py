@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import InvariantError
+from baton.ids import BlockKey
 from kvpool.messages import (
     Allowance,
     Demote,
@@ -543,3 +544,45 @@ def test_cold_copies_are_not_written_to_the_disk():
     assert node.moves == []
     assert node.ledger.usage().copies == 2
     node.empty()
+
+
+def told(node: World, text: str) -> list[str]:
+    """What the ledger tells of the last block of a text."""
+    return [entry.event for entry in node.ledger.story(chain(text)[-1].hex())]
+
+
+def test_a_block_has_a_story_from_its_put_to_its_eviction():
+    node = world(2)
+    first, second = node.reserve("a"), node.reserve("b")
+    node.commit(first.put_id)
+    node.abandon(second.put_id)
+    node.put("xy")
+    assert told(node, "a") == [
+        f"reserved by {first.put_id}",
+        f"committed by {first.put_id}",
+        "evicted",
+    ]
+    assert told(node, "b") == [f"reserved by {second.put_id}", f"abandoned by {second.put_id}"]
+    assert node.ledger.story("not a key") == node.ledger.story(key("never", 0).hex()) == ()
+
+
+def test_a_story_tells_of_the_disk_and_not_of_reads():
+    node = two_tiers()
+    node.put("abc")
+    node.answer_all()
+    lease = node.lease("abc")
+    node.release(lease.lease_id)
+    events = told(node, "abc")
+    assert "being copied to the disk" in events
+    assert "written to the disk" in events
+    assert not [event for event in events if "lease" in event]
+
+
+def test_stories_are_bounded_however_many_blocks_come_and_go():
+    node = world(4)
+    for number in range(5000):
+        put = node.ledger.reserve([BlockKey(number.to_bytes(16))], owner(), 0.0)
+        assert isinstance(put, PutGrant)
+        node.ledger.abandon(put.put_id)
+    assert node.ledger.story(bytes(16).hex()) == ()
+    assert len(node.ledger.story((4999).to_bytes(16).hex())) == 2
