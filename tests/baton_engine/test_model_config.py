@@ -142,7 +142,7 @@ def test_a_local_directory_is_itself(tmp_path):
 
 @pytest.mark.parametrize("model", ["./missing", "/no/such/dir", "~/no-such-model", "a/b/c"])
 def test_a_missing_path_is_refused_without_asking_the_hub(model, monkeypatch):
-    monkeypatch.setattr(model_config, "snapshot_download", lambda *a, **k: pytest.fail("asked"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("asked"))
     with pytest.raises(ModelLoadError, match="does not exist"):
         resolve_model(model)
 
@@ -158,7 +158,7 @@ def test_a_hub_id_is_downloaded_at_its_revision(tmp_path, monkeypatch):
         asked.append((model, revision, list(wanted)))
         return str(tmp_path)
 
-    monkeypatch.setattr(model_config, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_model("org/model", "v1") == tmp_path
     assert asked == [("org/model", "v1", ["model.safetensors"])]
 
@@ -167,7 +167,7 @@ def test_what_the_hub_refuses_is_one_clear_line(monkeypatch):
     def download(*args, **kwargs):
         raise OSError("no route\nto the hub")
 
-    monkeypatch.setattr(model_config, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ModelLoadError, match=r"hub does not give it: no route$"):
         resolve_model("org/model")
 
