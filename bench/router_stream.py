@@ -27,8 +27,8 @@ import psutil
 
 from bench.harness.report import Report
 from bench.harness.server import serving
-from bench.router.fake_workers import addresses
 from bench.router.stream_clients import Counts, Orders
+from bench.router.stream_workers import addresses
 
 _WARM_UP_TOKENS = 256
 

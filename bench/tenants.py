@@ -1,7 +1,7 @@
 """What a tenant notices of another's flood, and whether limits hold over two routers: `python -m bench.tenants [--json FILE]`.
 
-Real `baton serve` processes without workers of their own, and workers that take their time as real ones do
-(`bench.router.paced_workers`), in processes of their own. Capacity is what the prefill worker can compute; each of two tenants has
+Real `baton serve` processes without workers of their own, and workers without a model that take their time as real ones do
+(`baton run simulated`). Capacity is what the prefill worker can compute; each of two tenants has
 half of it as its share.
 
 - `p99_ttft_alone_s`: a tenant uses half its share, alone. `p99_ttft_flooded_s`: the same arrivals, while the other sends
@@ -16,6 +16,7 @@ half of it as its share.
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,9 +29,7 @@ from pathlib import Path
 from bench.harness.redis_server import redis_server
 from bench.harness.report import Report
 from bench.harness.server import serving
-from bench.router.fake_workers import addresses
 from bench.router.open_load import Orders, Seen
-from bench.router.pacing import Pace
 
 KEYS = {name: f"baton-bench-{name}-0123456789abcdef" for name in ("quiet", "flood", "limited")}
 PROMISED_TTFT_S = 2.0
@@ -192,7 +191,8 @@ class Bench:
                 "cluster": {
                     "prefill_workers": 0,
                     "decode_workers": 0,
-                    "workers": list(addresses(directory)),
+                    "workers": [_address(directory, role) for role in ("prefill", "decode")],
+                    "secret": _SECRET,
                     "runtime_dir": str(directory / f"run{number}"),
                 },
                 "tenants": {"file": str(tenants), "redis_url": redis_url, "routers": routers},
@@ -201,25 +201,33 @@ class Bench:
 
     @contextmanager
     def _workers(self, directory: Path) -> Iterator[None]:
-        pace = Pace(
-            prefill_tokens_per_s=self._arguments.prompt_tokens * self._capacity_per_s,
-            step_s=self._arguments.step_ms / 1e3,
-            seats=64,
-            vocab_size=_VOCAB,
-        )
-        command = [
-            sys.executable,
-            "-m",
-            "bench.router.paced_workers",
-            str(directory),
-            pace.to_json(),
+        """A simulated worker of each kind; a prompt takes its time on the one, a step on the other."""
+        arguments = self._arguments
+        rate = arguments.prompt_tokens * self._capacity_per_s
+        pace = {"prefill": (rate, 0.0), "decode": (rate, arguments.step_ms / 1e3)}
+        processes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "baton_cluster.cli.main", "run", "simulated"),
+                    *("--name", f"{role}-0", "--role", role),
+                    *("--listen", _address(directory, role)),
+                    *("--prefill-tokens-per-s", str(tokens_per_s), "--step-s", str(step_s)),
+                ],
+                env=os.environ
+                | _WORKER
+                | {
+                    "BATON_MODEL_MODEL": self._model,
+                    "BATON_CLUSTER_RUNTIME_DIR": str(directory / role),
+                },
+            )
+            for role, (tokens_per_s, step_s) in pace.items()
         ]
-        process = subprocess.Popen(command)
         try:
             yield
         finally:
-            process.kill()
-            process.wait()
+            for process in processes:
+                process.kill()
+                process.wait()
 
     def _orders(
         self, urls: Sequence[str], tenant: str, rate: float, requests: int, *, seed: int = 0
@@ -268,10 +276,23 @@ class Bench:
 _ROUTERS = {"isolation": 1, "overload": 1, "limits": 2, "shares": 2}
 """How many each part needs."""
 
-_VOCAB = 256
+_SECRET = "5e" * 32
+_WORKER = {
+    "BATON_CLUSTER_SECRET": _SECRET,
+    "BATON_ENGINE_MAX_NUM_SEQS": "64",
+    "BATON_ENGINE_ENABLE_PREFIX_CACHING": "false",  # the same prompts come again and are to take as long
+    "BATON_SIMULATED_NUM_BLOCKS": "16384",
+    "BATON_LOG_LEVEL": "warning",
+}
+"""What both workers are told in their environment."""
+
 _TURNS = 4
 _BURST = 10
 """Requests that the limited tenant may send at once."""
+
+
+def _address(directory: Path, role: str) -> str:
+    return f"unix:{directory}/{role}.sock"
 
 
 def _hashed(key: str) -> str:

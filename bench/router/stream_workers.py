@@ -1,7 +1,8 @@
 """Workers without an engine for `bench.router_stream`: `python -m bench.router.stream_workers DIRECTORY TOKENIZER STEP_MS DECODERS`.
 
 A prefill worker and some decode workers over real gRPC. A prompt is prefilled as soon as it arrives; each decode worker then takes
-a step for all its sequences at fixed times, or late if the router has not taken the frame before.
+a step for all its sequences at fixed times, or late if the router has not taken the frame before. They do as little as can be per token,
+so that the benchmark reads what the router costs; `baton run simulated` runs a whole worker, which shares the cores with it.
 """
 
 import asyncio
@@ -11,26 +12,102 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import grpc
 import uvloop
 from tokenizers import Tokenizer
 
-from baton.ids import WorkerId
+from baton.ids import Incarnation, LayerName, Role, WorkerId, WorkerIdentity, XferId
+from baton.layout import KvLayout
 from baton.rpc.block_feed import HEARTBEAT_S
+from baton.rpc.channel import bind, new_server
 from baton.rpc.hello import WorkerHello, hello_to_proto
-from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from bench.router.fake_workers import (
-    WorkerContext,
-    first_token,
-    hellos,
-    serve_decode,
-    serve_prefill,
-    transfer_of,
-)
+from baton.rpc.v1 import common_pb2, transfer_pb2, worker_pb2, worker_pb2_grpc
 
 TEXT = (
     "The baton is handed over at full speed, and the runner who takes it must already be running. Whoever prefills reads "
     "the whole prompt at once; whoever decodes writes one word after another — patiently, and for everybody at once. "
 )
+
+WorkerContext = grpc.aio.ServicerContext[worker_pb2.Command, worker_pb2.Frame]
+
+
+def addresses(directory: Path, decoders: int = 1) -> tuple[str, ...]:
+    """Where the prefill worker and the decode workers listen."""
+    return f"unix:{directory}/prefill", *(f"unix:{directory}/decode-{n}" for n in range(decoders))
+
+
+def hellos(
+    directory: Path, *, vocab_size: int, max_num_seqs: int
+) -> tuple[WorkerHello, WorkerHello]:
+    """What prefill and decode worker say of themselves."""
+    layout = KvLayout(
+        model_fingerprint="bench",
+        dtype="float32",
+        block_tokens=64,
+        num_kv_heads=1,
+        head_dim=8,
+        layers=(LayerName("layers.0"),),
+    )
+
+    def hello(role: Role, transfer_address: str) -> WorkerHello:
+        return WorkerHello(
+            identity=WorkerIdentity(
+                worker_id=WorkerId(f"{role.value}-0"), incarnation=Incarnation(1)
+            ),
+            role=role,
+            layout=layout,
+            max_model_len=8192,
+            vocab_size=vocab_size,
+            num_blocks=1 << 20,
+            max_num_seqs=max_num_seqs,
+            transfer_address=transfer_address,
+        )
+
+    return hello(Role.PREFILL, ""), hello(Role.DECODE, addresses(directory)[1])
+
+
+def first_token(
+    leg_id: int, token: int, *, queue_s: float = 0.0, prefill_s: float = 0.0
+) -> worker_pb2.Frame:
+    """The frame of a prompt that is computed and handed over."""
+    return worker_pb2.Frame(
+        prefilled=[
+            worker_pb2.Prefilled(
+                leg_id=leg_id,
+                first_tokens=[common_pb2.SampledToken(token=token)],
+                queue_s=queue_s,
+                prefill_s=prefill_s,
+            )
+        ],
+        handed_off=[worker_pb2.HandedOff(leg_id=leg_id, blocks_sent=1, bytes_sent=1)],
+    )
+
+
+def transfer_of(permit: common_pb2.Signed) -> XferId:
+    """The transfer that a router's permit is for; nobody checks signatures here."""
+    return XferId(transfer_pb2.Permit.FromString(permit.content).xfer_id)
+
+
+async def serve_prefill(
+    directory: Path, prefill: worker_pb2_grpc.WorkerServicer
+) -> grpc.aio.Server:
+    """Starts it; it serves for as long as what is returned is kept."""
+    server = new_server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(prefill, server)
+    bind(server, addresses(directory)[0])
+    await server.start()
+    return server
+
+
+async def serve_decode(
+    directory: Path, decode: worker_pb2_grpc.WorkerServicer, number: int = 0
+) -> grpc.aio.Server:
+    """The same for the decode worker of that number."""
+    server = new_server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(decode, server)
+    bind(server, addresses(directory, number + 1)[-1])
+    await server.start()
+    return server
 
 
 @dataclass(slots=True, eq=False)
