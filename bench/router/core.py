@@ -19,7 +19,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import ClientGone, LoadReported, StepTokens, Submitted, WorkerJoined
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
-from router.fake import FakeGenerator
+from router.fakes.generator import FakeGenerator
 from router.http.account import RequestAccount
 from router.limits.local import LocalLimiter
 from router.limits.ports import GrantId

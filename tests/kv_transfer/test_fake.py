@@ -1,6 +1,6 @@
 import pytest
 
-from kv_transfer.backends.fake import FakeFabric, FakeReceiver, FakeSender
+from kv_transfer.fakes.backend import FakeFabric, FakeReceiver, FakeSender
 from tests.kv_transfer.conformance import (
     LAYOUT,
     RECEIVER_BLOCKS,

@@ -7,7 +7,7 @@ import pytest
 from baton.clock import ManualClock
 from baton.errors import LeaseExpiredError, TransferError
 from baton.ids import BlockId
-from kv_transfer.backends.fake import FakeFabric, FakeReceiver, FakeSender
+from kv_transfer.fakes.backend import FakeFabric, FakeReceiver, FakeSender
 from kv_transfer.heads import plan_link
 from kv_transfer.lease import SessionLeases, WriteLease
 from kv_transfer.memory.page_hash import ArenaHashes, Hashes

@@ -2,7 +2,7 @@ import pytest
 
 from baton.errors import TransferError
 from baton.ids import BlockId
-from kv_transfer.backends.fake import FakeFabric, FakeReceiver, FakeSender
+from kv_transfer.fakes.backend import FakeFabric, FakeReceiver, FakeSender
 from kv_transfer.heads import plan_link
 from kv_transfer.session.link_speed import LinkSpeed, MeasuredWriter, probe_link
 from tests.kv_transfer.conformance import (

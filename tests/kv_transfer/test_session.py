@@ -23,7 +23,7 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
 from baton.rpc.v1.common_pb2 import Failure, Signed
-from kv_transfer.backends.fake import FakeFabric, FakeReceiver, FakeSender, FakeWriter
+from kv_transfer.fakes.backend import FakeFabric, FakeReceiver, FakeSender, FakeWriter
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory.page_hash import ArenaHashes, Checksum
 from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecode, ToPrefill

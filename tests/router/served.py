@@ -17,7 +17,7 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.telemetry.metrics import new_registry
 from router.app import AppSettings, create_app
-from router.fake import FakeGenerator
+from router.fakes.generator import FakeGenerator
 from router.limits.local import LocalLimiter
 from router.openai.sampling import SamplingDefaults
 from router.routing.explanation import DecisionLog

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
 from baton.rpc.v1 import common_pb2, worker_pb2
 from router.dispatch.events import DecodeTokens, SampleFinished, StepTokens
-from router.fake import FakeGenerator
+from router.fakes.generator import FakeGenerator
 from router.ports import GenerationEvent, GenerationRequest, Tokens
 from router.workers.frames import events_of
 from tests.router.served import Served, serve

@@ -1,0 +1,1 @@
+"""Stand for transfer backends in tests; not in the wheel."""

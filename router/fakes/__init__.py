@@ -1,0 +1,1 @@
+"""Stand for the router's parts in tests; not in the wheel."""
