@@ -32,7 +32,7 @@ from baton_worker.server import WorkerServer
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.memory.arena import WorkerMemory
 from kv_transfer.memory.page_hash import Hashing, ways_to_hash
-from kv_transfer.session.handshake import Endpoint
+from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import TicketOffice
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _service(parts: _Parts) -> "WorkerService":
 
     hello, legs, hashes = parts.hello, WorkerLegTable(), parts.hashes()
     backends = parts.config.transfer.backends
-    here = Endpoint(identity=hello.identity, layout=hello.layout, office=parts.office)
+    here = SessionEndpoint(identity=hello.identity, layout=hello.layout, office=parts.office)
     sender = PageSender(
         here=here,
         legs=legs,

@@ -11,7 +11,7 @@ from baton.config.schema import EngineConfig, ModelConfig
 from baton.errors import ConfigError
 from baton.layout import SPARE_BLOCKS, KvLayout
 from baton_engine.cache.arena import KvArena, PageKernels, page_kernels
-from baton_engine.cache.budget import Demand, affordable_on_cpu, affordable_on_gpu, num_blocks
+from baton_engine.cache.budget import ArenaDemand, affordable_on_cpu, affordable_on_gpu, num_blocks
 from baton_engine.compiling import check_compile, compile_glue
 from baton_engine.cuda_graphs import CudaGraphs, DecodeGraphs
 from baton_engine.device import arena_buffer, choose_device, computing_on, gpu_kind, weigh_gpu
@@ -34,7 +34,7 @@ from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
 from baton_engine.ports import ArenaAllocator, LayerSink
 from baton_engine.runner import ModelRunner
-from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.scheduler import Scheduler
 
@@ -57,7 +57,7 @@ class BuiltEngine:
 
     host: ThreadEngineHost
     layout: KvLayout
-    limits: Limits
+    limits: EngineLimits
     page_kernels: PageKernels | None
 
 
@@ -156,7 +156,9 @@ def _choose(model: ModelConfig, config: EngineConfig, gpu: int) -> _Choice:
     )
 
 
-def _scheduler(limits: Limits, choice: _Choice, config: EngineConfig, secret: bytes) -> Scheduler:
+def _scheduler(
+    limits: EngineLimits, choice: _Choice, config: EngineConfig, secret: bytes
+) -> Scheduler:
     return Scheduler(
         limits,
         layout=choice.layout,
@@ -173,7 +175,7 @@ def _scheduler(limits: Limits, choice: _Choice, config: EngineConfig, secret: by
 
 
 def _graphs(
-    decoder: Decoder, arena: KvArena, limits: Limits, config: EngineConfig
+    decoder: Decoder, arena: KvArena, limits: EngineLimits, config: EngineConfig
 ) -> DecodeGraphs | None:
     """None where kernels cannot be captured: on a CPU, and where torch serves for them."""
     asks_host = isinstance(decoder.kernels, ReferenceKernels)
@@ -205,7 +207,9 @@ def _affordable(choice: _Choice, config: EngineConfig, sharers: int) -> int:
     )
 
 
-def _limits(model: ModelConfig, config: EngineConfig, choice: _Choice, sharers: int) -> Limits:
+def _limits(
+    model: ModelConfig, config: EngineConfig, choice: _Choice, sharers: int
+) -> EngineLimits:
     spec, layout = choice.spec, choice.layout
     longest = spec.max_position_embeddings
     if model.max_model_len is not None and model.max_model_len > longest:
@@ -214,12 +218,12 @@ def _limits(model: ModelConfig, config: EngineConfig, choice: _Choice, sharers: 
             param="model.max_model_len",
         )
     max_model_len = model.max_model_len or longest
-    demand = Demand(
+    demand = ArenaDemand(
         layout=layout,
         max_model_len=max_model_len,
         affordable_bytes=_affordable(choice, config, sharers),
     )
-    return Limits(
+    return EngineLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,

@@ -18,7 +18,7 @@ from baton.layout import SPARE_BLOCKS, KvLayout
 from baton_engine.host import ThreadEngineHost
 from baton_engine.layer_hooks import KvLayerHooks
 from baton_engine.ports import ArenaAllocator, KvSource, LayerSink
-from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import Launched, StepPlan, StepResult
 from baton_engine.scheduling.scheduler import Scheduler
@@ -129,7 +129,7 @@ class SimulatedEngine:
 
     host: ThreadEngineHost
     layout: KvLayout
-    limits: Limits
+    limits: EngineLimits
 
 
 def build_simulated(
@@ -163,7 +163,7 @@ def build_simulated(
         head_dim=8,
         layers=(LayerName("simulated"),),
     )
-    limits = Limits(
+    limits = EngineLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=model.max_model_len or longest,

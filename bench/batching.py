@@ -16,7 +16,7 @@ from statistics import fmean, quantiles
 
 from baton.generation import NO_SLO, Prompt, SamplingParams, SloTargets
 from baton.ids import SeqId
-from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.simulated import StepSpeed
 from bench.harness.report import Report
@@ -27,7 +27,7 @@ _REQUESTS = 768
 _LONGEST_OUTPUT = 1024
 _TBT_S = 0.02
 _TTFT_S = 0.25
-_LIMITS = Limits(
+_LIMITS = EngineLimits(
     max_num_seqs=_SEATS,
     max_num_batched_tokens=2048,
     max_model_len=16_384,

@@ -28,7 +28,7 @@ from kv_transfer.ledger.transfer import EndSession, LedgerLimits, ToPeer, Verify
 from kv_transfer.memory.page_hash import Hashing
 from kv_transfer.messages import SessionId, ToDecode
 from kv_transfer.ports import KvReceiver
-from kv_transfer.session.handshake import Endpoint, SessionOffer
+from kv_transfer.session.handshake import SessionEndpoint, SessionOffer
 from kv_transfer.session.server import TransferService
 
 _log = get_logger(__name__)
@@ -50,7 +50,7 @@ class PageReceiver:
     def __init__(
         self,
         *,
-        here: Endpoint,
+        here: SessionEndpoint,
         legs: WorkerLegTable,
         num_blocks: int,
         receivers: Mapping[str, KvReceiver],

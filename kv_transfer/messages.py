@@ -61,7 +61,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
+class PagesGranted:
     """D to P: these pages are yours to write. Crosses as a signed ticket."""
 
     xfer_id: XferId
@@ -97,4 +97,4 @@ class AbortRequest:
 
 
 ToDecode = Reserve | Commit | Quiesced | Heartbeat
-ToPrefill = Granted | GrantRefused | Committed | AbortRequest
+ToPrefill = PagesGranted | GrantRefused | Committed | AbortRequest

@@ -15,8 +15,8 @@ from kvpool.messages import (
     Owner,
     PutGrant,
     PutItem,
-    RefusalReason,
-    Refused,
+    PutRefusalReason,
+    PutRefused,
     Selection,
     Stored,
 )
@@ -66,9 +66,9 @@ def selection_from_proto(message: pb.FlushPoolRequest) -> Selection:
     )
 
 
-def grant_to_proto(outcome: PutGrant | Refused, keys: Sequence[BlockKey]) -> pb.ReservePutReply:
+def grant_to_proto(outcome: PutGrant | PutRefused, keys: Sequence[BlockKey]) -> pb.ReservePutReply:
     """What came of a put of `keys`."""
-    if isinstance(outcome, Refused):
+    if isinstance(outcome, PutRefused):
         return pb.ReservePutReply(refused=outcome.reason.value, detail=outcome.detail)
     index = {key: place for place, key in enumerate(keys)}
     places = [
@@ -78,10 +78,12 @@ def grant_to_proto(outcome: PutGrant | Refused, keys: Sequence[BlockKey]) -> pb.
     return pb.ReservePutReply(put_id=outcome.put_id, places=places)
 
 
-def grant_from_proto(message: pb.ReservePutReply, keys: Sequence[BlockKey]) -> PutGrant | Refused:
+def grant_from_proto(
+    message: pb.ReservePutReply, keys: Sequence[BlockKey]
+) -> PutGrant | PutRefused:
     """The inverse."""
     if message.refused:
-        return Refused(reason=RefusalReason(message.refused), detail=message.detail)
+        return PutRefused(reason=PutRefusalReason(message.refused), detail=message.detail)
     items = tuple(
         PutItem(key=keys[place.index], slot=place.slot, epoch=place.epoch)
         for place in message.places

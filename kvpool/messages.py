@@ -193,7 +193,7 @@ class PutGrant:
     items: tuple[PutItem, ...]
 
 
-class RefusalReason(Enum):
+class PutRefusalReason(Enum):
     """Why a node does not take blocks."""
 
     FULL = "full"
@@ -204,7 +204,7 @@ class RefusalReason(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class PutRefused:
     """A put that is not taken: an outcome, not a fault.
 
     Attributes:
@@ -212,7 +212,7 @@ class Refused:
         detail: For people.
     """
 
-    reason: RefusalReason
+    reason: PutRefusalReason
     detail: str = ""
 
 

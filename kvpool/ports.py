@@ -17,7 +17,7 @@ from kvpool.messages import (
     NodeState,
     Owner,
     PutGrant,
-    Refused,
+    PutRefused,
     Renewal,
     Replica,
     Selection,
@@ -148,7 +148,7 @@ class PoolClient(Protocol):
 
     async def reserve(
         self, keys: Sequence[BlockKey], owner: Owner, first: int
-    ) -> PutGrant | Refused:
+    ) -> PutGrant | PutRefused:
         """Slots for blocks that are not held; `first` blocks of their text come before them."""
 
     async def commit(self, put_id: str, checksums: Sequence[bytes]) -> int:

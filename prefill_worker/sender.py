@@ -31,7 +31,7 @@ from kv_transfer.messages import GrantRefused, ToPrefill
 from kv_transfer.ports import KvSender
 from kv_transfer.session.client import PeerSession
 from kv_transfer.session.connection import OpenedSession, PageWriter
-from kv_transfer.session.handshake import Endpoint, refused_field
+from kv_transfer.session.handshake import SessionEndpoint, refused_field
 from prefill_worker.hand_offs import SendingHandOffs
 from prefill_worker.metrics import LinkMetrics, SendingMetrics
 from prefill_worker.sink import TransferSink
@@ -58,7 +58,7 @@ class PageSender:
     def __init__(
         self,
         *,
-        here: Endpoint,
+        here: SessionEndpoint,
         legs: WorkerLegTable,
         sink: TransferSink,
         senders: Mapping[str, KvSender],

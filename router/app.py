@@ -164,7 +164,7 @@ def _add_generating(
     app: FastAPI,
     path: str,
     endpoint: Callable[[Request], Awaitable[Response]],
-    description: openapi.Endpoint,
+    description: openapi.EndpointDescription,
 ) -> None:
     """A way to ask for tokens."""
 

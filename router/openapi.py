@@ -56,7 +56,7 @@ _CLIENT_GONE = 499
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class EndpointDescription:
     """What the description says of one endpoint; the arguments that FastAPI's decorators take."""
 
     openapi_extra: dict[str, Any]
@@ -72,13 +72,13 @@ def _endpoint(
     reply: type[BaseModel],
     events: str | None = None,
     schema: type[BaseModel] = ErrorReply,
-) -> Endpoint:
+) -> EndpointDescription:
     """An endpoint that reads `body` and answers `reply`, or events that each hold what is called `events`."""
     answered: dict[str, Any] = {"model": reply}
     if events is not None:
         answered["content"] = {"text/event-stream": {"itemSchema": _event_schema(events)}}
     read = {"required": True, "content": {"application/json": {"schema": _ref(body.__name__)}}}
-    return Endpoint(
+    return EndpointDescription(
         {"requestBody": read}, {200: answered, **error_responses(*_REFUSALS, schema=schema)}
     )
 

@@ -16,7 +16,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from baton.errors import BatonError
-from baton_cluster.cli.completions import Message, Piece, Text, Usage, first_model, stream_chat
+from baton_cluster.cli.completions import (
+    ChatMessage,
+    Piece,
+    ReportedUsage,
+    Text,
+    first_model,
+    stream_chat,
+)
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -38,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     base_url = arguments.url.rstrip("/").removesuffix("/v1")
     with httpx.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT) as client:
         model = arguments.model or first_model(client)
-        conversation = Conversation(client, model=model, system=arguments.system)
+        conversation = ChatSession(client, model=model, system=arguments.system)
         if sys.stdin.isatty():
             _talk(conversation, Console())
         else:
@@ -64,7 +71,7 @@ class Pace:
                 self.tokens += (
                     1  # Nearly every piece is one token; a server's own count replaces it.
                 )
-            case Usage():
+            case ReportedUsage():
                 self.tokens = piece.completion_tokens
             case _:
                 return
@@ -91,7 +98,7 @@ class Pace:
         return " · ".join(parts)
 
 
-class Conversation:
+class ChatSession:
     """What has been said so far, and to whom.
 
     Attributes:
@@ -103,7 +110,7 @@ class Conversation:
         self.model = model
         self.pace = Pace()
         self._client = client
-        self._opening = [Message(role="system", content=system)] if system else []
+        self._opening = [ChatMessage(role="system", content=system)] if system else []
         self._messages = list(self._opening)
 
     def reset(self) -> None:
@@ -112,7 +119,7 @@ class Conversation:
 
     def ask(self, question: str) -> Iterator[str]:
         """The answer as it arrives. Question and answer are remembered only if it comes to its end."""
-        asked = [*self._messages, Message(role="user", content=question)]
+        asked = [*self._messages, ChatMessage(role="user", content=question)]
         self.pace = Pace()
         answer: list[str] = []
         for piece in stream_chat(self._client, model=self.model, messages=asked):
@@ -120,7 +127,7 @@ class Conversation:
             if isinstance(piece, Text):
                 answer.append(piece.text)
                 yield piece.text
-        self._messages = [*asked, Message(role="assistant", content="".join(answer))]
+        self._messages = [*asked, ChatMessage(role="assistant", content="".join(answer))]
 
 
 def printable(text: str) -> str:
@@ -128,7 +135,7 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
-def _talk(conversation: Conversation, console: Console) -> None:
+def _talk(conversation: ChatSession, console: Console) -> None:
     with contextlib.suppress(ImportError):  # Some builds of Python lack it.
         import readline  # noqa: F401  # gives `input` its line editing and history
     console.print(f"[bold]{escape(conversation.model)}[/] [dim]({_HELP})[/]")
@@ -159,7 +166,7 @@ def _read_line() -> str | None:
         return None
 
 
-def _answer(conversation: Conversation, question: str, console: Console) -> None:
+def _answer(conversation: ChatSession, question: str, console: Console) -> None:
     try:
         _print(conversation.ask(question))
         console.print(f"[dim]{conversation.pace.summary()}[/]")

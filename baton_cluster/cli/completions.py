@@ -13,7 +13,7 @@ _TIMING_COMMENT = b": baton "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class ChatMessage:
     """One turn of a conversation."""
 
     role: str
@@ -28,7 +28,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class ReportedUsage:
     """Token counts, at the end of a stream, from servers that give them."""
 
     prompt_tokens: int = 0
@@ -36,7 +36,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class ReportedTiming:
     """Where a Baton router says the time went. Seconds; the meanings stand at `router.ports.Timing`."""
 
     prefill_worker: str
@@ -56,7 +56,7 @@ class Timing:
     bytes_sent: int
 
 
-Piece = Text | Usage | Timing
+Piece = Text | ReportedUsage | ReportedTiming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class _Error:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
     choices: tuple[_Choice, ...] = ()
-    usage: Usage | None = None
+    usage: ReportedUsage | None = None
     error: _Error | None = None
 
 
@@ -113,7 +113,7 @@ def first_model(client: httpx.Client) -> str:
 
 
 def stream_chat(
-    client: httpx.Client, *, model: str, messages: list[Message], with_timing: bool = False
+    client: httpx.Client, *, model: str, messages: list[ChatMessage], with_timing: bool = False
 ) -> Iterator[Piece]:
     """The answer, piece by piece, as it arrives. Closing the iterator early cancels the request.
 
@@ -153,7 +153,7 @@ def _lines(response: httpx.Response) -> Iterator[bytes]:
 def _pieces(line: bytes) -> Iterator[Piece]:
     try:
         if line.startswith(_TIMING_COMMENT):
-            yield msgspec.json.decode(line.removeprefix(_TIMING_COMMENT), type=Timing)
+            yield msgspec.json.decode(line.removeprefix(_TIMING_COMMENT), type=ReportedTiming)
         if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
             return
         chunk = msgspec.json.decode(data, type=_Chunk)

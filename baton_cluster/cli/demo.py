@@ -18,7 +18,13 @@ from baton.config.sizes import format_size
 from baton.errors import UnavailableError
 from baton.telemetry import logs
 from baton_cluster.cli.chat import Pace, printable
-from baton_cluster.cli.completions import Message, Text, Timing, first_model, stream_chat
+from baton_cluster.cli.completions import (
+    ChatMessage,
+    ReportedTiming,
+    Text,
+    first_model,
+    stream_chat,
+)
 from baton_cluster.cli.progress import StartDisplay
 from baton_cluster.cli.serve import stop_on_signals
 from baton_cluster.launch.launcher import ChildInfo, LocalCluster
@@ -68,7 +74,7 @@ async def _demo(config: BatonConfig, question: str) -> int:
 class Outcome:
     """What came of the question: the router's account, and the time to first token as the client saw it."""
 
-    timing: Timing
+    timing: ReportedTiming
     ttft_s: float
 
 
@@ -78,11 +84,11 @@ def ask(url: str, question: str) -> Outcome:
     Raises:
         BatonError: There was no answer.
     """
-    timing: Timing | None = None
+    timing: ReportedTiming | None = None
     sys.stdout.write(f"> {question}\n\n")
     # An http_proxy of the environment is not meant for this machine.
     with httpx.Client(base_url=url, timeout=_TIMEOUT, trust_env=False) as client:
-        messages = [Message(role="user", content=question)]
+        messages = [ChatMessage(role="user", content=question)]
         model = first_model(client)
         pace = Pace()
         for piece in stream_chat(client, model=model, messages=messages, with_timing=True):
@@ -90,7 +96,7 @@ def ask(url: str, question: str) -> Outcome:
             if isinstance(piece, Text):
                 sys.stdout.write(printable(piece.text))
                 sys.stdout.flush()
-            elif isinstance(piece, Timing):
+            elif isinstance(piece, ReportedTiming):
                 timing = piece
     sys.stdout.write("\n\n")
     sys.stdout.flush()

@@ -17,7 +17,14 @@ from baton.config.sizes import format_size
 from baton.errors import ConfigError
 from baton.rpc.v1.pool_pb2 import FlushPoolRequest
 from baton_cluster.cli import router_control
-from baton_cluster.cli.pool_usage import HotPrefix, PoolUsage, TenantUsage, address_in, ask, fetch
+from baton_cluster.cli.pool_usage import (
+    HotPrefix,
+    PoolUsage,
+    TenantPoolUsage,
+    address_in,
+    ask,
+    fetch,
+)
 
 _WATCH_INTERVAL_S = 1.0
 _FLUSH_WAIT_S = 30.0
@@ -167,7 +174,7 @@ def _counts(usage: PoolUsage) -> Table:
     return table
 
 
-def _tenants(tenants: tuple[TenantUsage, ...]) -> Table:
+def _tenants(tenants: tuple[TenantPoolUsage, ...]) -> Table:
     table = _table(("tenant",), ("blocks", "memory", "disk", "quota", "weight", "hits"))
     for one in tenants:
         quota = "–" if one.quota_bytes is None else format_size(one.quota_bytes)

@@ -21,7 +21,7 @@ _Reply = TypeVar("_Reply")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TenantUsage:
+class TenantPoolUsage:
     """One tenant's part of a node. `quota_bytes` is None where there is no limit, `hit_rate` where it has asked for nothing."""
 
     tenant: str
@@ -70,7 +70,7 @@ class PoolUsage:
     puts: int
     sick: bool
     directory_reachable: bool
-    tenants: tuple[TenantUsage, ...]
+    tenants: tuple[TenantPoolUsage, ...]
     hottest: tuple[HotPrefix, ...]
 
 
@@ -113,7 +113,7 @@ async def fetch(address: str, *, hottest: int = 0) -> PoolUsage:
 
 def _from_proto(reply: PoolUsageReply) -> PoolUsage:
     tenants = [
-        TenantUsage(
+        TenantPoolUsage(
             tenant=owner.tenant,
             dram_bytes=owner.dram_bytes,
             ssd_bytes=owner.ssd_bytes,

@@ -53,7 +53,7 @@ class PoolStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterStatus:
+class StatusReport:
     """What a router answered, and the pool's node if the cluster has one."""
 
     model: str
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def fetch(address: str) -> ClusterStatus:
+async def fetch(address: str) -> StatusReport:
     """Asks the router at `address`.
 
     Raises:
@@ -101,7 +101,7 @@ async def fetch_pool(address: str) -> PoolStatus:
     return PoolStatus(address=address, usage=usage, problem="")
 
 
-async def _fetch_all(cluster: Path) -> ClusterStatus:
+async def _fetch_all(cluster: Path) -> StatusReport:
     status = await fetch(f"unix:{cluster / ROUTER_SOCKET}")
     address = pool_address(cluster)
     return replace(status, pool=await fetch_pool(address)) if address else status
@@ -114,7 +114,7 @@ def render_pool(pool: PoolStatus) -> Text:
     return Text(f"pool: away, requests are served without it ({pool.problem})", style="yellow")
 
 
-def render(status: ClusterStatus) -> Table:
+def render(status: StatusReport) -> Table:
     """A table for people."""
     title = f"{status.model} · {status.requests_in_flight} requests in flight · {status.version}"
     table = Table(box=None, padding=(0, 1, 0, 0), title=title)
@@ -149,8 +149,8 @@ def _cells(worker: WorkerStatus) -> list[str]:
     return [worker.worker_id, worker.role, worker.incarnation, state, *map(str, counts)]
 
 
-def _from_proto(reply: StatusReply) -> ClusterStatus:
-    return ClusterStatus(
+def _from_proto(reply: StatusReply) -> StatusReport:
+    return StatusReport(
         model=reply.model,
         version=reply.version,
         requests_in_flight=reply.requests_in_flight,

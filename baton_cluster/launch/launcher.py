@@ -45,7 +45,7 @@ from baton_cluster.launch.supervisor import (
     GiveUp,
     Kill,
     Member,
-    Start,
+    StartProcess,
     Stop,
     StopRequested,
     Supervisor,
@@ -260,7 +260,7 @@ class LocalCluster:
 
     async def _act(self, action: Action) -> None:
         match action:
-            case Start():
+            case StartProcess():
                 await self._start(action)
             case Stop():
                 self._processes[action.name].terminate()
@@ -275,7 +275,7 @@ class LocalCluster:
             case AnnounceRestart() | AnnounceRecovered():
                 self._observer.announce(action)
 
-    async def _start(self, action: Start) -> None:
+    async def _start(self, action: StartProcess) -> None:
         plan = self._plans[action.name]
         assert self._listener is not None, "a stopping cluster starts nothing"
         assignment = assignment_of(
@@ -296,7 +296,7 @@ class LocalCluster:
         self._listening_to.add(listening)
         listening.add_done_callback(self._listening_to.discard)
 
-    def _never_started(self, start: Start, error: OSError) -> None:
+    def _never_started(self, start: StartProcess, error: OSError) -> None:
         reason = UnavailableError(f"cannot start {start.name}: {error.strerror or error}")
         name, incarnation = start.name, start.incarnation
         self._events.put_nowait(ChildFatal(name=name, incarnation=incarnation, error=reason))

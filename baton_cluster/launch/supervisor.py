@@ -71,7 +71,7 @@ Event = ChildReady | ChildProgress | ChildFatal | ChildExited | Tick | StopReque
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartProcess:
     """Start the child's process under this incarnation."""
 
     name: str
@@ -122,7 +122,7 @@ class AnnounceRecovered:
 
 
 Announcement = AnnounceReady | AnnounceRestart | AnnounceRecovered
-Action = Start | Stop | Kill | GiveUp | Announcement
+Action = StartProcess | Stop | Kill | GiveUp | Announcement
 
 STABLE_S = 60.0
 """Ready for this long, a child's earlier ends are forgiven: its next wait is the first one again."""
@@ -315,7 +315,7 @@ class Supervisor:
         if child.state is ChildState.WAITING:
             self._move(child, ChildState.STARTING, now_s)
             child.incarnation, child.last_words = self._new_incarnation(), None
-            return Start(name=name, incarnation=child.incarnation)
+            return StartProcess(name=name, incarnation=child.incarnation)
         if child.state is ChildState.STARTING:
             child.last_words = UnavailableError(
                 f"{name} made no progress for {self._policy.startup_timeout_s:g} s while starting"

@@ -11,7 +11,7 @@ DEFAULT_CPU_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class ArenaDemand:
     """What the pages are for.
 
     Attributes:
@@ -45,7 +45,7 @@ def affordable_on_gpu(
     return max(0, share - weights_bytes)
 
 
-def num_blocks(config: EngineConfig, demand: Demand) -> int:
+def num_blocks(config: EngineConfig, demand: ArenaDemand) -> int:
     """Pages of the arena.
 
     Unasked, it is what `max_num_seqs` sequences of the longest kind can use, within what is affordable; but at least one longest

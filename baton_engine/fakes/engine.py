@@ -14,7 +14,7 @@ from baton_engine.layer_hooks import KvLayerHooks
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, StepEvents
 from baton_engine.ports import BlockSink, KvSource, LayerSink
-from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.plan import Launched, Row, StepPlan, StepResult
 from baton_engine.scheduling.request import Sequence
 from baton_engine.scheduling.scheduler import Scheduler
@@ -41,7 +41,7 @@ class FakeRunner:
     """
 
     def __init__(
-        self, limits: Limits, *, sink: LayerSink | None = None, num_layers: int = 1
+        self, limits: EngineLimits, *, sink: LayerSink | None = None, num_layers: int = 1
     ) -> None:
         self._block_tokens = limits.block_tokens
         self._vocab_size = limits.vocab_size

@@ -1,6 +1,6 @@
 """A pool without memory of its own, for tests of engines: blocks in a dictionary, brought and taken at once.
 
-Works on the pages of a `baton_engine.fakes.engine.FakeRunner`; several engines may share one `FakePool`.
+Works on the pages of a `baton_engine.fakes.engine.FakeRunner`; several engines may share one `FakeKvSource`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ GARBAGE = -7
 """What stands in a page into which wrong bytes were brought."""
 
 
-class FakePool:
+class FakeKvSource:
     """The blocks that are held.
 
     Attributes:
@@ -38,7 +38,7 @@ class FakePool:
 
 
 class FakeSource:
-    """`KvSource` over a FakePool. Every sequence is offered what the pool holds, except where a test says otherwise.
+    """`KvSource` over a FakeKvSource. Every sequence is offered what the pool holds, except where a test says otherwise.
 
     Attributes:
         unleased: Sequences that are offered nothing.
@@ -49,7 +49,7 @@ class FakeSource:
         forgotten: Sequences that need nothing more, in order.
     """
 
-    def __init__(self, pool: FakePool, pages: Pages) -> None:
+    def __init__(self, pool: FakeKvSource, pages: Pages) -> None:
         self._pool = pool
         self._pages = pages
         self._failed: dict[SeqId, BatonError] = {}
@@ -112,7 +112,9 @@ class FakeBlockSink:
         eager: Whether pages are copied as they are offered.
     """
 
-    def __init__(self, pool: FakePool, pages: Pages, generation: Callable[[BlockId], int]) -> None:
+    def __init__(
+        self, pool: FakeKvSource, pages: Pages, generation: Callable[[BlockId], int]
+    ) -> None:
         self._pool = pool
         self._pages = pages
         self._generation = generation

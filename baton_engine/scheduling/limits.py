@@ -7,7 +7,7 @@ from baton.generation import Prompt, TokenSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EngineLimits:
     """One engine's limits.
 
     Attributes:

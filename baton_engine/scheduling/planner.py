@@ -12,7 +12,7 @@ from baton.pages import PageFetch
 from baton_engine.messages import PrefillStarted, Reserved, SeqEvent
 from baton_engine.ports import PageExport
 from baton_engine.scheduling.kv_cache_manager import Copy, KvCacheManager
-from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import (
     PREEMPTION_ORDERS,
     PREFILL_ORDERINGS,
@@ -43,7 +43,7 @@ class StepPlanner:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: EngineLimits,
         queues: SequenceQueues,
         cache: KvCacheManager,
         *,
@@ -56,7 +56,9 @@ class StepPlanner:
         self._prefill_order = PREFILL_ORDERINGS[policy.prefill_order](cost)
         self._preemption_order = PREEMPTION_ORDERS[policy.preemption]
         self._budgets = PrefillBudgets(cost, tbt_s=policy.tbt_s, floor_tokens=limits.block_tokens)
-        self.admission = Admission(queues, cache, self._prefill_order, policy.output_headroom)
+        self.admission = SequenceAdmission(
+            queues, cache, self._prefill_order, policy.output_headroom
+        )
         self.preemptions = 0
 
     def draft(self) -> "tuple[StepDraft, list[SeqEvent]]":
@@ -112,7 +114,7 @@ class StepPlanner:
         return events
 
 
-class Admission:
+class SequenceAdmission:
     """Admits waiting prompts and reservations, as far as `max_num_seqs`, pages and the step's token budget go.
 
     They are admitted one by one and get all their pages at once, so nothing waits while holding part of what it needs. Nothing

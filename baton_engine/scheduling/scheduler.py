@@ -41,7 +41,7 @@ from baton_engine.messages import (
 from baton_engine.ports import KvSource
 from baton_engine.scheduling.in_flight import InFlightStep, InFlightSteps, plan_ahead
 from baton_engine.scheduling.kv_cache_manager import KvCacheManager
-from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import StepPlan, StepResult
 from baton_engine.scheduling.planner import StepPlanner
@@ -71,7 +71,7 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: EngineLimits,
         *,
         layout: KvLayout,
         secret: bytes,
@@ -99,7 +99,7 @@ class Scheduler:
         self._steps = 0
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         """What this engine takes."""
         return self._limits
 

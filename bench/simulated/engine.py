@@ -7,7 +7,7 @@ from baton.generation import Prompt
 from baton.ids import LayerName, SeqId
 from baton.layout import KvLayout
 from baton_engine.messages import Generate
-from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import StepResult
 from baton_engine.scheduling.scheduler import Scheduler
@@ -54,7 +54,7 @@ class SteppedEngine:
         decode_seat_s: Seconds that seats spent on decoding, all of them together.
     """
 
-    def __init__(self, limits: Limits, policy: SchedulingPolicy, speed: StepSpeed) -> None:
+    def __init__(self, limits: EngineLimits, policy: SchedulingPolicy, speed: StepSpeed) -> None:
         layout = KvLayout(
             model_fingerprint="simulated",
             dtype="bfloat16",

@@ -31,8 +31,8 @@ from kv_transfer.messages import (
     AbortRequest,
     Commit,
     Committed,
-    Granted,
     GrantRefused,
+    PagesGranted,
     Quiesced,
     Reserve,
     ToDecode,
@@ -317,10 +317,10 @@ class Outbox:
         match message:
             case Committed():
                 actions = transfer.committed(now_s)
-            case Granted() if transfer.state is not _S.RESERVING:
+            case PagesGranted() if transfer.state is not _S.RESERVING:
                 self.refused += 1  # a ticket that is shown again is worth nothing
                 actions = []
-            case Granted():
+            case PagesGranted():
                 peer = self._peers[transfer.peer]
                 actions = transfer.granted(message, peer, peer.link or self._whole, now_s)
             case GrantRefused() | AbortRequest():
@@ -440,7 +440,7 @@ class OutgoingTransfer:
         return [*self.start(now_s, connected=connected), *self._push()]
 
     def granted(
-        self, granted: Granted, peer: PeerUp, link: LinkPlan, now_s: float
+        self, granted: PagesGranted, peer: PeerUp, link: LinkPlan, now_s: float
     ) -> list[OutboxAction]:
         """The peer answers the reservation; `link` is what is written of each page."""
         grant, num_blocks = granted.grant, self.permit.num_blocks

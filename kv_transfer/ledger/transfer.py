@@ -41,14 +41,7 @@ from baton.ids import XferId
 from baton.story import StoryLog
 from kv_transfer.heads import LinkPlan
 from kv_transfer.memory.checksum import checksum_bytes
-from kv_transfer.messages import (
-    AbortRequest,
-    Commit,
-    Committed,
-    Granted,
-    SessionId,
-    ToPrefill,
-)
+from kv_transfer.messages import AbortRequest, Commit, Committed, PagesGranted, SessionId, ToPrefill
 from kv_transfer.plan import Grant
 from kv_transfer.ticket import Permit
 
@@ -593,7 +586,7 @@ class Transfer:
     def _grant_to(self, part: SenderPart, pages: Grant) -> ToPeer:
         """Leave to write its part of `pages`."""
         part.may_write = True
-        granted = Granted(
+        granted = PagesGranted(
             xfer_id=self.xfer_id,
             attempt=self.attempt,
             cache_scope=self.permit.cache_scope,

@@ -26,7 +26,7 @@ from kv_transfer.messages import Heartbeat, ToDecode, ToPrefill
 from kv_transfer.ports import KvSender
 from kv_transfer.session.connection import OpenedSession, PeerConnection
 from kv_transfer.session.convert import SessionTerms, reply_from_proto, request_to_proto
-from kv_transfer.session.handshake import Accepted, Endpoint, greet, read_accepted
+from kv_transfer.session.handshake import Accepted, SessionEndpoint, greet, read_accepted
 from kv_transfer.session.seal import SessionSeal
 from kv_transfer.ticket import region_digest
 
@@ -55,7 +55,7 @@ class PeerSession:
     def __init__(
         self,
         *,
-        here: Endpoint,
+        here: SessionEndpoint,
         peer: WorkerIdentity,
         address: str,
         senders: Mapping[str, KvSender],

@@ -15,9 +15,9 @@ from kv_transfer.messages import (
     AbortRequest,
     Commit,
     Committed,
-    Granted,
     GrantRefused,
     Heartbeat,
+    PagesGranted,
     Quiesced,
     Reserve,
     ToDecode,
@@ -120,7 +120,7 @@ def request_from_proto(request: pb.TransferRequest, terms: SessionTerms) -> ToDe
 def reply_to_proto(message: ToPrefill, terms: SessionTerms) -> pb.TransferReply:
     """What a decode worker says, as its message."""
     match message:
-        case Granted():
+        case PagesGranted():
             ticket = terms.office.sign_ticket(_ticket(message, terms))
             return pb.TransferReply(granted=pb.PagesGranted(ticket=ticket))
         case Committed():
@@ -159,7 +159,7 @@ def reply_from_proto(reply: pb.TransferReply, terms: SessionTerms) -> ToPrefill:
             raise TransferError(f"unexpected message in a session: {other}")
 
 
-def _ticket(granted: Granted, terms: SessionTerms) -> Ticket:
+def _ticket(granted: PagesGranted, terms: SessionTerms) -> Ticket:
     return Ticket(
         xfer_id=granted.xfer_id,
         attempt=granted.attempt,
@@ -172,7 +172,7 @@ def _ticket(granted: Granted, terms: SessionTerms) -> Ticket:
     )
 
 
-def _granted(signed: common_pb2.Signed, terms: SessionTerms) -> Granted | GrantRefused:
+def _granted(signed: common_pb2.Signed, terms: SessionTerms) -> PagesGranted | GrantRefused:
     try:
         ticket = terms.office.read_ticket(signed)
         for what in ("target", "layout_digest", "region"):
@@ -181,7 +181,7 @@ def _granted(signed: common_pb2.Signed, terms: SessionTerms) -> Granted | GrantR
     except TicketError as error:
         xfer_id, attempt = claimed(signed)
         return GrantRefused(xfer_id=xfer_id, attempt=attempt, error=error)
-    return Granted(
+    return PagesGranted(
         xfer_id=ticket.xfer_id,
         attempt=ticket.attempt,
         cache_scope=ticket.cache_scope,

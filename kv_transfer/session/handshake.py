@@ -45,7 +45,7 @@ _FIELDS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class SessionEndpoint:
     """A worker at the handshake: its identity, its layout, and the keys that prove them."""
 
     identity: WorkerIdentity
@@ -107,7 +107,7 @@ class Accepted:
 
 
 def greet(
-    here: Endpoint, peer: WorkerIdentity, backends: Collection[str], number: int
+    here: SessionEndpoint, peer: WorkerIdentity, backends: Collection[str], number: int
 ) -> pb.OpenSession:
     """A prefill worker's first message, in its session `number` with `peer`."""
     return pb.OpenSession(
@@ -127,7 +127,7 @@ class HandshakeServer:
     (`TicketOffice.open_opening`).
     """
 
-    def __init__(self, here: Endpoint, backends: Collection[str]) -> None:
+    def __init__(self, here: SessionEndpoint, backends: Collection[str]) -> None:
         self._here = here
         self._backends = backends
         self._newest: OrderedDict[tuple[WorkerIdentity, str], int] = OrderedDict()
@@ -171,7 +171,7 @@ class HandshakeServer:
         return peer
 
 
-def accept(here: Endpoint, offer: SessionOffer, handle: RegionHandle) -> pb.SessionAccepted:
+def accept(here: SessionEndpoint, offer: SessionOffer, handle: RegionHandle) -> pb.SessionAccepted:
     """A decode worker's answer, with the region to write to."""
     return pb.SessionAccepted(
         identity=identity_to_proto(here.identity),
@@ -187,7 +187,10 @@ def accept(here: Endpoint, offer: SessionOffer, handle: RegionHandle) -> pb.Sess
 
 
 def read_accepted(
-    accepted: pb.SessionAccepted, here: Endpoint, peer: WorkerIdentity, backends: Collection[str]
+    accepted: pb.SessionAccepted,
+    here: SessionEndpoint,
+    peer: WorkerIdentity,
+    backends: Collection[str],
 ) -> Accepted:
     """The prefill worker's side of `accept`.
 

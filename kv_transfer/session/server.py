@@ -26,8 +26,8 @@ from kv_transfer.ports import KvReceiver, RegionHandle
 from kv_transfer.session.convert import SessionTerms, reply_to_proto, request_from_proto
 from kv_transfer.session.handshake import (
     Agreed,
-    Endpoint,
     HandshakeServer,
+    SessionEndpoint,
     SessionOffer,
     accept,
     no_backend_works,
@@ -109,7 +109,7 @@ class ServedSession:
         agreed: Agreed,
         seal: SessionSeal,
         *,
-        here: Endpoint,
+        here: SessionEndpoint,
         offer: SessionOffer,
         receivers: Mapping[str, KvReceiver],
         host: SessionHost,
@@ -259,7 +259,7 @@ class TransferService(pb_grpc.TransferServicer):
     def __init__(
         self,
         *,
-        here: Endpoint,
+        here: SessionEndpoint,
         offer: SessionOffer,
         receivers: Mapping[str, KvReceiver],
         host: SessionHost,

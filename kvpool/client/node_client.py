@@ -29,7 +29,7 @@ from kvpool.convert import (
     lease_from_proto,
     owner_to_proto,
 )
-from kvpool.messages import BlockLease, Owner, PutGrant, Refused
+from kvpool.messages import BlockLease, Owner, PutGrant, PutRefused
 
 CALL_TIMEOUT_S = 2.0
 _RETRIES = Backoff(first_s=0.1, max_s=5.0)
@@ -119,7 +119,7 @@ class GrpcPoolClient:
 
     async def reserve(
         self, keys: Sequence[BlockKey], owner: Owner, first: int
-    ) -> PutGrant | Refused:
+    ) -> PutGrant | PutRefused:
         """See `PoolClient`."""
         request = pb.ReservePutRequest(
             writer=self._worker,

@@ -27,7 +27,7 @@ from kv_transfer.plan import check_pages
 from kvpool.client.arena_pages import check_layers, turns
 from kvpool.client.metrics import PoolMetrics, Unpublished
 from kvpool.hashed_copy import Hashes
-from kvpool.messages import Owner, PutGrant, Refused
+from kvpool.messages import Owner, PutGrant, PutRefused
 from kvpool.ports import ArenaPages, PoolClient
 
 Generation = Callable[[BlockId], int]
@@ -291,7 +291,7 @@ class Publisher:
         # The node gives the places to others after `put_timeout_s`: by then nothing may be written there any more.
         async with asyncio.timeout(self._give_up_s):
             grant = await self._client.reserve([page.key for page in pages], owner, first.index)
-        if isinstance(grant, Refused):
+        if isinstance(grant, PutRefused):
             self._metrics.unpublished(Unpublished.REFUSED, len(pages))
             return 0
         if not grant.items:

@@ -10,7 +10,7 @@ from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from kv_transfer.memory.pages import Pages
 from kvpool.client.arena_pages import slab_layers
-from kvpool.messages import BlockLease, Owner, PutGrant, Refused
+from kvpool.messages import BlockLease, Owner, PutGrant, PutRefused
 from kvpool.node.ledger import NodeLedger, NodeLimits
 
 OnSlab = Callable[[list[Pages] | None], None]
@@ -166,7 +166,7 @@ class FakeClient:
 
     async def reserve(
         self, keys: Sequence[BlockKey], owner: Owner, first: int
-    ) -> PutGrant | Refused:
+    ) -> PutGrant | PutRefused:
         """See PoolClient."""
         ledger = await self._pool.answer("reserve")
         self._pool.asked_places += keys

@@ -42,8 +42,8 @@ from kvpool.messages import (
     Promote,
     PutGrant,
     PutItem,
-    RefusalReason,
-    Refused,
+    PutRefusalReason,
+    PutRefused,
     Selection,
     Stored,
     Tier,
@@ -151,7 +151,7 @@ class NodeLedger:
         self._name = name
         self.counts = Counts()
         self.read_frequency = ReadFrequency()
-        self.refuses: RefusalReason | None = None
+        self.refuses: PutRefusalReason | None = None
         self._accounts = Accounts(
             block_bytes=limits.slot_bytes,
             usual=limits.usual,
@@ -197,7 +197,7 @@ class NodeLedger:
         size_bytes: int | None = None,
         writer: WorkerIdentity | None = None,
         fetched: bool = False,
-    ) -> PutGrant | Refused:
+    ) -> PutGrant | PutRefused:
         """Gives slots to write to for blocks that are neither held nor being written, for `put_timeout_s`.
 
         Evicts as needed, but none of `keys`, nor what other tenants have within their share. Where there is room for a part,
@@ -218,19 +218,19 @@ class NodeLedger:
         """
         self._story.now_s = now_s
         if self.refuses is not None:
-            return Refused(reason=self.refuses)
+            return PutRefused(reason=self.refuses)
         slot_bytes = self._limits.slot_bytes
         size_bytes = slot_bytes if size_bytes is None else size_bytes
         if size_bytes > slot_bytes:
             detail = f"block_bytes: {size_bytes} do not fit the pool's slots of {slot_bytes}"
-            return Refused(reason=RefusalReason.TOO_LARGE, detail=detail)
+            return PutRefused(reason=PutRefusalReason.TOO_LARGE, detail=detail)
         billing = self._accounts.billing(owner, size_bytes)
         billing.account.active_s = now_s
         wanted, held = self._split(keys, first)
         if not wanted:
             return _NOTHING_TO_WRITE
         room = self._make_room(len(wanted), billing.account, held, now_s)
-        if isinstance(room, Refused):
+        if isinstance(room, PutRefused):
             return room
         blocks, memory = self._blocks, self._blocks.memory
         slots = [
@@ -297,7 +297,7 @@ class NodeLedger:
 
     def _make_room(
         self, wanted: int, account: Account, held: list[Slot], now_s: float
-    ) -> int | Refused:
+    ) -> int | PutRefused:
         """Room for at most `wanted` blocks, without giving up any of `held`."""
         for slot in held:
             slot.users += 1
@@ -305,9 +305,9 @@ class NodeLedger:
             room = self._within_quota(wanted, account)
             if not room:
                 detail = f"tenant {account.tenant} may hold {account.max_blocks} blocks here"
-                return Refused(reason=RefusalReason.OVER_QUOTA, detail=detail)
+                return PutRefused(reason=PutRefusalReason.OVER_QUOTA, detail=detail)
             room = self._evictor.make_slots(room, account, now_s)
-            return room or Refused(reason=RefusalReason.FULL, detail="all blocks are in use")
+            return room or PutRefused(reason=PutRefusalReason.FULL, detail="all blocks are in use")
         finally:
             for slot in held:
                 self._blocks.release(slot)

@@ -25,8 +25,8 @@ from kvpool.messages import (
     Owner,
     OwnerUsage,
     PutGrant,
-    RefusalReason,
-    Refused,
+    PutRefusalReason,
+    PutRefused,
     Selection,
 )
 from kvpool.node.membership import DirectoryClient, Membership
@@ -37,7 +37,7 @@ from kvpool.node.storage import NodeStorage, OpenDisk, StorageConfig
 from kvpool.ports import Directory, Peers
 
 _NOTHING = BlockLease(lease_id="")
-_EMPTY = Refused(reason=RefusalReason.SICK, detail="no worker has attached yet")
+_EMPTY = PutRefused(reason=PutRefusalReason.SICK, detail="no worker has attached yet")
 
 JoinPeers = Callable[[NodeStorage], Peers | None]
 """Joins the other nodes of the pool; None where no transfer backend to them works."""
@@ -147,7 +147,7 @@ class PoolNode:
         first: int,
         size_bytes: int,
         writer: WorkerIdentity,
-    ) -> PutGrant | Refused:
+    ) -> PutGrant | PutRefused:
         """See `NodeLedger.reserve`."""
         store = self._store
         if store is None:
@@ -226,8 +226,8 @@ class PoolNode:
         sick, refuses = self._health.sick(now_s), store.ledger.refuses
         if sick and refuses is None:
             _log.error("too many blocks were altered in memory: the node takes no new ones")
-            store.ledger.refuses = RefusalReason.SICK
-        elif not sick and refuses is RefusalReason.SICK:
+            store.ledger.refuses = PutRefusalReason.SICK
+        elif not sick and refuses is PutRefusalReason.SICK:
             store.ledger.refuses = None
 
     def take_changes(self) -> BlockChanges | None:
@@ -290,7 +290,7 @@ class PoolNode:
         """Takes no new blocks, retires from the directory, closes memory and disk."""
         if self._store is None or self._member is None:
             return
-        self._store.ledger.refuses = RefusalReason.DRAINING
+        self._store.ledger.refuses = PutRefusalReason.DRAINING
         await self._member.retire(self.state())
         if self._peers is not None:
             await self._peers.close()

@@ -17,7 +17,7 @@ from baton.ids import BlockId, BlockKey, XferId
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.telemetry.logs import get_logger
 from kv_transfer.plan import Grant
-from kv_transfer.session.handshake import Endpoint
+from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import Permit, shown
 from kvpool.convert import IncomingBlocks, incoming_from_proto, keys_to_bytes
 from kvpool.messages import Owner, PutGrant
@@ -69,7 +69,7 @@ class PartFetcher:
 
     def __init__(
         self,
-        here: Endpoint,
+        here: SessionEndpoint,
         address: str,
         store: NodeStorage,
         inbound: PeerReceiver,

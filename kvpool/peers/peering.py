@@ -20,7 +20,7 @@ from baton.ids import BlockKey, WorkerIdentity
 from baton.telemetry.logs import get_logger
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.ports import KvReceiver
-from kv_transfer.session.handshake import Endpoint
+from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import TicketOffice
 from kvpool.node.slab import slab_layout
 from kvpool.node.storage import NodeStorage
@@ -87,7 +87,9 @@ class Peering:
     ) -> None:
         slab, pool = store.slab, plan.pool
         layout = slab_layout(slab.slot_bytes)
-        here = Endpoint(identity=plan.identity, layout=layout, office=TicketOffice(plan.secret))
+        here = SessionEndpoint(
+            identity=plan.identity, layout=layout, office=TicketOffice(plan.secret)
+        )
         self._store = store
         self._inbound = PeerReceiver(
             here,

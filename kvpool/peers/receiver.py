@@ -45,7 +45,7 @@ from kv_transfer.ledger.transfer import (
 from kv_transfer.messages import SessionId, ToDecode
 from kv_transfer.plan import Grant
 from kv_transfer.ports import KvReceiver
-from kv_transfer.session.handshake import Endpoint, SessionOffer
+from kv_transfer.session.handshake import SessionEndpoint, SessionOffer
 from kv_transfer.session.server import Context, Requests, TransferService
 from kv_transfer.ticket import Permit
 
@@ -79,7 +79,7 @@ class PeerReceiver:
 
     def __init__(
         self,
-        here: Endpoint,
+        here: SessionEndpoint,
         *,
         num_slots: int,
         receivers: Mapping[str, KvReceiver],

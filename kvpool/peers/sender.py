@@ -42,7 +42,7 @@ from kv_transfer.messages import ToPrefill
 from kv_transfer.ports import KvSender
 from kv_transfer.session.client import PeerSession
 from kv_transfer.session.connection import OpenedSession, PageWriter
-from kv_transfer.session.handshake import Endpoint
+from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import Permit
 
 _MAX_IN_FLIGHT = 32
@@ -80,7 +80,7 @@ class PeerSender:
 
     def __init__(
         self,
-        here: Endpoint,
+        here: SessionEndpoint,
         *,
         senders: Mapping[str, KvSender],
         sent: Callable[[int], None],

@@ -22,7 +22,7 @@ from baton.rpc.reports import failure_to_proto
 from baton.rpc.v1 import common_pb2, pool_pb2_grpc, transfer_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.telemetry.logs import get_logger
-from kv_transfer.session.handshake import Endpoint
+from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.session.server import Context, Requests
 from kv_transfer.ticket import Permit, refuse_holder
 from kvpool.convert import incoming_to_proto, keys_from_bytes
@@ -68,7 +68,7 @@ class PeerRequestHandler:
 
     def __init__(
         self,
-        here: Endpoint,
+        here: SessionEndpoint,
         store: NodeStorage,
         outbound: PeerSender,
         fetcher: Fetcher,

@@ -167,7 +167,7 @@ def _decoded(name: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class JournalFrame:
     """A record where it stands in a file.
 
     Attributes:
@@ -190,7 +190,7 @@ class SealedLog:
         num_records: How many count.
     """
 
-    def __init__(self, path: Path, last: Frame | None = None, num_records: int = 0) -> None:
+    def __init__(self, path: Path, last: JournalFrame | None = None, num_records: int = 0) -> None:
         self._file = RawFile(path, empty=last is None)
         self._end, self._seal = (last.end, last.seal) if last is not None else (0, _FIRST_SEAL)
         self._num_records = num_records
@@ -241,7 +241,7 @@ class SealedLog:
         self._num_records += count
 
 
-def frames(file: BinaryIO) -> Iterator[Frame]:
+def frames(file: BinaryIO) -> Iterator[JournalFrame]:
     """The records from the beginning of `file` to its end, or to the first that is not whole and sound.
 
     Raises:
@@ -255,7 +255,7 @@ def frames(file: BinaryIO) -> Iterator[Frame]:
         if len(record) != length or seal != said:
             return
         end += _HEAD.size + length
-        yield Frame(record=record, end=end, seal=seal)
+        yield JournalFrame(record=record, end=end, seal=seal)
 
 
 class Journal:
@@ -434,7 +434,7 @@ class _Found:
     """
 
     blocks: dict[int, DiskBlock] = field(default_factory=dict)
-    last: Frame | None = None
+    last: JournalFrame | None = None
     num_records: int = 0
     unusable: str = ""
 
@@ -457,7 +457,7 @@ def _read(path: Path, slot_bytes: int) -> _Found:
     return found
 
 
-def _take(found: _Found, frame: Frame, slot_bytes: int) -> str:
+def _take(found: _Found, frame: JournalFrame, slot_bytes: int) -> str:
     record = decode(frame.record)
     match record:
         case Begins() if found.last is None:

@@ -3,7 +3,7 @@
 from pydantic import BaseModel
 
 from router.breaker import Circuit
-from router.limits.ports import Level, Usage
+from router.limits.ports import Level, LimitUsage
 from router.tenants.tenant import Tenant
 
 
@@ -82,7 +82,7 @@ def tenant_reply(tenant: Tenant) -> TenantReply:
     )
 
 
-def usage_reply(tenant: Tenant, usage: Usage, circuit: Circuit) -> TenantUsage:
+def usage_reply(tenant: Tenant, usage: LimitUsage, circuit: Circuit) -> TenantUsage:
     """What `tenant` uses."""
     return TenantUsage(
         tenant=tenant_reply(tenant),

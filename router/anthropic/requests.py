@@ -9,9 +9,9 @@ from router.http.fields import (
     MAX_PARTS,
     MAX_TOOLS,
     Body,
+    BodyObject,
     JsonObject,
     Name,
-    Part,
     StopString,
     StopStrings,
     only,
@@ -23,7 +23,7 @@ from router.openai.tools import FunctionName
 from router.templates.renderer import ChatMessage, Conversation
 
 
-class TextBlock(Part):
+class TextBlock(BodyObject):
     """A piece of a message. Other kinds than text are not served."""
 
     type: Literal["text"]
@@ -33,7 +33,7 @@ class TextBlock(Part):
 Blocks = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class MessageParam(Part):
+class MessageParam(BodyObject):
     """One message of a conversation."""
 
     role: Literal["user", "assistant"]
@@ -49,7 +49,7 @@ MessageParams = Annotated[
 ]
 
 
-class ToolDefinition(Part):
+class ToolDefinition(BodyObject):
     """A tool that the model may use."""
 
     name: FunctionName
@@ -57,20 +57,20 @@ class ToolDefinition(Part):
     input_schema: JsonObject | None = None
 
 
-class ToolChoiceParam(Part):
+class ToolChoiceParam(BodyObject):
     """Whether the model is to use a tool."""
 
     type: Literal["none", "auto", "any", "tool"]
     name: str | None = None
 
 
-class Thinking(Part):
+class Thinking(BodyObject):
     """Whether the model is to think aloud first."""
 
     type: Literal["disabled", "enabled", "adaptive"]
 
 
-class RequestMetadata(Part):
+class RequestMetadata(BodyObject):
     """The end user for whom the client asks."""
 
     user_id: Name | None = None
@@ -81,7 +81,7 @@ def joined(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
-class ConversationBody(Part):
+class ConversationBody(BodyObject):
     """What both endpoints read."""
 
     messages: MessageParams

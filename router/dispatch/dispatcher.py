@@ -46,6 +46,7 @@ from router.dispatch.events import (
     LegFailed,
     LoadReported,
     LocallyPrefilled,
+    PrefillPeerLost,
     PutInPool,
     RoleChanged,
     SampleFinished,
@@ -56,7 +57,6 @@ from router.dispatch.events import (
     TimePassed,
     WorkerJoined,
     WorkerLost,
-    WriterLost,
 )
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryController, RetryCounters, RetryPolicy
@@ -76,7 +76,7 @@ _STAGE_OF: dict[type[LegEvent], Stage] = {
     FirstTokensArrived: Stage.PREFILL,
     HandedOff: Stage.PREFILL,
     PutInPool: Stage.PREFILL,
-    WriterLost: Stage.DECODE,
+    PrefillPeerLost: Stage.DECODE,
 }
 
 _EITHER_WORKERS_FAULT = (
@@ -373,7 +373,7 @@ class Dispatcher:
                 return self._handed_off(leg, event, now_s)
             case PutInPool():
                 return self._put_in_pool(leg, now_s)
-            case WriterLost():
+            case PrefillPeerLost():
                 return self._writer_lost(leg, event, now_s)
             case LocallyPrefilled():
                 return self._locally_prefilled(leg, event, now_s)
@@ -468,7 +468,7 @@ class Dispatcher:
         in_reach = node is not None and node == node_of(attempt.decode.worker.load)
         return self._retry.leave_to_pool(attempt, now_s, in_reach=in_reach)
 
-    def _writer_lost(self, leg: Leg, event: WriterLost, now_s: float) -> list[Action]:
+    def _writer_lost(self, leg: Leg, event: PrefillPeerLost, now_s: float) -> list[Action]:
         attempt = leg.attempt
         current = attempt.permit is not None and attempt.permit.attempt == event.attempt
         handed_over = attempt.decoded or attempt.early or attempt.state not in _HANDOFF_OPEN

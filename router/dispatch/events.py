@@ -148,7 +148,7 @@ class HandedOff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriterLost:
+class PrefillPeerLost:
     """D lost P in this attempt at the hand-off, and keeps the pages for a moment."""
 
     worker: WorkerIdentity
@@ -204,7 +204,7 @@ LegEvent = (
     | LocallyPrefilled
     | HandedOff
     | PutInPool
-    | WriterLost
+    | PrefillPeerLost
     | DecodeTokens
     | SampleFinished
     | LegFailed

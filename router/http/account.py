@@ -18,7 +18,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, RateLimitedError
 from baton.generation import Prompt
 from router.guardrails.ports import Ask
-from router.limits.ports import GrantId, Level, Levels, Limiter, LimitKind, Refused
+from router.limits.ports import GrantId, Level, Levels, Limiter, LimitKind, LimitRefused
 from router.ports import GenerationRequest, Timing
 from router.telemetry.metrics import RouterMetrics
 from router.tenants.breakers import TenantBreakers
@@ -121,7 +121,9 @@ class RequestAccount:
         level = self.levels.tokens
         if level is not None and level.remaining < 1:
             wait_s = level.wait_s(prompt_tokens + _charged_output(output_tokens))
-            raise refusal(Refused(kind=LimitKind.TOKENS, retry_after_s=wait_s, levels=self.levels))
+            raise refusal(
+                LimitRefused(kind=LimitKind.TOKENS, retry_after_s=wait_s, levels=self.levels)
+            )
 
     async def charge(self, runs: Sequence[Run]) -> None:
         """Charges the tenant what `runs` are expected to use. Nothing may run before this.
@@ -133,7 +135,7 @@ class RequestAccount:
         expected = sum(_expected_tokens(run.request.prompt) for run in runs)
         decision = await self.limiter.charge(self.tenant, self.grant, expected)
         self.levels = decision.levels
-        if isinstance(decision, Refused):
+        if isinstance(decision, LimitRefused):
             raise refusal(decision)
 
 
@@ -209,7 +211,7 @@ class RateLimiter:
             self._check_breaker(account)
             decision = await self._limiter.enter(account.tenant, account.grant)
             account.levels = decision.levels
-            if isinstance(decision, Refused):
+            if isinstance(decision, LimitRefused):
                 raise refusal(decision)
         except RateLimitedError as error:
             self._metrics.rejected(account.tenant.tenant_class, error.reason)
@@ -253,7 +255,7 @@ def limit_headers(levels: Levels) -> Iterator[tuple[str, str]]:
             yield from _of_one(name, level)
 
 
-def refusal(refused: Refused) -> RateLimitedError:
+def refusal(refused: LimitRefused) -> RateLimitedError:
     """The error of a request that was refused."""
     wait_s = ceil(refused.retry_after_s)
     return RateLimitedError(

@@ -48,7 +48,7 @@ UNSUPPORTED = "unsupported"
 """Types of the complaints below, as `router.http.errors` reads them."""
 
 
-class Part(BaseModel):
+class BodyObject(BaseModel):
     """Any object within a body. What it has besides its fields is ignored."""
 
     model_config = ConfigDict(strict=True)

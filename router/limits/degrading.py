@@ -16,7 +16,7 @@ from baton.errors import UnavailableError
 from baton.telemetry.logs import get_logger
 from router.breaker import Breaker, BreakerPolicy
 from router.limits.local import LocalLimiter
-from router.limits.ports import Granted, GrantId, Refused, Usage
+from router.limits.ports import GrantId, LimitGranted, LimitRefused, LimitUsage
 from router.limits.shared import RedisLimiter
 from router.tenants.tenant import Tenant
 
@@ -89,7 +89,7 @@ class DegradingLimiter:
         """Whether this router decides alone."""
         return not self._breaker.allows(self._clock.now_s())
 
-    async def enter(self, tenant: Tenant, grant: GrantId) -> Granted | Refused:
+    async def enter(self, tenant: Tenant, grant: GrantId) -> LimitGranted | LimitRefused:
         """See `Limiter`."""
         if tenant.limits.unlimited:
             return await self._local.enter(tenant, grant)
@@ -97,13 +97,15 @@ class DegradingLimiter:
         if decision is None:
             self._metrics.decided_alone()
             decision = await self._local.enter(tenant, grant)
-        elif isinstance(decision, Granted):
+        elif isinstance(decision, LimitGranted):
             self._local.ledger.hold(tenant, grant)
-        if isinstance(decision, Granted):
+        if isinstance(decision, LimitGranted):
             self._held.setdefault(tenant, set()).add(grant)
         return decision
 
-    async def charge(self, tenant: Tenant, grant: GrantId, tokens: int) -> Granted | Refused:
+    async def charge(
+        self, tenant: Tenant, grant: GrantId, tokens: int
+    ) -> LimitGranted | LimitRefused:
         """See `Limiter`."""
         if tenant.limits.tokens_per_minute is None:
             return await self._local.charge(tenant, grant, tokens)
@@ -124,7 +126,7 @@ class DegradingLimiter:
             del self._held[tenant]
         await self._ask(lambda: self._shared.leave(tenant, grant, used_tokens))
 
-    async def usage(self, tenant: Tenant) -> Usage:
+    async def usage(self, tenant: Tenant) -> LimitUsage:
         """See `Limiter`."""
         usage = await self._ask(lambda: self._shared.usage(tenant))
         return await self._local.usage(tenant) if usage is None else usage

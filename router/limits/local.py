@@ -10,8 +10,16 @@ from dataclasses import dataclass, field
 
 from baton.clock import Clock
 from baton.errors import InvariantError
-from router.limits.ports import Granted, GrantId, Level, Levels, LimitKind, Refused, Usage
-from router.tenants.tenant import Limits, Tenant, TenantId
+from router.limits.ports import (
+    GrantId,
+    Level,
+    Levels,
+    LimitGranted,
+    LimitKind,
+    LimitRefused,
+    LimitUsage,
+)
+from router.tenants.tenant import Tenant, TenantId, TenantLimits
 
 CONCURRENCY_RETRY_S = 1.0
 """Nobody knows when a request in flight ends; this is how often asking again costs nobody anything."""
@@ -93,7 +101,7 @@ class _Account:
 class LimitLedger:
     """Who has used how much.
 
-    Pure: no clock. Not thread-safe: one owner. Limits come with every call, so that a reload holds at once; only what was
+    Pure: no clock. Not thread-safe: one owner. TenantLimits come with every call, so that a reload holds at once; only what was
     used is kept here.
 
     Args:
@@ -104,11 +112,11 @@ class LimitLedger:
         self.share = share
         self._accounts: dict[TenantId, _Account] = {}
 
-    def enter(self, tenant: Tenant, grant: GrantId, now_s: float) -> Granted | Refused:
+    def enter(self, tenant: Tenant, grant: GrantId, now_s: float) -> LimitGranted | LimitRefused:
         """See `Limiter.enter`."""
         account = self._accounts.setdefault(tenant.tenant_id, _Account())
         if grant in account.in_flight:
-            return Granted(levels=self._levels(account, tenant.limits, now_s))
+            return LimitGranted(levels=self._levels(account, tenant.limits, now_s))
         if len(account.in_flight) >= self._max_concurrency(tenant.limits):
             return self._refused(
                 account, tenant.limits, LimitKind.CONCURRENCY, CONCURRENCY_RETRY_S, now_s
@@ -118,7 +126,7 @@ class LimitLedger:
         if wait_s > 0:
             return self._refused(account, tenant.limits, LimitKind.REQUESTS, wait_s, now_s)
         account.in_flight[grant] = 0
-        return Granted(levels=self._levels(account, tenant.limits, now_s))
+        return LimitGranted(levels=self._levels(account, tenant.limits, now_s))
 
     def hold(self, tenant: Tenant, grant: GrantId) -> None:
         """Counts a request that somebody else let in, and charges, as in flight here too."""
@@ -126,7 +134,7 @@ class LimitLedger:
 
     def charge(
         self, tenant: Tenant, grant: GrantId, tokens: int, now_s: float
-    ) -> Granted | Refused:
+    ) -> LimitGranted | LimitRefused:
         """See `Limiter.charge`."""
         account = self._accounts[tenant.tenant_id]
         size = self._tokens(tenant.limits)
@@ -134,7 +142,7 @@ class LimitLedger:
         if wait_s > 0:
             return self._refused(account, tenant.limits, LimitKind.TOKENS, wait_s, now_s)
         account.in_flight[grant] = (account.in_flight[grant] or 0) + tokens
-        return Granted(levels=self._levels(account, tenant.limits, now_s))
+        return LimitGranted(levels=self._levels(account, tenant.limits, now_s))
 
     def leave(self, tenant: Tenant, grant: GrantId, used_tokens: int, now_s: float) -> None:
         """See `Limiter.leave`."""
@@ -148,11 +156,11 @@ class LimitLedger:
         if self._idle(account, tenant.limits, now_s):
             del self._accounts[tenant.tenant_id]
 
-    def usage(self, tenant: Tenant, now_s: float) -> Usage:
+    def usage(self, tenant: Tenant, now_s: float) -> LimitUsage:
         """See `Limiter.usage`."""
         account = self._accounts.get(tenant.tenant_id, _Account())
         levels = self._levels(account, tenant.limits, now_s)
-        return Usage(in_flight=len(account.in_flight), levels=levels)
+        return LimitUsage(in_flight=len(account.in_flight), levels=levels)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` when one request is in flight for two tenants."""
@@ -160,18 +168,18 @@ class LimitLedger:
         if len(grants) != len(set(grants)):
             raise InvariantError("a request is in flight twice")
 
-    def _max_concurrency(self, limits: Limits) -> float:
+    def _max_concurrency(self, limits: TenantLimits) -> float:
         if limits.max_concurrency is None:
             return float("inf")
         return max(1, int(limits.max_concurrency * self.share))
 
-    def _requests(self, limits: Limits) -> BucketSize | None:
+    def _requests(self, limits: TenantLimits) -> BucketSize | None:
         return BucketSize.of(limits.requests_per_minute, limits.request_burst, self.share)
 
-    def _tokens(self, limits: Limits) -> BucketSize | None:
+    def _tokens(self, limits: TenantLimits) -> BucketSize | None:
         return BucketSize.of(limits.tokens_per_minute, limits.token_burst, self.share)
 
-    def _levels(self, account: _Account, limits: Limits, now_s: float) -> Levels:
+    def _levels(self, account: _Account, limits: TenantLimits, now_s: float) -> Levels:
         requests, tokens = self._requests(limits), self._tokens(limits)
         return Levels(
             requests=None if requests is None else account.requests.level(requests, now_s),
@@ -179,12 +187,12 @@ class LimitLedger:
         )
 
     def _refused(
-        self, account: _Account, limits: Limits, kind: LimitKind, wait_s: float, now_s: float
-    ) -> Refused:
+        self, account: _Account, limits: TenantLimits, kind: LimitKind, wait_s: float, now_s: float
+    ) -> LimitRefused:
         levels = self._levels(account, limits, now_s)
-        return Refused(kind=kind, retry_after_s=wait_s, levels=levels)
+        return LimitRefused(kind=kind, retry_after_s=wait_s, levels=levels)
 
-    def _idle(self, account: _Account, limits: Limits, now_s: float) -> bool:
+    def _idle(self, account: _Account, limits: TenantLimits, now_s: float) -> bool:
         requests, tokens = self._requests(limits), self._tokens(limits)
         return (
             not account.in_flight
@@ -205,11 +213,13 @@ class LocalLimiter:
         self._clock = clock
         self.ledger = LimitLedger(share)
 
-    async def enter(self, tenant: Tenant, grant: GrantId) -> Granted | Refused:
+    async def enter(self, tenant: Tenant, grant: GrantId) -> LimitGranted | LimitRefused:
         """See `Limiter`."""
         return self.ledger.enter(tenant, grant, self._clock.now_s())
 
-    async def charge(self, tenant: Tenant, grant: GrantId, tokens: int) -> Granted | Refused:
+    async def charge(
+        self, tenant: Tenant, grant: GrantId, tokens: int
+    ) -> LimitGranted | LimitRefused:
         """See `Limiter`."""
         return self.ledger.charge(tenant, grant, tokens, self._clock.now_s())
 
@@ -217,6 +227,6 @@ class LocalLimiter:
         """See `Limiter`."""
         self.ledger.leave(tenant, grant, used_tokens, self._clock.now_s())
 
-    async def usage(self, tenant: Tenant) -> Usage:
+    async def usage(self, tenant: Tenant) -> LimitUsage:
         """See `Limiter`."""
         return self.ledger.usage(tenant, self._clock.now_s())

@@ -52,14 +52,14 @@ class Levels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
+class LimitGranted:
     """It may go on."""
 
     levels: Levels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class LimitRefused:
     """It may not.
 
     Attributes:
@@ -74,7 +74,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class LimitUsage:
     """What a tenant uses now, for operators."""
 
     in_flight: int
@@ -84,14 +84,16 @@ class Usage:
 class Limiter(Protocol):
     """Keeps the counts of all tenants."""
 
-    async def enter(self, tenant: Tenant, grant: GrantId) -> Granted | Refused:
+    async def enter(self, tenant: Tenant, grant: GrantId) -> LimitGranted | LimitRefused:
         """Takes one request and a place in flight, which `leave` gives back."""
 
-    async def charge(self, tenant: Tenant, grant: GrantId, tokens: int) -> Granted | Refused:
+    async def charge(
+        self, tenant: Tenant, grant: GrantId, tokens: int
+    ) -> LimitGranted | LimitRefused:
         """Takes tokens for a request that has entered. More than the bucket can ever hold are taken once it is full; it is in debt after that."""
 
     async def leave(self, tenant: Tenant, grant: GrantId, used_tokens: int) -> None:
         """Gives the place back, and the difference to what was charged. A second time is nothing."""
 
-    async def usage(self, tenant: Tenant) -> Usage:
+    async def usage(self, tenant: Tenant) -> LimitUsage:
         """What it uses now."""

@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING
 
 from baton.redis_link import asked
 from router.limits.local import CONCURRENCY_RETRY_S, BucketSize
-from router.limits.ports import Granted, GrantId, Level, Levels, LimitKind, Refused, Usage
-from router.tenants.tenant import Limits, Tenant, TenantId
+from router.limits.ports import (
+    GrantId,
+    Level,
+    Levels,
+    LimitGranted,
+    LimitKind,
+    LimitRefused,
+    LimitUsage,
+)
+from router.tenants.tenant import Tenant, TenantId, TenantLimits
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -35,15 +43,17 @@ class RedisLimiter:
         self._routers = redis.register_script(_script("routers.lua"))
         self._charged: dict[GrantId, int] = {}
 
-    async def enter(self, tenant: Tenant, grant: GrantId) -> Granted | Refused:
+    async def enter(self, tenant: Tenant, grant: GrantId) -> LimitGranted | LimitRefused:
         """See `Limiter`."""
         decision, _ = await self._run("enter", tenant, grant, 1)
         return decision
 
-    async def charge(self, tenant: Tenant, grant: GrantId, tokens: int) -> Granted | Refused:
+    async def charge(
+        self, tenant: Tenant, grant: GrantId, tokens: int
+    ) -> LimitGranted | LimitRefused:
         """See `Limiter`."""
         decision, _ = await self._run("charge", tenant, grant, tokens)
-        if isinstance(decision, Granted):
+        if isinstance(decision, LimitGranted):
             self._charged[grant] = self._charged.get(grant, 0) + tokens
         return decision
 
@@ -52,10 +62,10 @@ class RedisLimiter:
         charged = self._charged.pop(grant, 0)
         await self._run("leave", tenant, grant, charged - used_tokens)
 
-    async def usage(self, tenant: Tenant) -> Usage:
+    async def usage(self, tenant: Tenant) -> LimitUsage:
         """See `Limiter`."""
         decision, in_flight = await self._run("usage", tenant, _NO_GRANT, 0)
-        return Usage(in_flight=in_flight, levels=decision.levels)
+        return LimitUsage(in_flight=in_flight, levels=decision.levels)
 
     async def renew(self, tenant: Tenant, grants: Iterable[GrantId]) -> None:
         """Keeps requests counted for another lease; also those that Redis has forgotten."""
@@ -74,7 +84,7 @@ class RedisLimiter:
         grant: GrantId,
         amount: int,
         grants: Iterable[GrantId] = (),
-    ) -> tuple[Granted | Refused, int]:
+    ) -> tuple[LimitGranted | LimitRefused, int]:
         requests, tokens = _sizes(tenant.limits)
         most = tenant.limits.max_concurrency
         arguments: list[str | float] = [what, grant, amount, self._lease_ms]
@@ -86,9 +96,9 @@ class RedisLimiter:
             tokens=_level(tokens, float(token_level)),
         )
         if granted:
-            return Granted(levels=levels), in_flight
+            return LimitGranted(levels=levels), in_flight
         wait_s = CONCURRENCY_RETRY_S if kind == "concurrency" else float(wait_ms) / 1000
-        return Refused(kind=LimitKind(kind), retry_after_s=wait_s, levels=levels), in_flight
+        return LimitRefused(kind=LimitKind(kind), retry_after_s=wait_s, levels=levels), in_flight
 
     def _keys(self, tenant_id: TenantId) -> list[str]:
         """Both with the tenant as their hash tag, so that a Redis cluster keeps them in one place."""
@@ -99,7 +109,7 @@ def _script(name: str) -> str:
     return (resources.files("router.limits") / name).read_text(encoding="utf-8")
 
 
-def _sizes(limits: Limits) -> tuple[BucketSize | None, BucketSize | None]:
+def _sizes(limits: TenantLimits) -> tuple[BucketSize | None, BucketSize | None]:
     return (
         BucketSize.of(limits.requests_per_minute, limits.request_burst, 1.0),
         BucketSize.of(limits.tokens_per_minute, limits.token_burst, 1.0),

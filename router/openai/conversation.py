@@ -12,13 +12,13 @@ from router.http.fields import (
     MAX_TEMPLATE_KWARGS,
     REFUSED,
     UNSUPPORTED,
-    Part,
+    BodyObject,
     refusal,
 )
 from router.templates.renderer import Conversation
 
 
-class TextPart(Part):
+class TextPart(BodyObject):
     """A piece of a message's content. Other kinds than text are not served."""
 
     type: Literal["text"]

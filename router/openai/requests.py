@@ -16,10 +16,10 @@ from router.http.fields import (
     MAX_PROMPT_TOKENS,
     MAX_STOP_TOKEN_IDS,
     Body,
+    BodyObject,
     JsonObject,
     Metadata,
     Name,
-    Part,
     StopString,
     StopStrings,
     TokenCount,
@@ -110,7 +110,7 @@ class DrawingBody(Body):
         return self
 
 
-class StreamOptions(Part):
+class StreamOptions(BodyObject):
     """What a stream holds besides its deltas."""
 
     include_usage: bool | None = None

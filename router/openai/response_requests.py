@@ -10,9 +10,9 @@ from router.http.fields import (
     MAX_PARTS,
     MAX_TOOLS,
     UNSUPPORTED,
+    BodyObject,
     JsonObject,
     Name,
-    Part,
     TokenCount,
     only,
     refusal,
@@ -27,14 +27,14 @@ LOGPROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log-probabilities."""
 
 
-class InputText(Part):
+class InputText(BodyObject):
     """A piece of a message. Other kinds than text are not served."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class InputMessage(Part):
+class InputMessage(BodyObject):
     """One message of a conversation. An earlier answer can be put in as it came."""
 
     type: Literal["message"] = "message"
@@ -52,7 +52,7 @@ InputItems = Annotated[
 ]
 
 
-class FunctionTool(Part):
+class FunctionTool(BodyObject):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -68,7 +68,7 @@ def _hosted(kind: str) -> str:
     return kind
 
 
-class HostedTool(Part):
+class HostedTool(BodyObject):
     """Any other tool: one that the server would have to run."""
 
     type: Annotated[
@@ -78,13 +78,13 @@ class HostedTool(Part):
     ]
 
 
-class ChosenTool(Part):
+class ChosenTool(BodyObject):
     """The one tool that the model is to call."""
 
     type: Name
 
 
-class SchemaFormat(Part):
+class SchemaFormat(BodyObject):
     """An answer that follows a JSON schema."""
 
     type: Literal["json_schema"]
@@ -94,7 +94,7 @@ class SchemaFormat(Part):
     strict: bool | None = None
 
 
-class TextSettings(Part):
+class TextSettings(BodyObject):
     """The form of the answer, and how wordy it is to be."""
 
     format: (
@@ -103,7 +103,7 @@ class TextSettings(Part):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class Reasoning(Part):
+class Reasoning(BodyObject):
     """How much the model is to think. Only the effort reaches it, through its template."""
 
     effort: Name | None = None

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from router.http.fields import MAX_TOOLS, JsonObject, Part, refusal, unsupported
+from router.http.fields import MAX_TOOLS, BodyObject, JsonObject, refusal, unsupported
 
 _NOT_YET = "Calling tools needs constrained decoding, which this server does not have yet."
 _NO_FORM = "Only plain text is served: other forms need constrained decoding."
@@ -16,7 +16,7 @@ _NO_FORM = "Only plain text is served: other forms need constrained decoding."
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class Function(Part):
+class Function(BodyObject):
     """A function that the model may call. `parameters` is a JSON schema."""
 
     name: FunctionName
@@ -25,39 +25,39 @@ class Function(Part):
     strict: bool | None = None
 
 
-class Tool(Part):
+class Tool(BodyObject):
     """A tool of a chat completion."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Part):
+class NamedFunction(BodyObject):
     """A function by its name."""
 
     name: FunctionName
 
 
-class NamedTool(Part):
+class NamedTool(BodyObject):
     """The one tool that the model is to call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class PlainText(Part):
+class PlainText(BodyObject):
     """An answer without a form."""
 
     type: Literal["text"]
 
 
-class JsonObjectFormat(Part):
+class JsonObjectFormat(BodyObject):
     """An answer that is some JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchema(Part):
+class JsonSchema(BodyObject):
     """A JSON schema with a name."""
 
     name: FunctionName
@@ -66,7 +66,7 @@ class JsonSchema(Part):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Part):
+class JsonSchemaFormat(BodyObject):
     """An answer that follows a schema."""
 
     type: Literal["json_schema"]

@@ -30,7 +30,7 @@ import yaml
 from baton.config.sizes import parse_size
 from baton.errors import ConfigError
 from router.tenants.keys import is_hash
-from router.tenants.tenant import DEFAULT_SLO_CLASS, Limits, Tenant, TenantId
+from router.tenants.tenant import DEFAULT_SLO_CLASS, Tenant, TenantId, TenantLimits
 
 MAX_WEIGHT = 1000.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -45,7 +45,7 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class TenantEntry(_Strict, frozen=True, kw_only=True):
-    """One tenant as it is written; see `Tenant` and `Limits` for what the fields mean."""
+    """One tenant as it is written; see `Tenant` and `TenantLimits` for what the fields mean."""
 
     id: str
     keys: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ def tenant_of(entry: TenantEntry, metrics_label: str) -> Tenant:
         weight=entry.weight,
         slo_class=entry.slo_class,
         tenant_class=entry.id if metrics_label == "tenant" else entry.slo_class,
-        limits=Limits(
+        limits=TenantLimits(
             requests_per_minute=entry.requests_per_minute,
             request_burst=entry.request_burst,
             tokens_per_minute=entry.tokens_per_minute,

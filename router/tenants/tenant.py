@@ -14,7 +14,7 @@ DEFAULT_SLO_CLASS = "standard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class TenantLimits:
     """What a tenant may use at most, over all routers together. None is no limit.
 
     Attributes:
@@ -34,7 +34,7 @@ class Limits:
     @property
     def unlimited(self) -> bool:
         """Whether there is nothing to count."""
-        return self == Limits()
+        return self == TenantLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Tenant:
     weight: float = 1.0
     slo_class: str = DEFAULT_SLO_CLASS
     tenant_class: str = DEFAULT_SLO_CLASS
-    limits: Limits = field(default_factory=Limits)
+    limits: TenantLimits = field(default_factory=TenantLimits)
     kv_bytes: int | None = None
     models: frozenset[str] | None = None
     cache_scope: str = ""

@@ -38,10 +38,10 @@ from router.dispatch.events import (
     LegFailed,
     LoadReported,
     LocallyPrefilled,
+    PrefillPeerLost,
     PutInPool,
     SampleFinished,
     StepTokens,
-    WriterLost,
 )
 
 
@@ -140,7 +140,7 @@ def _prompt_logprobs(message: pb.Prefilled) -> tuple[TokenLogprobs, ...] | None:
 
 
 def _writer_lost(worker: WorkerIdentity, message: pb.WriterLost) -> Event:
-    return WriterLost(
+    return PrefillPeerLost(
         worker=worker,
         leg_id=LegId(message.leg_id),
         attempt=message.attempt,

@@ -9,7 +9,7 @@ from baton.generation import NO_SLO, FinishReason, Prompt, SamplingParams, SloTa
 from baton.ids import LayerName, SeqId
 from baton.layout import KvLayout
 from baton_engine.fakes.engine import FakeRunner
-from baton_engine.fakes.pool import FakePool
+from baton_engine.fakes.pool import FakeKvSource
 from baton_engine.messages import (
     Command,
     Failed,
@@ -19,7 +19,7 @@ from baton_engine.messages import (
     Start,
 )
 from baton_engine.ports import PageExport
-from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import StepPlan
 from baton_engine.scheduling.scheduler import Scheduler
@@ -30,7 +30,7 @@ SECRET = bytes(32)
 Told = TypeVar("Told", PrefillStarted, Reserved, Sampled, Released, Failed)
 
 
-def limits(**changes: int) -> Limits:
+def limits(**changes: int) -> EngineLimits:
     values = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
@@ -39,7 +39,7 @@ def limits(**changes: int) -> Limits:
         "num_blocks": 64,
         "vocab_size": 1000,
     }
-    return Limits(**(values | changes))
+    return EngineLimits(**(values | changes))
 
 
 def layout(block_tokens: int) -> KvLayout:
@@ -77,10 +77,10 @@ def prompt(
 class World:
     """One engine without thread and loop. `events` keeps all that was told, `output` the tokens by sequence and sample."""
 
-    limits: Limits
+    limits: EngineLimits
     eos_ids: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
-    pool: FakePool | None = None
+    pool: FakeKvSource | None = None
     num_layers: int = 1
     policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
     now_s: float = 0.0
@@ -101,7 +101,7 @@ class World:
         if self.pool is not None:
             self.connect(self.pool)
 
-    def connect(self, pool: FakePool) -> None:
+    def connect(self, pool: FakeKvSource) -> None:
         """Reads from and writes to `pool`, as a loop does it."""
         self.source = pool.source(self.runner.pages)
         self.block_sink = pool.block_sink(self.runner.pages, self.scheduler.generation)

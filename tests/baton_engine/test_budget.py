@@ -8,7 +8,7 @@ from baton.ids import LayerName
 from baton.layout import KvLayout
 from baton_engine.cache.budget import (
     DEFAULT_CPU_BYTES,
-    Demand,
+    ArenaDemand,
     affordable_on_cpu,
     affordable_on_gpu,
     num_blocks,
@@ -24,8 +24,10 @@ LAYOUT = KvLayout(
 )
 
 
-def _demand(*, max_model_len: int = 1600, affordable_bytes: int = 1 << 40) -> Demand:
-    return Demand(layout=LAYOUT, max_model_len=max_model_len, affordable_bytes=affordable_bytes)
+def _demand(*, max_model_len: int = 1600, affordable_bytes: int = 1 << 40) -> ArenaDemand:
+    return ArenaDemand(
+        layout=LAYOUT, max_model_len=max_model_len, affordable_bytes=affordable_bytes
+    )
 
 
 def test_asked_bytes_are_filled_with_whole_pages() -> None:

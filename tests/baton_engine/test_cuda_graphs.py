@@ -26,7 +26,7 @@ from baton_engine.models.decoder import Decoder
 from baton_engine.models.loader import load_decoder
 from baton_engine.ports import PageExport
 from baton_engine.runner import ModelRunner
-from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.plan import Row, StepPlan
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.staging import DeviceStaging, PinnedBuffers
@@ -175,7 +175,7 @@ def test_steps_launched_ahead_overwrite_nothing_that_is_still_needed(decoder, pa
     drawn = {}
     for ahead in (False, True):
         runner, arena, _, backend = graphed(decoder, 60, backend=StaticGraphs())
-        limits = Limits(
+        limits = EngineLimits(
             max_num_seqs=5,
             max_num_batched_tokens=64,
             max_model_len=320,

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from baton_engine.demo.training.conversations import GREETING, Message
+from baton_engine.demo.training.conversations import GREETING, TrainingMessage
 from baton_engine.demo.training.evaluate import answer, load_model
 from baton_engine.demo.training.questions import MODEL_DIRECTORY, load_questions
 from baton_engine.demo.training.tokenizer import encode_conversation
@@ -59,9 +59,9 @@ def test_training_encodes_a_conversation_as_the_chat_template_does(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     conversation = [
-        Message(role="system", content="Be concise."),
-        Message(role="user", content="What does len do?"),
-        Message(role="assistant", content="Return the number of items in a container."),
+        TrainingMessage(role="system", content="Be concise."),
+        TrainingMessage(role="user", content="What does len do?"),
+        TrainingMessage(role="assistant", content="Return the number of items in a container."),
     ]
     chat = [{"role": message.role, "content": message.content} for message in conversation]
     raw_tokenizer = Tokenizer.from_file(str(MODEL_DIRECTORY / "tokenizer.json"))

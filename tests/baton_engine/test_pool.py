@@ -4,7 +4,7 @@ import pytest
 
 from baton.errors import CorruptKvError, TransferError, disposition
 from baton.ids import SeqId
-from baton_engine.fakes.pool import FakePool
+from baton_engine.fakes.pool import FakeKvSource
 from baton_engine.messages import (
     Abort,
     Failed,
@@ -21,9 +21,9 @@ from tests.baton_engine.scheduling_world import World, hand_over, limits, prompt
 A, B, C = SeqId("a"), SeqId("b"), SeqId("c")
 
 
-def filled(*prompts) -> FakePool:
+def filled(*prompts) -> FakeKvSource:
     """A pool with all full blocks of the prompts, computed elsewhere."""
-    pool = FakePool()
+    pool = FakeKvSource()
     elsewhere = World(limits(), pool=pool)
     for place, asked in enumerate(prompts):
         elsewhere.tell(Generate(seq_id=SeqId(f"f{place}"), prompt=asked))
@@ -36,7 +36,7 @@ def computed(world: World) -> int:
 
 
 def test_full_pages_are_published_once_with_what_names_them():
-    pool = FakePool()
+    pool = FakeKvSource()
     world = World(limits(), pool=pool)
     world.block_sink.eager = False
     world.tell(Generate(seq_id=A, prompt=prompt(10, max_tokens=4, scope="blue")))
@@ -48,7 +48,7 @@ def test_full_pages_are_published_once_with_what_names_them():
 
 
 def test_nothing_is_published_without_a_prefix_cache():
-    world = World(limits(), pool=FakePool(), enable_prefix_caching=False)
+    world = World(limits(), pool=FakeKvSource(), enable_prefix_caching=False)
     world.tell(Generate(seq_id=A, prompt=prompt(10)))
     world.run()
     assert world.pool is not None
@@ -118,7 +118,7 @@ def test_a_longer_text_publishes_only_what_follows_the_fetched_part():
 
 def test_pages_that_came_by_a_hand_over_are_not_offered():
     asked = prompt(12, max_tokens=6)
-    source, target = World(limits()), World(limits(), pool=FakePool())
+    source, target = World(limits()), World(limits(), pool=FakeKvSource())
     target.block_sink.eager = False
     source.tell(Prefill(seq_id=A, prompt=asked))
     target.tell(Reserve(seq_id=A, prompt=asked))
@@ -244,7 +244,7 @@ def test_without_an_offer_everything_is_computed():
 
 
 def test_a_preempted_sequence_comes_back_from_the_pool():
-    world = World(limits(num_blocks=12, max_num_batched_tokens=32), pool=FakePool())
+    world = World(limits(num_blocks=12, max_num_batched_tokens=32), pool=FakeKvSource())
     first, second = prompt(16, max_tokens=20), prompt(tuple(range(100, 118)), max_tokens=20)
     world.tell(Generate(seq_id=A, prompt=first), Generate(seq_id=B, prompt=second))
     world.run()
@@ -271,7 +271,7 @@ def test_the_source_forgets_a_sequence_once_it_was_admitted_or_is_gone():
 
 
 def test_a_page_that_is_handed_out_again_gets_another_generation():
-    world = World(limits(num_blocks=8), pool=FakePool())
+    world = World(limits(num_blocks=8), pool=FakeKvSource())
     world.block_sink.eager = False
     world.tell(Generate(seq_id=A, prompt=prompt(20, max_tokens=1)))
     world.run()
@@ -285,7 +285,7 @@ def test_a_page_that_is_handed_out_again_gets_another_generation():
 
 
 def test_what_was_handed_out_before_it_was_copied_never_reaches_the_pool():
-    pool = FakePool()
+    pool = FakeKvSource()
     world = World(limits(num_blocks=8), pool=pool)
     world.block_sink.eager = False
     for number in range(6):

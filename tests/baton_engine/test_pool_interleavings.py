@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from baton_engine.fakes.pool import FakePool
+from baton_engine.fakes.pool import FakeKvSource
 from baton_engine.messages import Abort, Failed
 from tests.baton_engine.scheduling_world import World, limits
 from tests.baton_engine.test_scheduler_interleavings import EOS, Interleavings
@@ -27,7 +27,7 @@ class PoolInterleavings(Interleavings):
             max_num_batched_tokens=max_num_batched_tokens,
             vocab_size=128,
         )
-        self.pool = FakePool()
+        self.pool = FakeKvSource()
         self.source = World(some, eos_ids=EOS, pool=self.pool, num_layers=2)
         self.target = World(some, eos_ids=EOS, pool=self.pool, num_layers=2)
         for world in (self.source, self.target):

@@ -12,7 +12,7 @@ from baton_engine.messages import Command, PrefillStarted, Reserved, Start
 from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.loader import load_decoder
 from baton_engine.runner import ModelRunner
-from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.scheduler import Scheduler
 from tests.baton_engine.sampled import Event, Sampled, by_sequence
 
@@ -61,7 +61,7 @@ class WholeEngine:
             fixed_rows=deterministic,
         )
         layout = kv_layout(spec, dtype, BLOCK_TOKENS)
-        limits = Limits(
+        limits = EngineLimits(
             max_num_seqs=8,
             max_num_batched_tokens=budget,
             max_model_len=512,

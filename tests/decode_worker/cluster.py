@@ -40,7 +40,7 @@ from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.telemetry.tracing import Tracer
 from baton_engine.fakes.engine import FakeRunner
 from baton_engine.host import ThreadEngineHost
-from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.plan import StepPlan, StepResult
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_worker.legs import WorkerLegTable
@@ -51,14 +51,14 @@ from decode_worker.receiver import PageReceiver
 from kv_transfer.backends.shm import ShmReceiver, ShmSender
 from kv_transfer.memory.arena import WorkerMemory
 from kv_transfer.memory.page_hash import Checksum, ways_to_hash
-from kv_transfer.session.handshake import Endpoint
+from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import Permit, TicketOffice
 from prefill_worker.sender import PageSender
 from prefill_worker.sink import TransferSink
 
 TIMEOUT_S = 20
 SECRET = bytes(32)
-LIMITS = Limits(
+LIMITS = EngineLimits(
     max_num_seqs=8,
     max_num_batched_tokens=16,
     max_model_len=256,
@@ -200,7 +200,7 @@ async def start_node(
     )
     ways, office = ways_to_hash(span, LAYOUT, num_blocks=REGION_BLOCKS), TicketOffice(SECRET)
     hashes = {checksum: ways[checksum], **ways}
-    here, legs = Endpoint(identity=identity, layout=LAYOUT, office=office), WorkerLegTable()
+    here, legs = SessionEndpoint(identity=identity, layout=LAYOUT, office=office), WorkerLegTable()
     sender = PageSender(
         here=here,
         legs=legs,

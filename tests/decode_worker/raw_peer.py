@@ -9,7 +9,7 @@ from baton.layout import KvLayout
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
 from baton.rpc.v1 import transfer_pb2_grpc as pb_grpc
-from kv_transfer.session.handshake import Endpoint, greet
+from kv_transfer.session.handshake import SessionEndpoint, greet
 from kv_transfer.session.seal import SessionSeal
 from kv_transfer.ticket import TicketOffice
 
@@ -32,7 +32,7 @@ class RawPeer:
         stub: Any = pb_grpc.TransferStub(self._channel)
         self.call = stub.Session()
         self.office = office
-        here = Endpoint(identity=PEER, layout=layout, office=office)
+        here = SessionEndpoint(identity=PEER, layout=layout, office=office)
         self.opening = pb.TransferRequest(open=greet(here, target, ["shm"], number))
         key = office.session_key(PEER, target, number, layout.digest())
         self._seal = SessionSeal(key, prefills=True)

@@ -54,7 +54,7 @@ from kv_transfer.heads import plan_link
 from kv_transfer.ledger.ledger import FromPeer as Said
 from kv_transfer.ledger.ledger import PeerFenced, SessionLost, SessionOpened
 from kv_transfer.ledger.transfer import LedgerLimits, ToPeer
-from kv_transfer.messages import AbortRequest, Commit, Committed, Granted, Quiesced, SessionId
+from kv_transfer.messages import AbortRequest, Commit, Committed, PagesGranted, Quiesced, SessionId
 from kv_transfer.messages import Reserve as AskPages
 from tests.baton_engine.sampled import columns
 from tests.kv_transfer.permits import permit
@@ -236,7 +236,7 @@ class LifeMachine(RuleBasedStateMachine):
                 case Abort():
                     if self.engine.drop(action.seq_id):
                         self.engine.answers.append(Released(seq_id=action.seq_id))
-                case ToPeer(message=Granted() as granted):
+                case ToPeer(message=PagesGranted() as granted):
                     self.writing.add(granted.xfer_id)
                 case ToPeer(message=Committed() as committed):
                     self.writing.discard(committed.xfer_id)

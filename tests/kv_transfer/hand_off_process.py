@@ -69,7 +69,7 @@ from kv_transfer.messages import SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Grant
 from kv_transfer.session.client import PeerSession
 from kv_transfer.session.connection import OpenedSession, PageWriter
-from kv_transfer.session.handshake import Endpoint, SessionOffer
+from kv_transfer.session.handshake import SessionEndpoint, SessionOffer
 from kv_transfer.session.server import TransferService
 from kv_transfer.ticket import Permit, TicketOffice
 from tests.kv_transfer.rank_process import UNTOUCHED, layout_of
@@ -108,7 +108,9 @@ class Rank:
         self.region.memoryview[:] = bytes([UNTOUCHED]) * len(self.region.memoryview)
         self.hashes = ArenaHashes(self.region.memoryview, self.layout, num_blocks=self.num_blocks)
         self.clock = MonotonicClock()
-        self.here = Endpoint(identity=worker(*asked["identity"]), layout=self.layout, office=OFFICE)
+        self.here = SessionEndpoint(
+            identity=worker(*asked["identity"]), layout=self.layout, office=OFFICE
+        )
 
     def permit(self, asked: dict[str, Any]) -> Permit:
         return OFFICE.read_permit(Signed.FromString(base64.b64decode(asked["permit"])))

@@ -82,7 +82,7 @@ from kv_transfer.ledger.transfer import (
     WriterLost,
 )
 from kv_transfer.memory.checksum import fold
-from kv_transfer.messages import Granted, Heartbeat, SessionId, ToDecode, ToPrefill
+from kv_transfer.messages import Heartbeat, PagesGranted, SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Grant
 from kv_transfer.ticket import Permit
 from tests.kv_transfer.permits import D, permit
@@ -360,14 +360,14 @@ class HandOffMachine(RuleBasedStateMachine):
 
     def send_to_peer(self, action: ToPeer) -> None:
         message = action.message
-        if isinstance(message, Granted):
+        if isinstance(message, PagesGranted):
             self.granted_to(action.session, message)
         for worker in self.workers:
             link = worker.links[-1]
             if link.session == action.session and link.up_there:
                 link.to_prefill.append(message)
 
-    def granted_to(self, session: SessionId, granted: Granted) -> None:
+    def granted_to(self, session: SessionId, granted: PagesGranted) -> None:
         self.assert_alone(granted.xfer_id, granted.attempt)
         # An attempt's first grant makes its pages blank, and those of the attempts before no business of theirs.
         if self.written_by.get(granted.xfer_id) != granted.attempt:

@@ -43,8 +43,8 @@ from kv_transfer.messages import (
     AbortRequest,
     Commit,
     Committed,
-    Granted,
     Heartbeat,
+    PagesGranted,
     Quiesced,
     Reserve,
     SessionId,
@@ -83,7 +83,7 @@ COMMIT = Commit(
     first_tokens=(TokenSample(sample=0, token=5),),
     checksums=bytes(16),
 )
-GRANTED = Granted(xfer_id=X, attempt=1, cache_scope="", grant=GRANT)
+GRANTED = PagesGranted(xfer_id=X, attempt=1, cache_scope="", grant=GRANT)
 QUIESCED = Quiesced(xfer_id=X, attempt=1)
 RIGHT = PagesVerified(xfer_id=X, session=SESSION, attempt=1, fault=None)
 CANCEL = Withdrawn(xfer_id=X, error=CancelledByPeerError("client left"))

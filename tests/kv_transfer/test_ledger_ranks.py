@@ -34,7 +34,7 @@ from kv_transfer.ledger.transfer import (
 from kv_transfer.messages import (
     AbortRequest,
     Commit,
-    Granted,
+    PagesGranted,
     Quiesced,
     Reserve,
     SessionId,
@@ -100,16 +100,18 @@ def writing(ledger: TransferLedger) -> TransferLedger:
     assert ledger.handle(said(0, RESERVE), 0.0) == [ReservePages(xfer_id=X)]
     assert ledger.handle(said(1, RESERVE), 0.0) == []
     granted = ledger.handle(PagesReserved(xfer_id=X, grant=GRANT), 0.0)
-    assert told(granted, Granted) == list(RANKS)
+    assert told(granted, PagesGranted) == list(RANKS)
     return ledger
 
 
 def test_a_rank_that_comes_later_is_granted_the_same_pages(ledger: TransferLedger):
     ledger.handle(said(1, RESERVE), 0.0)
-    assert told(ledger.handle(PagesReserved(xfer_id=X, grant=GRANT), 0.0), Granted) == [RANKS[1]]
+    assert told(ledger.handle(PagesReserved(xfer_id=X, grant=GRANT), 0.0), PagesGranted) == [
+        RANKS[1]
+    ]
     (later,) = ledger.handle(said(0, RESERVE), 1.0)
     assert isinstance(later, ToPeer)
-    assert isinstance(later.message, Granted)
+    assert isinstance(later.message, PagesGranted)
     assert (later.session, later.message.grant) == (RANKS[0], GRANT)
 
 
@@ -177,7 +179,7 @@ def test_pages_wait_until_every_rank_of_the_lost_attempt_has_stopped(writing: Tr
     assert writing.handle(reserve, 0.0) == []
     assert writing.handle(said(1, QUIESCED), 0.0) == []
     assert writing.quarantined() == 2
-    assert told(writing.handle(PeerFenced(session=RANKS[0]), 0.0), Granted) == [other]
+    assert told(writing.handle(PeerFenced(session=RANKS[0]), 0.0), PagesGranted) == [other]
 
 
 def test_ranks_that_drew_different_tokens_are_not_believed(writing: TransferLedger):

@@ -30,8 +30,8 @@ from kv_transfer.messages import (
     AbortRequest,
     Commit,
     Committed,
-    Granted,
     GrantRefused,
+    PagesGranted,
     Quiesced,
     Reserve,
     ToPrefill,
@@ -64,7 +64,7 @@ def said(message: ToPrefill) -> FromDecode:
 
 def granted(held: int, *blocks: int) -> FromDecode:
     grant = Grant(held_blocks=held, blocks=tuple(map(BlockId, blocks)))
-    return said(Granted(xfer_id=X, attempt=1, cache_scope="", grant=grant))
+    return said(PagesGranted(xfer_id=X, attempt=1, cache_scope="", grant=grant))
 
 
 def pushes(actions) -> list[StartPush]:
@@ -245,7 +245,7 @@ def test_a_ticket_that_is_shown_again_is_worth_nothing(outbox: Outbox):
     "answer",
     [
         GrantRefused(xfer_id=X, attempt=1, error=TicketError("forged")),
-        Granted(
+        PagesGranted(
             xfer_id=X,
             attempt=1,
             cache_scope="another tenant",

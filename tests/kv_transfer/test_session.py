@@ -26,14 +26,14 @@ from baton.rpc.v1.common_pb2 import Failure, Signed
 from kv_transfer.fakes.backend import FakeFabric, FakeReceiver, FakeSender, FakeWriter
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory.page_hash import ArenaHashes, Checksum
-from kv_transfer.messages import Granted, Heartbeat, Reserve, SessionId, ToDecode, ToPrefill
+from kv_transfer.messages import Heartbeat, PagesGranted, Reserve, SessionId, ToDecode, ToPrefill
 from kv_transfer.plan import Grant
 from kv_transfer.ports import Done, KvWriter, Lease, RegionHandle
 from kv_transfer.session.client import PeerSession
 from kv_transfer.session.connection import OpenedSession
 from kv_transfer.session.handshake import (
     Accepted,
-    Endpoint,
+    SessionEndpoint,
     SessionOffer,
     accept,
     read_accepted,
@@ -119,7 +119,7 @@ class Serving:
         self, *, peer=D, layout=LAYOUT, backend="fake", senders=None, spare=None
     ) -> PeerSession:
         return PeerSession(
-            here=Endpoint(identity=P, layout=layout, office=OFFICE),
+            here=SessionEndpoint(identity=P, layout=layout, office=OFFICE),
             peer=peer,
             address=self.address,
             senders=senders or {backend: self.sender},
@@ -145,7 +145,7 @@ async def serving(
     at_d = Heard()
     receiver = FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS)
     service = TransferService(
-        here=Endpoint(identity=D, layout=layout, office=OFFICE),
+        here=SessionEndpoint(identity=D, layout=layout, office=OFFICE),
         offer=SessionOffer(num_blocks=RECEIVER_BLOCKS - spare, lease_s=LEASE_S, checksum=checksum),
         receivers={
             name: FakeReceiver(fabric, target, num_blocks=RECEIVER_BLOCKS, backend=name)
@@ -178,7 +178,7 @@ async def test_messages_travel_both_ways_and_the_end_is_told_on_both_sides(tmp_p
         asked = Reserve(permit=permit(layout_digest=LAYOUT.content_digest()))
         session.send(asked)
         assert await both.at_d.next() == ("asked", asked)
-        grant = Granted(
+        grant = PagesGranted(
             xfer_id=X,
             attempt=1,
             cache_scope="tenant",
@@ -274,12 +274,12 @@ def test_a_checksum_of_a_later_version_is_refused_by_name():
 
 
 def _read(**said: Any) -> Accepted:
-    here = Endpoint(identity=D, layout=LAYOUT, office=OFFICE)
+    here = SessionEndpoint(identity=D, layout=LAYOUT, office=OFFICE)
     offer = SessionOffer(num_blocks=RECEIVER_BLOCKS, lease_s=LEASE_S, checksum=None)
     handle = RegionHandle(backend="fake", opaque=b"x", num_blocks=RECEIVER_BLOCKS)
     accepted = accept(here, offer, handle)
     accepted.MergeFrom(pb.SessionAccepted(**said))
-    at_p = Endpoint(identity=P, layout=LAYOUT, office=OFFICE)
+    at_p = SessionEndpoint(identity=P, layout=LAYOUT, office=OFFICE)
     return read_accepted(accepted, at_p, D, ["fake"])
 
 
@@ -356,7 +356,7 @@ async def test_a_backend_that_does_not_work_gives_way_to_the_next_that_both_have
         assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
         session.send(Reserve(permit=permit(layout_digest=LAYOUT.content_digest())))
         assert (await both.at_d.next())[0] == "asked"
-        grant = Granted(
+        grant = PagesGranted(
             xfer_id=X,
             attempt=1,
             cache_scope="",

@@ -16,7 +16,7 @@ from kv_transfer.backends.registry import BACKENDS
 from kv_transfer.backends.ucx import ucp
 from kv_transfer.backends.ucx.frames import HeadReader, frames_of, head_of, rows_of
 from kv_transfer.backends.ucx.receiver import UcxSession
-from kv_transfer.backends.ucx.ucp import Request, load_turns, places_of
+from kv_transfer.backends.ucx.ucp import UcpRequest, load_turns, places_of
 from kv_transfer.backends.ucx.worker import UcxContext, UcxWorker, body_tag, head_tag
 from kv_transfer.heads import plan_link
 from kv_transfer.memory.pages import layer_pages
@@ -74,7 +74,7 @@ class Both:
     source: np.ndarray
     target: np.ndarray
     answers: list[tuple[int, bool]]
-    requests: list[Request] = field(default_factory=list)
+    requests: list[UcpRequest] = field(default_factory=list)
 
     def send_frame(self, number: int, change: Callable[[np.ndarray], None] = lambda head: None):
         pages = layer_pages(self.source.data, LAYOUT, BLOCKS)

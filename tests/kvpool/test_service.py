@@ -23,7 +23,7 @@ from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
 from kv_transfer.memory.pages import Pages
 from kvpool.client.node_client import GrpcPoolClient
-from kvpool.messages import Allowance, Owner, PutGrant, RefusalReason, Refused
+from kvpool.messages import Allowance, Owner, PutGrant, PutRefusalReason, PutRefused
 from kvpool.ports import AllowanceSource
 from kvpool.service import run
 
@@ -180,8 +180,8 @@ async def test_leased_blocks_stay_and_a_put_finds_the_node_full(node: Node) -> N
         lease = await worker.client.lease(keys(*numbers), 30.0, 0.0)
         assert len(lease.blocks) == NUM_SLOTS
         refused = await worker.client.reserve(keys(99), ANNA, 0)
-        assert isinstance(refused, Refused)
-        assert refused.reason is RefusalReason.FULL
+        assert isinstance(refused, PutRefused)
+        assert refused.reason is PutRefusalReason.FULL
         assert await worker.client.renew([lease.lease_id, "nobody's"], 30.0) == ("nobody's",)
         await worker.client.release([lease.lease_id])
         assert await worker.put(99) == 1
@@ -217,8 +217,8 @@ async def test_a_node_whose_memory_alters_blocks_takes_no_new_ones(node: Node) -
             while not (await usage(node)).sick:  # noqa: ASYNC110  # the node looks several times per second
                 await asyncio.sleep(0.01)
         refused = await worker.client.reserve(keys(5), ANNA, 0)
-        assert isinstance(refused, Refused)
-        assert refused.reason is RefusalReason.SICK
+        assert isinstance(refused, PutRefused)
+        assert refused.reason is PutRefusalReason.SICK
 
 
 async def test_a_flush_gives_up_what_it_covers(node: Node) -> None:

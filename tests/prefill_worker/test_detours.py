@@ -30,7 +30,7 @@ from baton_worker.messages import (
     StreamId,
 )
 from kv_transfer.ledger.outbox import FromDecode, PeerUp, Send, StartPush
-from kv_transfer.messages import Granted, Quiesced
+from kv_transfer.messages import PagesGranted, Quiesced
 from kv_transfer.plan import Grant
 from prefill_worker.hand_offs import SendingHandOffs
 from tests.baton_engine.sampled import columns
@@ -96,7 +96,7 @@ class Waiting:
     def grant(self, now_s: float):
         blocks = (BlockId(1), BlockId(2))
         grant = Grant(held_blocks=0, blocks=blocks)
-        granted = Granted(xfer_id=XferId("x"), attempt=1, cache_scope="", grant=grant)
+        granted = PagesGranted(xfer_id=XferId("x"), attempt=1, cache_scope="", grant=grant)
         return self.tell(FromDecode(peer=D, message=granted), now_s)
 
 

@@ -44,7 +44,7 @@ from baton_worker.messages import (
     WorkerAction,
 )
 from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
-from kv_transfer.messages import AbortRequest, Commit, Committed, Granted, Quiesced, Reserve
+from kv_transfer.messages import AbortRequest, Commit, Committed, PagesGranted, Quiesced, Reserve
 from kv_transfer.plan import Grant
 from prefill_worker.hand_offs import SendingHandOffs
 from tests.baton_engine.sampled import columns
@@ -310,7 +310,7 @@ class LifeMachine(RuleBasedStateMachine):
             )
             return
         grant = Grant(held_blocks=held, blocks=(BlockId(1), BlockId(2))[held:])
-        granted = Granted(xfer_id=xfer_id, attempt=1, cache_scope="", grant=grant)
+        granted = PagesGranted(xfer_id=xfer_id, attempt=1, cache_scope="", grant=grant)
         self.tell(FromDecode(peer=D, message=granted))
 
     @rule()

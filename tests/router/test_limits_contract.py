@@ -10,16 +10,16 @@ import pytest
 from baton.clock import ManualClock
 from baton.redis_link import open_redis
 from router.limits.local import LocalLimiter
-from router.limits.ports import Granted, GrantId, Limiter, LimitKind, Refused
+from router.limits.ports import GrantId, Limiter, LimitGranted, LimitKind, LimitRefused
 from router.limits.shared import RedisLimiter
-from router.tenants.tenant import Limits, Tenant, TenantId
+from router.tenants.tenant import Tenant, TenantId, TenantLimits
 from tests.redis_servers import KINDS, a_redis
 
 LEASE_S = 600.0
 
 
 def tenant(name: str = "acme", **limits: Any) -> Tenant:
-    return Tenant(tenant_id=TenantId(name), limits=Limits(**limits))
+    return Tenant(tenant_id=TenantId(name), limits=TenantLimits(**limits))
 
 
 def grant(number: int) -> GrantId:
@@ -81,15 +81,15 @@ async def world(request, tmp_path) -> AsyncIterator[World]:
 async def test_a_burst_is_granted_and_what_follows_it_waits_as_long_as_it_is_told(world: World):
     asks = tenant(requests_per_minute=6, request_burst=3)
     for number in range(3):
-        assert isinstance(await world.limiter.enter(asks, grant(number)), Granted)
+        assert isinstance(await world.limiter.enter(asks, grant(number)), LimitGranted)
     refused = await world.limiter.enter(asks, grant(3))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, LimitRefused)
     assert refused.kind is LimitKind.REQUESTS
     assert 9 < refused.retry_after_s <= 10
     await world.advance(refused.retry_after_s - 1)
-    assert isinstance(await world.limiter.enter(asks, grant(3)), Refused)
+    assert isinstance(await world.limiter.enter(asks, grant(3)), LimitRefused)
     await world.advance(1.1)
-    assert isinstance(await world.limiter.enter(asks, grant(3)), Granted)
+    assert isinstance(await world.limiter.enter(asks, grant(3)), LimitGranted)
 
 
 async def test_a_refusal_takes_nothing(world: World):
@@ -97,7 +97,7 @@ async def test_a_refusal_takes_nothing(world: World):
     await world.limiter.enter(asks, grant(0))
     for _ in range(5):
         refused = await world.limiter.enter(asks, grant(1))
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, LimitRefused)
         assert refused.retry_after_s <= 10
     assert (await world.limiter.usage(asks)).in_flight == 1
 
@@ -121,11 +121,11 @@ async def test_tokens_that_were_used_beyond_the_estimate_are_owed(world: World):
     await world.limiter.leave(asks, grant(0), 300)
     await world.limiter.enter(asks, grant(1))
     refused = await world.limiter.charge(asks, grant(1), 10)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, LimitRefused)
     assert refused.kind is LimitKind.TOKENS
     assert 205 < refused.retry_after_s <= 210
     await world.advance(refused.retry_after_s + 1)
-    assert isinstance(await world.limiter.charge(asks, grant(1), 10), Granted)
+    assert isinstance(await world.limiter.charge(asks, grant(1), 10), LimitGranted)
 
 
 async def test_more_than_the_bucket_holds_is_granted_once_it_is_full_and_owed_after_that(
@@ -134,11 +134,11 @@ async def test_more_than_the_bucket_holds_is_granted_once_it_is_full_and_owed_af
     asks = tenant(tokens_per_minute=60, token_burst=100)
     await world.limiter.enter(asks, grant(0))
     big = await world.limiter.charge(asks, grant(0), 400)
-    assert isinstance(big, Granted)
+    assert isinstance(big, LimitGranted)
     assert big.levels.tokens is not None
     assert -300 <= big.levels.tokens.remaining < -299
     again = await world.limiter.charge(asks, grant(0), 400)
-    assert isinstance(again, Refused)
+    assert isinstance(again, LimitRefused)
     assert 395 < again.retry_after_s <= 400
 
 
@@ -147,10 +147,10 @@ async def test_no_more_requests_are_in_flight_than_allowed(world: World):
     await world.limiter.enter(asks, grant(0))
     await world.limiter.enter(asks, grant(1))
     refused = await world.limiter.enter(asks, grant(2))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, LimitRefused)
     assert refused.kind is LimitKind.CONCURRENCY
     await world.limiter.leave(asks, grant(0), 0)
-    assert isinstance(await world.limiter.enter(asks, grant(2)), Granted)
+    assert isinstance(await world.limiter.enter(asks, grant(2)), LimitGranted)
 
 
 async def test_leaving_twice_gives_nothing_twice(world: World):
@@ -170,8 +170,8 @@ async def test_leaving_twice_gives_nothing_twice(world: World):
 async def test_entering_twice_is_entering_once(world: World):
     asks = tenant(max_concurrency=2, requests_per_minute=1, request_burst=2)
     for _ in range(5):
-        assert isinstance(await world.limiter.enter(asks, grant(0)), Granted)
-    assert isinstance(await world.limiter.enter(asks, grant(1)), Granted)
+        assert isinstance(await world.limiter.enter(asks, grant(0)), LimitGranted)
+    assert isinstance(await world.limiter.enter(asks, grant(1)), LimitGranted)
 
 
 async def test_what_one_tenant_uses_costs_no_other(world: World):
@@ -179,9 +179,9 @@ async def test_what_one_tenant_uses_costs_no_other(world: World):
         tenant(name, requests_per_minute=1, request_burst=1, max_concurrency=1)
         for name in ("one", "other")
     )
-    assert isinstance(await world.limiter.enter(one, grant(0)), Granted)
-    assert isinstance(await world.limiter.enter(one, grant(1)), Refused)
-    assert isinstance(await world.limiter.enter(other, grant(2)), Granted)
+    assert isinstance(await world.limiter.enter(one, grant(0)), LimitGranted)
+    assert isinstance(await world.limiter.enter(one, grant(1)), LimitRefused)
+    assert isinstance(await world.limiter.enter(other, grant(2)), LimitGranted)
 
 
 async def test_a_long_pause_fills_a_bucket_and_no_more(world: World):
@@ -196,14 +196,14 @@ async def test_a_long_pause_fills_a_bucket_and_no_more(world: World):
 async def test_limits_that_change_hold_at_once(world: World):
     await world.limiter.enter(tenant(requests_per_minute=1, request_burst=100), grant(0))
     tight = tenant(requests_per_minute=1, request_burst=1)
-    assert isinstance(await world.limiter.enter(tight, grant(1)), Granted)
-    assert isinstance(await world.limiter.enter(tight, grant(2)), Refused)
+    assert isinstance(await world.limiter.enter(tight, grant(1)), LimitGranted)
+    assert isinstance(await world.limiter.enter(tight, grant(2)), LimitRefused)
 
 
 async def test_a_tenant_without_limits_is_never_refused(world: World):
     asks = tenant()
     for number in range(20):
-        assert isinstance(await world.limiter.enter(asks, grant(number)), Granted)
+        assert isinstance(await world.limiter.enter(asks, grant(number)), LimitGranted)
         decision = await world.limiter.charge(asks, grant(number), 10**9)
-        assert isinstance(decision, Granted)
+        assert isinstance(decision, LimitGranted)
         assert decision.levels.tokens is None

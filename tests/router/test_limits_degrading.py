@@ -11,7 +11,7 @@ from baton.errors import UnavailableError
 from baton.telemetry.metrics import new_registry
 from router.limits.degrading import DegradingLimiter, LimitMetrics
 from router.limits.local import LocalLimiter
-from router.limits.ports import Granted, GrantId, Refused
+from router.limits.ports import GrantId, LimitGranted, LimitRefused
 from router.tenants.tenant import Tenant
 from tests.redis_servers import REDIS_SERVER, real_redis
 from tests.router.test_limits_contract import grant, tenant
@@ -31,11 +31,13 @@ class Shared(LocalLimiter):
         if self.away:
             raise UnavailableError("away")
 
-    async def enter(self, tenant: Tenant, grant: GrantId) -> Granted | Refused:
+    async def enter(self, tenant: Tenant, grant: GrantId) -> LimitGranted | LimitRefused:
         self._answer()
         return await super().enter(tenant, grant)
 
-    async def charge(self, tenant: Tenant, grant: GrantId, tokens: int) -> Granted | Refused:
+    async def charge(
+        self, tenant: Tenant, grant: GrantId, tokens: int
+    ) -> LimitGranted | LimitRefused:
         self._answer()
         return await super().charge(tenant, grant, tokens)
 
@@ -81,7 +83,7 @@ async def _enter_all(world: World, asks: Tenant, attempts: int) -> int:
     decisions = [
         await world.limiters[n % len(world.limiters)].enter(asks, grant(n)) for n in range(attempts)
     ]
-    return sum(isinstance(decision, Granted) for decision in decisions)
+    return sum(isinstance(decision, LimitGranted) for decision in decisions)
 
 
 async def test_while_redis_answers_the_limits_are_whole():
@@ -125,7 +127,7 @@ async def test_when_redis_is_back_the_limits_are_whole_again():
     assert (await world.limiters[0].usage(asks)).in_flight == 4, "told again what is in flight"
     assert world.metric("baton_limits_degraded") == 0
     await world.limiters[0].leave(asks, grant(0), 0)
-    assert isinstance(await world.limiters[1].enter(asks, grant(99)), Granted)
+    assert isinstance(await world.limiters[1].enter(asks, grant(99)), LimitGranted)
 
 
 async def test_places_taken_with_redis_count_when_it_goes_away():
@@ -134,9 +136,9 @@ async def test_places_taken_with_redis_count_when_it_goes_away():
     for n in range(2):
         await world.limiters[0].enter(asks, grant(n))
     world.shared.away = True
-    assert isinstance(await world.limiters[0].enter(asks, grant(2)), Refused)
+    assert isinstance(await world.limiters[0].enter(asks, grant(2)), LimitRefused)
     await world.limiters[0].leave(asks, grant(0), 0)
-    assert isinstance(await world.limiters[0].enter(asks, grant(3)), Granted)
+    assert isinstance(await world.limiters[0].enter(asks, grant(3)), LimitGranted)
 
 
 async def test_a_request_may_enter_with_redis_and_be_charged_and_leave_without():
@@ -144,7 +146,7 @@ async def test_a_request_may_enter_with_redis_and_be_charged_and_leave_without()
     asks = tenant(tokens_per_minute=1, token_burst=100)
     await world.limiters[0].enter(asks, grant(0))
     world.shared.away = True
-    assert isinstance(await world.limiters[0].charge(asks, grant(0), 80), Granted)
+    assert isinstance(await world.limiters[0].charge(asks, grant(0), 80), LimitGranted)
     await world.limiters[0].leave(asks, grant(0), 30)
     tokens = (await world.limiters[0].usage(asks)).levels.tokens
     assert tokens is not None
@@ -179,10 +181,10 @@ async def test_a_redis_that_is_killed_and_comes_back_costs_no_request(tmp_path):
             metrics=LimitMetrics(registry),
         )
         await limiter.renew()
-        assert isinstance(await limiter.enter(asks, grant(0)), Granted)
+        assert isinstance(await limiter.enter(asks, grant(0)), LimitGranted)
         await server.kill()
         granted: list[Any] = [await limiter.enter(asks, grant(n)) for n in range(1, 10)]
-        assert sum(isinstance(d, Granted) for d in granted) == 2, "this router's half of four"
+        assert sum(isinstance(d, LimitGranted) for d in granted) == 2, "this router's half of four"
         assert registry.get_sample_value("baton_limits_degraded") == 1
         await server.start()
         clock.advance(10.0)

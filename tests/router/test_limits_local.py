@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.limits.local import LimitLedger
-from router.limits.ports import Granted, GrantId
-from router.tenants.tenant import Limits, Tenant, TenantId
+from router.limits.ports import GrantId, LimitGranted
+from router.tenants.tenant import Tenant, TenantId, TenantLimits
 
 LIMITED = Tenant(
     tenant_id=TenantId("acme"),
-    limits=Limits(
+    limits=TenantLimits(
         requests_per_minute=60,
         request_burst=4,
         tokens_per_minute=600,
@@ -43,7 +43,7 @@ def test_no_more_than_allowed_is_ever_given_out(steps: list[Any], share: float):
             ledger.leave(LIMITED, in_flight.pop(0), taken, now_s)
         elif what == "enter":
             grant = GrantId(str(number))
-            if isinstance(ledger.enter(LIMITED, grant, now_s), Granted):
+            if isinstance(ledger.enter(LIMITED, grant, now_s), LimitGranted):
                 entered += 1
                 in_flight.append(grant)
                 ledger.charge(LIMITED, grant, asked, now_s)
@@ -69,7 +69,7 @@ def test_whoever_waits_as_long_as_told_gets_what_was_asked_for(asks: list[tuple[
             partial(ledger.charge, LIMITED, grant, asked),
         ):
             decision = attempt(now_s)
-            if not isinstance(decision, Granted):
+            if not isinstance(decision, LimitGranted):
                 now_s += decision.retry_after_s + 1e-6
-                assert isinstance(attempt(now_s), Granted)
+                assert isinstance(attempt(now_s), LimitGranted)
         ledger.leave(LIMITED, grant, used, now_s)

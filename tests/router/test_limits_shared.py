@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.redis_link import open_redis
-from router.limits.ports import Granted, Refused
+from router.limits.ports import LimitGranted, LimitRefused
 from router.limits.shared import RedisLimiter
 from tests.redis_servers import KINDS, a_redis
 from tests.router.test_limits_contract import grant, tenant
@@ -43,7 +43,7 @@ async def test_the_sum_over_routers_is_the_limit(cluster: Cluster):
     asks = tenant(requests_per_minute=1, request_burst=10, max_concurrency=7)
     entering = [cluster.routers[n % 2].enter(asks, grant(n)) for n in range(40)]
     decisions = await asyncio.gather(*entering)
-    assert sum(isinstance(decision, Granted) for decision in decisions) == 7
+    assert sum(isinstance(decision, LimitGranted) for decision in decisions) == 7
 
 
 async def test_the_sum_of_tokens_over_routers_is_the_limit(cluster: Cluster):
@@ -52,18 +52,18 @@ async def test_the_sum_of_tokens_over_routers_is_the_limit(cluster: Cluster):
         await cluster.routers[n % 2].enter(asks, grant(n))
     charging = [cluster.routers[n % 2].charge(asks, grant(n), 100) for n in range(40)]
     decisions = await asyncio.gather(*charging)
-    assert sum(isinstance(decision, Granted) for decision in decisions) == 10
+    assert sum(isinstance(decision, LimitGranted) for decision in decisions) == 10
 
 
 async def test_places_of_a_router_that_died_are_free_after_its_lease(cluster: Cluster):
     asks = tenant(max_concurrency=1)
     dead, alive = cluster.routers
     await dead.enter(asks, grant(0))
-    assert isinstance(await alive.enter(asks, grant(1)), Refused)
+    assert isinstance(await alive.enter(asks, grant(1)), LimitRefused)
     await cluster.advance(LEASE_S - 1)
-    assert isinstance(await alive.enter(asks, grant(1)), Refused)
+    assert isinstance(await alive.enter(asks, grant(1)), LimitRefused)
     await cluster.advance(2)
-    assert isinstance(await alive.enter(asks, grant(1)), Granted)
+    assert isinstance(await alive.enter(asks, grant(1)), LimitGranted)
 
 
 async def test_places_that_are_renewed_are_kept(cluster: Cluster):
@@ -73,7 +73,7 @@ async def test_places_that_are_renewed_are_kept(cluster: Cluster):
     for _ in range(3):
         await cluster.advance(LEASE_S - 1)
         await holder.renew(asks, [grant(0)])
-    assert isinstance(await other.enter(asks, grant(1)), Refused)
+    assert isinstance(await other.enter(asks, grant(1)), LimitRefused)
 
 
 async def test_what_redis_lost_comes_back_with_the_next_renewal(cluster: Cluster):
@@ -82,15 +82,15 @@ async def test_what_redis_lost_comes_back_with_the_next_renewal(cluster: Cluster
         await cluster.routers[0].enter(asks, grant(n))
     await cluster.client.flushall()
     await cluster.routers[0].renew(asks, [grant(0), grant(1)])
-    assert isinstance(await cluster.routers[1].enter(asks, grant(2)), Refused)
+    assert isinstance(await cluster.routers[1].enter(asks, grant(2)), LimitRefused)
 
 
 async def test_scripts_that_redis_forgot_are_loaded_again(cluster: Cluster):
     asks = tenant(requests_per_minute=1, request_burst=2)
-    assert isinstance(await cluster.routers[0].enter(asks, grant(0)), Granted)
+    assert isinstance(await cluster.routers[0].enter(asks, grant(0)), LimitGranted)
     await cluster.client.script_flush()
-    assert isinstance(await cluster.routers[0].enter(asks, grant(1)), Granted)
-    assert isinstance(await cluster.routers[0].enter(asks, grant(2)), Refused)
+    assert isinstance(await cluster.routers[0].enter(asks, grant(1)), LimitGranted)
+    assert isinstance(await cluster.routers[0].enter(asks, grant(2)), LimitRefused)
 
 
 async def test_nothing_stays_in_redis_for_ever(cluster: Cluster):
@@ -117,7 +117,7 @@ async def test_a_clock_that_is_set_back_gives_nothing_and_breaks_nothing(cluster
     await cluster.routers[0].enter(asks, grant(0))
     await cluster.client.hincrby("test:{acme}:buckets", "at", 3600_000)
     refused = await cluster.routers[0].enter(asks, grant(1))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, LimitRefused)
     assert refused.retry_after_s <= 1
 
 

@@ -5,7 +5,7 @@ import pytest
 from baton.errors import ConfigError
 from router.tenants.document import parse, tenant_of
 from router.tenants.keys import hash_key
-from router.tenants.tenant import Limits, Tenant
+from router.tenants.tenant import Tenant, TenantLimits
 
 KEY = hash_key("first")
 
@@ -39,7 +39,7 @@ def test_everything_that_can_be_said_of_a_tenant_arrives():
         weight=2.0,
         slo_class="interactive",
         tenant_class="interactive",
-        limits=Limits(
+        limits=TenantLimits(
             requests_per_minute=600.0,
             request_burst=20.0,
             tokens_per_minute=200000.0,

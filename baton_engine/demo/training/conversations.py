@@ -80,14 +80,14 @@ SMALL_TALK: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class TrainingMessage:
     """One message of a chat."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-Conversation = list[Message]
+Conversation = list[TrainingMessage]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +123,11 @@ def _ask(entry: Entry, rng: random.Random) -> _Exchange:
 def _converse(turns: Sequence[_Exchange], rng: random.Random) -> Conversation:
     conversation: Conversation = []
     if rng.random() < SYSTEM_SHARE:
-        conversation.append(Message(role="system", content=rng.choice(SYSTEM_MESSAGES)))
+        conversation.append(TrainingMessage(role="system", content=rng.choice(SYSTEM_MESSAGES)))
     for turn_index, turn in enumerate(turns):
         question = turn.question
         if turn_index > 0 and turn.name and rng.random() < 1 - CANONICAL_SHARE:
             question = rng.choice(FOLLOW_UPS).format(name=turn.name)
-        conversation.append(Message(role="user", content=question))
-        conversation.append(Message(role="assistant", content=turn.answer))
+        conversation.append(TrainingMessage(role="user", content=question))
+        conversation.append(TrainingMessage(role="assistant", content=turn.answer))
     return conversation

@@ -37,7 +37,7 @@ PageIds = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class UcxFrame:
     """What one frame carries.
 
     Attributes:
@@ -66,7 +66,7 @@ def frames_of(
     *,
     target_blocks: int,
     payload_bytes: int = MAX_PAYLOAD_BYTES,
-) -> Iterator[Frame]:
+) -> Iterator[UcxFrame]:
     """Cuts a push into frames; checks it whole before the first of them is given.
 
     Raises:
@@ -93,13 +93,13 @@ class _Pages:
     target: PageIds
 
 
-def _cut(pages: _Pages, plan: LinkPlan, payload_bytes: int) -> Iterator[Frame]:
+def _cut(pages: _Pages, plan: LinkPlan, payload_bytes: int) -> Iterator[UcxFrame]:
     for part in plan.slices:
         for skip in range(0, part.length, payload_bytes):
             row_bytes = min(part.length - skip, payload_bytes)
             step = min(payload_bytes // row_bytes, MAX_PAGES)
             for first in range(0, len(pages.source), step):
-                yield Frame(
+                yield UcxFrame(
                     layer_index=pages.layer_index,
                     target_offset=part.target_offset + skip,
                     row_bytes=row_bytes,
@@ -110,7 +110,7 @@ def _cut(pages: _Pages, plan: LinkPlan, payload_bytes: int) -> Iterator[Frame]:
                 )
 
 
-def head_of(frame: Frame, number: int) -> Buffer:
+def head_of(frame: UcxFrame, number: int) -> Buffer:
     """What is sent ahead of a frame's rows."""
     header = _HEADER.pack(
         _MAGIC,
@@ -124,7 +124,7 @@ def head_of(frame: Frame, number: int) -> Buffer:
     return np.frombuffer(header + frame.target.tobytes(), np.uint8)
 
 
-def rows_of(frame: Frame, source: list[Pages]) -> Places:
+def rows_of(frame: UcxFrame, source: list[Pages]) -> Places:
     """Where a frame's rows lie in the sender's arena."""
     layer = source[frame.source_layer]
     return _places(layer, frame.source_offset, frame.row_bytes, frame.source)

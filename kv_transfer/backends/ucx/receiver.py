@@ -18,7 +18,7 @@ from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton.telemetry.logs import get_logger
 from kv_transfer.backends.ucx.frames import MAX_HEAD_BYTES, Buffer, HeadReader
-from kv_transfer.backends.ucx.ucp import Found, Request, places_of
+from kv_transfer.backends.ucx.ucp import Found, UcpRequest, places_of
 from kv_transfer.backends.ucx.worker import (
     ANSWER,
     BACKEND,
@@ -49,7 +49,7 @@ class _Head:
     """A head that is being received."""
 
     bytes: Buffer
-    request: Request
+    request: UcpRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +57,7 @@ class _Arriving:
     """A body that is being received."""
 
     number: int
-    request: Request
+    request: UcpRequest
 
 
 class UcxSession:

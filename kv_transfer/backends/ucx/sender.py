@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton.pages import PageWrite
-from kv_transfer.backends.ucx.frames import Frame, frames_of, head_of, rows_of
-from kv_transfer.backends.ucx.ucp import Request, places_of
+from kv_transfer.backends.ucx.frames import UcxFrame, frames_of, head_of, rows_of
+from kv_transfer.backends.ucx.ucp import UcpRequest, places_of
 from kv_transfer.backends.ucx.worker import (
     ANSWER,
     BACKEND,
@@ -103,7 +103,7 @@ class _Job:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SentFrame:
     job: _Job
-    requests: tuple[Request, Request]
+    requests: tuple[UcpRequest, UcpRequest]
 
 
 class UcxWriter:
@@ -118,10 +118,10 @@ class UcxWriter:
         self._peer = peer
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._frames: Iterator[Frame] = iter(())
+        self._frames: Iterator[UcxFrame] = iter(())
         self._current: _Job | None = None
         self._in_flight: dict[int, _SentFrame] = {}
-        self._answered: list[Request] = []  # which UCX has not finished with here
+        self._answered: list[UcpRequest] = []  # which UCX has not finished with here
         self._heard = bytearray()
         self._number = 0
         self._give_up_at_s: float | None = None
@@ -218,7 +218,7 @@ class UcxWriter:
                 continue
             self._send(frame, self._current)
 
-    def _send(self, frame: Frame, job: _Job) -> None:
+    def _send(self, frame: UcxFrame, job: _Job) -> None:
         peer, self._number = self._peer, self._number + 1
         head = head_of(frame, self._number)
         requests = (
@@ -228,7 +228,7 @@ class UcxWriter:
         self._in_flight[self._number] = _SentFrame(job=job, requests=requests)
         job.unanswered += 1
 
-    def _next_frame(self) -> Frame | None:
+    def _next_frame(self) -> UcxFrame | None:
         while True:
             frame = next(self._frames, None)
             if frame is not None:

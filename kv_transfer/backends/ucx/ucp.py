@@ -67,7 +67,7 @@ class Found:
     message: int
 
 
-class Request:
+class UcpRequest:
     """A message on its way. Keeps what it is given alive: UCX reads it until the end."""
 
     def __init__(self, library: ctypes.CDLL, pointer: int, *kept: object) -> None:
@@ -95,7 +95,7 @@ class Request:
         return True
 
 
-class Messages:
+class UcpMessages:
     """What can be sent and received by one worker. Not thread-safe.
 
     Attributes:
@@ -117,12 +117,12 @@ class Messages:
         self.descriptor = found.value
         self._scattered = _Parameters(mask=_DATATYPE_FIELD, datatype=_IOV)
 
-    def send(self, endpoint: int, tag: int, places: Places, *kept: object) -> Request:
+    def send(self, endpoint: int, tag: int, places: Places, *kept: object) -> UcpRequest:
         """Starts sending what lies there; it must stay as it is until the request is done. Keeps `kept` alive till then."""
         pointer = self._library.ucp_tag_send_nbx(
             endpoint, places.ctypes.data, len(places), tag, ctypes.byref(self._scattered)
         )
-        return Request(self._library, pointer, places, *kept)
+        return UcpRequest(self._library, pointer, places, *kept)
 
     def progress(self, turns: int) -> None:
         """Lets UCX do what can be done now, in at most so many turns."""
@@ -157,7 +157,7 @@ class Messages:
         message = self._library.ucp_tag_probe_nb(self._worker, 0, 0, 1, ctypes.byref(info))
         return Found(tag=info.tag, length=info.length, message=message) if message else None
 
-    def receive(self, found: Found, places: Places) -> Request:
+    def receive(self, found: Found, places: Places) -> UcpRequest:
         """Starts receiving a message that was found to where its bytes belong."""
         pointer = self._library.ucp_tag_msg_recv_nbx(
             self._worker,
@@ -166,7 +166,7 @@ class Messages:
             found.message,
             ctypes.byref(self._scattered),
         )
-        return Request(self._library, pointer, places)
+        return UcpRequest(self._library, pointer, places)
 
 
 def places_of(data: npt.NDArray[np.uint8]) -> Places:

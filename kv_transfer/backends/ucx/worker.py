@@ -29,7 +29,7 @@ from typing import Any
 
 from baton.errors import TransferError
 from baton.telemetry.logs import get_logger
-from kv_transfer.backends.ucx.ucp import Found, Messages, Places, Request
+from kv_transfer.backends.ucx.ucp import Found, Places, UcpMessages, UcpRequest
 
 _log = get_logger(__name__)
 
@@ -113,7 +113,7 @@ class UcxWorker:
         self._ucx = context.library
         try:
             self._worker: Any = self._ucx.UCXWorker(context.context)
-            self._messages = Messages(self._worker.handle)
+            self._messages = UcpMessages(self._worker.handle)
         except Exception as error:
             raise TransferError(f"UCX cannot be used: {error!r}") from error
         self.address: bytes = self._worker.address.tobytes()
@@ -139,7 +139,7 @@ class UcxWorker:
         except Exception as error:
             raise TransferError(f"UCX cannot reach the peer: {error!r}") from error
 
-    def send(self, tag: int, places: Places, *kept: object) -> Request:
+    def send(self, tag: int, places: Places, *kept: object) -> UcpRequest:
         """Starts sending what lies there, which must stay as it is until the request is done; `kept` stays alive till then.
 
         Raises:
@@ -151,7 +151,7 @@ class UcxWorker:
         """The next message, which is then the caller's to receive."""
         return self._messages.probe()
 
-    def receive(self, found: Found, places: Places) -> Request:
+    def receive(self, found: Found, places: Places) -> UcpRequest:
         """Starts receiving a message that was found.
 
         Raises:

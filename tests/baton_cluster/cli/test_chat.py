@@ -7,13 +7,20 @@ import httpx
 import pytest
 
 from baton_cluster.cli.chat import printable
-from baton_cluster.cli.completions import Message, Piece, Text, Timing, Usage, stream_chat
+from baton_cluster.cli.completions import (
+    ChatMessage,
+    Piece,
+    ReportedTiming,
+    ReportedUsage,
+    Text,
+    stream_chat,
+)
 from baton_cluster.cli.main import main
 from tests.baton_cluster.cli.chat_server import DONE, ChatServer, chunk, serving
 
 pytestmark = pytest.mark.alone
 
-TIMING = Timing(
+TIMING = ReportedTiming(
     prefill_worker="prefill-0",
     decode_worker="decode-0",
     route_s=0.001,
@@ -67,7 +74,7 @@ def pieces_of(*stream: bytes) -> list[Piece]:
         return httpx.Response(200, content=iter(stream))
 
     with httpx.Client(transport=httpx.MockTransport(answer), base_url="http://x") as client:
-        messages = [Message(role="user", content="?")]
+        messages = [ChatMessage(role="user", content="?")]
         return list(stream_chat(client, model="tiny", messages=messages))
 
 
@@ -85,7 +92,7 @@ def test_usage_and_the_routers_own_timing_are_told():
         b": baton " + json.dumps(asdict(TIMING)).encode() + b"\n\n",
         DONE,
     )
-    assert pieces == [Usage(prompt_tokens=3, completion_tokens=5), TIMING]
+    assert pieces == [ReportedUsage(prompt_tokens=3, completion_tokens=5), TIMING]
 
 
 def test_off_a_terminal_standard_input_is_one_question_and_only_the_answer_is_printed(

@@ -21,7 +21,7 @@ from baton_cluster.launch.supervisor import (
     GiveUp,
     Kill,
     Member,
-    Start,
+    StartProcess,
     Stop,
     StopRequested,
     Supervisor,
@@ -56,7 +56,7 @@ class Cluster:
         actions = self.supervisor.handle(event, self.now_s)
         self.supervisor.check_integrity()
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, StartProcess):
                 assert action.name not in self.running, "started while its process lives"
                 self.running[action.name] = action.incarnation
                 self.incarnations.append(action.incarnation)
@@ -227,7 +227,7 @@ def test_a_child_that_waits_for_its_restart_is_not_started_once_a_stop_is_asked_
     cluster.exit("decode-0")
     cluster.handle(StopRequested())
     assert cluster.supervisor.state("decode-0") is ChildState.GONE
-    assert not [a for a in cluster.tick(after_s=1000) if isinstance(a, Start)]
+    assert not [a for a in cluster.tick(after_s=1000) if isinstance(a, StartProcess)]
 
 
 def test_what_is_not_needed_is_not_waited_for():
@@ -281,7 +281,7 @@ def test_the_story_of_a_child_has_its_events_and_what_was_done_about_them():
     assert "ChildReady" in story[1]
     assert "ChildExited" in story[2]
     assert "AnnounceRestart" in story[2]
-    assert "Start(name=decode-0" in story[3]
+    assert "StartProcess(name=decode-0" in story[3]
     assert all("decode-0" in line for line in story[1:])
 
 
@@ -297,7 +297,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def _take(self, actions):
         if self.stopped:
-            assert not [a for a in actions if isinstance(a, Start)], "started after a stop"
+            assert not [a for a in actions if isinstance(a, StartProcess)], "started after a stop"
         if any(isinstance(a, GiveUp) for a in actions):
             self.stopped = True
         for action in actions:

@@ -25,7 +25,7 @@ from baton_engine.messages import (
 from baton_engine.models.config import kv_layout, load_spec
 from baton_engine.models.loader import load_decoder
 from baton_engine.runner import ModelRunner
-from baton_engine.scheduling.limits import Limits
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.scheduler import Scheduler
 from kvpool.client.agent import PoolAgent
 from kvpool.client.arena_pages import HostPages
@@ -57,7 +57,7 @@ class Worker:
         spec = load_spec(checkpoint)
         self.layout = kv_layout(spec, torch.float32, BLOCK_TOKENS)
         memory = memoryview(bytearray(self.layout.region_bytes(NUM_BLOCKS)))
-        limits = Limits(
+        limits = EngineLimits(
             max_num_seqs=4,
             max_num_batched_tokens=64,
             max_model_len=256,

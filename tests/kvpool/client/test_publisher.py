@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from kvpool.client.metrics import PoolMetrics
 from kvpool.client.publisher import PoolWriter, Publisher
-from kvpool.messages import RefusalReason
+from kvpool.messages import PutRefusalReason
 from tests.kvpool.client.agent_world import AgentWorld, until, working
 from tests.kvpool.client.arena_world import NUM_PAGES, SEQ, TIMEOUT_S, Gated, fetch, key
 
@@ -108,7 +108,7 @@ async def test_a_page_that_was_handed_out_again_is_not_put():
 
 async def test_what_the_node_refuses_is_dropped():
     async with working(AgentWorld()) as world:
-        world.pool.ledger.refuses = RefusalReason.SICK
+        world.pool.ledger.refuses = PutRefusalReason.SICK
         await world.publish([0, 1])
         assert world.counted("unpublished_blocks", reason="refused") == 2
         world.pool.ledger.refuses = None
@@ -170,7 +170,7 @@ async def test_a_text_in_a_hurry_does_not_wait_for_the_line():
 
 async def test_a_text_in_a_hurry_is_not_there_when_the_node_refuses_it_or_is_away():
     async with working(AgentWorld()) as world:
-        world.pool.ledger.refuses = RefusalReason.SICK
+        world.pool.ledger.refuses = PutRefusalReason.SICK
         assert not await world.agent.put_now([world.page(0)])
         world.pool.ledger.refuses = None
         world.pool.leave()

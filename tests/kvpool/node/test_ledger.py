@@ -12,8 +12,8 @@ from kvpool.messages import (
     DiskBlock,
     Promote,
     PutGrant,
-    RefusalReason,
-    Refused,
+    PutRefusalReason,
+    PutRefused,
     Tier,
 )
 from kvpool.node.ledger import NodeLedger, NodeLimits
@@ -79,7 +79,9 @@ def test_a_put_that_is_too_late_commits_nothing_and_its_places_wait():
     late = node.reserve("abc")
     node.sweep(10.0)
     assert node.ledger.usage().zombie_puts == 1
-    assert node.reserve("xyz") == Refused(reason=RefusalReason.FULL, detail="all blocks are in use")
+    assert node.reserve("xyz") == PutRefused(
+        reason=PutRefusalReason.FULL, detail="all blocks are in use"
+    )
     assert node.commit(late.put_id) == 0  # it says so at last: nobody writes there any more
     assert node.put("xyz") == 3
 
@@ -127,7 +129,7 @@ def test_leased_blocks_stay():
     node = world(2)
     node.put("ab")
     lease = node.lease("ab")
-    assert isinstance(node.reserve("xy"), Refused)
+    assert isinstance(node.reserve("xy"), PutRefused)
     node.release(lease.lease_id)
     assert node.put("xy") == 2
 
@@ -157,7 +159,7 @@ def test_pinned_blocks_stay_until_they_are_unpinned():
     node = world(2)
     node.put("ab")
     node.pin("ab")
-    assert isinstance(node.reserve("xy"), Refused)
+    assert isinstance(node.reserve("xy"), PutRefused)
     node.unpin("ab")
     assert node.put("xy") == 2
 
@@ -192,17 +194,17 @@ def test_the_last_blocks_of_a_text_go_first():
 
 def test_a_block_that_is_too_large_is_refused_by_name():
     refused = world().ledger.reserve(chain("a"), owner(), 0.0, size_bytes=SLOT_BYTES + 1)
-    assert isinstance(refused, Refused)
-    assert refused.reason is RefusalReason.TOO_LARGE
+    assert isinstance(refused, PutRefused)
+    assert refused.reason is PutRefusalReason.TOO_LARGE
     assert "block_bytes" in refused.detail
 
 
-@pytest.mark.parametrize("reason", [RefusalReason.SICK, RefusalReason.DRAINING])
+@pytest.mark.parametrize("reason", [PutRefusalReason.SICK, PutRefusalReason.DRAINING])
 def test_a_sick_node_takes_nothing_and_serves_what_it_has(reason):
     node = world()
     node.put("ab")
     node.ledger.refuses = reason
-    assert node.reserve("xy") == Refused(reason=reason)
+    assert node.reserve("xy") == PutRefused(reason=reason)
     assert len(node.lease("ab").blocks) == 2
     node.ledger.refuses = None
     assert node.put("xy") == 2
@@ -223,7 +225,7 @@ def test_a_tenant_is_refused_only_when_nothing_of_its_own_can_go():
     node.ledger.allow("small", Allowance(max_bytes=2 * SLOT_BYTES))
     node.put("xy", "small")
     lease = node.lease("xy")
-    assert node.reserve("pq", "small").reason is RefusalReason.OVER_QUOTA
+    assert node.reserve("pq", "small").reason is PutRefusalReason.OVER_QUOTA
     node.release(lease.lease_id)
     assert node.put("pqr", "small") == 2  # the beginning of it
 
@@ -280,7 +282,7 @@ def test_a_slot_is_not_used_again_before_its_copy_is_answered():
     node = world(3, 8, high_watermark=0.1, low_watermark=0.0)
     node.put("abc")
     assert len(node.moves) == 3
-    assert isinstance(node.reserve("x"), Refused)
+    assert isinstance(node.reserve("x"), PutRefused)
     node.answer()
     assert node.put("x") == 1
 
@@ -394,7 +396,7 @@ def test_who_reads_while_his_blocks_are_flushed_may_finish():
     node.put("ab")
     lease = node.lease("ab")
     node.flush()
-    assert isinstance(node.reserve("xy"), Refused)
+    assert isinstance(node.reserve("xy"), PutRefused)
     node.release(lease.lease_id)
     assert node.put("xy") == 2
 

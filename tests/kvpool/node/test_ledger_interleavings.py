@@ -11,7 +11,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvpool.messages import Allowance, PutGrant, RefusalReason
+from kvpool.messages import Allowance, PutGrant, PutRefusalReason
 from kvpool.node.ledger import NodeLimits
 from tests.kvpool.node.ledger_world import SLOT_BYTES, World, chain
 
@@ -125,9 +125,9 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(sick=st.booleans())
     def fall_sick(self, sick):
-        self.world.ledger.refuses = RefusalReason.SICK if sick else None
+        self.world.ledger.refuses = PutRefusalReason.SICK if sick else None
         outcome = self.world.reserve("zzz")
-        assert isinstance(outcome, PutGrant) or outcome.reason is not RefusalReason.OVER_QUOTA
+        assert isinstance(outcome, PutGrant) or outcome.reason is not PutRefusalReason.OVER_QUOTA
         assert not (sick and isinstance(outcome, PutGrant))
 
     @invariant()

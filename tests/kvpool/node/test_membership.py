@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
-from kvpool.messages import Allowance, NodeState, Refused, TenantPart
+from kvpool.messages import Allowance, NodeState, PutRefused, TenantPart
 from kvpool.node.membership import Membership
 from kvpool.node.quotas import QuotaShares, TenantRecords
 from tests.kvpool.node.test_membership_directory import ANNA, LEASE_S, STATE, World, key
@@ -26,7 +26,7 @@ def joined(world: World, *, quota_blocks: int) -> Membership:
 def taken(world: World, *numbers: int) -> int:
     """Of so many new blocks of Anna's, how many find a place."""
     granted = world.ledger.reserve([key(n) for n in numbers], ANNA, world.clock.now_s())
-    if isinstance(granted, Refused):
+    if isinstance(granted, PutRefused):
         return 0
     world.ledger.abandon(granted.put_id)
     return len(granted.items)

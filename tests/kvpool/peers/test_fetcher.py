@@ -8,7 +8,7 @@ from baton.clock import ManualClock
 from baton.errors import BatonError, PoolUnavailableError, TransferError
 from baton.ids import WorkerIdentity, XferId
 from baton.rpc.v1 import pool_pb2 as pb
-from kv_transfer.session.handshake import Endpoint
+from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import TicketOffice
 from kvpool.messages import NodeState
 from kvpool.node.ledger import NodeLedger, NodeLimits
@@ -62,7 +62,7 @@ class World:
         )
         neighbours: Any = SimpleNamespace(links=self.links, ask=ask)
         self.parts = PartFetcher(
-            Endpoint(
+            SessionEndpoint(
                 identity=identity("here"),
                 layout=slab_layout(SLOT_BYTES),
                 office=TicketOffice(bytes(32)),

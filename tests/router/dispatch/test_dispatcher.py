@@ -50,6 +50,7 @@ from router.dispatch.events import (
     LegFailed,
     LoadReported,
     LocallyPrefilled,
+    PrefillPeerLost,
     SampleFinished,
     StepTokens,
     StopSample,
@@ -57,7 +58,6 @@ from router.dispatch.events import (
     TimePassed,
     WorkerJoined,
     WorkerLost,
-    WriterLost,
 )
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
@@ -323,7 +323,7 @@ def test_a_failed_decode_leg_cancels_the_other_at_once_and_is_retried_elsewhere(
 
 def lost(d: SendExpect, attempt: int = 1):
     error = WorkerLostError("no sign of life")
-    return WriterLost(worker=d.worker, leg_id=d.leg_id, attempt=attempt, error=error)
+    return PrefillPeerLost(worker=d.worker, leg_id=d.leg_id, attempt=attempt, error=error)
 
 
 def die(core: Core, p: SendPrefill):

@@ -35,6 +35,7 @@ from router.dispatch.events import (
     HandedOff,
     LegFailed,
     LoadReported,
+    PrefillPeerLost,
     SampleFinished,
     Stage,
     StepTokens,
@@ -43,7 +44,6 @@ from router.dispatch.events import (
     TimePassed,
     WorkerJoined,
     WorkerLost,
-    WriterLost,
 )
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
@@ -266,7 +266,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def lose_writer(self, worker: FakeWorker, leg_id: LegId, attempt: int) -> None:
         error = WorkerLostError("the prefill worker is gone")
-        event = WriterLost(worker=worker.identity, leg_id=leg_id, attempt=attempt, error=error)
+        event = PrefillPeerLost(worker=worker.identity, leg_id=leg_id, attempt=attempt, error=error)
         worker.outbox[Stage.DECODE].append(event)
 
     @precondition(lambda self: any(worker.legs for worker in self.workers.values()))

@@ -5,7 +5,7 @@ import pytest
 from baton.errors import CancelledByPeerError
 from baton.generation import WorkerLoad
 from router.dispatch.actions import Finish, SendCancel, SendExpect, SendGenerate, SendPrefill
-from router.dispatch.events import LoadReported, PutInPool, WorkerLost, WriterLost
+from router.dispatch.events import LoadReported, PrefillPeerLost, PutInPool, WorkerLost
 from router.dispatch.placement import Placement
 from router.dispatch.retry import Fallback, RetryPolicy
 from tests.router.dispatch.test_dispatcher import (
@@ -24,9 +24,9 @@ def _put_in_pool(to: SendPrefill) -> PutInPool:
     return PutInPool(worker=to.worker, leg_id=to.leg_id)
 
 
-def _writer_lost(to: SendExpect) -> WriterLost:
+def _writer_lost(to: SendExpect) -> PrefillPeerLost:
     error = CancelledByPeerError("given up")
-    return WriterLost(worker=to.worker, leg_id=to.leg_id, attempt=1, error=error)
+    return PrefillPeerLost(worker=to.worker, leg_id=to.leg_id, attempt=1, error=error)
 
 
 def pooled(core: Core, **nodes: str) -> None:
