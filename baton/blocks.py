@@ -29,8 +29,8 @@ class ChangeLog:
     """Collects changes until they are taken. What was stored and removed again, or the reverse, leaves no trace, so the
     log never holds more keys than there are blocks.
 
-    Whoever notes changes keeps texts whole: a block is stored after the one before it and removed before it. Then
-    whatever has been taken at any moment describes whole texts too.
+    The caller notes a block as stored after the block before it in its text, and as removed before that block. Then the
+    changes taken up to any moment describe texts without gaps.
     """
 
     def __init__(self) -> None:

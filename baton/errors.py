@@ -13,7 +13,7 @@ class BatonError(Exception):
     """Base of every fault that Baton raises on purpose.
 
     Args:
-        message: One clear sentence for the person who has to act on it.
+        message: One clear sentence for the person that has to act on it.
         param: The request field or option at fault, if one is.
         retry_after_s: When trying again is expected to succeed, where that can be said.
     """
@@ -161,7 +161,7 @@ class WrongRoleError(UnavailableError):
 
 
 class PoolUnavailableError(UnavailableError):
-    """The KV pool, or its directory, cannot be reached; whoever asked does without. Never ends a request."""
+    """The KV pool, or its directory, cannot be reached; the caller goes on without it. Never ends a request."""
 
     code = "pool_unavailable"
 
@@ -185,7 +185,7 @@ class TransferError(BatonError):
 
 
 class TicketError(TransferError):
-    """A permit or ticket is forged, altered, of another version, or not for whoever shows it; `param` says which."""
+    """A permit or ticket is forged, altered, of another version, or was issued to another worker: see `param`."""
 
     code = "ticket_refused"
 

@@ -121,7 +121,7 @@ class Prompt:
         samples: Sample indices to draw, each its own random stream.
         sampling: How.
         cache_scope: Tenant scope of the prefix cache.
-        tenant: Who is billed for the blocks that are kept of it.
+        tenant: The tenant billed for the blocks that are kept of it.
         slo: The targets that the worker schedules for.
     """
 

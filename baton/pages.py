@@ -38,7 +38,7 @@ class PageWrite:
         first_block: Index in the prompt of the first page.
         source: Pages in the local arena.
         ready: When a GPU has computed them; None if it has. Backends that read them on the host's word wait for it.
-        push_id: Which push of this worker this is; 0 as long as nobody has been asked to carry it out.
+        push_id: Which push of this worker this is; 0 until a backend has been asked to carry it out.
         target: Pages in the peer's arena, as many as `source`; empty before the grant.
     """
 
@@ -69,7 +69,7 @@ class PageFetch:
         seq_id: Whose pages they are.
         first_block: Index in the text of the first block below.
         keys: The blocks, in order.
-        blocks: The pages they go to, as many. Nobody else reads or writes these meanwhile.
+        blocks: The pages they go to, as many. Nothing else reads or writes these meanwhile.
     """
 
     seq_id: SeqId
@@ -100,11 +100,11 @@ class PublishedPage:
     Attributes:
         key: What it holds.
         block: The page.
-        generation: Of the page when it was published. Whoever finds another one after it has copied the page has copied
-            something else.
+        generation: Of the page when it was published. If it differs after the page was copied, the copy holds other
+            content and must be dropped.
         index: Of the block in its text.
         scope: The tenant scope that went into its key.
-        tenant: Who is billed for it.
+        tenant: The tenant billed for it.
     """
 
     key: BlockKey

@@ -1,7 +1,7 @@
 """The one place where Redis is opened, which is optional: limits and tenants that several routers share, the pool's directory.
 
 Redis is asked on the way of requests, so it is asked not for long, and again only where the connection was lost, as when
-it was restarted: whoever asks has an answer of its own for when there is none. Needs the `redis` extra.
+it was restarted: each caller has a fallback for when there is no reply. Needs the `redis` extra.
 """
 
 import asyncio
@@ -72,6 +72,6 @@ async def asked(reply: Awaitable[_Reply]) -> _Reply:
         raise UnavailableError(f"Redis gave no answer: {type(error).__name__}") from error
     finally:
         # redis-py sends under `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes as the bytes have just
-        # been sent: whoever asks again and again would never end.
+        # been sent: a task that asks in a loop would never end.
         if task.cancelling() > cancelled:
             raise asyncio.CancelledError

@@ -18,7 +18,7 @@ class DocumentAllowances:
 
     Args:
         source: Where the document comes from.
-        usual_bytes: What a tenant may keep for whom it names no quota; None for any number.
+        usual_bytes: What a tenant without a quota in the document may keep; None for any number.
     """
 
     def __init__(self, source: TenantSource, usual_bytes: int | None) -> None:

@@ -152,7 +152,7 @@ async def _serve_engine(
     if pool is not None:
         await pool.agent.start()
     await server.start()
-    built.host.start(worker.cores)  # Only now: an event that nobody listens for would end it.
+    built.host.start(worker.cores)  # Only now: an event without a listener would end it.
     await _serve(server, child, worker)
     parts.engine.close()
     if pool is not None:
@@ -314,7 +314,7 @@ def main() -> None:
     """Becomes the child that the arguments name."""
     parser = argparse.ArgumentParser(prog="baton_cluster.roles")
     parser.add_argument("role", choices=ROLES)
-    parser.add_argument("--name", required=True, help="for whoever looks at the list of processes")
+    parser.add_argument("--name", required=True, help="shown in lists of processes")
     parser.add_argument("--lifeline", type=int, required=True, metavar="FD")
     arguments = parser.parse_args()
     run(ROLES[arguments.role], arguments.lifeline)

@@ -139,7 +139,7 @@ class _HandOffs:
 
 
 class _Refusals:
-    """Who was not believed, or not let in."""
+    """Tickets and handshakes that were refused."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.tickets = Counter(

@@ -104,7 +104,7 @@ class WorkerState:
 
     @property
     def alive(self) -> bool:
-        """Whether it makes progress, if there is any to make. Who drains does."""
+        """Whether it makes progress, if it has work. A draining worker does."""
         return self.word in ("ready", "draining")
 
 

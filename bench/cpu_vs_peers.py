@@ -1,9 +1,9 @@
 """Ours beside other servers on this machine's CPU, over HTTP: `python -m bench.cpu_vs_peers [--json FILE]`.
 
-Servers take turns on the same cores with the same random weights and prompts: a hybrid worker, one prefill and one decode worker,
-vLLM's CPU backend (`--vllm-python`), transformers, and llama.cpp (`--llamacpp-server`), for which the model is written as GGUF. Who
-they are stands in `bench.peers.contenders`, what the figures are called in `bench.peers.figures`. Whoever does not come up, or fails, is
-absent: the report says why, and the others go on.
+Servers take turns on the same cores with the same random weights and prompts: a hybrid worker, one prefill and one
+decode worker, vLLM's CPU backend (`--vllm-python`), transformers, and llama.cpp (`--llamacpp-server`), for which the
+model is written as GGUF. `bench.peers.contenders` lists them, and `bench.peers.figures` names the figures. A server
+that does not come up, or fails, is absent: the report says why, and the others go on.
 
 What takes long runs in parts, which `--merge` puts into one report. Both sides of a ratio belong in one part:
 
@@ -28,7 +28,7 @@ from bench.peers.figures import over_all_shapes, peer_figures
 
 _SHAPES = ("llama116m", "qwen370m")
 _NO_SETTINGS = {"json", "merge", "vllm_python", "llamacpp_server"}
-"""Where something lies on one machine; who was absent is said."""
+"""Where something lies on one machine; the report lists absent servers itself."""
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         document = merge_parts(arguments.merge, partial(over_all_shapes, shapes=SHAPES))
         write_document(document, arguments.json)
         return
-    # Whoever ends it, such as a time limit, ends the server whose turn it is.
+    # A signal that ends this process, as of a time limit, ends the server whose turn it is too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     settings = {name: value for name, value in vars(arguments).items() if name not in _NO_SETTINGS}
     report = Report(benchmark="cpu_vs_peers", settings=settings)
@@ -73,7 +73,7 @@ def _arguments() -> argparse.Namespace:
     add("--json", type=Path, help="write the report here")
     add("--merge", type=Path, nargs="+", help="reports of parts to put into one; nothing is run")
     add("--shape", choices=sorted(SHAPES), nargs="+", default=list(_SHAPES))
-    add("--only", choices=NAMES, nargs="+", default=list(NAMES), help="who takes part")
+    add("--only", choices=NAMES, nargs="+", default=list(NAMES), help="servers that take part")
     add("--dtype", default="auto", help="of ours: auto holds the checkpoint's bfloat16 weights")
     add("--tbt-target", type=float, default=0.1, help="seconds, of hybrid_paced")
     add("--vllm-python", default="", help="python of vLLM's environment")

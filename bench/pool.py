@@ -27,7 +27,7 @@ _CHECKSUMS = b"\0" * 8 * 32
 
 Clock = Callable[[], float]
 _CLOCKS: dict[str, Clock] = {"s": time.perf_counter, "cpu_s": time.process_time}
-"""The second one is not slowed by whoever else has the machine."""
+"""The second one leaves out the time in which other processes run."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

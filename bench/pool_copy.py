@@ -53,10 +53,10 @@ Way = Callable[[], None]
 
 class _NoDesk:
     def wanted(self, seq_id: SeqId, keys: Sequence[BlockKey]) -> None:
-        """Nobody is preempted here."""
+        """Does nothing: no sequence is preempted here."""
 
     def released(self, lease_ids: Sequence[str]) -> None:
-        """Nobody counts."""
+        """Does nothing: leases are not counted here."""
 
     def corrupt(self, keys: Sequence[BlockKey]) -> None:
         """Bytes that come out wrong would make every figure meaningless."""

@@ -5,9 +5,9 @@ The blocks of a trace (Mooncake's format, `bench.harness.trace`; 512 tokens each
 
 - With room for everything: the share of blocks that any cache could find.
 - By capacity and eviction policy.
-- One pool for all against local caches that have the same bytes together. Requests go to these in turn, as a router sends them
-  that balances load and does not know who holds what; or (`cache_aware`) to the cache that holds the longest beginning of the
-  prompt, however busy it is. Real routers lie between.
+- One pool for all against local caches that have the same bytes together. Requests go to these in turn, as from a
+  router that balances load and does not know which cache holds what; or (`cache_aware`) to the cache that holds the
+  longest beginning of the prompt, however busy it is. Real routers lie between.
 """
 
 import argparse

@@ -5,10 +5,10 @@ hold some part of, while workers keep reporting what they store and evict. All o
 one thread, as in its event loop. Times are CPU time: whatever else runs on this machine takes no part in them, beyond
 the caches that it empties.
 
-A decision (`decision_*`) finds who holds how much of the prompt, prices the workers, looks whether the chosen one has
-room, and remembers the choice. A request (`request_cpu_ms`) is all of the router's work from the body's bytes to both
-commands' bytes: checking, hashing, the decision, the permit. `index_bytes_per_block` is what the index's table takes,
-`index_rss_bytes_per_block` what the process grew by while it was filled.
+A decision (`decision_*`) finds how much of the prompt each worker holds, prices the workers, looks whether the chosen
+one has room, and remembers the choice. A request (`request_cpu_ms`) is all of the router's work from the body's bytes
+to both commands' bytes: checking, hashing, the decision, the permit. `index_bytes_per_block` is what the index's
+table takes, `index_rss_bytes_per_block` what the process grew by while it was filled.
 
 With `--pool-nodes` as many nodes of the pool hold every text whole, and each worker maps one of them.
 """

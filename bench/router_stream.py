@@ -7,7 +7,7 @@ begin with `calm_`) less.
 
 Figures: `tokens_per_s` is tokens per second of the router's CPU time, which is what a core of its own would move;
 `wall_tokens_per_s` is what was moved on this machine beside whatever else ran there; `offered_tokens_per_s` what the engines would
-draw if nobody held them up; `gap_*` is the time between two reads of one client.
+draw if nothing held them up; `gap_*` is the time between two reads of one client.
 """
 
 import argparse

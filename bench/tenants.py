@@ -151,7 +151,7 @@ class Bench:
                 self._orders(urls, "flood", rate, requests, seed=7),
             ]
         )
-        # After the last arrival whatever still waits is served without anybody beside it.
+        # After the last arrival what still waits is served without new competition.
         until_s = self._arguments.overload_s
         served = [sum(end_s <= until_s for end_s in seen.ends_s) for seen in (quiet, flood)]
         self._note("replica_share", 2 * served[0] / sum(served))

@@ -164,7 +164,7 @@ async def _reloader(
     try:
         await reloader.load()
     except UnavailableError as error:
-        # Nobody but the holders of plain keys comes in until Redis is there.
+        # Until Redis answers, only requests with plain keys are let in.
         _log.error("no tenants yet: they are in Redis", why=error.message)
     await stack.enter_async_context(_running(reloader.run(), "tenants"))
     return reloader

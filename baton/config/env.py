@@ -20,7 +20,7 @@ STANDARD = {
 """Variables of other standards that give a setting, unless ours does; of two the later one wins."""
 
 # Kubernetes describes each service of the namespace in variables of these forms. A service named `baton-router` thus
-# makes BATON_ROUTER_SERVICE_HOST and even BATON_ROUTER_PORT=tcp://10.0.0.7:8000, which nobody meant as a setting.
+# makes BATON_ROUTER_SERVICE_HOST and even BATON_ROUTER_PORT=tcp://10.0.0.7:8000, which is not meant as a setting.
 _SERVICE_LINK_NAME = re.compile(r"_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)$")
 _SERVICE_LINK_VALUE = re.compile(r"^(tcp|udp)://")
 

@@ -155,7 +155,7 @@ def _check(given: dict[str, tuple[Setting, object]]) -> None:
 
 
 def _only_hybrid(values: dict[str, object]) -> dict[str, object]:
-    """Whoever asks for hybrid workers gets no others that they did not ask for."""
+    """With hybrid workers set, the default numbers of prefill and decode workers are 0."""
     if not values.get("cluster.hybrid_workers"):
         return {}
     return {"cluster.prefill_workers": 0, "cluster.decode_workers": 0}

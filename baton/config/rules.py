@@ -222,7 +222,7 @@ def contradiction(config: BatonConfig) -> str | None:
     """What does not fit together between settings that are each in order, or None."""
     cluster = config.cluster
     if config.admin.port is not None and not config.admin.api_keys:
-        return "admin.port needs admin.api_keys: nobody is an operator without a key"
+        return "admin.port needs admin.api_keys: operators are known by their keys"
     if config.tenants.source == "redis" and not config.tenants.redis_url:
         return "tenants.source is redis, which needs tenants.redis_url"
     pool = config.pool

@@ -56,9 +56,9 @@ class EngineConfig:
         deterministic: A request gets the same bits whatever else is computed with it, whether its prefix was cached, and whichever
             workers serve it, as long as all of them are set so and compute on processors of one kind. On a CPU prompts take longer; on a
             GPU it takes Triton and 16 bits, and contexts are not cut into pieces.
-        tbt_target_s: Time between tokens that a worker keeps for those who decode on it while it computes prompts beside them, by
-            computing less of these per step; a class of service that promises a time of its own (`router.slo_classes`) has
-            that instead. None bounds nobody else.
+        tbt_target_s: Time between tokens that a worker keeps for the sequences that decode on it while it computes
+            prompts beside them, by computing less of these per step; a class of service that promises a time of its
+            own (`router.slo_classes`) has that instead. None sets no bound for other requests.
         prefill_order: Which prompt is computed next: `slack`, by priority and by the time that is left until the first token
             is due; or `arrival`.
         preemption: Which sequence is preempted when pages run out: by `arrival` the last arrived, by `priority` the lowest, by
@@ -93,7 +93,7 @@ class SloClass:
 
     Attributes:
         ttft_s: Time to first token. A request that is predicted to miss it, because others wait, is refused at once.
-        tbt_s: Time between tokens. Nobody is put beside a request of this class who is predicted to break it.
+        tbt_s: Time between tokens. No request is placed beside one of this class if it is predicted to break it.
         priority: Classes with higher numbers go first; those below them always keep a part.
     """
 
@@ -122,7 +122,7 @@ class RouterConfig:
             or a class of the operator's own as `package.module:Class` (docs/guides/add-a-routing-policy.md).
         local_prefill_tokens: With `predictive`, a decode worker may compute up to so many tokens of a prompt itself, where
             that is predicted to be better; 0 forbids it.
-        local_prefill_stall_s: The longest time for which that may hold up those who decode there.
+        local_prefill_stall_s: The longest time for which that may hold up the sequences that decode there.
         max_body_bytes: Larger bodies get 413. Parsing one keeps the router from all else: 8 MiB of the worst JSON, a second.
         request_timeout_s: Deadline of one request, queueing included.
         max_attempts: How often the legs of a request may be started before it fails.
@@ -163,7 +163,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantsConfig:
-    """Who may use the cluster, where that is described, and how routers share what they count.
+    """Tenants that may use the cluster: where they are described, and how routers share what they count.
 
     Attributes:
         source: Where the tenants document is: `file`, or `redis`, where `baton tenants publish` puts it.
@@ -258,18 +258,18 @@ class PoolConfig:
         ssd_bytes: That it may take.
         eviction: What goes first when memory is full: `lru`, `s3fifo` or `cost`.
         ssd_eviction: The same of the disk.
-        high_watermark: Share of the slab above which blocks are moved down before anybody asks for room.
+        high_watermark: Share of the slab above which blocks are moved down before a put needs room.
         low_watermark: Share at which that stops.
         directory: `memory` or `redis`; several nodes need the latter.
         redis_url: Of the directory.
         redis_prefix: Begins all its keys; clusters that share a Redis need different ones.
-        redis_timeout_s: How long anybody waits for it before going on without.
+        redis_timeout_s: How long a process waits for Redis before it goes on without.
         node_lease_s: A node that is silent for this long is taken for dead, and its blocks for lost.
         put_timeout_s: A put that is not committed by then is given up.
         lease_s: For how long a reader's blocks stay.
         lookup_timeout_s: How long a request waits for the pool's answer before it is computed without.
         publish_queue_blocks: Blocks of one worker that may wait to be put; the oldest are dropped.
-        tenant_bytes: KV bytes that a tenant may hold on all nodes together for whom the tenants document names no `kv_bytes`.
+        tenant_bytes: KV bytes that a tenant without `kv_bytes` in the tenants document may hold on all nodes together.
         fetch_bytes: Of blocks that are on their way from other nodes at a time.
         fetch_timeout_s: What has not come from another node by then is given up.
         replicate_reads: Reads of a block in a minute from which on a second node is asked to hold it; 0: never.

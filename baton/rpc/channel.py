@@ -16,7 +16,8 @@ _OPTIONS: list[tuple[str, int | str]] = [
     # A restarted peer binds the same address: look for it again soon, not after gRPC's default two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Despite its name how long a peer may take to greet whoever connects; one that has no processor for a moment is not gone.
+    # Despite its name, how long a peer may take to answer a new connection. One that has no processor for a moment is
+    # not gone.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     # Two servers on one port would share its connections silently.
     ("grpc.so_reuseport", 0),

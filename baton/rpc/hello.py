@@ -1,4 +1,4 @@
-"""Who a worker is and what it holds, between protobuf messages and Baton's own dataclasses: the greeting and its parts."""
+"""The greeting of a worker (its identity and what it holds), between protobuf messages and Baton's own dataclasses."""
 
 from dataclasses import dataclass
 

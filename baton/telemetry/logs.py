@@ -5,7 +5,7 @@
     12:03:04.117 INFO    router[4242] router.dispatch: worker lost worker=decode-0 in_flight=3
 
 and in `json` as one object per line. What people ask a model and what it answers is never logged: the fields that would
-hold it are refused here, whoever passes them.
+hold it are refused here, from every caller.
 """
 
 import json

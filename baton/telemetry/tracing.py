@@ -1,4 +1,4 @@
-"""Traces of requests: who asks for one span after the other, and what answers when nobody looks at them.
+"""Traces of requests: the ports through which spans are recorded, and the tracer that records none.
 
 A request's way has known stations (`baton.telemetry.span_names`). Each process records its own, after they are over, under the
 request's own span: the router begins that one, and its name in W3C's form (`traceparent`) travels with the request to the
@@ -16,7 +16,7 @@ class OpenSpan(Protocol):
 
     @property
     def trace_parent(self) -> str:
-        """Names it to those who work for the request; empty if they need not bother."""
+        """The span's name in W3C's form, for the processes that work on the request; empty if it is not traced."""
 
     def end(self, attributes: Mapping[str, Attribute], error: str = "") -> None:
         """It is over; `error` is the code of what it ended with. Content never stands in attributes."""
@@ -44,7 +44,7 @@ class Tracer(Protocol):
 
 
 class NotTraced:
-    """The tracer and the span of those who do not trace."""
+    """The tracer and the span of a process that does not trace."""
 
     trace_parent = ""
 

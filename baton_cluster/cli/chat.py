@@ -30,7 +30,7 @@ _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where to, and as whom."""
+    """The server, the model, the key and the system message."""
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="server (default %(default)s)"
     )
@@ -99,10 +99,10 @@ class Pace:
 
 
 class ChatSession:
-    """What has been said so far, and to whom.
+    """A conversation so far, and the model that answers it.
 
     Attributes:
-        model: Who answers.
+        model: The model that answers.
         pace: Of the latest answer.
     """
 

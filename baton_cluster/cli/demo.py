@@ -117,7 +117,9 @@ def render(outcome: Outcome, children: Sequence[ChildInfo]) -> Group:
     for child in children:
         incarnation = f"{child.incarnation:x}" if child.incarnation is not None else "gone"
         processes.add_row(child.name, f"process {child.pid}", f"[dim]incarnation {incarnation}[/]")
-    return Group("[bold]Where the time went[/]", times, "\n[bold]Who served[/]", processes, "")
+    return Group(
+        "[bold]Where the time went[/]", times, "\n[bold]Processes that served[/]", processes, ""
+    )
 
 
 def _times(outcome: Outcome) -> Iterator[tuple[str, str, str]]:

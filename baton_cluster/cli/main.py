@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone, as `head` does. Nothing may be flushed to it at exit.
+        # The process that read our output has gone, as `head` does. Nothing may be flushed to it at exit.
         sys.stdout = None
         return 1
 

@@ -1,7 +1,8 @@
 """`baton run ROLE`: one process of a cluster whose others are started elsewhere, by hand or by an orchestrator.
 
-It is the same child that a launcher starts, with a part that this module decides: nobody else restarts it, and it knows the
-others by their addresses alone (`cluster.workers`, `pool.address`). It ends with SIGTERM or Ctrl-C, after its drain.
+It is the same child that a launcher starts, with a part that this module decides: Baton does not restart it, and it
+knows the others by their addresses alone (`cluster.workers`, `pool.address`). It ends with SIGTERM or Ctrl-C, after
+its drain.
 """
 
 import argparse
@@ -37,7 +38,7 @@ _SIMULATED_FLAGS = {
     ),
     "--step-s": ("simulated.step_s", "seconds of a simulated worker's step"),
 }
-_LISTEN = "127.0.0.1:7001"  # commands are not authenticated: who is to be reached from elsewhere says where
+_LISTEN = "127.0.0.1:7001"  # commands are not authenticated: other interfaces must be named
 
 _log = logs.get_logger(__name__)
 
@@ -134,7 +135,9 @@ def _check(config: BatonConfig, alone: Alone) -> None:
             raise _missing("cluster.workers", "a router alone knows no other workers")
     elif alone.role == POOL:
         if config.pool.memory_bytes is None:
-            raise _missing("pool.memory_bytes", "a node alone does not know who shares its host")
+            raise _missing(
+                "pool.memory_bytes", "a node alone does not know what else uses its host's memory"
+            )
         if not config.pool.enabled:
             raise _missing("pool.enabled", "without it no worker uses the node")
     elif config.pool.enabled and not config.pool.address:
@@ -146,7 +149,7 @@ def _missing(path: str, why: str) -> ConfigError:
 
 
 def describe(config: BatonConfig, alone: Alone) -> str:
-    """One line: what it is, where it listens, whom it knows."""
+    """One line: what it is, where it listens, and the processes that it knows."""
     if alone.role == ROUTER:
         at, known = f"{config.router.host}:{config.router.port}", " ".join(config.cluster.workers)
         return f"{alone.name}: router at {at}, workers {known}"
@@ -160,7 +163,7 @@ def describe(config: BatonConfig, alone: Alone) -> str:
 
 def _become(config: BatonConfig, alone: Alone) -> None:
     """Takes its runtime directory and does not return."""
-    # Its packages are heavy; whoever only wants `--help` or `--check` need not wait for them.
+    # Its packages are heavy; `--help` and `--check` do without them.
     from baton_cluster import roles
     from baton_cluster.launch import child
 

@@ -55,7 +55,7 @@ def _new_key(_arguments: argparse.Namespace) -> str:
 
 
 def _hash_key(_arguments: argparse.Namespace) -> str:
-    # Not an argument: those are seen by everybody who lists processes, and kept by shells.
+    # Not an argument: every list of processes shows those, and shells keep them.
     key = sys.stdin.readline().strip()
     check_strength(key)
     return hash_key(key)

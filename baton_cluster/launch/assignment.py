@@ -46,7 +46,7 @@ class Part:
 
     @property
     def sockets(self) -> tuple[Path, ...]:
-        """Unix sockets that this child binds and that nobody else removes when it hangs."""
+        """Unix sockets that this child binds, and removes itself if it hangs after the launcher has died."""
         address = self.worker.address if self.worker else self.pool_address
         bound = (address, self.peer_address) if not self.http_fds else ()
         paths = [one.removeprefix("unix:") for one in bound if one.startswith("unix:")]

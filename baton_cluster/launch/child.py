@@ -116,7 +116,7 @@ async def _live(
     stopped.cancel()
     if role.done() or child.is_ready:
         await role
-    # Else it is asked to go while it starts: nothing is in flight, and nobody waits for what it loads.
+    # Else it is asked to go while it starts: nothing is in flight, and what it loads is not needed.
 
 
 def _orphaned(child: Child, loop: asyncio.AbstractEventLoop) -> None:

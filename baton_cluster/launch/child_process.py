@@ -25,7 +25,7 @@ from baton_cluster.launch.supervisor import (
 
 
 class ChildProcess:
-    """A running child. Whoever starts it reads `events` to the end, which reaps it.
+    """A running child. The caller that starts it reads `events` to the end, which reaps it.
 
     Attributes:
         plan: What it is.

@@ -66,7 +66,7 @@ class Observer(Protocol):
 
 
 class Unobserved:
-    """An observer for those who only want the cluster."""
+    """An observer that ignores everything."""
 
     def progress(self, event: ChildProgress) -> None:
         """Nothing."""
@@ -253,7 +253,7 @@ class LocalCluster:
             case ChildProgress():
                 self._observer.progress(event)
             case StopRequested():
-                # With our copy open too, clients would wait in a queue that nobody accepts from any more.
+                # With our copy open too, clients would wait in a queue from which no process accepts any more.
                 self._stop_listening()
             case _:
                 return

@@ -100,7 +100,7 @@ class ChildEnd:
             return decode(lines.readline(), lines.readline())
 
     def send(self, status: Status) -> None:
-        """Tells the launcher; from any thread. With the launcher gone nobody needs to know."""
+        """Tells the launcher; from any thread. Does nothing if the launcher is gone."""
         with self._sending:
             try:
                 self._sock.sendall(msgspec.json.encode(status) + b"\n")

@@ -104,8 +104,9 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
 def plan_children(
     config: BatonConfig, runtime: RuntimeDir, gpus: int = 0, cores: Sequence[int] = ()
 ) -> list[ChildPlan]:
-    """The processes that a resolved `config` asks for, in the order in which they start, which nobody waits for: the pool's
-    node first, the router last. Workers take turns with the machine's `gpus`; without any, each gets `cores` of its own.
+    """The processes that a resolved `config` asks for, in the order in which they are started: the pool's nodes
+    first, the router last. None waits for another. Workers take turns with the machine's `gpus`; without any, each
+    gets `cores` of its own.
     """
     cluster = config.cluster
     counts = {
@@ -254,8 +255,8 @@ def _on_gpu(child: ChildPlan, number: int, workers: int, gpus: int) -> ChildPlan
 def _on_cores(
     workers: list[ChildPlan], config: BatonConfig, cores: Sequence[int]
 ) -> list[ChildPlan]:
-    """As many cores for each as it has threads, shared with nobody: two teams of threads on one core slow each other many
-    times over. Nobody is bound where there are too few.
+    """Gives each worker as many cores as it has threads, and shares none: two teams of threads on one core slow each
+    other many times over. No worker is bound where there are too few.
     """
     threads = config.engine.num_threads or 1
     if not config.engine.bind_cores or threads * len(workers) > len(cores):

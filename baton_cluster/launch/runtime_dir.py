@@ -1,8 +1,8 @@
 """The directory of a running cluster's sockets, and the lock that tells a living cluster from the leavings of a dead one.
 
 The lock is a `flock` on one file description that the launcher opens and every child inherits: the kernel holds it as
-long as any of these processes lives, and lets go when the last one is gone, however it died. So nobody has to trust a pid
-in a file. The last one out, launcher or child, takes the directory away.
+long as any of these processes lives, and lets go when the last one is gone, however it died. So no process has to
+trust a pid in a file. The last one out, launcher or child, takes the directory away.
 """
 
 import fcntl
@@ -56,7 +56,7 @@ class RuntimeDir:
 
     Attributes:
         path: Where it is.
-        lock_fd: The lock; whoever inherits it holds the directory too.
+        lock_fd: The lock; a process that inherits it holds the directory too.
     """
 
     def __init__(self, path: Path, lock_fd: int) -> None:
@@ -86,7 +86,7 @@ class RuntimeDir:
         return socket_address(self.path, name)
 
     def note_pool(self, address: str) -> None:
-        """Writes down where the pool's node listens, which need not be in this directory, for those who look for it."""
+        """Writes down where the pool's node listens, which need not be in this directory, for others to find."""
         (self.path / _POOL).write_text(address, encoding="utf-8")
 
     def forget(self, name: str) -> None:
@@ -112,7 +112,9 @@ def _acquire(path: Path) -> int:
             raise ConfigError(f"{path}: another cluster is running there")
         if _still_there(path, fd):
             return fd
-        os.close(fd)  # Removed between our open and our lock: we hold a file that nobody sees.
+        os.close(
+            fd
+        )  # Removed between our open and our lock: the file that we hold has no name any more.
 
 
 def socket_address(path: Path, name: str) -> str:

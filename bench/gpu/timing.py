@@ -19,7 +19,7 @@ class Timer(Protocol):
         """Seconds that the device spends on `work`; it is called several times."""
 
     def wall_s(self, work: Callable[[], object]) -> float:
-        """Seconds from the call to its end, as whoever waits for it sees it; likewise."""
+        """Seconds from the call to its end, as its caller sees it; likewise."""
 
 
 class CudaTimer:

@@ -44,7 +44,7 @@ Routing = Callable[[Sequence[NodeLedger], Sequence[BlockKey], int], int]
 
 
 def in_turn(ledgers: Sequence[NodeLedger], keys: Sequence[BlockKey], number: int) -> int:  # noqa: ARG001
-    """The next node for each request: a router that balances load and does not know who holds what."""
+    """The next node for each request: a router that balances load and does not know which node holds what."""
     return number % len(ledgers)
 
 

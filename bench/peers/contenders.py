@@ -1,4 +1,4 @@
-"""Who takes part in `bench.cpu_vs_peers`, how each is started, and with what it is measured."""
+"""The servers in `bench.cpu_vs_peers`, how each is started, and with what it is measured."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

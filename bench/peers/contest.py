@@ -1,4 +1,4 @@
-"""One shape's servers taking turns in `bench.cpu_vs_peers`: starts them one after the other, measures, notes who is absent and why."""
+"""One shape's servers in `bench.cpu_vs_peers`: starts them in turn, measures, notes which are absent and why."""
 
 import asyncio
 import subprocess
@@ -28,7 +28,7 @@ _WARM_UP = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What everybody is asked.
+    """What every server is asked.
 
     Attributes:
         vocab: Token ids are drawn below this.
@@ -87,7 +87,7 @@ class Contest:
         self._sizes = sizes
 
     def run(self, rounds: int) -> Iterator[str]:
-        """Lets each have `rounds` turns; yields the name of whoever had one. Who failed once gets no more."""
+        """Lets each have `rounds` turns; yields the server's name after each. A server that failed gets no more."""
         for turn in range(rounds):
             for name in self._contenders:
                 if name not in self.absent and self._has_load(name):
@@ -113,7 +113,7 @@ class Contest:
             if clients > 1:  # some prepare their products for each size of a batch
                 _run(url, sizes.begun(clients), seed=_WARM_UP + 1000 * turn + clients)
             load = sizes.load(clients, sizes.requests * (3 if clients == 1 else 1))
-            # Every server gets the same prompts; a turn's are new, so that nobody's prefix cache helps.
+            # Every server gets the same prompts; a turn's are new, so that no prefix cache helps.
             self._note(name, f"c{clients}", [_run(url, load, seed=1000 * turn + clients)])
         if contender.under_prompts and sizes.prompt_tokens:
             load = sizes.load(sizes.prompt_clients, 2 * sizes.requests)

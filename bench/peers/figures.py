@@ -11,7 +11,7 @@ tpot_p99_pd_over_HYBRID        of the shape where that is worst
 
 PEER is `vllm` or `transformers`, with bfloat16 weights, or with `_float32` behind it. HYBRID is `hybrid`, the worker as it comes, or
 `hybrid_paced`, which was given a target for the time between tokens. A server's own figures are `SERVER_SHAPE_FIGURE_LEVEL`; at the
-level `prompts` they are of those who decode while prompts arrive, at `arriving` of these prompts.
+level `prompts` they are of the clients that decode while prompts arrive, at `arriving` of these prompts.
 """
 
 import statistics

@@ -1,7 +1,7 @@
 """The benchmarks' models as GGUF files, which llama.cpp reads: the same weights, from the directory that `bench.harness.shapes` wrote.
 
-Names of tensors and of metadata, and the quantised formats, are those of the library `gguf`. What it leaves to whoever converts a
-model is here: which tensors keep float32, and in which order llama.cpp wants the rows of Llama's queries and keys.
+Names of tensors and of metadata, and the quantised formats, are those of the library `gguf`. What it leaves to the
+converter is here: which tensors keep float32, and in which order llama.cpp wants the rows of Llama's queries and keys.
 """
 
 import json
@@ -27,7 +27,7 @@ def write_gguf(directory: Path, file: Path, precision: str) -> None:
     Raises:
         ModuleNotFoundError: The library `gguf` is not installed.
     """
-    import gguf  # here: only whoever compares with llama.cpp needs it
+    import gguf  # here: only the comparison with llama.cpp needs it
 
     config = json.loads((directory / "config.json").read_text())
     family = config["model_type"]

@@ -1,7 +1,7 @@
 """Starts other people's servers on this machine with a model of ours, and stops them: what `bench.cpu_vs_peers` compares with.
 
-Peers live in environments of their own, since they bring their own torch; whoever runs the benchmark says where. transformers, which
-the tests need anyway, is that of this environment.
+Peers live in environments of their own, since they bring their own torch; the command line says where. transformers,
+which the tests need anyway, is that of this environment.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 `transformers serve` takes text only, ends at the end-of-sequence token, and cannot be given the prompts that the others get. So whatever
 waits is taken together, generated to its end, and streamed meanwhile; what comes later waits for the next batch. Here all requests are
-of one length, which is the best case for static batches: nothing is padded, nobody waits for a longer text.
+of one length, which is the best case for static batches: nothing is padded, and no request waits for a longer text.
 """
 
 import argparse
@@ -76,7 +76,7 @@ class Batches:
                 self._generate_all(self._gather())
         finally:
             traceback.print_exc()
-            os._exit(1)  # without this thread nobody would ever be answered
+            os._exit(1)  # without this thread no request would ever be answered
 
     def _generate_all(self, jobs: list[_Job]) -> None:
         for length, tokens in sorted({(len(job.prompt), job.max_tokens) for job in jobs}):

@@ -84,7 +84,7 @@ def first_token(
 
 
 def transfer_of(permit: common_pb2.Signed) -> XferId:
-    """The transfer that a router's permit is for; nobody checks signatures here."""
+    """The transfer that a router's permit is for; signatures are not checked here."""
     return XferId(transfer_pb2.Permit.FromString(permit.content).xfer_id)
 
 

@@ -121,7 +121,7 @@ class DecodeWorker:
             self._step()
 
     def _step(self) -> None:
-        """Begins a step: who waits joins while there is room, and a chunk of a prompt goes along."""
+        """Begins a step: waiting sequences join while there is room, and a chunk of a prompt goes along."""
         self._join()
         context = sum(sequence.context for sequence in self._running)
         step_s = self._speed.decode_s(len(self._running), context) if self._running else 0.0

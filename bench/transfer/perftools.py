@@ -208,7 +208,7 @@ def _nixl_loop(region: Region, push: PageWrite) -> Iterator[Callable[[], float] 
 
 
 def _own_region(asked: Connection, size_bytes: int) -> None:
-    """The other process: a region that is written to, and an agent that greets whoever connects."""
+    """The other process: a region that is written to, and an agent that answers connections."""
     region = SharedRegion.create(size_bytes)
     address = np.frombuffer(region.memoryview, dtype=np.uint8).ctypes.data
     agent = _agent("bench-target")

@@ -46,7 +46,7 @@ class PoolAdminClient:
         self.addresses = tuple(addresses)
 
     async def usage(self) -> list[PoolNodeAnswer[pb.PoolUsageReply]]:
-        """What each node holds, and for whom."""
+        """What each node holds, and for which tenants."""
         asked = pb.PoolUsageRequest()
         return await self._ask_all(lambda node: node.Usage(asked, timeout=_USAGE_WAIT_S))
 

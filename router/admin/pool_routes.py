@@ -1,4 +1,4 @@
-"""The pool on the operators' surface: what its nodes hold for whom, and a flush while serving."""
+"""The pool on the operators' surface: what its nodes hold for which tenants, and a flush while serving."""
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict

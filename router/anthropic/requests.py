@@ -71,7 +71,7 @@ class Thinking(BodyObject):
 
 
 class RequestMetadata(BodyObject):
-    """The end user for whom the client asks."""
+    """The end user on whose behalf the client asks."""
 
     user_id: Name | None = None
 

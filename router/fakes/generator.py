@@ -60,7 +60,7 @@ class FakeGenerator:
     cancelled: asyncio.Queue[RequestId] = field(default_factory=asyncio.Queue)
     _running: set[RequestId] = field(default_factory=set)
 
-    def check_capacity(self, tenant: Tenant, slo: Slo) -> None:  # noqa: ARG002  # the same for everybody
+    def check_capacity(self, tenant: Tenant, slo: Slo) -> None:  # noqa: ARG002  # the same for every tenant
         """Raises `refusal` if there is one."""
         if self.refusal is not None:
             raise self.refusal

@@ -53,7 +53,7 @@ class GuardChain:
         return ask
 
     def watch_output(self, ask: Ask) -> "OutputChain | None":
-        """What watches one choice; None if nobody wants to."""
+        """What watches one choice; None if no guardrail does."""
         watching = [guardrail.watch_output(ask) for guardrail in self._guardrails]
         guards = [guard for guard in watching if guard is not None]
         return OutputChain(guards, self._timeout_s) if guards else None

@@ -19,7 +19,7 @@ class GuardedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What is asked, by whom, of which model."""
+    """What is asked, by which tenant, of which model."""
 
     tenant_id: str
     model: str

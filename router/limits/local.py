@@ -22,7 +22,7 @@ from router.limits.ports import (
 from router.tenants.tenant import Tenant, TenantId, TenantLimits
 
 CONCURRENCY_RETRY_S = 1.0
-"""Nobody knows when a request in flight ends; this is how often asking again costs nobody anything."""
+"""When a request in flight will end is not known; retrying this often costs little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +95,11 @@ class _Account:
     requests: TokenBucket = field(default_factory=TokenBucket)
     tokens: TokenBucket = field(default_factory=TokenBucket)
     in_flight: dict[GrantId, int | None] = field(default_factory=dict)
-    """Each with the tokens that were charged here; None where somebody else charges it."""
+    """Each with the tokens that were charged here; None where another ledger charges it."""
 
 
 class LimitLedger:
-    """Who has used how much.
+    """How much each tenant has used.
 
     Pure: no clock. Not thread-safe: one owner. TenantLimits come with every call, so that a reload holds at once; only what was
     used is kept here.
@@ -129,7 +129,7 @@ class LimitLedger:
         return LimitGranted(levels=self._levels(account, tenant.limits, now_s))
 
     def hold(self, tenant: Tenant, grant: GrantId) -> None:
-        """Counts a request that somebody else let in, and charges, as in flight here too."""
+        """Counts a request as in flight here too that another ledger let in and charges."""
         self._accounts.setdefault(tenant.tenant_id, _Account()).in_flight[grant] = None
 
     def charge(

@@ -1,4 +1,4 @@
-"""What the gate asks of limits, whoever keeps the counts.
+"""What the gate asks of limits, wherever the counts are kept.
 
 A request *enters* (one request, one place in flight) before its body is read, is *charged* the tokens that it may use
 once they are known, and *leaves* at its end, settled by what it did use. Entering and charging may be refused;
@@ -64,7 +64,7 @@ class LimitRefused:
 
     Attributes:
         kind: What has run out.
-        retry_after_s: When there will be enough, if nobody else takes it first.
+        retry_after_s: When there will be enough, if no other request takes it first.
         levels: As they stand; a refusal takes nothing.
     """
 

@@ -1,7 +1,7 @@
 """Limits that hold over all routers: the counts lie in Redis, one script per step (`limits.lua`).
 
-Every request in flight has a lease there, renewed while its router lives; those of a router that died run out. Buckets
-that nobody uses go by themselves.
+Every request in flight has a lease there, renewed while its router lives; those of a router that died run out. Unused
+buckets expire.
 """
 
 from collections.abc import Iterable

@@ -36,7 +36,7 @@ class RequestContext:
     """One request whose body has been read, and which may be worked on.
 
     Attributes:
-        account: Who pays, and what it has used.
+        account: The tenant that pays, and what it has used.
         request_id: What its reply is called.
         created: When it was taken, Unix time; every reply and every chunk says it.
         name: The name by which its client asked for the model; said again too.
@@ -55,7 +55,7 @@ class RequestContext:
 
     @property
     def tenant(self) -> Tenant:
-        """Who pays."""
+        """The tenant that pays."""
         return self.account.tenant
 
     def event_head(self, kind: str) -> bytes:

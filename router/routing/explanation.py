@@ -1,6 +1,6 @@
 """Why a request was sent where it was: what routing remembers of its last decisions, and how it is put into words.
 
-A decision leaves a few numbers behind; nothing is formatted before somebody asks.
+A decision leaves a few numbers behind; they are formatted only when they are asked for.
 """
 
 from collections.abc import Mapping
@@ -35,8 +35,8 @@ class Explanation:
         request_id: The reply's `id`.
         policy: Its name.
         kind: How the legs lie, a value of `RouteKind`.
-        prefill_worker: Who computes the prompt.
-        decode_worker: Who draws the tokens.
+        prefill_worker: The worker that computes the prompt.
+        decode_worker: The worker that draws the tokens.
         tokens: Tokens whose KV had to exist.
         held_by_prefill: Those that the prefill worker was believed to hold.
         held_by_decode: Those that the decode worker was believed to hold.
@@ -114,7 +114,7 @@ class DecisionLog:
             del self._decisions[next(iter(self._decisions))]
 
     def refused(self) -> None:
-        """There was nobody to choose."""
+        """There was no worker to choose."""
         self._counts[RouteKind.UNAVAILABLE] += 1
 
     def ended(self, request_id: RequestId, measured: Measured) -> None:
@@ -142,7 +142,7 @@ class DecisionLog:
             held_by_pool=decision.held_by_pool,
             output_tokens=demand.output_tokens,
             decisions=decision.count,
-            why="nobody else was to be asked" if rationale is None else rationale.why(),
+            why="the policy gave no rationale" if rationale is None else rationale.why(),
             considered=() if rationale is None else tuple(rationale.considered()),
             predicted=pair.predicted,
             measured=decision.measured,

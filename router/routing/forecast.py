@@ -163,25 +163,25 @@ class Fleet:
         self._members: dict[Forecast, None] = {}
 
     def newcomer(self) -> "Forecast":
-        """The forecast for a worker that nobody has measured."""
+        """The forecast for a worker that has not been measured yet."""
         forecast = Forecast(self)
         self._members[forecast] = None
         return forecast
 
     def prefilled(self, features: tuple[float, ...], seconds: float) -> None:
-        """Somebody computed a prompt."""
+        """A worker computed a prompt."""
         self.prefill.measure(features, seconds)
         for forecast in self._members:
             forecast.follow()
 
     def stepped(self, features: tuple[float, ...], seconds: float) -> None:
-        """Somebody took a step that only decoded."""
+        """A worker took a step that only decoded."""
         self.step.measure(features, seconds)
         for forecast in self._members:
             forecast.follow()
 
     def fetched(self, features: tuple[float, ...], seconds: float) -> None:
-        """Somebody fetched from the pool."""
+        """A worker fetched from the pool."""
         self.fetch.measure(features, seconds)
         for forecast in self._members:
             forecast.follow()
@@ -234,12 +234,12 @@ class Forecast(ForecastRecord):
 
     @property
     def knows_prefill(self) -> bool:
-        """Whether anybody has computed a prompt."""
+        """Whether any worker has computed a prompt."""
         return self._prefill is not None or self._fleet.prefill.taught
 
     @property
     def knows_steps(self) -> bool:
-        """Whether anybody has taken a step that only decoded."""
+        """Whether any worker has taken a step that only decoded."""
         return self._step is not None or self._fleet.step.taught
 
     def prefill_s(self, uncached: int, cached: int) -> float:

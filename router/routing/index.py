@@ -1,4 +1,4 @@
-"""Who holds which KV blocks: routing asks how deep each worker, and the pool, holds a prompt's chain.
+"""Which worker holds which KV blocks: routing asks how deep each worker, and the pool, holds a prompt's chain.
 
 Fed by the holders' own reports, which are the truth as of a moment ago, and by the router's memory of what it has just
 sent where, which they correct. Both are hints: a block that is gone by the time the prompt arrives costs a wrong guess,
@@ -76,7 +76,7 @@ class ExpectedBlocks:
     or it never will.
 
     Args:
-        operations: Who does the hot part of the two tables, of recent and of older notes.
+        operations: Implementation of the hot part of the two tables, of recent and of older notes.
         num_columns: Columns to begin with, a multiple of 64.
     """
 
@@ -100,7 +100,7 @@ class ExpectedBlocks:
             self._recent.add(fingerprints, column, noted)
 
     def noted(self, fingerprints: Fingerprints, now_s: float) -> Places | None:
-        """Which positions of a chain may have been noted; None where nothing is expected of anybody."""
+        """Which positions of a chain may have been noted; None where nothing is expected of any worker."""
         is_over = now_s - self._since_s >= 2 * _LIFE_S
         return None if is_over else _noted(len(fingerprints))
 
@@ -144,7 +144,7 @@ class PrefixIndex:
 
     Args:
         max_blocks: Blocks remembered at most. With more, new ones are not taken up, and counted as lost.
-        operations: Who does the table's hot part; the fastest there is if None.
+        operations: Implementation of the table's hot part; the fastest there is if None.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class PrefixIndex:
         """The slot of a worker, or of the pool under a name of its own. An older incarnation of it is forgotten.
 
         Args:
-            identity: Who reports.
+            identity: The worker or pool that reports.
             ragged: It may give a block up and hold on to those after it, as a pool does and a worker's cache does not.
                 Its depths take a look at every 16th block of a chain, so a shorter hole may be passed over.
         """

@@ -106,8 +106,8 @@ class AdditivePolicy:
     def pair(
         self, workers: Collection[WorkerView], demand: Demand, rng: Random
     ) -> Pair | Unavailable:
-        """The cheapest way. A decode worker prefills for itself only when nobody else can; a hybrid one whenever that
-        is cheaper.
+        """The cheapest way. A decode worker prefills for itself only when no other worker can; a hybrid one whenever
+        that is cheaper.
         """
         decoders = demand.decoders(workers)
         if not decoders:
@@ -201,7 +201,7 @@ class PrefixAffinity:
 
 
 class LeastLoaded:
-    """Least load, whoever holds which prefix."""
+    """Least load, whichever worker holds the prefix."""
 
     uses_prefix = False
     uses_session = False
@@ -221,7 +221,7 @@ class LeastLoaded:
 
 
 class RoundRobin:
-    """Whoever was chosen longest ago."""
+    """The worker that was chosen longest ago."""
 
     uses_prefix = False
     uses_session = False
@@ -240,7 +240,7 @@ class RoundRobin:
 
 
 class AtRandom:
-    """Anybody."""
+    """Any worker, at random."""
 
     uses_prefix = False
     uses_session = False

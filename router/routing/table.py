@@ -77,7 +77,7 @@ class TableMemory(ctypes.Structure):
 
     Attributes:
         address: Of the record.
-        cells: `[buckets + 1, WIDTH * (1 + words)]`; the last bucket stays empty, for blocks that nobody holds.
+        cells: `[buckets + 1, WIDTH * (1 + words)]`; the last bucket stays empty, for blocks that no holder has.
         fingerprints: `[buckets + 1, WIDTH]`, a view.
         sets: `[buckets + 1, WIDTH, words]`, a view.
         used: Places that hold a print.
@@ -249,7 +249,7 @@ class TableOperations(Protocol):
         held: HeldBySlot,
     ) -> None:
         """Writes to `held` how many leading blocks of a chain, not empty, each holder has reported, or is expected to
-        have by the notes that stand at the places `noted`; a block counts for `unit`. Who has none is left out.
+        have by the notes that stand at the places `noted`; a block counts for `unit`. A holder of none is left out.
 
         Takes time with the logarithm of the chain, for each different depth; where columns are ragged, with a 16th of the chain.
         """
@@ -278,7 +278,7 @@ class BlockTable:
 
     Args:
         max_blocks: Fingerprints held at most.
-        operations: Who does the hot part.
+        operations: Implementation of the hot part.
         num_columns: Columns to begin with, a multiple of 64.
     """
 

@@ -74,7 +74,7 @@ class WorkerView(WorkerRecord):
         pool_slot: That of the pool node from which it can fetch; below 0 without one.
         layout_group: Equal exactly for workers with equal layouts; pairs are made within a group.
         load: Its last report.
-        leaving: Those of its view that take nothing new; whoever drains enters itself.
+        leaving: Those of its view that take nothing new; a worker that drains enters itself.
         legs: Legs of this router on it.
         prefill_tokens: Prompt tokens this router sent whose KV is not computed yet.
         decode_sequences: Samples this router decodes there.
@@ -165,7 +165,7 @@ class WorkerView(WorkerRecord):
 
     @property
     def tightest_tbt_s(self) -> float | None:
-        """The shortest time between tokens that anybody who decodes there was promised."""
+        """The shortest time between tokens promised to a request that decodes there."""
         return min(self.tbt_targets, default=None)
 
     def report(self, load: WorkerLoad, now_s: float) -> None:
@@ -199,7 +199,7 @@ class ClusterView:
     """Every connected worker, at most one incarnation of each.
 
     Args:
-        index: Told who comes and goes, and which blocks they report.
+        index: Told which workers come and go, and which blocks they report.
         stall_timeout_s: Work without progress for this long keeps a worker from being chosen.
         silence_timeout_s: A worker that says nothing for this long is suspected until it is heard from again.
     """
@@ -293,7 +293,7 @@ class ClusterView:
 
     def usable(self, now_s: float) -> tuple[WorkerView, ...]:
         """Those that may be given new work: neither draining nor stalled nor suspected, nor left out for failing. Where
-        all of a kind fail they are tried all the same: left out, they would serve nobody.
+        all of a kind fail they are tried all the same: otherwise no request would be served.
         """
         if not self._open and not self._leaving:
             if now_s > self._ready_until_s:
@@ -352,8 +352,8 @@ class ClusterView:
         self.pools.check_integrity()
 
     def _all_ready_until_s(self) -> float:
-        """So long nobody is silent or stalled, whatever comes: to hear of a worker or to see it move can only make it later,
-        and one that gets its first leg begins to move then.
+        """The time until which no worker is silent or stalled, whatever comes: to hear of a worker or see it move can
+        only make it later, and one that gets its first leg begins to move then.
         """
         silent_s = min((worker.heard_s for worker in self._everybody), default=float("inf"))
         stalled_s = min((w.progress_s for w in self._everybody if w.legs), default=float("inf"))

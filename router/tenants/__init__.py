@@ -1,1 +1,1 @@
-"""Who may come in, what each may use, and on what terms."""
+"""Tenants: how a request's tenant is found, what each may use, and on what terms."""

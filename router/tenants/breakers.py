@@ -1,8 +1,8 @@
 """Tenants whose requests keep breaking workers are slowed: all others pay for each worker that starts again.
 
-Only what a worker died or failed of counts, not what a client did wrong; and only while enough requests of others fare clearly
-better. When everybody's fail it is the cluster's fault, and who is alone on a cluster that loses workers is told of each, but is
-not shut out: nobody would gain by it.
+Only what a worker died or failed of counts, not what a client did wrong; and only while enough requests of others
+fare clearly better. When the requests of all tenants fail, the cluster is at fault. A tenant alone on a cluster that
+loses workers gets the error of each failed request, but is not slowed: there is no other tenant to protect.
 """
 
 from baton.errors import BatonError, EngineError, WorkerLostError
@@ -12,7 +12,7 @@ from router.tenants.tenant import TenantId
 TENANT_POLICY = BreakerPolicy(min_failures=5, failure_share=0.5, half_life_s=60.0)
 _TIMES_WORSE = 2.0
 _SWEEP_AT = 4096
-"""With so many tenants those of whom nothing is recent are forgotten, and again at twice as many as are left."""
+"""With so many tenants those without recent requests are forgotten, and again at twice as many as are left."""
 
 
 def breaks_workers(error: BatonError) -> bool:

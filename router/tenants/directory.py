@@ -1,4 +1,4 @@
-"""Whom a request's credential belongs to, as of the last good tenants document.
+"""The tenant that a request's credential belongs to, as of the last good tenants document.
 
 A document becomes a `Register` as a whole, and the directory changes from one register to the next in one step: no
 request ever sees half of a document.
@@ -64,7 +64,7 @@ class Register:
         """Whose credential this is.
 
         Raises:
-            AuthenticationError: Nobody's, or it is no longer valid.
+            AuthenticationError: It belongs to no tenant, or is no longer valid.
         """
         if len(self._tokens) and looks_like_token(credential):
             bearer = self._tokens.verify(credential)
@@ -82,9 +82,9 @@ class TenantDirectory:
     """The register that holds now.
 
     Args:
-        api_keys: Keys of the simple way: whoever has one is the one anonymous tenant.
-        anonymous: That tenant; everybody is, where there are neither keys nor a document.
-        described: There is a tenants document. Until it has been read nobody comes in by it.
+        api_keys: Plain keys, without a document: a request with one belongs to the anonymous tenant.
+        anonymous: That tenant; where there are neither keys nor a document, all requests belong to it.
+        described: There is a tenants document. Until it has been read, it lets no request in.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class TenantDirectory:
 
     @property
     def tenants(self) -> Collection[Tenant]:
-        """All that are known; the anonymous one if nobody is described."""
+        """All that are known; the anonymous one if none is described."""
         return self._register.tenants.values() or (self._anonymous.tenant,)
 
     def register_of(self, document: TenantsDocument, read_file: Callable[[str], str]) -> Register:

@@ -53,8 +53,8 @@ def key_id(key_hash: str) -> str:
 class KeyRing(Generic[_Owner]):
     """Finds the owner of a key among any number of them.
 
-    The place to look at is keyed with a number drawn at start, so that nobody outside can know which keys share one; what
-    is there is compared in constant time. A key that nobody has is compared as well.
+    Keys are looked up by a hash keyed with a number drawn at start, so that a client cannot know which keys share a
+    place; what is there is compared in constant time. An unknown key is compared as well.
 
     Args:
         owners: Digests as `hash_key` writes them, each with whose it is.

@@ -128,7 +128,7 @@ def _key_files(document: TenantsDocument) -> list[str]:
 
 
 def _state(path: Path) -> tuple[int, ...] | None:
-    """Whatever changes when somebody writes to the file or puts another in its place; None if there is none."""
+    """What changes when the file is written to or replaced; None if there is no file."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""A tenant: whoever a share of the cluster was promised to. Every request belongs to exactly one.
+"""A tenant: the party that a share of the cluster was promised to. Every request belongs to exactly one.
 
 The access gate finds it by the request's key or token; from then on it travels with the request as a frozen object, so
 that a reload of the tenants in mid-request changes nothing for that request.
@@ -72,7 +72,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who sends a request.
+    """The sender of a request.
 
     Attributes:
         tenant: On whose account.
@@ -84,4 +84,4 @@ class Caller:
 
 
 ANONYMOUS = Tenant(tenant_id=TenantId("anonymous"), tenant_class="anonymous")
-"""Everybody, where the operator describes no tenants."""
+"""The tenant of all requests, where the operator describes none."""

@@ -142,7 +142,7 @@ def open_issuers(entries: Sequence[IssuerEntry], read_file: Callable[[str], str]
 
 
 def _claimed_issuer(token: str) -> str:
-    """`iss`, before anything is verified: only good for choosing who verifies."""
+    """`iss`, before anything is verified: only good for choosing the issuer that verifies."""
     library = _library()
     try:
         claims = library.decode(token, options={"verify_signature": False})
