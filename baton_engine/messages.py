@@ -1,7 +1,7 @@
 """What an engine is told and what it tells. Plain frozen data, so that the port works across threads and processes.
 
-A sequence's life on a prefill-only engine: `Prefill` → `PrefillStarted` → sampled (first tokens) → pages stay pinned until
-`Release`. On a decode engine: `Reserve` → `Reserved` → (KV arrives) → `Start` → sampled… . On a hybrid one: `Generate` →
+A sequence's life, prefilled for another worker: `Prefill` → `PrefillStarted` → sampled (first tokens) → pages stay pinned until
+`Release`. Received from another worker: `Reserve` → `Reserved` → (KV arrives) → `Start` → sampled… . Generated here: `Generate` →
 `PrefillStarted` → sampled…. `Abort` is right at any moment, also for a sequence that is gone. Every sequence ends in exactly
 one of: its samples' finish reasons (local and started sequences), `Released`, `Failed`.
 """

@@ -593,7 +593,7 @@ class LegLifecycle:
         event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
         now_s: float,
     ) -> list[WorkerAction]:
-        """The part of the half that moves the leg's pages, if one does."""
+        """Forwards the engine's event to the half that moves the leg's pages, if one does."""
         half = self._halves.get(leg.kind)
         return [] if half is None else half.advance(leg, event, now_s)
 
@@ -602,7 +602,7 @@ class LegLifecycle:
         return self._halves[leg.kind].give_up(leg.xfer_id, error, now_s)
 
     def _log(self, event: object, actions: list[WorkerAction], now_s: float) -> None:
-        """Of what halves are told only what routers hear of; their own cores log the rest by transfer."""
+        """Logs only the actions that are messages to a router; the halves' own cores log the rest, by transfer."""
         for action in actions:
             if isinstance(action, LegMessage):
                 key = (action.stream, action.leg_id)

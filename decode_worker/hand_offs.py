@@ -1,6 +1,6 @@
 """The hand-offs behind a worker's receive legs: what the ledger decides, as words to routers, peers and the engine.
 
-What a transfer may do and when its pages are freed is the ledger's business (kv_transfer/ledger.py).
+What a transfer may do and when its pages are freed is the ledger's business (kv_transfer/ledger/transfer.py).
 """
 
 from collections.abc import Mapping

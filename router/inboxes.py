@@ -200,7 +200,7 @@ class Inboxes:
         return inbox.put(emit.tokens)
 
     def put_step(self, moved: Advance, now_s: float) -> list[RequestId]:
-        """A step's tokens. Returns the jobs whose readers should be given up."""
+        """A step's tokens. Returns the requests whose clients read too slowly and are given up."""
         full: list[RequestId] = []
         gap_s = self._gap.gap_s
         columns = zip(moved.request_ids, moved.samples, moved.tokens, strict=True)

@@ -1,1 +1,1 @@
-"""Which sequence owns which KV page: reference counts, prefix sharing, the arena itself."""
+"""The KV pages themselves: reference counts, the prefix tree, the arena. Which sequence owns which stands in `scheduling/kv_cache_manager.py`."""

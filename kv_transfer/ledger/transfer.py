@@ -1,6 +1,6 @@
 """One hand-off as the decode worker keeps it: from the first word on it until its pages have an owner again.
 
-It becomes real when two independent messages have met: the router's word that it is wanted (`announced`), and the prefill
+Pages are reserved once two independent messages have arrived: the router's word that it is wanted (`announced`), and the prefill
 worker's request for pages (`join`). Then pages are taken for the whole prompt, all or nothing; nothing waits while holding part.
 
     (router) EXPECTED ─┐                      commit       checksums right

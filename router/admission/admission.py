@@ -108,7 +108,7 @@ class Admission:
             raise _refused(refusal)
 
     def offer(self, request: GenerationRequest) -> None:
-        """Queues a request that came; `admitted` says whether it is to be begun at once.
+        """Queues a request that came; `admissible` says which queued requests are to be begun now.
 
         Raises:
             OverloadedError: It is refused.

@@ -237,7 +237,7 @@ class Dispatcher:
                 self._view.change_role(event.worker, event.role)
                 return self._retry.place_waiting(now_s)
             case WorkerLost():
-                return self._lose(event.worker, event.reason, now_s)
+                return self._on_worker_lost(event.worker, event.reason, now_s)
             case LoadReported():
                 return self._report(event, now_s)
             case BlocksReported():
@@ -291,7 +291,7 @@ class Dispatcher:
         actions: list[Action] = []
         older = self._view.find(identity.worker_id)
         if older is not None and older.identity != identity:
-            actions += self._lose(older.identity, "it was started anew", now_s)
+            actions += self._on_worker_lost(older.identity, "it was started anew", now_s)
         try:
             self._view.join(event.hello, event.address, now_s)
         except IncompatibleError as error:
@@ -313,11 +313,11 @@ class Dispatcher:
             return []
         return [AskForSnapshot(worker=event.worker)]
 
-    def _lose(self, identity: WorkerIdentity, reason: str, now_s: float) -> list[Action]:
+    def _on_worker_lost(self, identity: WorkerIdentity, reason: str, now_s: float) -> list[Action]:
         worker = self._view.lose(identity)
         if worker is None:
             return []
-        return self._continue_without(worker, reason, now_s)
+        return self._fail_worker_legs(worker, reason, now_s)
 
     def _suspect(self, worker: WorkerView, now_s: float) -> list[Action]:
         """Continues without a worker that fell silent. It stays a member, gets nothing new until it is heard from, and finds
@@ -327,9 +327,9 @@ class Dispatcher:
         cancels = [leg.cancel() for leg in self._legs.on_worker(worker)]
         suspected = WorkerSuspected(worker=worker.identity, silent_s=silent_s)
         reason = f"silent for {silent_s:.1f} s"
-        return [suspected, *cancels, *self._continue_without(worker, reason, now_s)]
+        return [suspected, *cancels, *self._fail_worker_legs(worker, reason, now_s)]
 
-    def _continue_without(self, worker: WorkerView, reason: str, now_s: float) -> list[Action]:
+    def _fail_worker_legs(self, worker: WorkerView, reason: str, now_s: float) -> list[Action]:
         """Closes every leg on `worker` and continues their attempts elsewhere."""
         identity = worker.identity
         error = WorkerLostError(f"worker {identity} was lost: {reason}")
@@ -343,7 +343,7 @@ class Dispatcher:
             if attempt.state is AttemptState.ENDED:
                 continue  # another attempt at its request was the last one allowed, a moment ago
             self._story.record(attempt.request.request_id, now_s, error.message)
-            actions += self._legs_lost(attempt, error, frozenset({identity}), now_s)
+            actions += self._recover_attempt(attempt, error, frozenset({identity}), now_s)
         return actions
 
     # What workers say of a leg.
@@ -361,9 +361,9 @@ class Dispatcher:
 
     def _apply(self, leg: Leg, event: LegEvent, now_s: float) -> list[Action]:
         if isinstance(event, LegFailed):
-            return self._leg_failed(leg, event.error, now_s)
+            return self._on_leg_failed(leg, event.error, now_s)
         if leg.stage is not _STAGE_OF[type(event)]:
-            return self._breach(leg, "spoke of a leg on the wrong stream", now_s)
+            return self._breach(leg, "reported an event of another stage on a leg", now_s)
         match event:
             case DecodeTokens():
                 return self._decode_tokens(leg, event, now_s)
@@ -454,7 +454,7 @@ class Dispatcher:
         if attempt.decode is not None:
             leg.handed_to(attempt.decode.worker, event)
         self._legs.close(leg)
-        return self._prefill_done(attempt, now_s)
+        return self._continue_on_decode_only(attempt, now_s)
 
     def _put_in_pool(self, leg: Leg, now_s: float) -> list[Action]:
         attempt = leg.attempt
@@ -498,7 +498,7 @@ class Dispatcher:
             return []
         return self._retry.end(attempt, now_s)
 
-    def _prefill_done(self, attempt: Attempt, now_s: float) -> list[Action]:
+    def _continue_on_decode_only(self, attempt: Attempt, now_s: float) -> list[Action]:
         """P has nothing more to say: D continues alone, or the attempt is over."""
         if attempt.state is AttemptState.SETTLING:
             return self._retry.end(attempt, now_s)
@@ -508,9 +508,9 @@ class Dispatcher:
     def _breach(self, leg: Leg, what: str, now_s: float) -> list[Action]:
         """The worker broke the contract for this leg: cancels it and continues elsewhere."""
         error = EngineError(f"worker {leg.worker.identity} {what}")
-        return [leg.cancel(), *self._leg_failed(leg, error, now_s)]
+        return [leg.cancel(), *self._on_leg_failed(leg, error, now_s)]
 
-    def _leg_failed(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
+    def _on_leg_failed(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
         attempt = leg.attempt
         suspected = _suspects(leg, error)
         blamed = frozenset(worker.identity for worker in suspected)
@@ -520,17 +520,19 @@ class Dispatcher:
         if isinstance(error, DrainingError):
             leg.worker.draining = True
         self._legs.close(leg)
-        pages_good = isinstance(error, _PREFILL_WORKERS_OWN_FAULT)
-        return self._legs_lost(attempt, error, blamed, now_s, pages_good=pages_good)
+        reservation_intact = isinstance(error, _PREFILL_WORKERS_OWN_FAULT)
+        return self._recover_attempt(
+            attempt, error, blamed, now_s, reservation_intact=reservation_intact
+        )
 
-    def _legs_lost(
+    def _recover_attempt(
         self,
         attempt: Attempt,
         error: BatonError,
         blamed: Set[WorkerIdentity],
         now_s: float,
         *,
-        pages_good: bool = True,
+        reservation_intact: bool = True,
     ) -> list[Action]:
         """Some legs of `attempt` were closed by a failure. Continues with what is left, if that is enough.
 
@@ -539,15 +541,15 @@ class Dispatcher:
             error: Why the others were closed.
             blamed: Workers that may be at fault.
             now_s: The time.
-            pages_good: Whether D's pages, if its leg is open, are as good as they were.
+            reservation_intact: Whether D's reserved pages, if its leg is open, can still be written to by another P.
         """
         if attempt.state is AttemptState.SETTLING:
             return self._retry.end(attempt, now_s)
         if attempt.decode is not None and attempt.decoded:
             # D decodes, so it has the KV: P was done except for its report.
-            return self._prefill_done(attempt, now_s)
+            return self._continue_on_decode_only(attempt, now_s)
         decode_waits = attempt.decode is not None and not attempt.early
-        if decode_waits and attempt.state in _HANDOFF_OPEN and pages_good:
+        if decode_waits and attempt.state in _HANDOFF_OPEN and reservation_intact:
             return self._retry.replace_prefill(attempt, error, blamed, now_s)
         return self._retry.retry(attempt, error, blamed, now_s)
 

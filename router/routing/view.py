@@ -20,7 +20,7 @@ _LEFT_OUT = "left out"
 
 
 class WorkerRecord(ctypes.Structure):
-    """See `WorkerView`. `forecast_address` is that of its `ForecastNumbers`. All are 0 at first."""
+    """See `WorkerView`. `forecast_address` is that of its forecast's record. All are 0 at first."""
 
     forecast_address: int
     progress_s: float
@@ -65,7 +65,7 @@ class WorkerRecord(ctypes.Structure):
 class WorkerView(WorkerRecord):
     """One connected worker. The dispatcher's legs count up and down on it.
 
-    The numbers that decisions read lie in a record (`router.routing.numbers`) and begin at 0.
+    The numbers that decisions read lie in a record (`WorkerRecord`) and begin at 0.
 
     Attributes:
         hello: What it said of itself.

@@ -59,10 +59,11 @@ async def test_a_peer_that_is_slow_to_greet_is_waited_for(tmp_path: Path) -> Non
 async def _pour(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first_after_s: float
 ) -> None:
-    while data := await reader.read(65536):
-        await asyncio.sleep(first_after_s)
-        first_after_s = 0.0
-        writer.write(data)
+    with suppress(ConnectionError):  # either end may reset the connection when it closes
+        while data := await reader.read(65536):
+            await asyncio.sleep(first_after_s)
+            first_after_s = 0.0
+            writer.write(data)
     writer.close()
     with suppress(ConnectionError):
         await writer.wait_closed()
