@@ -39,11 +39,11 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import Heard
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
+from router.generation.sampling import SamplingDefaults, read_defaults
 from router.generator import ClusterGenerator
 from router.http.head_limit import BoundedHeadProtocol
 from router.inboxes import Inboxes
 from router.model_discovery import ModelDiscovery
-from router.openai.sampling import SamplingDefaults, read_defaults
 from router.pool_watch import watching
 from router.routing.explanation import DecisionLog
 from router.routing.index import PrefixIndex

@@ -18,8 +18,8 @@ from baton.config.schema import RouterConfig
 from baton.telemetry.metrics import new_registry
 from router.app import AppSettings, create_app
 from router.fakes.generator import FakeGenerator
+from router.generation.sampling import SamplingDefaults
 from router.limits.local import LocalLimiter
-from router.openai.sampling import SamplingDefaults
 from router.routing.explanation import DecisionLog
 from router.tenancy import Tenancy
 from router.tenants.directory import TenantDirectory
