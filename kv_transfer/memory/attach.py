@@ -7,13 +7,13 @@ import struct
 from dataclasses import dataclass
 from typing import Self
 
-from baton.errors import TransferError
+from baton.errors import TransferError, UnreachableError
 
 TOKEN_BYTES = 32
 DETACH = b"detach"
 """What a peer says once it writes no more, where its connection's end alone proves nothing (`region_server.py`)."""
 UNIX = "unix:"
-_CONNECT_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 5.0
 _LENGTH = struct.Struct(">I")
 _MAX_REPLY_BYTES = 1 << 20
 _MAC_BYTES = 32
@@ -49,18 +49,20 @@ def attach(token: AttachToken) -> socket.socket:
     """Connects to a region server and shows the token. Blocks for at most a few seconds; so do reads of what is returned.
 
     Raises:
-        TransferError: No process serves there.
+        UnreachableError: No process serves there, or not in time.
     """
     address = token.address
     try:
         connection = _connect(address)
     except (OSError, ValueError, OverflowError) as error:
-        raise TransferError(f"the peer's memory at {address} cannot be reached: {error}") from error
+        raise UnreachableError(
+            f"the peer's memory at {address} cannot be reached: {error}"
+        ) from error
     try:
         connection.sendall(token.secret)
     except OSError as error:
         connection.close()
-        raise TransferError(f"the peer at {address} hung up: {error}") from error
+        raise UnreachableError(f"the peer at {address} hung up: {error}") from error
     return connection
 
 
@@ -78,6 +80,7 @@ def read_reply(connection: socket.socket, secret: bytes) -> bytes:
     """The peer's side of `sign_reply`: bytes that come, whole, from the process that made the token.
 
     Raises:
+        UnreachableError: Nothing came in time, or the connection broke.
         TransferError: The token was refused, or the message is not what the receiver sent.
     """
     try:
@@ -86,7 +89,7 @@ def read_reply(connection: socket.socket, secret: bytes) -> bytes:
             raise TransferError(f"a reply of {length} bytes")
         blob, mac = _read(connection, length), _read(connection, _MAC_BYTES)
     except OSError as error:
-        raise TransferError(f"the peer did not answer: {error}") from error
+        raise UnreachableError(f"the peer did not answer: {error}") from error
     if not hmac.compare_digest(mac, _mac(blob, secret)):
         raise TransferError("the peer's reply is not the receiver's")
     return blob
