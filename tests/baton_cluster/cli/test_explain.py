@@ -37,7 +37,7 @@ STORY = common_pb2.StoryReply(
         common_pb2.StoryEntry(
             at_s=7.25,
             event="placed",
-            actions=["SendGenerate(leg_id=1)", "Send", "Send"],
+            actions=["SendLeg(leg_id=1)", "Send", "Send"],
             process="router",
             core="dispatch",
         ),
@@ -101,7 +101,7 @@ def test_a_story_is_told_event_by_event(router, capsys):
     assert lines == [
         "       0.0 ms  router  admission  admitted",
         "     250.0 ms  router  dispatch   placed",
-        "                                  -> SendGenerate(leg_id=1)",
+        "                                  -> SendLeg(leg_id=1)",
         "                                  -> Send, 2 times",
         "     300.0 ms  h0      leg        asked",
     ]
