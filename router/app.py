@@ -17,6 +17,11 @@ from baton.telemetry.tracing import NotTraced, Tracer
 from router import openapi
 from router.anthropic.messages import Messages
 from router.anthropic.replies import CountedTokens
+from router.generation.model_catalog import ModelCatalog
+from router.generation.planner import RequestPlanner
+from router.generation.prompt_encoder import PromptEncoder
+from router.generation.responder import Responder
+from router.generation.sampling import SamplingDefaults
 from router.http import errors, operations
 from router.http.account import RateLimiter
 from router.http.auth import AuthMiddleware
@@ -25,13 +30,9 @@ from router.http.errors import error_responses
 from router.openai import stored
 from router.openai.chat import ChatCompletions
 from router.openai.completions import Completions
-from router.openai.context import RequestPlanner
-from router.openai.models import ModelCatalog
-from router.openai.prompt import PromptEncoder
+from router.openai.models import Models
 from router.openai.replies import ModelCard, ModelList
-from router.openai.respond import Responder
-from router.openai.responses import Responses
-from router.openai.sampling import SamplingDefaults
+from router.openai.responses.endpoint import Responses
 from router.openai.tokenization import Detokenized, Tokenization, Tokenized
 from router.ports import Generator, RouterStatus
 from router.routing.explanation import DecisionLog
@@ -50,7 +51,7 @@ class AppSettings:
         model_names: Names that clients may use for the model; at least one, the first is the model's own.
         version: Baton's version, shown by /version.
         router: Keys and limits.
-        defaults: How tokens are drawn where a request says nothing (`router.openai.sampling.read_defaults`).
+        defaults: How tokens are drawn where a request says nothing (`router.generation.sampling.read_defaults`).
         revision: The model's commit, if it has one; shown with the model.
     """
 
@@ -93,9 +94,8 @@ def create_app(
     registry.register(RouteDecisions(decisions))
     app_clock = clock or MonotonicClock()
     bodies = BodyReader(settings.router.max_body_bytes)
-    catalog = ModelCatalog(
-        settings.model_names, generator, created_s=int(time.time()), revision=settings.revision
-    )
+    catalog = ModelCatalog(settings.model_names, generator)
+    models = Models(catalog, created_s=int(time.time()), revision=settings.revision)
     planner = RequestPlanner(
         catalog,
         generator,
@@ -136,7 +136,7 @@ def create_app(
     _add_generating(app, "/v1/responses", responses, openapi.RESPONSE)
     _add_generating(app, "/v1/messages", messages, openapi.MESSAGE)
     stored.install(app)
-    _add_models(app, catalog)
+    _add_models(app, models)
     _add_counting(app, Tokenization(bodies, catalog, prompts, tokenizer), messages)
     operations.install(app, status, settings.version, registry)
     return app
@@ -182,14 +182,14 @@ def _add_generating(
     )
 
 
-def _add_models(app: FastAPI, catalog: ModelCatalog) -> None:
+def _add_models(app: FastAPI, models: Models) -> None:
     @app.get("/v1/models", responses=error_responses())
     async def get_models(request: Request) -> ModelList:
-        return await catalog.list(request)
+        return await models.list(request)
 
     @app.get("/v1/models/{name:path}", responses=error_responses(404))
     async def get_model(name: str, request: Request) -> ModelCard:
-        return await catalog.card(name, request)
+        return await models.card(name, request)
 
 
 def _add_counting(app: FastAPI, tokenization: Tokenization, messages: Messages) -> None:

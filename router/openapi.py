@@ -28,8 +28,8 @@ from router.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
 )
-from router.openai.response_replies import ResponseReply, ResponseStreamEvent
-from router.openai.response_requests import ResponsesRequest
+from router.openai.responses.replies import ResponseReply, ResponseStreamEvent
+from router.openai.responses.requests import ResponsesRequest
 from router.openai.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
 OPENAPI_VERSION = "3.2.0"

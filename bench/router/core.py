@@ -14,20 +14,19 @@ from baton.ids import BlockKey, Incarnation, RequestId, WorkerId, WorkerIdentity
 from baton.rpc.v1 import worker_pb2
 from bench.router.reporting_workers import MODEL, SECRET, ReportingWorker
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
-from router.dispatch.actions import SendAction, SendExpect, SendGenerate, SendPrefill
+from router.dispatch.actions import SendAction, SendLeg
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import ClientGone, LoadReported, StepTokens, Submitted, WorkerJoined
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
 from router.fakes.generator import FakeGenerator
+from router.generation.model_catalog import ModelCatalog
+from router.generation.planner import RequestContext, RequestPlanner
+from router.generation.sampling import SamplingDefaults
 from router.http.account import RequestAccount
 from router.limits.local import LocalLimiter
 from router.limits.ports import GrantId
 from router.openai.completions import read_completion
-from router.openai.context import RequestContext, RequestPlanner
-from router.openai.model_limits import completion_limit
-from router.openai.models import ModelCatalog
-from router.openai.sampling import SamplingDefaults
 from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
@@ -75,7 +74,7 @@ class RouterCore:
         self.dispatcher = Dispatcher(view=view, placement=self.placement, policy=RetryPolicy())
         generator = FakeGenerator()
         self._planner = RequestPlanner(
-            ModelCatalog(("bench",), generator, created_s=0),
+            ModelCatalog(("bench",), generator),
             generator,
             SloBook(config.slo_classes),
             RouterMetrics(CollectorRegistry(), "bench"),
@@ -128,13 +127,11 @@ class RouterCore:
             account=self._account,
             request_id=request_id,
             created=0,
-            name="bench",
-            limit=completion_limit(body),
             slo=STANDARD,
             model=MODEL,
         )
         prompts = body.prompts
-        (request,) = self._planner.plan(context, body, prompts, samples=body.num_samples)  # type: ignore[arg-type]  # token ids
+        (request,) = self._planner.plan(context, body, prompts)  # type: ignore[arg-type]  # token ids
         return request
 
     def begin(self, request: GenerationRequest) -> list[bytes]:
@@ -148,6 +145,6 @@ class RouterCore:
 
 
 def _command(action: SendAction) -> bytes:
-    if isinstance(action, SendPrefill | SendExpect | SendGenerate):
+    if isinstance(action, SendLeg):
         return command_of(action).SerializeToString()
     raise RuntimeError(f"not how a request begins: {action}")

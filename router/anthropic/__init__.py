@@ -1,1 +1,1 @@
-"""The Anthropic-compatible HTTP surface: /v1/messages over the same jobs as the OpenAI endpoints."""
+"""Anthropic's API: messages, and how many tokens they have. What it shares with OpenAI's is `router.generation`."""

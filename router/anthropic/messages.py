@@ -21,17 +21,16 @@ from router.anthropic.replies import (
     TextContent,
 )
 from router.anthropic.requests import CountTokensRequest, MessagesRequest
+from router.generation.generation_run import Delta, GenerationRun
+from router.generation.model_catalog import ModelCatalog
+from router.generation.planner import RequestContext, RequestPlanner
+from router.generation.prompt_encoder import PromptEncoder
+from router.generation.responder import Responder
 from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.errors import anthropic_error
 from router.http.streaming import json_text, model_event, named_event
-from router.openai.context import RequestContext, RequestPlanner
-from router.openai.generation_run import Delta, GenerationRun
-from router.openai.model_limits import TokenLimit
-from router.openai.models import ModelCatalog
-from router.openai.prompt import PromptEncoder
-from router.openai.replies import TimingReply, Usage
-from router.openai.respond import Responder
+from router.ports import Timing
 
 _DELTA = b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%b}}'
 
@@ -64,15 +63,13 @@ class Messages:
     async def __call__(self, request: Request) -> Response:
         """Answers one conversation."""
         body = await self._bodies.read(request, MessagesRequest)
-        # Every client has to name a limit here, and many name the largest that there is: it is cut to what is left.
-        limit = TokenLimit(
-            asked=None, default=body.max_tokens, param="max_tokens", prompt_param="messages"
-        )
-        context = await self._planner.take(request, body, limit, "msg")
+        context = await self._planner.take(request, body, "msg")
         prompt = await self._prompts.of_conversation(body.as_conversation(), context)
-        (run,) = self._responder.runs(context, body, self._planner.plan(context, body, [prompt]))
+        (run,) = self._responder.runs(body, self._planner.plan(context, body, [prompt]))
         writer = MessageWriter(context, run)
-        return await self._responder.respond(request, context, [run], writer, stream=body.stream)
+        return await self._responder.respond(
+            request, context.account, [run], writer, stream=body.stream
+        )
 
     async def count_tokens(self, request: Request) -> CountedTokens:
         """How many tokens a conversation has."""
@@ -109,11 +106,11 @@ class MessageWriter:
             return b""
         return named_event("content_block_delta", _DELTA % json_text(delta.text))
 
-    def closing(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:  # noqa: ARG002
+    def closing(self, timings: Sequence[Timing]) -> bytes:  # noqa: ARG002
         """The block and the message, both done."""
         assert self._last is not None
         stop = StopDelta(stop_reason=_stop_reason(self._last), stop_sequence=self._last.stop)
-        ended = MessageDelta(delta=stop, usage=_usage(usage))
+        ended = MessageDelta(delta=stop, usage=_usage(self._run))
         return b"".join(map(model_event, (ContentBlockStop(), ended, MessageStop())))
 
     def fault(self, error: BatonError) -> bytes:
@@ -123,20 +120,19 @@ class MessageWriter:
     def whole(
         self,
         choices: Sequence[Sequence[Delta]],
-        usage: Usage,
-        timings: Sequence[TimingReply],  # noqa: ARG002  # no place for them here
+        timings: Sequence[Timing],  # noqa: ARG002  # no place for them here
     ) -> MessageReply:
         """The message with its one block."""
         (deltas,) = choices
         text = TextContent(text="".join(delta.text for delta in deltas))
-        return self._message([text], deltas[-1], _usage(usage))
+        return self._message([text], deltas[-1], _usage(self._run))
 
     def _message(
         self, content: list[TextContent], last: Delta | None, usage: MessageUsage
     ) -> MessageReply:
         return MessageReply(
             id=self._context.request_id,
-            model=self._context.name,
+            model=self._context.account.model,
             content=content,
             stop_reason=None if last is None else _stop_reason(last),
             stop_sequence=None if last is None else last.stop,
@@ -150,10 +146,9 @@ def _stop_reason(last: Delta) -> StopReason:
     return "max_tokens" if last.finish is FinishReason.LENGTH else "end_turn"
 
 
-def _usage(usage: Usage) -> MessageUsage:
-    cached = usage.prompt_tokens_details.cached_tokens
+def _usage(run: GenerationRun) -> MessageUsage:
     return MessageUsage(
-        input_tokens=usage.prompt_tokens - cached,
-        cache_read_input_tokens=cached,
-        output_tokens=usage.completion_tokens,
+        input_tokens=len(run.request.prompt.prompt_tokens) - run.reused_tokens,
+        cache_read_input_tokens=run.reused_tokens,
+        output_tokens=run.output_tokens,
     )

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from router.generation.sampling import SamplingBody
 from router.http.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -18,7 +19,6 @@ from router.http.fields import (
     refusal,
     unsupported,
 )
-from router.openai.requests import DrawingBody
 from router.openai.tools import FunctionName
 from router.templates.renderer import ChatMessage, Conversation
 
@@ -109,7 +109,7 @@ class ConversationBody(BodyObject):
         return self
 
 
-class MessagesRequest(ConversationBody, DrawingBody):
+class MessagesRequest(ConversationBody, SamplingBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, lt=2**31)
@@ -120,6 +120,11 @@ class MessagesRequest(ConversationBody, DrawingBody):
     metadata: RequestMetadata | None = None  # type: ignore[assignment]  # the protocols differ
     container: JsonValue = None
     mcp_servers: list[JsonValue] | None = None
+
+    @property
+    def default_tokens(self) -> int | None:
+        """Every client has to name a limit here, and many name the largest that there is: it is cut to what is left."""
+        return self.max_tokens
 
     @property
     def stops(self) -> tuple[StopString, ...]:

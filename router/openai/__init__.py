@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP surface: schema, chat, completions, SSE."""
+"""OpenAI's APIs: chat, completions, responses, models, tokenization. What they share with Anthropic's is `router.generation`."""

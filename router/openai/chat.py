@@ -7,24 +7,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.errors import BatonError
+from router.generation.generation_run import Delta, GenerationRun, token_ids
+from router.generation.planner import RequestContext, RequestPlanner
+from router.generation.prompt_encoder import PromptEncoder
+from router.generation.responder import Responder
 from router.http.body import BodyReader
 from router.http.streaming import fault_event
 from router.openai.chunks import CUT, Chunks, TextEvents, prompt_ids_field, token_ids_field
-from router.openai.context import RequestContext, RequestPlanner
-from router.openai.generation_run import Delta, GenerationRun, token_ids
 from router.openai.logprobs import PromptScores, chat_logprobs, prompt_scores
-from router.openai.model_limits import chat_limit
-from router.openai.prompt import PromptEncoder
 from router.openai.replies import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
-    TimingReply,
-    Usage,
+    usage_of,
 )
 from router.openai.requests import ChatCompletionRequest
-from router.openai.respond import Responder
+from router.ports import Timing
 from router.text.token_bytes import PieceTable
 
 
@@ -56,19 +55,13 @@ class ChatCompletions:
     async def __call__(self, request: Request) -> Response:
         """Answers one conversation."""
         body = await self._bodies.read(request, ChatCompletionRequest)
-        context = await self._planner.take(request, body, chat_limit(body), "chatcmpl")
+        context = await self._planner.take(request, body, "chatcmpl")
         prompt = await self._prompts.of_conversation(body.as_conversation(), context)
-        planned = self._planner.plan(
-            context,
-            body,
-            [prompt],
-            samples=body.num_samples,
-            logprobs=body.listed_logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-        )
-        (run,) = self._responder.runs(context, body, planned)
+        (run,) = self._responder.runs(body, self._planner.plan(context, body, [prompt]))
         writer = ChatWriter(context, body, run, self._pieces)
-        return await self._responder.respond(request, context, [run], writer, stream=body.stream)
+        return await self._responder.respond(
+            request, context.account, [run], writer, stream=body.stream
+        )
 
 
 class ChatWriter:
@@ -121,25 +114,25 @@ class ChatWriter:
     def _event_around_text(self, index: int) -> bytes:
         return self._event(index, b'{"content":%b}' % CUT, b"null", b"null")
 
-    def closing(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:
+    def closing(self, timings: Sequence[Timing]) -> bytes:
         """As every stream of chunks."""
-        return self._chunks.end(usage, timings)
+        return self._chunks.end(timings)
 
     def fault(self, error: BatonError) -> bytes:
         """An event with the error."""
         return fault_event(error)
 
     def whole(
-        self, choices: Sequence[Sequence[Delta]], usage: Usage, timings: Sequence[TimingReply]
+        self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]
     ) -> ChatCompletion:
         """The reply with every choice's whole message."""
         prompt = self._run.request.prompt
         return ChatCompletion(
             id=self._context.request_id,
             created=self._context.created,
-            model=self._context.name,
+            model=self._context.account.model,
             choices=[self._choice(i, deltas) for i, deltas in enumerate(choices)],
-            usage=usage,
+            usage=usage_of([self._run]),
             service_tier=self._body.served_tier,
             prompt_token_ids=list(prompt.prompt_tokens) if self._with_tokens else None,
             prompt_logprobs=self._prompt_scores(),
@@ -164,7 +157,7 @@ class ChatWriter:
         )
 
     def _logprobs(self, deltas: Sequence[Delta]) -> ChatLogprobs | None:
-        count = self._body.listed_logprobs
+        count = self._body.num_logprobs
         if count is None:
             return None
         logged = [token for delta in deltas for token in delta.logged]

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from router.openai.context import RequestContext
-from router.openai.generation_run import Delta, GenerationRun, usage_of
-from router.openai.replies import TimingReply, Usage
+from router.generation.generation_run import Delta, GenerationRun
+from router.generation.planner import RequestContext
+from router.openai.replies import Usage, usage_of
 from router.openai.requests import GenerationBody
+from router.ports import Timing
 
 
 class Chunks:
@@ -29,7 +30,13 @@ class Chunks:
         body: GenerationBody,
         runs: Sequence[GenerationRun],
     ) -> None:
-        self._head = context.event_head(kind)
+        opening = {
+            "id": context.request_id,
+            "object": kind,
+            "created": context.created,
+            "model": context.account.model,
+        }
+        self._head = b"data: " + msgspec.json.encode(opening)[:-1]
         self._runs = runs
         self._counts_at_end = body.usage_in_stream
         self._counts_always = body.usage_in_chunks
@@ -40,10 +47,12 @@ class Chunks:
         tail = _usage_tail(usage_of(self._runs)) if self._counts_always else self._usual_tail
         return b'%b,"choices":[%b]%b%b' % (self._head, choice, more, tail)
 
-    def end(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:
+    def end(self, timings: Sequence[Timing]) -> bytes:
         """A chunk without choices where the client asked for the token counts, comments with the timings, and `[DONE]`."""
-        counts = self._head + b',"choices":[]' + _usage_tail(usage) if self._counts_at_end else b""
-        comments = [b": baton " + msgspec.json.encode(t.model_dump()) + b"\n\n" for t in timings]
+        counts = b""
+        if self._counts_at_end:
+            counts = self._head + b',"choices":[]' + _usage_tail(usage_of(self._runs))
+        comments = [b": baton " + msgspec.json.encode(timing) + b"\n\n" for timing in timings]
         return counts + b"".join(comments) + b"data: [DONE]\n\n"
 
 

@@ -9,13 +9,15 @@ from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.tokens import PackedTokens
+from router.generation.generation_run import Delta, GenerationRun, token_ids
+from router.generation.planner import RequestContext, RequestPlanner
+from router.generation.prompt_encoder import PromptEncoder
+from router.generation.responder import Responder
 from router.guardrails.chain import GuardChain
 from router.http.body import BodyReader, parse_body
 from router.http.fields import MAX_PROMPT_TOKENS
 from router.http.streaming import fault_event
 from router.openai.chunks import CUT, Chunks, TextEvents, prompt_ids_field, token_ids_field
-from router.openai.context import RequestContext, RequestPlanner
-from router.openai.generation_run import Delta, GenerationRun, token_ids
 from router.openai.logprobs import (
     Echo,
     PromptScores,
@@ -24,18 +26,14 @@ from router.openai.logprobs import (
     echo_of,
     prompt_scores,
 )
-from router.openai.model_limits import completion_limit
-from router.openai.prompt import PromptEncoder
 from router.openai.replies import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    TimingReply,
-    Usage,
+    usage_of,
 )
 from router.openai.requests import CompletionRequest
-from router.openai.respond import Responder
-from router.ports import GenerationRequest
+from router.ports import GenerationRequest, Timing
 from router.text.token_bytes import PieceTable
 from router.text.tokenizer import Tokenizer
 
@@ -74,21 +72,23 @@ class Completions:
     async def __call__(self, request: Request) -> Response:
         """Continues one or several prompts."""
         body = read_completion(await self._bodies.read_bytes(request))
-        context = await self._planner.take(request, body, completion_limit(body), "cmpl")
-        prompts = await self._prompts.of_completion(body, context)
-        chooses = body.num_samples > (body.n or 1)
-        planned = self._planner.plan(
-            context,
-            body,
-            prompts,
-            samples=body.num_samples,
-            logprobs=0 if body.logprobs is None and chooses else body.logprobs,
-            prompt_logprobs=body.num_scored,
-        )
-        runs = self._responder.runs(context, body, planned)
+        context = await self._planner.take(request, body, "cmpl")
+        planned = self._planner.plan(context, body, await self._token_ids(body, context))
+        runs = self._responder.runs(body, planned)
         echoes = await self._echoes(body, planned)
         writer = CompletionWriter(context, body, runs, echoes, self._pieces)
-        return await self._responder.respond(request, context, runs, writer, stream=body.stream)
+        return await self._responder.respond(
+            request, context.account, runs, writer, stream=body.stream
+        )
+
+    async def _token_ids(
+        self, body: CompletionRequest, context: RequestContext
+    ) -> Sequence[Sequence[int]]:
+        special = body.add_special_tokens
+        if body.suffix and isinstance(body.prompt, str):
+            asked = (body.prompt, body.suffix, context)
+            return [await self._prompts.of_gap(*asked, add_special_tokens=special)]
+        return await self._prompts.of_prompts(body.prompts, context, add_special_tokens=special)
 
     async def _echoes(
         self, body: CompletionRequest, planned: Sequence[GenerationRequest]
@@ -191,28 +191,26 @@ class CompletionWriter:
         choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}'
         return self._chunks.chunk(choice % (index, text, logprobs, finish, more))
 
-    def closing(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:
+    def closing(self, timings: Sequence[Timing]) -> bytes:
         """As every stream of chunks."""
-        return self._chunks.end(usage, timings)
+        return self._chunks.end(timings)
 
     def fault(self, error: BatonError) -> bytes:
         """An event with the error."""
         return fault_event(error)
 
-    def whole(
-        self, choices: Sequence[Sequence[Delta]], usage: Usage, timings: Sequence[TimingReply]
-    ) -> Completion:
+    def whole(self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]) -> Completion:
         """The reply with every choice's whole text."""
         several = list(timings) if len(timings) > 1 else None
         return Completion(
             id=self._context.request_id,
             created=self._context.created,
-            model=self._context.name,
+            model=self._context.account.model,
             choices=[
                 self._choice(number, index, choices[index])
                 for number, index in enumerate(self._best(choices))
             ],
-            usage=usage,
+            usage=usage_of(self._runs),
             baton=several or (timings[0] if timings else None),
         )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from baton.generation import TokenLogprobs, TokenSample
-from router.openai.generation_run import LoggedToken
+from router.generation.generation_run import LoggedToken
 from router.openai.replies import (
     ChatLogprobs,
     ChatTokenLogprob,

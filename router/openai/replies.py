@@ -4,9 +4,13 @@ Whole replies are built from these models. The chunks of a stream are written wi
 stand in the API's description, and tests hold every chunk against them.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
+
+from router.generation.generation_run import GenerationRun
+from router.ports import Timing
 
 FinishWord = Literal["stop", "length", "abort"]
 
@@ -34,29 +38,18 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-class TimingReply(BaseModel):
-    """Where the time of one prompt went; asked for with the header `X-Baton-Timing: 1`."""
-
-    prefill_worker: str
-    decode_worker: str
-    route_s: float
-    queue_s: float
-    prefill_s: float
-    first_token_s: float
-    handoff_s: float
-    unhidden_s: float
-    decode_queue_s: float = 0.0
-    decode_s: float
-    total_s: float
-    prompt_tokens: int
-    cached_tokens: int
-    pooled_tokens: int = 0
-    output_tokens: int
-    blocks_sent: int
-    bytes_sent: int
-    retries: int
-    resumptions: int
-    admission_s: float
+def usage_of(runs: Sequence[GenerationRun]) -> Usage:
+    """Token counts so far, over all runs of a request."""
+    prompt_tokens = sum(len(run.request.prompt.prompt_tokens) for run in runs)
+    output_tokens = sum(run.output_tokens for run in runs)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=output_tokens,
+        total_tokens=prompt_tokens + output_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=sum(run.reused_tokens for run in runs)
+        ),
+    )
 
 
 class PromptTokenScore(BaseModel):
@@ -112,7 +105,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """Reply of POST /v1/chat/completions."""
+    """Reply of POST /v1/chat/completions. `baton` is there if the client sent the header `X-Baton-Timing: 1`."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -123,7 +116,7 @@ class ChatCompletion(BaseModel):
     service_tier: Annotated[str | None, Field(exclude_if=_is_none)] = None
     prompt_token_ids: TokenIds = None
     prompt_logprobs: PromptScoresReply = None
-    baton: Annotated[TimingReply | None, Field(exclude_if=_is_none)] = None
+    baton: Annotated[Timing | None, Field(exclude_if=_is_none)] = None
 
 
 class ChatDelta(BaseModel):
@@ -177,7 +170,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """Reply of POST /v1/completions. `baton` has one entry per prompt if there are several."""
+    """Reply of POST /v1/completions. `baton`, as in a chat's, has one entry per prompt if there are several."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -185,7 +178,7 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
-    baton: Annotated[TimingReply | list[TimingReply] | None, Field(exclude_if=_is_none)] = None
+    baton: Annotated[Timing | list[Timing] | None, Field(exclude_if=_is_none)] = None
 
 
 class CompletionChunkChoice(BaseModel):

@@ -8,20 +8,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from router.generation.sampling import SamplingBody
 from router.http.fields import (
-    ELSEWHERE,
     MAX_CHOICES,
-    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PROMPT_TOKENS,
-    MAX_STOP_TOKEN_IDS,
-    Body,
     BodyObject,
     JsonObject,
-    Metadata,
     Name,
-    StopString,
-    StopStrings,
     TokenCount,
     Tokens,
     only,
@@ -46,68 +40,10 @@ from router.openai.tools import (
 )
 from router.templates.renderer import Conversation
 
+DEFAULT_COMPLETION_TOKENS = 16
+"""Of plain completions; a chat is given what the context leaves."""
+
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-
-
-class DrawingBody(Body):
-    """Whatever is answered with tokens of the model: how they are drawn, and when that ends."""
-
-    model: str | None = None
-    stream: bool | None = None
-    stop: StopString | StopStrings | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=MAX_LOGIT_BIAS
-    )
-    min_tokens: TokenCount | None = None
-    stop_token_ids: Tokens | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
-    cache_salt: str | None = Field(None, min_length=1)
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    user: Name | None = None
-    metadata: Metadata | None = None
-    service_tier: str | None = Field(None, min_length=1, max_length=64)
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def served_tier(self) -> str | None:
-        """The tier that the reply names; `auto` leaves the choice to the server and gets the default."""
-        return "default" if self.service_tier == "auto" else self.service_tier
-
-    @property
-    def biases(self) -> dict[int, float]:
-        """`logit_bias` by token id. A bias of 0 has no effect, on any token."""
-        return {int(token): bias for token, bias in (self.logit_bias or {}).items() if bias}
-
-    @model_validator(mode="after")
-    def _refuse_misplaced(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name in ELSEWHERE and value not in ELSEWHERE[name]:
-                raise unsupported(name, "Other endpoints take it, this one does not.")
-        return self
-
-    @model_validator(mode="after")
-    def _check_drawing(self) -> Self:
-        for token, bias in (self.logit_bias or {}).items():
-            if bias and not (token.isascii() and token.isdecimal() and len(token) < 11):
-                raise refusal("logit_bias", f"{token[:20]!r} is not a token id.")
-        if self.truncate_prompt_tokens == 0:
-            raise refusal("truncate_prompt_tokens", "Leaves nothing of the prompt.")
-        return self
 
 
 class StreamOptions(BodyObject):
@@ -118,7 +54,7 @@ class StreamOptions(BodyObject):
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(DrawingBody):
+class GenerationBody(SamplingBody):
     """What chat and plain completions have in common."""
 
     stream_options: StreamOptions | None = None
@@ -131,6 +67,16 @@ class GenerationBody(DrawingBody):
     def num_samples(self) -> int:
         """How many are drawn of each prompt."""
         return self.n or 1
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens are listed beside each of the prompt; None where prompts are not scored."""
+        return self.prompt_logprobs
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """How many tokens are generated at most, if that is said."""
+        return self.max_tokens
 
     @property
     def usage_in_stream(self) -> bool:
@@ -181,9 +127,20 @@ class ChatCompletionRequest(GenerationBody):
     prompt_cache_retention: Name | None = None
 
     @property
-    def listed_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """How many likeliest tokens are listed beside each; None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """`max_completion_tokens`, or its older name."""
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+    @property
+    def asked_tokens_field(self) -> str:
+        """The one of the two that counts."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def as_conversation(self) -> Conversation:
         """The conversation."""
@@ -254,8 +211,24 @@ class CompletionRequest(GenerationBody):
         return max(self.best_of or 1, self.n or 1)
 
     @property
-    def num_scored(self) -> int | None:
-        """How many likeliest tokens are wanted in the place of each prompt token; None where prompts are not scored."""
+    def prompt_field(self) -> str:
+        """The field that holds what the model continues."""
+        return "prompt"
+
+    @property
+    def default_tokens(self) -> int | None:
+        """As OpenAI does it."""
+        return DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are listed beside each. The best of several are chosen by their log-probabilities."""
+        chooses = self.num_samples > (self.n or 1)
+        return 0 if self.logprobs is None and chooses else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens are listed beside each of the prompt; None where prompts are not scored."""
         echoed = self.logprobs if self.echo else None
         wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
         return max(wanted, default=None)

@@ -5,6 +5,9 @@ from typing import Self
 from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
 
+from router.generation.model_catalog import ModelCatalog
+from router.generation.model_limits import check_text, check_vocabulary
+from router.generation.prompt_encoder import PromptEncoder
 from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.fields import MAX_PROMPT_TOKENS, Body, Tokens, refusal
@@ -14,9 +17,6 @@ from router.openai.conversation import (
     check_template_arguments,
     conversation_of,
 )
-from router.openai.model_limits import check_text, check_vocabulary
-from router.openai.models import ModelCatalog
-from router.openai.prompt import PromptEncoder
 from router.ports import ServedModel
 from router.templates.renderer import Conversation
 from router.text.tokenizer import Tokenizer

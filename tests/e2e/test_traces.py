@@ -18,7 +18,7 @@ from baton.telemetry.metrics import new_registry
 from baton.telemetry.otel import OtelTracer, open_tracer
 from baton.telemetry.tracing import NotTraced
 from router.app import AppSettings, create_app
-from router.openai.sampling import SamplingDefaults
+from router.generation.sampling import SamplingDefaults
 from router.service import compose, running
 from tests.decode_worker.cluster import SECRET, node
 from tests.router.served import tiny_tokenizer

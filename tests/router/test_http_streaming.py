@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from router.generation.generation_run import merged
 from router.http.streaming import ClientGoneError, EventStream, while_connected
-from router.openai.generation_run import merged
 
 
 async def _never() -> Message:

@@ -7,8 +7,8 @@ import pytest
 from baton.clock import ManualClock
 from baton.errors import OverloadedError, WorkerLostError
 from baton.generation import SamplingParams
+from router.generation.sampling import SamplingDefaults
 from router.openai.replies import ChatCompletion, ChatCompletionChunk
-from router.openai.sampling import SamplingDefaults
 from router.ports import Timing
 from tests.router.served import MODEL, events, serve
 

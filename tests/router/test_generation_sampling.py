@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ModelLoadError
-from router.openai.sampling import SamplingDefaults, read_defaults
+from router.generation.sampling import SamplingDefaults, read_defaults
 
 
 def test_a_model_without_recommendations_has_neutral_defaults(tmp_path: Path):

@@ -5,10 +5,10 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from baton.errors import InvariantError
+from router.generation.generation_run import Delta
 from router.guardrails.chain import GuardChain, OutputChain
 from router.guardrails.ports import Ask, GuardedText
 from router.http.account import RequestAccount
-from router.openai.generation_run import Delta
 from router.templates.renderer import ChatMessage
 
 MAX_KEPT_CHARS = 1_000_000

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from router.generation.sampling import SamplingBody
 from router.http.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -19,7 +20,7 @@ from router.http.fields import (
     unsupported,
 )
 from router.openai.conversation import TemplateArguments, check_template_arguments
-from router.openai.requests import DrawingBody, Logprobs, check_moderation
+from router.openai.requests import Logprobs, check_moderation
 from router.openai.tools import FunctionName, JsonObjectFormat, PlainText, check_format
 from router.templates.renderer import ChatMessage, Conversation
 
@@ -109,7 +110,7 @@ class Reasoning(BodyObject):
     effort: Name | None = None
 
 
-class ResponsesRequest(DrawingBody):
+class ResponsesRequest(SamplingBody):
     """POST /v1/responses."""
 
     input: Annotated[str, Field(min_length=1)] | InputItems
@@ -140,7 +141,22 @@ class ResponsesRequest(DrawingBody):
     prompt_cache_retention: Name | None = None
 
     @property
-    def logprobs(self) -> int | None:
+    def prompt_field(self) -> str:
+        """The field that holds what the model continues."""
+        return "input"
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """How many tokens are generated at most, if that is said."""
+        return self.max_output_tokens
+
+    @property
+    def asked_tokens_field(self) -> str:
+        """The field that says it."""
+        return "max_output_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
         """How many likeliest tokens are listed beside each; None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 

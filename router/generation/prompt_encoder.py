@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.errors import UnsupportedParameterError
+from router.generation.guardrails import checked_messages, checked_prompts
+from router.generation.model_limits import check_messages, check_text, check_vocabulary
+from router.generation.planner import RequestContext
 from router.guardrails.chain import GuardChain
-from router.openai.context import RequestContext
-from router.openai.guardrails import checked_messages, checked_prompts
-from router.openai.model_limits import check_messages, check_text, check_vocabulary
-from router.openai.requests import CompletionRequest
 from router.ports import ServedModel
 from router.templates.renderer import Conversation
 from router.text.tokenizer import Tokenizer
@@ -64,32 +63,54 @@ class PromptEncoder:
             conversation, add_special_tokens=add_special_tokens
         )
 
-    async def of_completion(
-        self, body: CompletionRequest, context: RequestContext
+    async def of_prompts(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        context: RequestContext,
+        *,
+        add_special_tokens: bool,
     ) -> list[Sequence[int]]:
-        """Those of each prompt of a completion.
+        """Those of each prompt, which is a text or token ids already.
 
         Raises:
             ContentRefusedError: A guardrail refuses one.
             UnavailableError: A guardrail failed.
             PromptTooLongError: A text cannot fit.
             InvalidRequestError: A token id is outside the vocabulary.
-            UnsupportedParameterError: A middle is to be filled in, and the model was not made for that.
         """
-        special = body.add_special_tokens
-        for prompt in (*body.prompts, body.suffix):
+        for prompt in prompts:
             if isinstance(prompt, str):
                 check_text(prompt, context.model, self._tokenizer, "prompt")
-        if body.suffix and isinstance(body.prompt, str):
-            both = [body.prompt, body.suffix]
-            before, after = await checked_prompts(both, self._guards, context.account)
-            return [await self._infill(before, after, special=special)]
         return [
-            await self._tokenizer.encode(prompt, add_special_tokens=special)
+            await self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             if isinstance(prompt, str)
             else prompt
-            for prompt in await self._guarded(body.prompts, context)
+            for prompt in await self._guarded(prompts, context)
         ]
+
+    async def of_gap(
+        self, prompt: str, suffix: str, context: RequestContext, *, add_special_tokens: bool
+    ) -> list[int]:
+        """Those that ask for what stands between `prompt` and `suffix`.
+
+        Raises:
+            ContentRefusedError: A guardrail refuses it.
+            UnavailableError: A guardrail failed.
+            PromptTooLongError: A text cannot fit.
+            UnsupportedParameterError: The model was not made to fill in a middle.
+        """
+        for text in (prompt, suffix):
+            check_text(text, context.model, self._tokenizer, "prompt")
+        before, after = await checked_prompts([prompt, suffix], self._guards, context.account)
+        marks = _marks(self._tokenizer)
+        if marks is None:
+            raise UnsupportedParameterError(
+                "suffix: this model was not made to fill in a middle.", param="suffix"
+            )
+        begin = await self._tokenizer.encode("", add_special_tokens=add_special_tokens)
+        before_ids = await self._tokenizer.encode(before, add_special_tokens=False)
+        after_ids = await self._tokenizer.encode(after, add_special_tokens=False)
+        return [*begin, marks[0], *before_ids, marks[1], *after_ids, marks[2]]
 
     async def _guarded(
         self, prompts: Sequence[str | Sequence[int]], context: RequestContext
@@ -106,18 +127,6 @@ class PromptEncoder:
             prompt if text == new else new
             for prompt, text, new in zip(prompts, texts, passed, strict=True)
         ]
-
-    async def _infill(self, prompt: str, suffix: str, *, special: bool) -> list[int]:
-        """Token ids that ask for what stands between `prompt` and `suffix`."""
-        marks = _marks(self._tokenizer)
-        if marks is None:
-            raise UnsupportedParameterError(
-                "suffix: this model was not made to fill in a middle.", param="suffix"
-            )
-        begin = await self._tokenizer.encode("", add_special_tokens=special)
-        before = await self._tokenizer.encode(prompt, add_special_tokens=False)
-        after = await self._tokenizer.encode(suffix, add_special_tokens=False)
-        return [*begin, marks[0], *before, marks[1], *after, marks[2]]
 
 
 def _marks(tokenizer: Tokenizer) -> tuple[int, ...] | None:

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
 from functools import partial
 from typing import Protocol
 
@@ -15,15 +14,13 @@ from baton.clock import Clock
 from baton.errors import BatonError
 from baton.telemetry.span_names import operation_of
 from baton.telemetry.tracing import Tracer
+from router.generation.generation_run import Choice, Delta, GenerationRun, merged
+from router.generation.guardrails import checked_deltas
+from router.generation.sampling import SamplingBody
 from router.guardrails.chain import GuardChain
 from router.http.account import RequestAccount
 from router.http.streaming import ClientGoneError, EventStream, while_connected
-from router.openai.context import RequestContext
-from router.openai.generation_run import Choice, Delta, GenerationRun, merged, usage_of
-from router.openai.guardrails import checked_deltas
-from router.openai.replies import TimingReply, Usage
-from router.openai.requests import DrawingBody
-from router.ports import GenerationRequest, Generator
+from router.ports import GenerationRequest, Generator, Timing
 from router.routing.explanation import DecisionLog
 from router.telemetry.explain import EXPLAIN_HEADER, EXPLANATION_HEADER, explanations_json
 from router.telemetry.metrics import RouterMetrics
@@ -47,15 +44,13 @@ class ReplyWriter(Protocol):
     def piece(self, delta: Delta) -> bytes:
         """The event or events for one delta."""
 
-    def closing(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:
+    def closing(self, timings: Sequence[Timing]) -> bytes:
         """What a stream ends with; there are timings only where the client asked for them."""
 
     def fault(self, error: BatonError) -> bytes:
         """What a stream ends with that has begun and cannot go on."""
 
-    def whole(
-        self, choices: Sequence[Sequence[Delta]], usage: Usage, timings: Sequence[TimingReply]
-    ) -> BaseModel:
+    def whole(self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]) -> BaseModel:
         """The reply that is not streamed; `choices` holds the deltas of each, in order."""
 
 
@@ -91,7 +86,7 @@ class Responder:
         self._tracer = tracer
 
     def runs(
-        self, context: RequestContext, body: DrawingBody, requests: Sequence[GenerationRequest]
+        self, body: SamplingBody, requests: Sequence[GenerationRequest]
     ) -> list[GenerationRun]:
         """A run for each of a request's generation requests, with the choices numbered as OpenAI does: all of the first
         prompt, then the next. Nothing runs yet.
@@ -99,7 +94,7 @@ class Responder:
         return [
             GenerationRun(
                 request,
-                self._choices(context, body, request, number),
+                self._choices(body, request, number),
                 self._generator,
                 self._metrics,
                 self._clock,
@@ -108,7 +103,7 @@ class Responder:
         ]
 
     def _choices(
-        self, context: RequestContext, body: DrawingBody, request: GenerationRequest, number: int
+        self, body: SamplingBody, request: GenerationRequest, number: int
     ) -> dict[int, Choice]:
         samples = request.prompt.samples
         skip_special = body.skip_special_tokens is not False
@@ -117,7 +112,6 @@ class Responder:
                 number * len(samples) + place,
                 self._tokenizer.decoder(skip_special=skip_special),
                 body,
-                silent=context.limit.asked == 0,
             )
             for place, sample in enumerate(samples)
         }
@@ -125,7 +119,7 @@ class Responder:
     async def respond(
         self,
         request: Request,
-        context: RequestContext,
+        account: RequestAccount,
         runs: Sequence[GenerationRun],
         writer: ReplyWriter,
         *,
@@ -136,7 +130,6 @@ class Responder:
         Raises:
             RateLimitedError: The tenant has not enough tokens left.
         """
-        account = context.account
         with self._metrics.counting_refusals(account.tenant.tenant_class):
             await account.charge(runs)
         deltas = _deltas(runs)
@@ -158,7 +151,7 @@ class Responder:
             )
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        reply = writer.whole(choices, usage_of(runs), _timings(runs) if with_timing else [])
+        reply = writer.whole(choices, _timings(runs) if with_timing else [])
         headers = {} if explain is None else {EXPLANATION_HEADER: explain().decode()}
         return Response(reply.model_dump_json(), headers=headers, media_type="application/json")
 
@@ -200,12 +193,12 @@ async def _pieces(
             yield head + b"".join([writer.piece(delta) for delta in batch])
             head = b""
     comment = b"" if explain is None else b": baton-explain " + explain() + b"\n\n"
-    yield comment + writer.closing(usage_of(runs), _timings(runs) if with_timing else [])
+    yield comment + writer.closing(_timings(runs) if with_timing else [])
 
 
 def _deltas(runs: Sequence[GenerationRun]) -> AsyncGenerator[list[Delta], None]:
     return runs[0].deltas() if len(runs) == 1 else merged([run.deltas() for run in runs])
 
 
-def _timings(runs: Sequence[GenerationRun]) -> list[TimingReply]:
-    return [TimingReply(**asdict(run.timing)) for run in runs if run.timing is not None]
+def _timings(runs: Sequence[GenerationRun]) -> list[Timing]:
+    return [run.timing for run in runs if run.timing is not None]

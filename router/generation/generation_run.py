@@ -11,8 +11,7 @@ from typing import TypeVar
 from baton.clock import Clock
 from baton.errors import EngineError, OverloadedError
 from baton.generation import FinishReason, TokenLogprobs, TokenSample
-from router.openai.replies import PromptTokensDetails, Usage
-from router.openai.requests import DrawingBody
+from router.generation.sampling import SamplingBody
 from router.ports import GenerationRequest, Generator, Timing, Tokens
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request_span import RequestSpan
@@ -48,22 +47,20 @@ class Choice:
     Args:
         index: The choice's number.
         decoder: Makes text of its tokens.
-        body: What its client asked for: stop strings, and whether what ended the sample is shown.
-        silent: No token is wanted at all: the first one that is drawn ends the sample and is not shown.
+        body: What its client asked for: stop strings, and whether what ended the sample is shown. Where it asks for no token
+            at all, the first one that is drawn ends the sample and is not shown.
 
     Attributes:
         num_tokens: Tokens generated, hidden ones included.
         finish: Why it ended; None while it runs.
     """
 
-    def __init__(
-        self, index: int, decoder: TokenDecoder, body: DrawingBody, *, silent: bool
-    ) -> None:
+    def __init__(self, index: int, decoder: TokenDecoder, body: SamplingBody) -> None:
         self.num_tokens = 0
         self.finish: FinishReason | None = None
         self._index = index
         self._decoder = decoder
-        self._silent = silent
+        self._silent = body.asked_tokens == 0
         self._shows_stop = bool(body.include_stop_str_in_output)
         self._min_tokens = body.min_tokens or 0
         self._has_stops = bool(body.stops)
@@ -164,6 +161,11 @@ class GenerationRun:
         """Tokens of all its choices so far."""
         return sum(choice.num_tokens for choice in self._choices.values())
 
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of the prompt that were not computed for it; 0 until it ended."""
+        return 0 if self.timing is None else self.timing.reused_tokens
+
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """What the choices gained, event by event. Closing it cancels the generation.
 
@@ -244,19 +246,6 @@ class GenerationRun:
         elif not self._last_token_s:
             self._metrics.first_token(now_s - self.arrived_s)
         self._last_token_s[sample] = now_s
-
-
-def usage_of(runs: Sequence[GenerationRun]) -> Usage:
-    """Token counts over all runs of a request."""
-    prompt_tokens = sum(len(run.request.prompt.prompt_tokens) for run in runs)
-    output_tokens = sum(run.output_tokens for run in runs)
-    cached = sum(run.timing.reused_tokens for run in runs if run.timing is not None)
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=output_tokens,
-        total_tokens=prompt_tokens + output_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-    )
 
 
 async def merged(sources: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:

@@ -11,17 +11,16 @@ from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
+from router.generation.generation_run import Delta, GenerationRun, LoggedToken
+from router.generation.planner import RequestContext, RequestPlanner
+from router.generation.prompt_encoder import PromptEncoder
+from router.generation.responder import Responder
 from router.http.body import BodyReader
 from router.http.errors import error_details
 from router.http.streaming import json_text, model_event, named_event
-from router.openai.context import RequestContext, RequestPlanner
-from router.openai.generation_run import Delta, GenerationRun, LoggedToken
 from router.openai.logprobs import chat_logprobs
-from router.openai.model_limits import TokenLimit
-from router.openai.prompt import PromptEncoder
-from router.openai.replies import ChatTokenLogprob, TimingReply, Usage
-from router.openai.respond import Responder
-from router.openai.response_replies import (
+from router.openai.replies import ChatTokenLogprob
+from router.openai.responses.replies import (
     ErrorEvent,
     IncompleteDetails,
     InputTokensDetails,
@@ -35,7 +34,8 @@ from router.openai.response_replies import (
     Status,
     TextDoneEvent,
 )
-from router.openai.response_requests import ResponsesRequest
+from router.openai.responses.requests import ResponsesRequest
+from router.ports import Timing
 from router.text.token_bytes import PieceTable
 
 
@@ -67,18 +67,13 @@ class Responses:
     async def __call__(self, request: Request) -> Response:
         """Answers one conversation."""
         body = await self._bodies.read(request, ResponsesRequest)
-        limit = TokenLimit(
-            asked=body.max_output_tokens,
-            default=None,
-            param="max_output_tokens",
-            prompt_param="input",
-        )
-        context = await self._planner.take(request, body, limit, "resp")
+        context = await self._planner.take(request, body, "resp")
         prompt = await self._prompts.of_conversation(body.as_conversation(), context)
-        planned = self._planner.plan(context, body, [prompt], logprobs=body.logprobs)
-        (run,) = self._responder.runs(context, body, planned)
+        (run,) = self._responder.runs(body, self._planner.plan(context, body, [prompt]))
         writer = ResponseWriter(context, body, run, self._pieces)
-        return await self._responder.respond(request, context, [run], writer, stream=body.stream)
+        return await self._responder.respond(
+            request, context.account, [run], writer, stream=body.stream
+        )
 
 
 class ResponseWriter:
@@ -139,9 +134,9 @@ class ResponseWriter:
         )
         return named_event("response.output_text.delta", data)
 
-    def closing(self, usage: Usage, timings: Sequence[TimingReply]) -> bytes:  # noqa: ARG002
+    def closing(self, timings: Sequence[Timing]) -> bytes:
         """The text, its message and the response, all of them done."""
-        reply = self.whole([self._said], usage, [])
+        reply = self.whole([self._said], timings)
         (item,) = reply.output
         (part,) = item.content
         done = (
@@ -184,8 +179,7 @@ class ResponseWriter:
     def whole(
         self,
         choices: Sequence[Sequence[Delta]],
-        usage: Usage,
-        timings: Sequence[TimingReply],  # noqa: ARG002  # no place for them here
+        timings: Sequence[Timing],  # noqa: ARG002  # no place for them here
     ) -> ResponseReply:
         """The response with its one message."""
         (deltas,) = choices
@@ -196,10 +190,10 @@ class ResponseWriter:
             logprobs=self._logprobs([token for delta in deltas for token in delta.logged]),
         )
         item = OutputMessage(id=self._item_id, status=status, content=[text])
-        return self._reply(status, [item], usage)
+        return self._reply(status, [item], _usage(self._run))
 
     def _reply(
-        self, status: Status, output: list[OutputMessage], usage: Usage | None
+        self, status: Status, output: list[OutputMessage], usage: ResponseUsage | None
     ) -> ResponseReply:
         body, sampling = self._body, self._run.request.prompt.sampling
         return ResponseReply(
@@ -210,7 +204,7 @@ class ResponseWriter:
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
-            model=self._context.name,
+            model=self._context.account.model,
             output=output,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             service_tier=body.served_tier or "default",
@@ -218,24 +212,23 @@ class ResponseWriter:
             tool_choice="none" if body.tool_choice == "none" else "auto",
             top_logprobs=body.top_logprobs or 0,
             top_p=sampling.top_p,
-            usage=None if usage is None else _usage(usage),
+            usage=usage,
             user=body.user,
         )
 
     def _logprobs(self, logged: Sequence[LoggedToken]) -> list[ChatTokenLogprob]:
-        if self._body.logprobs is None:
-            return []
-        return chat_logprobs(logged, self._body.logprobs, self._pieces).content
+        count = self._body.num_logprobs
+        return [] if count is None else chat_logprobs(logged, count, self._pieces).content
 
     def _next(self) -> int:
         return next(self._numbers)
 
 
-def _usage(usage: Usage) -> ResponseUsage:
-    cached = InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens)
+def _usage(run: GenerationRun) -> ResponseUsage:
+    prompt_tokens = len(run.request.prompt.prompt_tokens)
     return ResponseUsage(
-        input_tokens=usage.prompt_tokens,
-        input_tokens_details=cached,
-        output_tokens=usage.completion_tokens,
-        total_tokens=usage.total_tokens,
+        input_tokens=prompt_tokens,
+        input_tokens_details=InputTokensDetails(cached_tokens=run.reused_tokens),
+        output_tokens=run.output_tokens,
+        total_tokens=prompt_tokens + run.output_tokens,
     )

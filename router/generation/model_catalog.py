@@ -1,0 +1,55 @@
+"""The names under which the one model is served, for each tenant those that it may use."""
+
+from baton.errors import ModelNotFoundError, UnavailableError
+from router.http.account import RequestAccount
+from router.ports import Generator, ServedModel
+from router.tenants.tenant import Tenant
+
+
+class ModelCatalog:
+    """The names of the served model, and what the workers say about it.
+
+    Args:
+        names: Names that clients may use; the first is the model's own.
+        generator: Knows what the workers hold.
+
+    Attributes:
+        own_name: The model's own.
+    """
+
+    def __init__(self, names: tuple[str, ...], generator: Generator) -> None:
+        self.own_name = names[0]
+        self._names = names
+        self._generator = generator
+
+    def names_for(self, tenant: Tenant) -> tuple[str, ...]:
+        """The names that this tenant may use."""
+        return tuple(name for name in self._names if tenant.may_use(name))
+
+    def require_name(self, model: str | None, account: RequestAccount) -> str:
+        """The name, if it is served, and to this tenant. One that is not on its list does not exist for it.
+
+        Raises:
+            ModelNotFoundError: It is missing or unknown.
+        """
+        if model is None:
+            raise ModelNotFoundError("The request names no model.", param="model")
+        if model not in self.names_for(account.tenant):
+            raise ModelNotFoundError(f"The model `{model[:200]}` does not exist.", param="model")
+        account.model = model
+        return model
+
+    async def require_model(self) -> ServedModel:
+        """What the workers hold. A router that has just started waits for the first of them.
+
+        Raises:
+            UnavailableError: None has said so in time.
+        """
+        model = await self._generator.model(wait=True)
+        if model is None:
+            raise UnavailableError("No worker is ready yet.")
+        return model
+
+    async def known_model(self) -> ServedModel | None:
+        """The same without waiting; None until a worker has said it."""
+        return await self._generator.model()

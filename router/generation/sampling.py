@@ -1,0 +1,223 @@
+"""How tokens are drawn: what a client asks for, what the model's files recommend, and what the engine is given of both."""
+
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Self, TypeVar
+
+import msgspec
+from pydantic import Field, model_validator
+
+from baton.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
+from baton.generation import SamplingParams
+from router.generation.model_limits import check_vocabulary
+from router.http.fields import (
+    ELSEWHERE,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    Body,
+    Metadata,
+    Name,
+    StopString,
+    StopStrings,
+    TokenCount,
+    Tokens,
+    refusal,
+    unsupported,
+)
+from router.ports import ServedModel
+
+_SEED_MASK = 2**64 - 1
+_Number = TypeVar("_Number", int, float)
+
+
+class SamplingBody(Body):
+    """The body of any request that is answered with tokens of the model: how they are drawn, and when that ends."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stop: StopString | StopStrings | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=MAX_LOGIT_BIAS
+    )
+    min_tokens: TokenCount | None = None
+    stop_token_ids: Tokens | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    user: Name | None = None
+    metadata: Metadata | None = None
+    service_tier: str | None = Field(None, min_length=1, max_length=64)
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that holds what the model continues."""
+        return "messages"
+
+    @property
+    def num_samples(self) -> int:
+        """How many are drawn of each prompt."""
+        return 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are listed beside each drawn one; None for no log-probabilities at all."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same beside each token of the prompt; None where prompts are not scored."""
+        return None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """How many tokens the client asks for at most. More than the context leaves are refused."""
+        return None
+
+    @property
+    def asked_tokens_field(self) -> str:
+        """The field that says it."""
+        return "max_tokens"
+
+    @property
+    def default_tokens(self) -> int | None:
+        """At most so many are generated where none are asked for, or what the context leaves; None for all that it leaves."""
+        return None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def served_tier(self) -> str | None:
+        """The tier that the reply names; `auto` leaves the choice to the server and gets the default."""
+        return "default" if self.service_tier == "auto" else self.service_tier
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` by token id. A bias of 0 has no effect, on any token."""
+        return {int(token): bias for token, bias in (self.logit_bias or {}).items() if bias}
+
+    @model_validator(mode="after")
+    def _refuse_misplaced(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name in ELSEWHERE and value not in ELSEWHERE[name]:
+                raise unsupported(name, "Other endpoints take it, this one does not.")
+        return self
+
+    @model_validator(mode="after")
+    def _check_drawing(self) -> Self:
+        for token, bias in (self.logit_bias or {}).items():
+            if bias and not (token.isascii() and token.isdecimal() and len(token) < 11):
+                raise refusal("logit_bias", f"{token[:20]!r} is not a token id.")
+        if self.truncate_prompt_tokens == 0:
+            raise refusal("truncate_prompt_tokens", "Leaves nothing of the prompt.")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What holds where a request says nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+
+def read_defaults(directory: Path) -> SamplingDefaults:
+    """The model's recommendations from its generation_config.json, which vLLM's users expect to be applied.
+
+    Raises:
+        ModelLoadError: The file is there and is not what it should be.
+    """
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return SamplingDefaults()
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        known = {
+            k: v for k, v in stored.items() if k in SamplingDefaults.__slots__ and v is not None
+        }
+        return msgspec.convert(known, SamplingDefaults)
+    except (ValueError, AttributeError, msgspec.ValidationError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+
+
+def sampling_params(
+    body: SamplingBody, defaults: SamplingDefaults, model: ServedModel, *, prompt_tokens: int
+) -> SamplingParams:
+    """The engine's parameters. A request without a seed gets one here, so that every retry draws the same tokens.
+
+    At least one token is drawn, also where none is wanted: a prompt's scores come with it.
+
+    Raises:
+        PromptTooLongError: The prompt's tokens leave no room, or not as much as is asked for.
+        InvalidRequestError: A token id outside the vocabulary, or more tokens at least than at most.
+    """
+    max_tokens = _max_tokens(body, model, prompt_tokens)
+    logit_bias = body.biases
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    check_vocabulary(logit_bias, model, "logit_bias")
+    check_vocabulary(stop_token_ids, model, "stop_token_ids")
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens is {min_tokens}, at most {max_tokens} can be generated.",
+            param="min_tokens",
+        )
+    seed = secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK
+    return SamplingParams(
+        temperature=_or(body.temperature, defaults.temperature),
+        top_k=max(0, _or(body.top_k, defaults.top_k)),
+        top_p=_or(body.top_p, defaults.top_p),
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
+        seed=seed,
+        logit_bias=logit_bias,
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.num_prompt_logprobs,
+        stop_token_ids=stop_token_ids,
+        max_tokens=max(1, max_tokens),
+        min_tokens=min_tokens,
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _max_tokens(body: SamplingBody, model: ServedModel, prompt_tokens: int) -> int:
+    """Tokens to generate at most."""
+    room = model.max_model_len - prompt_tokens
+    length = f"This model's maximum context length is {model.max_model_len} tokens"
+    if room < 1:
+        raise PromptTooLongError(
+            f"{length}, the prompt has {prompt_tokens}; no room is left for output.",
+            param=body.prompt_field,
+        )
+    asked, default = body.asked_tokens, body.default_tokens
+    if asked is None:
+        return room if default is None else min(room, default)
+    if asked > room:
+        field = body.asked_tokens_field
+        raise PromptTooLongError(
+            f"{length}, the prompt has {prompt_tokens} and {field} asks for {asked}.", param=field
+        )
+    return asked
+
+
+def _or(value: _Number | None, default: _Number) -> _Number:
+    return default if value is None else value
