@@ -6,14 +6,13 @@ Never imports torch, so that a router starts fast and stays small.
 import asyncio
 import gc
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Protocol
 
-import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
@@ -41,7 +40,7 @@ from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
 from router.generation.sampling import SamplingDefaults, read_defaults
 from router.generator import ClusterGenerator
-from router.http.head_limit import BoundedHeadProtocol
+from router.http import server
 from router.inboxes import Inboxes
 from router.model_discovery import ModelDiscovery
 from router.pool_watch import watching
@@ -126,14 +125,10 @@ async def run(
             watching(pool_addresses, parts.view.pools),
             _control(config, parts, stories, control_address),
             _admin(config, tenancy, PoolAdminClient(pool_addresses), stories),
-            _http(
-                _app(config, parts, loaded, registry, tenancy, tracer),
-                config,
-                sockets,
-            ) as server,
+            _http(_app(config, parts, loaded, registry, tenancy, tracer), config, sockets) as http,
             _announcing(parts, notify),
         ):
-            await server.stopped_by(stop)
+            await http.stopped_by(stop)
             generator = parts.generator
             if not await generator.drain(config.cluster.drain_timeout_s):
                 _log.warning("requests cut off by the stop", in_flight=generator.in_flight())
@@ -309,48 +304,15 @@ def _names(config: BatonConfig) -> tuple[str, ...]:
     return config.model.served_model_name or (config.model.model,)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn inside a process that handles its own signals."""
-
-    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]) -> None:
-        super().__init__(config)
-        self.serving = asyncio.create_task(self.serve(sockets))
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves them alone."""
-        yield
-
-    async def stopped_by(self, stop: asyncio.Event) -> None:
-        """Waits for `stop`, then takes no new connections; raises what ended the server before that."""
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({stopping, self.serving}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        self.should_exit = True
-        if self.serving.done():
-            await self.serving
-
-
-@asynccontextmanager
-async def _http(
+def _http(
     app: FastAPI, config: BatonConfig, sockets: list[socket.socket]
-) -> AsyncIterator[_Server]:
-    """Serves HTTP inside; at the end lets begun replies finish."""
-    settings = uvicorn.Config(
+) -> AbstractAsyncContextManager[server.HttpServer]:
+    return server.serving(
         app,
-        http=BoundedHeadProtocol,
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        # By then every request has ended; what is left are clients that do not read.
-        timeout_graceful_shutdown=max(1, round(config.cluster.drain_timeout_s)),
+        sockets,
+        keep_alive_s=config.router.http_keep_alive_s,
+        drain_timeout_s=config.cluster.drain_timeout_s,
     )
-    server = _Server(settings, sockets)
-    try:
-        yield server
-    finally:
-        server.should_exit = True
-        await server.serving
 
 
 @asynccontextmanager
@@ -377,7 +339,7 @@ async def _admin(
 async def _control(
     config: BatonConfig, parts: RouterParts, stories: RequestStories, address: str
 ) -> AsyncIterator[None]:
-    server = new_server()
+    rpc = new_server()
     control = RouterControl(
         view=parts.view,
         links=parts.membership.links,
@@ -388,13 +350,13 @@ async def _control(
         version=version(),
         model=_names(config)[0],
     )
-    control_pb2_grpc.add_ControlServicer_to_server(control, server)
-    bind(server, address)
-    await server.start()
+    control_pb2_grpc.add_ControlServicer_to_server(control, rpc)
+    bind(rpc, address)
+    await rpc.start()
     try:
         yield
     finally:
-        await server.stop(grace=0.5)
+        await rpc.stop(grace=0.5)
 
 
 @asynccontextmanager

@@ -139,6 +139,11 @@ RULES: tuple[Rule, ...] = (
         "router.max_waiting_prompt_tokens_per_tenant",
     ),
     Rule(
+        path="router.http_keep_alive_s",
+        holds=lambda v: 1 <= v <= 86400,
+        demand="must be from 1 to 86400 (a day)",
+    ),
+    Rule(
         path="router.slo_classes",
         holds=lambda v: "standard" in v,
         demand="must have a class named standard",

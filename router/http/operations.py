@@ -1,14 +1,19 @@
 """What probes, balancers and dashboards ask for: /health, /ready, /load, /metrics, /version."""
 
+from collections.abc import Callable
+
 from fastapi import FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
 from baton.errors import UnavailableError
+from baton.telemetry.logs import get_logger
 from baton.telemetry.metrics import render
-from router.http.errors import error_responses
+from router.http.errors import error_response, error_responses
 from router.ports import RouterStatus, WorkerReport
+
+_log = get_logger(__name__)
 
 
 class WorkerLoadReply(BaseModel):
@@ -62,22 +67,50 @@ def _worker(report: WorkerReport) -> WorkerLoadReply:
     )
 
 
+class Probe:
+    """What an orchestrator asks every few seconds. A change of the answer is logged, not every answer.
+
+    Args:
+        path: Where it asks.
+        holds: Whether all is well.
+        fault: What is said when it is not.
+    """
+
+    def __init__(self, path: str, holds: Callable[[], bool], fault: str) -> None:
+        self._path = path
+        self._holds = holds
+        self._fault = fault
+        self._held = True
+
+    def failure(self) -> Response | None:
+        """The answer 503 if all is not well now."""
+        holds = self._holds()
+        if holds != self._held:
+            self._held = holds
+            if holds:
+                _log.info("a probe succeeds again", path=self._path)
+            else:
+                _log.warning("a probe fails", path=self._path, why=self._fault)
+        return None if holds else error_response(UnavailableError(self._fault))
+
+
 def install(app: FastAPI, status: RouterStatus, version: str, registry: CollectorRegistry) -> None:
     """Adds the paths that probes, balancers and dashboards ask for."""
 
-    @app.get("/health", responses=error_responses(503))
-    async def get_health() -> dict[str, str]:
-        """Alive, and what the workers send is being moved. Says nothing about whether there are workers."""
-        if not status.healthy():
-            raise UnavailableError("The links to the workers make no progress.")
-        return {"status": "ok"}
+    health = Probe("/health", status.healthy, "The links to the workers make no progress.")
+    ready = Probe(
+        "/ready", status.ready, "No prefill and decode pair and no hybrid worker is ready."
+    )
 
-    @app.get("/ready", responses=error_responses(503))
-    async def get_ready() -> dict[str, str]:
+    @app.get("/health", response_model=dict[str, str], responses=error_responses(503))
+    async def get_health() -> Response | dict[str, str]:
+        """Alive, and what the workers send is being moved. Says nothing about whether there are workers."""
+        return health.failure() or {"status": "ok"}
+
+    @app.get("/ready", response_model=dict[str, str], responses=error_responses(503))
+    async def get_ready() -> Response | dict[str, str]:
         """Whether a request could be served now."""
-        if not status.ready():
-            raise UnavailableError("No prefill and decode pair and no hybrid worker is ready.")
-        return {"status": "ready"}
+        return ready.failure() or {"status": "ready"}
 
     @app.get("/load", responses=error_responses())
     async def get_load() -> LoadReply:

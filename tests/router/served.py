@@ -1,15 +1,13 @@
 """The HTTP face over a scripted generator, as an in-process application or on a loopback port."""
 
-import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
@@ -19,6 +17,7 @@ from baton.telemetry.metrics import new_registry
 from router.app import AppSettings, create_app
 from router.fakes.generator import FakeGenerator
 from router.generation.sampling import SamplingDefaults
+from router.http import server
 from router.limits.local import LocalLimiter
 from router.routing.explanation import DecisionLog
 from router.tenancy import Tenancy
@@ -122,32 +121,13 @@ async def serve(
             tokenizer.close()
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @contextlib.asynccontextmanager
-async def listening(app: FastAPI) -> AsyncIterator[str]:
-    """The URL of `app` behind a real HTTP server."""
+async def listening(app: FastAPI, *, keep_alive_s: float = 75.0) -> AsyncIterator[str]:
+    """The URL of `app` behind the router's HTTP server."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-    running = asyncio.create_task(server.serve([listener]))
-    await server.up.wait()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await running
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with server.serving(app, [listener], keep_alive_s=keep_alive_s, drain_timeout_s=10):
+        yield url
 
 
 def events(text: str) -> list[Any]:

@@ -53,6 +53,16 @@ async def test_detokenize_refuses_ids_that_the_model_does_not_have():
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
 
 
+async def test_a_probe_logs_when_its_answer_changes_and_not_every_time(caplog):
+    caplog.set_level("INFO", "router")
+    async with serve() as served:
+        for ready in (False, False, False, True, True, False):
+            served.generator.is_ready = ready
+            assert (await served.http.get("/ready")).is_success == ready
+        logged = [r.levelname for r in caplog.records if r.name.startswith("router")]
+        assert logged == ["WARNING", "INFO", "WARNING"]
+
+
 async def test_ready_and_health_ask_the_generator():
     async with serve() as served:
         assert (await served.http.get("/ready")).status_code == 200

@@ -3,9 +3,8 @@
 import asyncio
 
 import pytest
-import uvicorn
 
-from router.http.head_limit import MAX_HEAD_BYTES, BoundedHeadProtocol
+from router.http.head_limit import MAX_HEAD_BYTES
 from tests.router.served import listening, serve
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(30)]
@@ -31,17 +30,6 @@ async def _send(url: str, parts: list[bytes]) -> bytes:
     return bytes(answer)
 
 
-@pytest.fixture
-def bounded(monkeypatch):
-    made = uvicorn.Config
-
-    def config(*args, **settings):
-        return made(*args, **{**settings, "http": BoundedHeadProtocol})
-
-    monkeypatch.setattr("tests.router.served.uvicorn.Config", config)
-
-
-@pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize("endless", [b"X-A: " + b"a" * 1000, b"X-A: b\r\n" * 100])
 async def test_headers_without_an_end_are_cut_off(endless: bytes):
     async with serve() as served, listening(served.app) as url:
@@ -52,7 +40,6 @@ async def test_headers_without_an_end_are_cut_off(endless: bytes):
         assert (await _send(url, [b"GET /health HTTP/1.0\r\n\r\n"])).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.usefixtures("bounded")
 async def test_a_long_body_does_not_count_as_headers():
     async with serve() as served, listening(served.app) as url:
         body = b" " * (2 * MAX_HEAD_BYTES) + b'{"prompt": "hi"}'

@@ -1,0 +1,142 @@
+"""Connections without a request: kept for a while, not for ever, and not at all once the router stops."""
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.config.schema import RouterConfig
+from router.http import head_limit, server
+from tests.router.served import listening, serve
+
+pytestmark = pytest.mark.timeout(20)
+
+KEEP_ALIVE_S = 0.3
+_GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+_BODY = b'{"model":"tiny","prompt":"hi","max_tokens":50}'
+COMPLETION = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(_BODY) + _BODY
+)
+
+
+@asynccontextmanager
+async def connection(url: str):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    """One reply; empty when the server hangs up instead."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError as cut:
+        return cut.partial
+    length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+    return head + await reader.readexactly(int(length.split(b":")[1]))
+
+
+async def test_a_connection_is_kept_for_the_next_request_and_closed_after_a_while():
+    async with (
+        serve() as served,
+        listening(served.app, keep_alive_s=KEEP_ALIVE_S) as url,
+        connection(url) as (reader, writer),
+    ):
+        for _ in range(3):
+            writer.write(_GET + b"\r\n")
+            assert b"200 OK" in await answer(reader)
+        assert await answer(reader) == b""
+
+
+@pytest.mark.parametrize("drip", [b"", b"\r\n"])
+async def test_a_connection_on_which_no_request_comes_is_closed(drip: bytes):
+    async with (
+        serve() as served,
+        listening(served.app, keep_alive_s=KEEP_ALIVE_S) as url,
+        connection(url) as (reader, writer),
+    ):
+        closed = asyncio.create_task(reader.read())
+        while not closed.done():  # bytes that begin no request do not count as one
+            writer.write(drip)
+            await asyncio.wait([closed], timeout=KEEP_ALIVE_S / 4)
+        assert closed.result() == b""
+
+
+async def test_a_request_whose_headers_never_end_is_closed(monkeypatch):
+    monkeypatch.setattr(head_limit, "MAX_HEAD_S", KEEP_ALIVE_S)
+    async with (
+        serve() as served,
+        listening(served.app, keep_alive_s=60) as url,
+        connection(url) as (reader, writer),
+    ):
+        writer.write(_GET)
+        closed = asyncio.create_task(reader.read())
+        while not closed.done():
+            writer.write(b"X-A: b\r\n")
+            await asyncio.wait([closed], timeout=KEEP_ALIVE_S / 4)
+        assert closed.result() == b""
+
+
+async def test_what_is_left_of_a_refused_body_does_not_keep_the_connection():
+    async with (
+        serve(max_body_bytes=100) as served,
+        listening(served.app, keep_alive_s=KEEP_ALIVE_S) as url,
+        connection(url) as (reader, writer),
+    ):
+        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+        assert b" 413 " in await answer(reader)
+        closed = asyncio.create_task(reader.read())
+        while not closed.done():
+            writer.write(b" ")
+            await asyncio.wait([closed], timeout=KEEP_ALIVE_S / 4)
+        assert closed.result() == b""
+
+
+async def test_an_answer_that_takes_longer_than_that_is_not_cut():
+    async with (
+        serve() as served,
+        listening(served.app, keep_alive_s=KEEP_ALIVE_S) as url,
+        connection(url) as (reader, writer),
+    ):
+        served.says("hello world and again")
+        served.generator.pause_after = 2
+        writer.write(COMPLETION)
+        await served.generator.paused.wait()
+        writer.write(_GET)  # the next request, not yet whole
+        await asyncio.sleep(2 * KEEP_ALIVE_S)
+        served.generator.gate.set()
+        assert b"hello world and again" in await answer(reader)
+        writer.write(b"\r\n")
+        assert b"200 OK" in await answer(reader)
+
+
+async def test_a_stop_closes_idle_connections_at_once_and_lets_begun_answers_finish():
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    stop = asyncio.Event()
+    async with (
+        serve() as served,
+        server.serving(served.app, [listener], keep_alive_s=75, drain_timeout_s=60) as running,
+        connection(url) as (idle, idle_writer),
+        connection(url) as (silent, _),
+        connection(url) as (asking, asking_writer),
+    ):
+        idle_writer.write(_GET + b"\r\n")
+        assert b"200 OK" in await answer(idle)
+        served.says("hello world and again")
+        served.generator.pause_after = 2
+        asking_writer.write(COMPLETION)
+        await served.generator.paused.wait()
+        stop.set()
+        await running.stopped_by(stop)
+        async with asyncio.timeout(5):
+            assert (await idle.read(), await silent.read()) == (b"", b"")
+        served.generator.gate.set()
+        assert b"hello world and again" in await asking.read()
+
+
+async def test_the_default_is_longer_than_load_balancers_keep_idle_connections():
+    assert RouterConfig().http_keep_alive_s > 60
