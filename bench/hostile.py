@@ -423,7 +423,9 @@ ATTACKS = (
     ),
     Attack(
         name="response_unknown",
-        make=lambda: _filled("/v1/responses", {"input": "hi"}, "", "", '"u{}":1', ""),
+        make=lambda: _filled(
+            "/v1/responses", {"input": "hi", "max_output_tokens": 1}, "", "", '"u{}":1', ""
+        ),
     ),
     Attack(
         name="tools",
