@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -127,10 +127,8 @@ def _send(port: int, sent: bytes, read_bytes_per_s: int | None) -> bytes:
         if read_bytes_per_s is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", port))
-        try:
+        with suppress(OSError):  # what it answered before it closed can still be read
             connection.sendall(sent)
-        except OSError:
-            pass  # what it answered before it closed can still be read
         return _read(connection, read_bytes_per_s)
 
 
@@ -490,7 +488,7 @@ A_WORD_ATTACKS = (
     Attack(
         name="stop_strings",
         make=lambda: _asked(
-            _CHAT, messages=[_SAID], n=128, stop=_STOPS, max_tokens=300, ignore_eos=True
+            _COMPLETION, prompt="a", n=128, stop=_STOPS, max_tokens=300, ignore_eos=True
         ),
     ),
     Attack(

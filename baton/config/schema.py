@@ -123,7 +123,7 @@ class RouterConfig:
         local_prefill_tokens: With `predictive`, a decode worker may compute up to so many tokens of a prompt itself, where
             that is predicted to be better; 0 forbids it.
         local_prefill_stall_s: The longest time for which that may hold up the sequences that decode there.
-        max_body_bytes: Larger bodies get 413. Parsing one keeps the router from all else: 8 MiB of the worst JSON, a second.
+        max_body_bytes: Larger bodies get 413. Those of more than 32 KiB are parsed in pieces, one body at a time.
         request_timeout_s: Deadline of one request, queueing included.
         http_keep_alive_s: How long a client's connection may be open without a request. A load balancer in front that keeps idle
             connections longer sends requests into ones that were just closed (deploy/README.md, "Behind a load balancer").

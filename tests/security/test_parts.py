@@ -15,8 +15,7 @@ from router.http.body import LARGE_BYTES, BodyReader, parse_body
 from router.http.errors import ErrorReply
 from router.http.fields import MAX_CONTAINERS, MAX_FIELDS, MAX_MESSAGES, MAX_VALUES, Body
 from router.http.json_cuts import cut
-from router.openai.completions import CompletionRequest
-from router.openai.requests import ChatCompletionRequest
+from router.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.openai.responses.requests import ResponsesRequest
 from router.openai.tokenization import DetokenizeRequest
 from tests.router.served import MODEL, serve
@@ -120,11 +119,12 @@ async def test_the_loop_runs_while_a_large_conversation_is_read(monkeypatch):
     at_once: list[int] = []
     validate = ChatCompletionRequest.model_validate_json
     monkeypatch.setattr(json_cuts, "_STEP_BYTES", 4096)
-    monkeypatch.setattr(
-        ChatCompletionRequest,
-        "model_validate_json",
-        lambda raw: (at_once.append(raw.count(b",")), validate(raw))[1],
-    )
+
+    def noted(raw: bytes) -> ChatCompletionRequest:
+        at_once.append(raw.count(b","))
+        return validate(raw)
+
+    monkeypatch.setattr(ChatCompletionRequest, "model_validate_json", noted)
     reading = asyncio.ensure_future(
         _parsed(ChatCompletionRequest, CHAT | {"messages": [SAID] * 4000})
     )
