@@ -69,7 +69,7 @@ class SimulatedRunner:
     Args:
         speed: What a step takes.
         vocab_size: Drawn tokens are below this.
-        sink: Told of exported pages; None where nothing is handed over.
+        sink: Told of exported pages; None where nothing is handed off.
         sleep: Takes the time.
     """
 
@@ -159,7 +159,7 @@ def build_simulated(
         simulated: How fast it is.
         secret: The cluster secret, 32 bytes.
         memory: Where the pages lie.
-        sink: Told of exported pages; None where nothing is handed over.
+        sink: Told of exported pages; None where nothing is handed off.
 
     Raises:
         OutOfMemoryError: The pages do not fit this machine.

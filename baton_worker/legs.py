@@ -2,7 +2,7 @@
 
  PREFILL    QUEUED ── first chunk ── PREFILLING ── first tokens ── HANDING_OFF ── committed, or in the pool ── DONE
                                           └─ every sample ended with its first token ───────────────────────┘
- RECEIVE    EXPECTING ── pages reserved, written, committed ── RUNNING ── every sample finished ── DONE
+ RECEIVE    RECEIVING ── pages reserved, written, committed ── RUNNING ── every sample finished ── DONE
  GENERATE   QUEUED ── first chunk ── PREFILLING ── first token ── RUNNING ── every sample finished ── DONE
 
  any state of any kind ── FAILED (engine, hand-off) or CANCELLED (router)
@@ -27,7 +27,7 @@ from baton.errors import (
     WrongRoleError,
 )
 from baton.generation import Prompt, TokenSample
-from baton.ids import LegId, RequestId, Role, SeqId, XferId
+from baton.ids import LegId, LegKind, RequestId, Role, SeqId, XferId
 from baton.layout import KvLayout
 from baton.story import StoryEntry, StoryLog
 from baton_engine.messages import (
@@ -48,7 +48,6 @@ from baton_worker.messages import (
     LegBroken,
     LegCancelled,
     LegKey,
-    LegKind,
     LegMessage,
     PrefilledMessage,
     PromptPut,
@@ -70,7 +69,7 @@ _MAX_REQUESTS = 1024
 class LegState(Enum):
     """Where one leg stands."""
 
-    EXPECTING = "expecting"
+    RECEIVING = "receiving"
     QUEUED = "queued"
     PREFILLING = "prefilling"
     HANDING_OFF = "handing_off"
@@ -81,27 +80,27 @@ class LegState(Enum):
 
 
 _S = LegState
-_LOST = frozenset({_S.FAILED, _S.CANCELLED})
-ENDS = frozenset({_S.DONE}) | _LOST
+_EARLY_ENDS = frozenset({_S.FAILED, _S.CANCELLED})
+ENDS = frozenset({_S.DONE}) | _EARLY_ENDS
 FIRST_STATE = {
     LegKind.PREFILL: _S.QUEUED,
-    LegKind.RECEIVE: _S.EXPECTING,
+    LegKind.RECEIVE: _S.RECEIVING,
     LegKind.GENERATE: _S.QUEUED,
 }
 TRANSITIONS: dict[LegKind, dict[LegState, frozenset[LegState]]] = {
     LegKind.PREFILL: {
-        _S.QUEUED: frozenset({_S.PREFILLING}) | _LOST,
-        _S.PREFILLING: frozenset({_S.HANDING_OFF, _S.DONE}) | _LOST,
-        _S.HANDING_OFF: frozenset({_S.DONE}) | _LOST,
+        _S.QUEUED: frozenset({_S.PREFILLING}) | _EARLY_ENDS,
+        _S.PREFILLING: frozenset({_S.HANDING_OFF, _S.DONE}) | _EARLY_ENDS,
+        _S.HANDING_OFF: frozenset({_S.DONE}) | _EARLY_ENDS,
     },
     LegKind.RECEIVE: {
-        _S.EXPECTING: frozenset({_S.RUNNING}) | _LOST,
-        _S.RUNNING: frozenset({_S.DONE}) | _LOST,
+        _S.RECEIVING: frozenset({_S.RUNNING}) | _EARLY_ENDS,
+        _S.RUNNING: frozenset({_S.DONE}) | _EARLY_ENDS,
     },
     LegKind.GENERATE: {
-        _S.QUEUED: frozenset({_S.PREFILLING}) | _LOST,
-        _S.PREFILLING: frozenset({_S.RUNNING}) | _LOST,
-        _S.RUNNING: frozenset({_S.DONE}) | _LOST,
+        _S.QUEUED: frozenset({_S.PREFILLING}) | _EARLY_ENDS,
+        _S.PREFILLING: frozenset({_S.RUNNING}) | _EARLY_ENDS,
+        _S.RUNNING: frozenset({_S.DONE}) | _EARLY_ENDS,
     },
 }
 """Where a leg of each kind may go from each state; from the others, nowhere."""
@@ -217,7 +216,7 @@ class WorkerLegTable:
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
         for key, leg in self._live.items():
-            known = leg.seq_id in self.seqs or leg.state is _S.EXPECTING
+            known = leg.seq_id in self.seqs or leg.state is _S.RECEIVING
             if key != leg.key or leg.over or not known:
                 raise InvariantError(
                     f"leg {key} is inconsistent: {leg!r}", story=self.story.story(key)
@@ -261,7 +260,7 @@ class HandOffs(Transfers, Protocol, Generic[Event]):
     ) -> list[WorkerAction]:
         """The engine said something about a leg of this half: the half's own part in it."""
 
-    def give_up(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:
+    def withdraw(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:
         """The leg of a hand-off ended, or never began: its peer has to stop."""
 
     def handle(self, event: Event, now_s: float) -> list[WorkerAction]:
@@ -414,7 +413,7 @@ class LegLifecycle:
             if half is None or permit is None or not permit.xfer_id or half.refusal(permit):
                 return [refused]
             # The sending worker may have asked for pages already, or will: let it know.
-            return [refused, *half.give_up(permit.xfer_id, refusal, now_s)]
+            return [refused, *half.withdraw(permit.xfer_id, refusal, now_s)]
         leg = self._legs.admit(asked, now_s)
         if half is not None:
             return half.begin(leg, asked, now_s)
@@ -451,13 +450,13 @@ class LegLifecycle:
     def _cancel(
         self, leg: WorkerLeg, event: LegCancelled | StreamGone, now_s: float
     ) -> list[WorkerAction]:
-        expecting = leg.state is _S.EXPECTING
+        receiving = leg.state is _S.RECEIVING
         self._legs.end(leg, _S.CANCELLED)
         actions: list[WorkerAction] = []
-        if leg.kind is LegKind.PREFILL or expecting:
+        if leg.kind is LegKind.PREFILL or receiving:
             error = CancelledByPeerError("the router cancelled this leg")
-            actions += self._give_up(leg, error, now_s)
-        if not expecting:  # else the ledger says when its pages may go
+            actions += self._withdraw(leg, error, now_s)
+        if not receiving:  # else the ledger says when its pages may go
             actions.append(Abort(seq_id=leg.seq_id))
         self._legs.story.record(leg.key, now_s, event, actions)
         return actions
@@ -490,7 +489,7 @@ class LegLifecycle:
 
     def _gone(self, leg: WorkerLeg, event: Released | Failed, now_s: float) -> list[WorkerAction]:
         """The engine has let go of a sequence."""
-        if leg.kind is LegKind.RECEIVE and (leg.over or leg.state is _S.EXPECTING):
+        if leg.kind is LegKind.RECEIVE and (leg.over or leg.state is _S.RECEIVING):
             return self._advance(leg, event, now_s)  # the hand-off decides what becomes of the leg
         if leg.over:
             return []
@@ -577,8 +576,10 @@ class LegLifecycle:
         if all(sample.finish is not None for sample in first_tokens):
             # Nothing is left to decode: the router is told to its end here, and the pages are not needed.
             self._legs.end(leg, _S.DONE)
-            given_up = self._give_up(leg, CancelledByPeerError("nothing is left to decode"), now_s)
-            actions = [prefilled, *given_up, Release(seq_id=leg.seq_id)]
+            withdrawn = self._withdraw(
+                leg, CancelledByPeerError("nothing is left to decode"), now_s
+            )
+            actions = [prefilled, *withdrawn, Release(seq_id=leg.seq_id)]
         else:
             self._legs.move(leg, _S.HANDING_OFF)
             assert leg.xfer_id is not None
@@ -597,9 +598,9 @@ class LegLifecycle:
         half = self._halves.get(leg.kind)
         return [] if half is None else half.advance(leg, event, now_s)
 
-    def _give_up(self, leg: WorkerLeg, error: BatonError, now_s: float) -> list[WorkerAction]:
+    def _withdraw(self, leg: WorkerLeg, error: BatonError, now_s: float) -> list[WorkerAction]:
         assert leg.xfer_id is not None
-        return self._halves[leg.kind].give_up(leg.xfer_id, error, now_s)
+        return self._halves[leg.kind].withdraw(leg.xfer_id, error, now_s)
 
     def _log(self, event: object, actions: list[WorkerAction], now_s: float) -> None:
         """Logs only the actions that are messages to a router; the halves' own cores log the rest, by transfer."""

@@ -14,7 +14,7 @@ import grpc
 from baton.clock import Clock
 from baton.errors import InvalidRequestError, InvariantError
 from baton.generation import WorkerLoad
-from baton.ids import RequestId, Role, WorkerIdentity
+from baton.ids import LegKind, RequestId, Role, WorkerIdentity
 from baton.rpc.hello import WorkerHello
 from baton.rpc.mailbox import Mailbox
 from baton.story import StoryEntry
@@ -30,7 +30,6 @@ from baton_worker.messages import (
     FailedMessage,
     HandedOffMessage,
     LegBroken,
-    LegKind,
     PooledMessage,
     PrefilledMessage,
     PutPrompt,

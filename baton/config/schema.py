@@ -223,7 +223,7 @@ class AdminConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """How KV pages are handed over.
+    """How KV pages are handed off.
 
     Attributes:
         backends: Allowed backends, preferred first; those that are not installed, or do not reach the arena's memory, are not

@@ -104,7 +104,7 @@ class Clients:
             await self._one(f"job-{number}-{asked}", prompt(20 + 9 * number, first=asked))
 
     async def _one(self, name: str, asked: Prompt) -> None:
-        request = GenerationRequest(request_id=RequestId(name), prompt=asked, deadline_s=30.0)
+        request = GenerationRequest(request_id=RequestId(name), prompt=asked, timeout_s=30.0)
         texts: list[list[int]] = [[] for _ in asked.samples]
         async for event in self._generator.generate(request):
             if isinstance(event, Timing):

@@ -112,7 +112,7 @@ async def test_without_a_document_there_is_one_tenant_and_nothing_to_reload():
 
 async def test_the_story_of_a_request_is_told_to_operators_alone(tmp_path):
     log = StoryLog()
-    log.record("cmpl-1", 2.5, "placed", ("SendGenerate(leg_id=1)",))
+    log.record("cmpl-1", 2.5, "placed", ("SendLeg(leg_id=1)",))
     stories = RequestStories(log.story, ClusterView(PrefixIndex()))
     async with client_of(await described(tmp_path / "t.yaml"), stories) as client:
         assert (await client.get("/debug/story/cmpl-1")).status_code == 401
@@ -123,7 +123,7 @@ async def test_the_story_of_a_request_is_told_to_operators_alone(tmp_path):
                 "process": "router",
                 "at_s": 2.5,
                 "event": "placed",
-                "actions": ["SendGenerate(leg_id=1)"],
+                "actions": ["SendLeg(leg_id=1)"],
             }
         ]
         unknown = await client.get("/debug/story/cmpl-2", headers=OPERATOR)

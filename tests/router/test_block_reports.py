@@ -41,7 +41,7 @@ async def eventually(holds: Callable[[], bool]) -> None:
 async def ask(parts: RouterParts, first: int, length: int = 40) -> None:
     """Has `length` tokens of a text of its own prefilled and three drawn."""
     prompt = Prompt(prompt_tokens=text(first, length), sampling=SamplingParams(max_tokens=3))
-    job = GenerationRequest(request_id=RequestId(f"r{first}"), prompt=prompt, deadline_s=TIMEOUT_S)
+    job = GenerationRequest(request_id=RequestId(f"r{first}"), prompt=prompt, timeout_s=TIMEOUT_S)
     async for _ in parts.generator.generate(job):
         pass
 

@@ -33,9 +33,7 @@ REPLY = pb.ExplainReply(
 STORY = pb.StoryReply(
     entries=[
         pb.StoryEntry(at_s=7.0, event="admitted", process="router"),
-        pb.StoryEntry(
-            at_s=7.25, event="placed", actions=["SendGenerate(leg_id=1)"], process="router"
-        ),
+        pb.StoryEntry(at_s=7.25, event="placed", actions=["SendLeg(leg_id=1)"], process="router"),
         pb.StoryEntry(at_s=7.3, event="asked", process="h0"),
     ]
 )
@@ -94,7 +92,7 @@ def test_a_story_is_told_event_by_event(router, capsys):
         ["router"],
         ["0.0", "ms", "admitted"],
         ["250.0", "ms", "placed"],
-        ["->", "SendGenerate(leg_id=1)"],
+        ["->", "SendLeg(leg_id=1)"],
         ["h0"],
         ["0.0", "ms", "asked"],
     ]
