@@ -31,7 +31,9 @@ from kv_transfer.session.handshake import Accepted, SessionEndpoint, greet, read
 from kv_transfer.session.seal import SessionSeal
 from kv_transfer.ticket import region_digest
 
-_HANDSHAKE_TIMEOUT_S = 10.0
+_HANDSHAKE_TIMEOUT_S = 5.0
+_MAP_TIMEOUT_S = 10.0
+"""For all backends together: prompts wait for it that another prefill worker, or the peer itself, could compute meanwhile."""
 
 Call = grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
 
@@ -261,18 +263,23 @@ class PeerSession:
 
         Raises:
             IncompatibleError: The two do not fit.
-            UnreachableError: None works.
+            UnreachableError: None works, or none in time.
         """
+        try:
+            async with asyncio.timeout(_MAP_TIMEOUT_S):
+                opened = await self._first_that_works()
+        except TimeoutError as error:
+            raise UnreachableError(f"no backend reached {self._peer} in time") from error
+        self._listener.on_open(self._peer, opened)
+
+    async def _first_that_works(self) -> OpenedSession:
         assert self._lease is not None
         while True:
             accepted = await self._offers.get()
             try:
-                opened = await self._connection.open(accepted, self._lease)
+                return await self._connection.open(accepted, self._lease)
             except TransferError as error:
                 self._report_unreachable(accepted.handle.backend, error)
-            else:
-                self._listener.on_open(self._peer, opened)
-                return
 
     async def _watch_link(self) -> None:
         """Ends a session whose messages still pass while pages do not: the next one opens the way anew.

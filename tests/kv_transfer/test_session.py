@@ -400,6 +400,37 @@ async def test_a_pair_without_any_way_between_them_now_is_unreachable_and_not_in
         assert both.at_d.fields == []
 
 
+class Hanging:
+    """A backend that finds neither the peer nor an end."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def connect(
+        self,
+        handle: RegionHandle,
+        layout: KvLayout,
+        peer: KvLayout | None = None,
+        lease: Lease | None = None,
+    ) -> KvWriter:
+        assert self.may_end.wait(TIMEOUT_S)
+        raise TransferError("no such device")
+
+
+async def test_a_backend_that_does_not_end_is_given_up_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kv_transfer.session.client._MAP_TIMEOUT_S", 0.05)
+    async with serving(tmp_path) as both:
+        hanging = Hanging()
+        session = both.dial(senders={"fake": hanging})
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert type(error) is UnreachableError
+        hanging.may_end.set()
+        await session.close()
+
+
 async def test_a_session_whose_pages_do_not_pass_any_more_ends_and_the_next_one_works(
     tmp_path: Path,
 ):
