@@ -129,7 +129,8 @@ class PeerSession:
         error: BatonError = WorkerLostError(f"the session with {self._peer} was closed")
         channel = open_channel(self._address)
         try:
-            await self._talk(pb_grpc.TransferStub(channel).Session())
+            call: Call = pb_grpc.TransferStub(channel).Session()  # type: ignore[call-arg]
+            await self._talk(call)
         except BatonError as fault:
             error = fault
         except grpc.aio.AioRpcError as fault:
