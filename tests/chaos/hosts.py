@@ -269,7 +269,7 @@ def hosted(
         hosts.make()
         for name in sorted(roles, key=lambda name: roles[name] != "pool"):
             cluster.start(name)
-        eventually(lambda: _is_ready(cluster, len(workers)), "the cluster is ready", READY_S)
+        eventually(lambda: _is_ready(cluster, len(workers)), f"ready, see {folder}", READY_S)
         yield cluster
     finally:
         cluster.stop()

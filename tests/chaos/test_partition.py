@@ -30,7 +30,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedCluster]
     model = make_model(tmp_path_factory.mktemp("llama"), "llama")
     with (
         tempfile.TemporaryDirectory(prefix="bp-") as folder,
-        hosted(Path(folder), ROLES, config=CONFIG.format(model=model), settings={}) as cluster,
+        hosted(
+            Path(folder), ROLES, config=CONFIG.format(model=model), settings={"UCX_TLS": "tcp,self"}
+        ) as cluster,
     ):
         yield cluster
 
