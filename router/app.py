@@ -33,7 +33,7 @@ from router.openai.completions import Completions
 from router.openai.models import Models
 from router.openai.replies import ModelCard, ModelList
 from router.openai.responses.endpoint import Responses
-from router.openai.tokenization import Detokenized, Tokenization, Tokenized
+from router.openai.tokenization import Tokenization
 from router.ports import Generator, RouterStatus
 from router.routing.explanation import DecisionLog
 from router.slo import SloBook
@@ -195,12 +195,22 @@ def _add_models(app: FastAPI, models: Models) -> None:
 def _add_counting(app: FastAPI, tokenization: Tokenization, messages: Messages) -> None:
     into, back = openapi.TOKENIZE, openapi.DETOKENIZE
 
-    @app.post("/tokenize", openapi_extra=into.openapi_extra, responses=into.responses)
-    async def post_tokenize(request: Request) -> Tokenized:
+    @app.post(
+        "/tokenize",
+        response_model=None,
+        openapi_extra=into.openapi_extra,
+        responses=into.responses,
+    )
+    async def post_tokenize(request: Request) -> Response:
         return await tokenization.tokenize(request)
 
-    @app.post("/detokenize", openapi_extra=back.openapi_extra, responses=back.responses)
-    async def post_detokenize(request: Request) -> Detokenized:
+    @app.post(
+        "/detokenize",
+        response_model=None,
+        openapi_extra=back.openapi_extra,
+        responses=back.responses,
+    )
+    async def post_detokenize(request: Request) -> Response:
         return await tokenization.detokenize(request)
 
     counted = openapi.COUNT_TOKENS

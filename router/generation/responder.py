@@ -25,6 +25,7 @@ from router.routing.explanation import DecisionLog
 from router.telemetry.explain import EXPLAIN_HEADER, EXPLANATION_HEADER, explanations_json
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request_span import RequestSpan
+from router.text.stop_strings import StopStrings
 from router.text.tokenizer import Tokenizer
 
 TRACE_HEADER = "traceparent"
@@ -91,10 +92,11 @@ class Responder:
         """A run for each of a request's generation requests, with the choices numbered as OpenAI does: all of the first
         prompt, then the next. Nothing runs yet.
         """
+        stops = StopStrings(body.stops) if body.stops else None
         return [
             GenerationRun(
                 request,
-                self._choices(body, request, number),
+                self._choices(body, stops, request, number),
                 self._generator,
                 self._metrics,
                 self._clock,
@@ -103,7 +105,11 @@ class Responder:
         ]
 
     def _choices(
-        self, body: SamplingBody, request: GenerationRequest, number: int
+        self,
+        body: SamplingBody,
+        stops: StopStrings | None,
+        request: GenerationRequest,
+        number: int,
     ) -> dict[int, Choice]:
         samples = request.prompt.samples
         skip_special = body.skip_special_tokens is not False
@@ -112,6 +118,7 @@ class Responder:
                 number * len(samples) + place,
                 self._tokenizer.decoder(skip_special=skip_special),
                 body,
+                stops,
             )
             for place, sample in enumerate(samples)
         }

@@ -1,9 +1,13 @@
 """POST /tokenize and POST /detokenize: a text as the model's tokens, and tokens as text."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Self
 
+import msgspec
 from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
+from starlette.responses import Response
 
 from router.generation.model_catalog import ModelCatalog
 from router.generation.model_limits import check_text, check_vocabulary
@@ -20,6 +24,8 @@ from router.openai.conversation import (
 from router.ports import ServedModel
 from router.templates.renderer import Conversation
 from router.text.tokenizer import Tokenizer
+
+_WRITTEN_AT_ONCE = 16_384
 
 
 class TokenizeRequest(Body):
@@ -97,25 +103,31 @@ class Tokenization:
         self._prompts = prompts
         self._tokenizer = tokenizer
 
-    async def tokenize(self, request: Request) -> Tokenized:
+    async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt or a conversation."""
         body = await self._bodies.read(request, TokenizeRequest)
         if body.model is not None:
             self._catalog.require_name(body.model, account_of(request))
         model = await self._catalog.require_model()
         tokens = await self._token_ids(body, model)
-        texts = self._tokenizer.token_texts(tokens) if body.return_token_strs else None
-        return Tokenized(
-            count=len(tokens), max_model_len=model.max_model_len, tokens=tokens, token_strs=texts
+        texts = await self._tokenizer.token_texts(tokens) if body.return_token_strs else None
+        counts = Tokenized(count=len(tokens), max_model_len=model.max_model_len, tokens=[])
+        head = counts.model_dump_json(include={"count", "max_model_len"}).encode()[:-1]
+        listed, spelt = (
+            await _json_list(tokens),
+            b"null" if texts is None else await _json_list(texts),
         )
+        reply = b'%b,"tokens":%b,"token_strs":%b}' % (head, listed, spelt)
+        return Response(reply, media_type="application/json")
 
-    async def detokenize(self, request: Request) -> Detokenized:
+    async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         body = await self._bodies.read(request, DetokenizeRequest)
         if body.model is not None:
             self._catalog.require_name(body.model, account_of(request))
         check_vocabulary(body.tokens, await self._catalog.require_model(), "tokens")
-        return Detokenized(prompt=await self._tokenizer.decode(body.tokens))
+        reply = Detokenized(prompt=await self._tokenizer.decode(body.tokens))
+        return Response(reply.model_dump_json(), media_type="application/json")
 
     async def _token_ids(self, body: TokenizeRequest, model: ServedModel) -> list[int]:
         if body.prompt is not None:
@@ -125,3 +137,12 @@ class Tokenization:
         return await self._prompts.count(
             body.as_conversation(), model, add_special_tokens=bool(body.add_special_tokens)
         )
+
+
+async def _json_list(values: Sequence[int] | Sequence[str]) -> bytes:
+    """A JSON array, written some elements at a time."""
+    written: list[bytes] = []
+    for begin in range(0, len(values), _WRITTEN_AT_ONCE):
+        written.append(msgspec.json.encode(values[begin : begin + _WRITTEN_AT_ONCE])[1:-1])
+        await asyncio.sleep(0)
+    return b"[" + b",".join(written) + b"]"
