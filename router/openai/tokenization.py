@@ -1,10 +1,7 @@
 """POST /tokenize and POST /detokenize: a text as the model's tokens, and tokens as text."""
 
-import asyncio
-from collections.abc import Sequence
 from typing import Self
 
-import msgspec
 from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +12,7 @@ from router.generation.prompt_encoder import PromptEncoder
 from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.fields import MAX_PROMPT_TOKENS, Body, Tokens, refusal
+from router.http.streaming import json_array
 from router.openai.conversation import (
     Messages,
     TemplateArguments,
@@ -113,10 +111,8 @@ class Tokenization:
         texts = await self._tokenizer.token_texts(tokens) if body.return_token_strs else None
         counts = Tokenized(count=len(tokens), max_model_len=model.max_model_len, tokens=[])
         head = counts.model_dump_json(include={"count", "max_model_len"}).encode()[:-1]
-        listed, spelt = (
-            await _json_list(tokens),
-            b"null" if texts is None else await _json_list(texts),
-        )
+        listed = await json_array(tokens, _WRITTEN_AT_ONCE)
+        spelt = b"null" if texts is None else await json_array(texts, _WRITTEN_AT_ONCE)
         reply = b'%b,"tokens":%b,"token_strs":%b}' % (head, listed, spelt)
         return Response(reply, media_type="application/json")
 
@@ -137,12 +133,3 @@ class Tokenization:
         return await self._prompts.count(
             body.as_conversation(), model, add_special_tokens=bool(body.add_special_tokens)
         )
-
-
-async def _json_list(values: Sequence[int] | Sequence[str]) -> bytes:
-    """A JSON array, written some elements at a time."""
-    written: list[bytes] = []
-    for begin in range(0, len(values), _WRITTEN_AT_ONCE):
-        written.append(msgspec.json.encode(values[begin : begin + _WRITTEN_AT_ONCE])[1:-1])
-        await asyncio.sleep(0)
-    return b"[" + b",".join(written) + b"]"
