@@ -115,7 +115,7 @@ async def run(
     gc.freeze()
     gc.set_threshold(_GARBAGE_THRESHOLD)
     parts = compose(config.router, worker_addresses, secret)
-    stories = RequestStories(parts.generator.story, parts.view)
+    stories = RequestStories(parts.generator.story, parts.view, MonotonicClock())
     registry = new_registry()
     refusals = server.ConnectionRefusals(registry)
     tracer = open_tracer(config.trace, "router", MonotonicClock())
