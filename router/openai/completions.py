@@ -7,7 +7,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequestError
 from baton.tokens import PackedTokens
 from router.generation.generation_run import Delta, GenerationRun, token_ids
 from router.generation.planner import RequestContext, RequestPlanner
@@ -15,6 +15,7 @@ from router.generation.prompt_encoder import PromptEncoder
 from router.generation.responder import Responder
 from router.guardrails.chain import GuardChain
 from router.http.body import LARGE_BYTES, BodyReader, parse_body
+from router.http.fields import MAX_REPEATED
 from router.http.large_body import token_array
 from router.http.streaming import fault_event, json_array
 from router.openai.chunks import CUT, IDS_AT_ONCE, Chunks, TextEvents, token_ids_field
@@ -78,6 +79,7 @@ class Completions:
             body = read_completion(raw)
         context = await self._planner.take(request, body, "cmpl")
         planned = self._planner.plan(context, body, await self._token_ids(body, context))
+        _check_repeated(body, planned)
         runs = self._responder.runs(body, planned)
         echoes = await self._echoes(body, planned)
         writer = CompletionWriter(context, body, runs, echoes, self._pieces)
@@ -107,6 +109,18 @@ class Completions:
             await echo_of(text, request.prompt.prompt_tokens, self._tokenizer)
             for text, request in zip(texts, planned, strict=True)
         ]
+
+
+def _check_repeated(body: CompletionRequest, planned: Sequence[GenerationRequest]) -> None:
+    """What is said of a prompt is said with each of its choices: there may not be too much of it."""
+    tokens = sum(len(request.prompt.prompt_tokens) for request in planned)
+    scored = 0 if body.num_prompt_logprobs is None else 1 + body.num_prompt_logprobs
+    repeated = (bool(body.echo or body.return_token_ids) + scored) * tokens * (body.n or 1)
+    if (body.n or 1) > 1 and repeated > MAX_REPEATED:
+        raise InvalidRequestError(
+            f"n: the reply would repeat {repeated} tokens of prompts and figures about them, at most {MAX_REPEATED} are.",
+            param="n",
+        )
 
 
 def read_completion(raw: bytes) -> CompletionRequest:
