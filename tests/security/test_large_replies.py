@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from router.http import streaming
@@ -28,7 +29,7 @@ async def test_an_array_is_written_with_turns_for_others():
 def most_at_once(monkeypatch):
     """The largest number of log-probabilities' entries that were written in one go."""
     counts: list[int] = []
-    encode = streaming.msgspec.json.encode
+    encode = msgspec.json.encode
 
     def counted(value: Any) -> bytes:
         if isinstance(value, list):
