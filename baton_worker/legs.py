@@ -12,7 +12,7 @@ business of the worker's two halves (`HandOffs`): prefill_worker sends pages, de
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
@@ -143,6 +143,23 @@ class WorkerLeg:
         return self.state in ENDS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegNames:
+    """Under which names the cores of a worker know one leg, which may be over.
+
+    Attributes:
+        key: The leg's own.
+        kind: Which half has its hand-off.
+        seq_id: The engine's; None for a leg that was refused.
+        xfer_id: Of its hand-off; None where it has none.
+    """
+
+    key: LegKey
+    kind: LegKind
+    seq_id: SeqId | None
+    xfer_id: XferId | None
+
+
 class WorkerLegTable:
     """Every leg that its router or the engine still knows. Pure; one owner.
 
@@ -157,7 +174,7 @@ class WorkerLegTable:
         self._next = 0
         self.seqs: dict[SeqId, WorkerLeg] = {}
         self.outcomes: Counter[tuple[LegKind, LegState]] = Counter()
-        self.story = StoryLog()
+        self.story = StoryLog("leg")
 
     def __contains__(self, key: LegKey) -> bool:
         """Whether that leg is not over."""
@@ -231,6 +248,9 @@ class Transfers(Protocol):
 
     def transfers(self) -> Mapping[XferId, WorkerLeg]:
         """Hand-offs that are not over, with their legs, ended ones included."""
+
+    def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
+        """What is left of the events about one hand-off, over or not, oldest first."""
 
     def in_flight(self) -> int:
         """Hand-offs that are not over, those without a leg included."""
@@ -310,7 +330,7 @@ class LegLifecycle:
             self._halves[LegKind.RECEIVE] = receiving
         self.takes = KINDS_OF_ROLE[role]
         self.draining = False
-        self._asked_for: OrderedDict[RequestId, list[LegKey]] = OrderedDict()
+        self._asked_for: OrderedDict[RequestId, list[LegNames]] = OrderedDict()
         """The legs of the last requests, over or not."""
 
     def handle(self, event: WorkerEvent, now_s: float) -> list[WorkerAction]:
@@ -322,7 +342,7 @@ class LegLifecycle:
                 actions = self._asked(event, now_s)
                 key = (event.stream, event.leg_id)
                 self._legs.story.record(key, now_s, event, actions)
-                self._remember(event.request_id, key)
+                self._remember(event)
                 return actions
             case LegCancelled():
                 leg = self._legs.get((event.stream, event.leg_id))
@@ -384,10 +404,15 @@ class LegLifecycle:
         """What is left of the events about one leg, oldest first."""
         return self._legs.story.story(key)
 
-    def story_of(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
-        """What is left of the events about the legs of one request, leg by leg."""
-        keys = self._asked_for.get(request_id, ())
-        return tuple(entry for key in keys for entry in self._legs.story.story(key))
+    def legs_of(self, request_id: RequestId) -> Sequence[LegNames]:
+        """The legs that a request has had here, as far as it is remembered."""
+        return self._asked_for.get(request_id, ())
+
+    def story_of(self, names: LegNames) -> tuple[StoryEntry, ...]:
+        """What is left of the events about one leg and its hand-off, each oldest first."""
+        half = self._halves.get(names.kind)
+        handed = () if half is None or names.xfer_id is None else half.story(names.xfer_id)
+        return (*self._legs.story.story(names.key), *handed)
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
@@ -395,8 +420,17 @@ class LegLifecycle:
         for half in self._halves.values():
             half.check_integrity()
 
-    def _remember(self, request_id: RequestId, key: LegKey) -> None:
-        self._asked_for.setdefault(request_id, []).append(key)
+    def _remember(self, asked: LegAsked) -> None:
+        leg = self._legs.get((asked.stream, asked.leg_id))
+        names = LegNames(
+            key=(asked.stream, asked.leg_id),
+            kind=asked.kind,
+            seq_id=None if leg is None else leg.seq_id,
+            xfer_id=None if asked.permit is None else asked.permit.xfer_id,
+        )
+        legs = self._asked_for.setdefault(asked.request_id, [])
+        if names not in legs:
+            legs.append(names)
         if len(self._asked_for) > _MAX_REQUESTS:
             self._asked_for.popitem(last=False)
 

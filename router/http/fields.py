@@ -27,6 +27,19 @@ MAX_TOOLS = 128
 MAX_NAME_LENGTH = 1024
 MAX_METADATA = 16
 MAX_TEMPLATE_KWARGS = 64
+MAX_FIELDS = 256
+"""Members of a body itself, unknown ones included."""
+MAX_CONTAINERS = 65_536
+"""Arrays and objects. Enough for the largest bodies of use: thousands of messages with parts and tools."""
+MAX_ELEMENTS = 3_000_000
+"""Of all arrays and objects together: a prompt of two million token ids, and room for the rest."""
+MAX_VALUES = 131_072
+"""Keys and values of one message, and of all that is neither messages nor token ids: enough for 128 tools of a hundred properties."""
+
+LONG_LISTS = {"messages": MAX_MESSAGES, "input": MAX_MESSAGES}
+"""Fields with lists that are long in use, and how many elements each may have."""
+TOKEN_LISTS = ("prompt", "tokens")
+"""Fields with token ids."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -68,23 +81,42 @@ class Body(BaseModel):
 
 
 UNSERVED: Mapping[str, tuple[object, ...]] = {
+    "add_special_tokens": (False,),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "best_of": (0, 1),
     "chat_template": (),
+    "compaction": (),
+    "context_management": ([], {}),
+    "conversation": (),
     "documents": ([],),
     "echo": (False,),
+    "fallbacks": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_reasoning": (True,),
+    "inference_geo": ("global",),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "output_config": ({},),
+    "output_format": (),
+    "previous_response_id": (),
     "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "speed": ("standard",),
     "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 """Fields that are not served where they are not declared, each with the values (besides null) that ask for nothing."""
 
@@ -100,14 +132,18 @@ ELSEWHERE: Mapping[str, tuple[object, ...]] = {
     "max_output_tokens": (),
     "max_tokens": (),
     "messages": (),
+    "modalities": (["text"],),
     "n": (1,),
     "prompt": (),
     "prompt_logprobs": (),
+    "reasoning": ({},),
+    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "stop_sequences": ([],),
     "system": ("",),
     "text": ({}, {"format": {"type": "text"}}),
+    "thinking": ({"type": "disabled"},),
     "tools": ([],),
     "top_logprobs": (0,),
 }

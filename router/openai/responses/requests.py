@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from router.generation.sampling import SamplingBody
@@ -51,6 +51,16 @@ class InputMessage(BodyObject):
 InputItems = Annotated[
     list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 ]
+
+
+def _check_kinds(items: JsonValue) -> JsonValue:
+    """Items that are no messages are right, and not served: says that, and not that they are no messages."""
+    for item in items if isinstance(items, list) else ():
+        kind = item.get("type", "message") if isinstance(item, dict) else "message"
+        if kind != "message" and isinstance(kind, str):
+            context = {"param": "input", "kind": kind[:40]}
+            raise PydanticCustomError(UNSUPPORTED, "Items of type {kind} are not served.", context)
+    return items
 
 
 class FunctionTool(BodyObject):
@@ -105,15 +115,18 @@ class TextSettings(BodyObject):
 
 
 class Reasoning(BodyObject):
-    """How much the model is to think. Only the effort reaches it, through its template."""
+    """How much the model is to think. Only the effort reaches it, through its template; there are no summaries."""
 
     effort: Name | None = None
+    mode: Name | None = None
 
 
 class ResponsesRequest(SamplingBody):
     """POST /v1/responses."""
 
-    input: Annotated[str, Field(min_length=1)] | InputItems
+    input: Annotated[
+        Annotated[str, Field(min_length=1)] | InputItems, BeforeValidator(_check_kinds)
+    ]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
     include: list[Name] | None = Field(None, max_length=64)
@@ -128,13 +141,13 @@ class ResponsesRequest(SamplingBody):
     previous_response_id: Name | None = None
     conversation: Name | JsonObject | None = None
     prompt: JsonObject | None = None
+    context_management: list[JsonValue] | None = None
     # What follows does not change the answer of this server, and is ignored.
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
     store: bool | None = None
     stream_options: JsonObject | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    context_management: list[JsonValue] | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     prompt_cache_options: JsonObject | None = None
@@ -181,6 +194,9 @@ class ResponsesRequest(SamplingBody):
             if getattr(self, name) is not None:
                 raise unsupported(name, "Nothing is stored here: send the whole conversation.")
         only("background", self.background, False)
+        only("context_management", self.context_management, [])
+        if self.reasoning is not None:
+            only("reasoning", self.reasoning.mode, "standard")
         self._check_tools()
         check_template_arguments(self.chat_template_kwargs)
         check_moderation(self.moderation)
@@ -195,17 +211,3 @@ class ResponsesRequest(SamplingBody):
             raise unsupported("tools", "Calling tools is not served yet; tool_choice none is.")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise refusal("tool_choice", "Needs tools.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_items(cls, body: JsonObject) -> JsonObject:
-        """Items that are no messages are right, and not served: say that, and not that they are no messages."""
-        items = body.get("input") if isinstance(body, dict) else None
-        for item in items if isinstance(items, list) else ():
-            kind = item.get("type", "message") if isinstance(item, dict) else "message"
-            if kind != "message" and isinstance(kind, str):
-                context = {"param": "input", "kind": kind[:40]}
-                raise PydanticCustomError(
-                    UNSUPPORTED, "Items of type {kind} are not served.", context
-                )
-        return body
