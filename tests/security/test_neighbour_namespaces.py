@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -76,8 +77,8 @@ def start(
 ) -> Iterator[Callable[..., Cluster]]:
     with ExitStack() as stack:
 
-        def start(listen: str, *more: str) -> Cluster:
-            return _start(stack, hosts[0], backend, tmp_path, listen, more)
+        def start(**how: Any) -> Cluster:
+            return _start(stack, hosts, backend, tmp_path, **how)
 
         yield start
 
@@ -86,7 +87,7 @@ def test_workers_listen_where_they_are_told_and_on_ports_that_they_may_take(
     start: Callable[..., Cluster], hosts: tuple[Host, Host]
 ) -> None:
     address = hosts[0].addresses[1]
-    cluster = start(address)
+    cluster = start(network=1)
     assert cluster.hand_off(0).status_code == 200
     assert cluster.handed_over_bytes() > 0
     found = cluster.kv_sockets()
@@ -98,16 +99,23 @@ def test_workers_listen_where_they_are_told_and_on_ports_that_they_may_take(
 def test_workers_that_listen_everywhere_hand_over_by_the_address_that_they_advertise(
     start: Callable[..., Cluster],
 ) -> None:
-    cluster = start("0.0.0.0", "--advertise")
+    cluster = start(everywhere=True)
     assert cluster.hand_off(0).status_code == 200
     assert cluster.handed_over_bytes() > 0
     assert {port for _, port in cluster.kv_sockets()} <= set(KV_PORTS)
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_workers_on_two_hosts_hand_over(start: Callable[..., Cluster], everywhere: bool) -> None:
+    cluster = start(apart=True, network=1, everywhere=everywhere)
+    assert [cluster.hand_off(number).status_code for number in range(3)] == [200] * 3
+    assert cluster.handed_over_bytes() > 0
+
+
 def test_a_neighbour_gets_nothing_keeps_nothing_and_disturbs_nobody(
     start: Callable[..., Cluster], hosts: tuple[Host, Host]
 ) -> None:
-    cluster = start(hosts[0].addresses[0])
+    cluster = start()
     assert cluster.hand_off(0).status_code == 200
     before = {name: descriptors(pid) for name, pid in cluster.workers.items()}
     neighbour = hosts[1].run(lambda: _connect_to_all(sorted(cluster.kv_sockets())))
@@ -122,8 +130,11 @@ def test_a_neighbour_gets_nothing_keeps_nothing_and_disturbs_nobody(
     heard = [_hear(connection) for connection in neighbour]
     assert set(map(len, heard)) <= {0, CHALLENGE_BYTES}, "a nonce and no more"
     assert len({one for one in heard if one}) == sum(map(bool, heard)), "each nonce is another"
-    for name, pid in cluster.workers.items():
-        eventually(lambda pid=pid, name=name: descriptors(pid) <= before[name], name, 10)
+    eventually(
+        lambda: all(descriptors(pid) <= before[name] for name, pid in cluster.workers.items()),
+        "both workers have as many descriptors as before",
+        10,
+    )
     assert cluster.hand_off(9).status_code == 200
 
 
@@ -166,19 +177,32 @@ def _hear(connection: socket.socket) -> bytes:
 
 
 def _start(
-    stack: ExitStack, host: Host, backend: str, folder: Path, listen: str, more: tuple[str, ...]
+    stack: ExitStack,
+    hosts: tuple[Host, Host],
+    backend: str,
+    folder: Path,
+    *,
+    network: int = 0,
+    everywhere: bool = False,
+    apart: bool = False,
 ) -> Cluster:
-    reached = host.addresses[0] if more else listen
+    """A router and a prefill worker on the first host, a decode worker there or, `apart`, on the other. Workers are told their addresses in one
+    network, or to listen `everywhere` and to advertise those.
+    """
+    placed = {"prefill": hosts[0], "decode": hosts[1 if apart else 0]}
+    reached = {
+        role: f"{host.addresses[network]}:{SERVICE_PORTS[role]}" for role, host in placed.items()
+    }
     common = os.environ | {
         "BATON_CLUSTER_SECRET": SECRET,
-        "BATON_CLUSTER_WORKERS": ",".join(f"{reached}:{p}" for p in SERVICE_PORTS.values()),
+        "BATON_CLUSTER_WORKERS": ",".join(reached.values()),
         "BATON_ROUTER_PORT": str(HTTP_PORT),
         "BATON_ROUTER_LOCAL_PREFILL_TOKENS": "0",
         "BATON_TRANSFER_BACKENDS": backend,
         "BATON_TRANSFER_PORTS": f"{KV_PORTS[0]}-{KV_PORTS[-1]}",
     }
 
-    def process(role: str, name: str, *flags: str) -> int:
+    def process(host: Host, role: str, name: str, *flags: str) -> int:
         command = [sys.executable, "-m", "baton_cluster.cli.main", "run", role, "--name", name]
         own = common | {"BATON_CLUSTER_RUNTIME_DIR": str(folder / name)}
         started = host.start(*command, *flags, env=own)
@@ -188,15 +212,16 @@ def _start(
 
     pace = ("--step-s", "0.002", "--prefill-tokens-per-s", "50000")
     workers = {}
-    for role, port in SERVICE_PORTS.items():
-        told = [part for flag in more for part in (flag, f"{reached}:{port}")]
-        listens = ("--listen", f"{listen}:{port}", "--metrics", f"127.0.0.1:{METRICS_PORTS[role]}")
-        workers[role] = process("simulated", role, "--role", role, *listens, *told, *pace)
-    process("router", "router", "--host", "127.0.0.1")
-    cluster = Cluster(host, workers)
+    for role, host in placed.items():
+        told = ["--listen", reached[role], "--metrics", f"127.0.0.1:{METRICS_PORTS[role]}"]
+        if everywhere:
+            told[1] = f"0.0.0.0:{SERVICE_PORTS[role]}"
+            told += ["--advertise", reached[role]]
+        workers[role] = process(host, "simulated", role, "--role", role, *told, *pace)
+    process(hosts[0], "router", "router", "--host", "127.0.0.1")
     url = f"http://127.0.0.1:{HTTP_PORT}/ready"
-    eventually(lambda: host.run(lambda: _is_ready(url)), "the router has both workers", 60)
-    return cluster
+    eventually(lambda: hosts[0].run(lambda: _is_ready(url)), "the router has both workers", 60)
+    return Cluster(hosts[0], workers)
 
 
 def _is_ready(url: str) -> bool:
