@@ -131,10 +131,10 @@ class PeerFilter:
     """
 
     def __init__(self, listening: Listening) -> None:
-        self._address = "" if "UCX_NET_DEVICES" in os.environ else listening.address
+        self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._hosts: set[str] = set()
-        self._lock = threading.Lock()
+        self._address = "" if "UCX_NET_DEVICES" in os.environ else listening.address
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -149,11 +149,11 @@ class PeerFilter:
                 one.close()
             yield
             now = _listeners()
-        for inode in before.keys() & now.keys():
-            now.pop(inode).close()
-        opened = list(now.values())
-        with self._lock:
-            self._sockets += opened
+            for inode in before.keys() & now.keys():
+                now.pop(inode).close()
+            opened = list(now.values())
+            with self._lock:
+                self._sockets += opened
         elsewhere = {found.getsockname()[0] for found in opened} - {self._address}
         if self._address and elsewhere:
             raise TransferError(
@@ -174,6 +174,10 @@ class PeerFilter:
             for one in self._sockets:
                 one.close()
             self._sockets.clear()
+
+    def __del__(self) -> None:
+        """NIXL's agents are dropped, not closed; their sockets are not to outlive them."""
+        self.close()
 
     def _attach(self) -> None:
         if not self._address:
