@@ -31,6 +31,7 @@ from baton_worker.metrics import WorkerMetrics
 from baton_worker.server import WorkerServer
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.memory.arena import WorkerMemory
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.page_hash import Hashing, ways_to_hash
 from kv_transfer.memory.region_server import Admission
 from kv_transfer.session.handshake import SessionEndpoint
@@ -62,11 +63,16 @@ async def run_router(child: Child) -> None:
 
 async def run_pool(child: Child) -> None:
     """The pool's node: the blocks that this host's workers share."""
+    from prometheus_client import CollectorRegistry
+
+    from baton.redis_link import RefusedValues
     from baton_cluster.pool_allowances import open_allowances
     from kvpool import service
 
     config, part = child.assignment.config, child.assignment.part
-    async with open_allowances(config.tenants, config.pool.tenant_bytes) as allowances:
+    registry = CollectorRegistry()
+    refused = RefusedValues(registry)
+    async with open_allowances(config, refused) as allowances:
         await service.run(
             config,
             identity=WorkerIdentity(worker_id=WorkerId(part.name), incarnation=part.incarnation),
@@ -75,6 +81,8 @@ async def run_pool(child: Child) -> None:
             region_path=part.region_path,
             peer_region_path=part.peer_region_path,
             allowances=allowances,
+            registry=registry,
+            refused=refused,
             ready=child.ready,
             stop=child.stop,
         )
@@ -187,6 +195,12 @@ class _Parts:
         """The cluster's."""
         return bytes.fromhex(self.config.cluster.secret)
 
+    @property
+    def listening(self) -> Listening:
+        """Where its transports listen."""
+        worker = self.worker
+        return Listening.at(worker.address, self.config.transfer.ports, worker.advertise_address)
+
     def hashes(self) -> Hashing:
         """How its pages are hashed."""
         return ways_to_hash(
@@ -238,6 +252,7 @@ def _service(parts: _Parts) -> "WorkerService":
             parts.memory.place,
             num_blocks=parts.region_blocks,
             secret=parts.secret,
+            listening=parts.listening,
             mover=parts.kernels.mover if parts.kernels is not None else None,
         ),
         hashes=hashes,
@@ -259,6 +274,7 @@ def _service(parts: _Parts) -> "WorkerService":
             num_blocks=parts.region_blocks,
             admission=Admission(
                 secret=parts.secret,
+                listening=parts.listening,
                 refused=lambda reason: parts.metrics.connection_refused(reason.value),
             ),
         ),

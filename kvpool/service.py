@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, PoolConfig
 from baton.ids import WorkerIdentity
-from baton.redis_link import open_redis
+from baton.redis_link import RefusedValues, open_redis
 from baton.rpc.channel import bind, new_server
 from baton.rpc.v1 import pool_pb2_grpc
 from baton.telemetry.scrape import ScrapeServer
@@ -39,6 +39,8 @@ async def run(
     region_path: str,
     peer_region_path: str,
     allowances: AllowanceSource | None = None,
+    registry: CollectorRegistry,
+    refused: RefusedValues,
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
@@ -52,6 +54,8 @@ async def run(
         region_path: Unix socket that gives the slab's descriptor to workers.
         peer_region_path: The same for other nodes of this host.
         allowances: What tenants may keep; all the same where that is not said.
+        registry: For the node's metrics.
+        refused: Is told of what is not believed of Redis.
         ready: Called once it answers.
         stop: Set from outside.
 
@@ -59,15 +63,15 @@ async def run(
         OSError: The address cannot be bound.
         ConfigError: The directory or the disk cannot be used as configured.
     """
-    pool = config.pool
-    metrics = NodeMetrics(CollectorRegistry())
+    pool, secret = config.pool, bytes.fromhex(config.cluster.secret)
+    metrics = NodeMetrics(registry)
     async with AsyncExitStack() as stack:
-        directory = await stack.enter_async_context(_directory(pool))
+        directory = await stack.enter_async_context(_directory(pool, secret, refused))
         plan = PeeringConfig(
             identity=identity,
             address=peer_address,
             gate_path=Path(peer_region_path),
-            secret=bytes.fromhex(config.cluster.secret),
+            secret=secret,
             pool=pool,
             transfer=config.transfer,
             refused=lambda reason: metrics.connection_refused(reason.value),
@@ -159,12 +163,14 @@ async def _register(node: PoolNode) -> None:
 
 
 @asynccontextmanager
-async def _directory(pool: PoolConfig) -> AsyncIterator[Directory]:
+async def _directory(
+    pool: PoolConfig, secret: bytes, refused: RefusedValues
+) -> AsyncIterator[Directory]:
     if pool.directory == "memory":
         yield MemoryDirectory(MonotonicClock())
         return
-    redis = open_redis(pool.redis_url, pool.redis_timeout_s, setting="pool.redis_url", text=False)
+    redis = open_redis(pool.redis_url, pool.redis_timeout_s, setting="pool.redis_url")
     try:
-        yield RedisDirectory(redis, prefix=pool.redis_prefix)
+        yield RedisDirectory(redis, prefix=pool.redis_prefix, secret=secret, refused=refused)
     finally:
         await redis.aclose()

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import BatonConfig, RouterConfig
 from baton.errors import ConfigError
+from baton.redis_link import RefusedValues
 from baton.rpc.channel import bind, new_server
 from baton.rpc.v1 import control_pb2_grpc
 from baton.telemetry.logs import get_logger
@@ -117,13 +118,14 @@ async def run(
     parts = compose(config.router, worker_addresses, secret)
     stories = RequestStories(parts.generator.story, parts.view, MonotonicClock())
     registry = new_registry()
+    refused = RefusedValues(registry)
     refusals = server.ConnectionRefusals(registry)
     tracer = open_tracer(config.trace, "router", MonotonicClock())
     try:
         async with (
             running(parts),
-            open_tenancy(config, registry) as tenancy,
-            sharing(config.tenants, parts.admission),
+            open_tenancy(config, registry, refused) as tenancy,
+            sharing(config, parts.admission, refused),
             watching(pool_addresses, parts.view.pools),
             _control(config, parts, stories, control_address),
             _admin(config, tenancy, PoolAdminClient(pool_addresses), stories, refusals),

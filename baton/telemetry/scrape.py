@@ -1,8 +1,23 @@
 """Serves one registry over HTTP, for Prometheus to scrape a worker that has no HTTP surface of its own."""
 
-from prometheus_client import CollectorRegistry, start_http_server
+import threading
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from baton.errors import ConfigError
+
+_TIMEOUT_S = 2.0
+"""For a request to come; each connection has a thread."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:  # the library's name
+        """Scrapes are not worth a line."""
 
 
 class ScrapeServer:
@@ -21,7 +36,10 @@ class ScrapeServer:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"not host:port: {address!r}", param="metrics_address")
-        self._server, self._thread = start_http_server(int(port), host, registry)
+        app = make_wsgi_app(registry)
+        self._server = make_server(host, int(port), app, ThreadingWSGIServer, _Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:
