@@ -16,6 +16,7 @@ from baton.errors import BatonError, DrainingError, EngineError, disposition
 from baton.generation import WorkerLoad
 from baton.ids import RequestId, Role
 from baton.rpc.channel import bind, new_server
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello, identity_to_proto, role_from_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
 from baton.rpc.stories import story_to_proto
@@ -118,6 +119,7 @@ class WorkerServer:
         engine: EngineProgress,
         service: Service,
         metrics: WorkerMetrics,
+        credentials: ClusterCredentials | None = None,
         version: str = "",
         model: str = "",
     ) -> None:
@@ -126,7 +128,8 @@ class WorkerServer:
         self._service = service
         self._metrics = metrics
         self._scraped: ScrapeServer | None = None
-        self._server = new_server()
+        self._credentials = credentials
+        self._server = new_server(credentials)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._control = _Control(self, version=version, model=model)
         self._draining = False
@@ -146,7 +149,7 @@ class WorkerServer:
         self._service.add_to(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         control_pb2_grpc.add_ControlServicer_to_server(self._control, self._server)
-        bind(self._server, self._config.address)
+        bind(self._server, self._config.address, self._credentials)
         if self._config.metrics_address:
             self._scraped = ScrapeServer(self._config.metrics_address, self._metrics.registry)
         await self._set_health(self.state())

@@ -14,6 +14,8 @@ from baton.config.schema import BatonConfig, PoolConfig
 from baton.ids import WorkerIdentity
 from baton.redis_link import open_redis
 from baton.rpc.channel import bind, new_server
+from baton.rpc.credentials import ClusterCredentials
+from baton.rpc.identity import PeerRole
 from baton.rpc.v1 import pool_pb2_grpc
 from baton.telemetry.scrape import ScrapeServer
 from kvpool.directory.memory import MemoryDirectory
@@ -60,6 +62,7 @@ async def run(
         ConfigError: The directory or the disk cannot be used as configured.
     """
     pool = config.pool
+    credentials = ClusterCredentials.from_config(config.cluster, PeerRole.POOL, identity.worker_id)
     async with AsyncExitStack() as stack:
         directory = await stack.enter_async_context(_directory(pool))
         plan = PeeringConfig(
@@ -69,6 +72,7 @@ async def run(
             secret=bytes.fromhex(config.cluster.secret),
             pool=pool,
             transfer=config.transfer,
+            credentials=credentials,
         )
         join_peers = None
         if pool.directory != "memory":
@@ -85,7 +89,15 @@ async def run(
             else None,
             join_peers=join_peers,
         )
-        await _serve(node, config, address, allowances=allowances, ready=ready, stop=stop)
+        await _serve(
+            node,
+            config,
+            address,
+            credentials=credentials,
+            allowances=allowances,
+            ready=ready,
+            stop=stop,
+        )
 
 
 async def _serve(
@@ -93,6 +105,7 @@ async def _serve(
     config: BatonConfig,
     address: str,
     *,
+    credentials: ClusterCredentials,
     allowances: AllowanceSource | None,
     ready: Callable[[], None],
     stop: asyncio.Event,
@@ -101,6 +114,7 @@ async def _serve(
     pool = config.pool
     watchers = WatchStreams(node.identity)
     metrics = NodeMetrics(registry := CollectorRegistry())
+    registry.register(credentials.counts)
     beats: list[Callable[[], Awaitable[None]]] = [
         partial(_sweep, node, watchers, metrics),
         partial(_register, node),
@@ -109,11 +123,11 @@ async def _serve(
         keeper = QuotaKeeper(allowances, node.allow, pause_s=config.tenants.reload_s)
         await keeper.look()  # before the first put
         beats.append(keeper.run)
-    server = new_server()
+    server = new_server(credentials)
     pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node, watchers), server)
     wellness = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
     health_pb2_grpc.add_HealthServicer_to_server(wellness, server)
-    bind(server, address)
+    bind(server, address, credentials)
     scraped = ScrapeServer(pool.metrics_address, registry) if pool.metrics_address else None
     await wellness.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()

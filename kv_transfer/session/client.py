@@ -15,7 +15,8 @@ import grpc
 from baton.clock import Clock
 from baton.errors import BatonError, TransferError, WorkerLostError
 from baton.ids import BlockId, WorkerIdentity
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import open_channel, stranger
+from baton.rpc.identity import PeerRole
 from baton.rpc.reports import failure_from_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
@@ -115,13 +116,17 @@ class PeerSession:
 
     async def _run(self) -> None:
         error: BatonError = WorkerLostError(f"the session with {self._peer} was closed")
-        channel = open_channel(self._address)
+        own = self._here.credentials
+        # Workers hand over to workers, pool nodes to pool nodes.
+        channel = open_channel(self._address, own, own.identity.role if own else PeerRole.WORKER)
         try:
             await self._talk(pb_grpc.TransferStub(channel).Session(self._requests()))
         except BatonError as fault:
             error = fault
         except grpc.aio.AioRpcError as fault:
-            error = WorkerLostError(f"the session with {self._peer} broke: {fault.details()}")
+            error = stranger(fault, self._address, own) or WorkerLostError(
+                f"the session with {self._peer} broke: {fault.details()}"
+            )
         except TimeoutError:
             error = WorkerLostError(f"{self._peer} did not answer at {self._address}")
         finally:

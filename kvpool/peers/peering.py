@@ -17,6 +17,7 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.schema import PoolConfig, TransferConfig
 from baton.errors import ConfigError
 from baton.ids import BlockKey, WorkerIdentity
+from baton.rpc.credentials import ClusterCredentials
 from baton.telemetry.logs import get_logger
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.ports import KvReceiver
@@ -45,6 +46,7 @@ class PeeringConfig:
         address: Where its service for other nodes is bound: `unix:/path` or `host:port`.
         gate_path: Unix socket that lets nodes of the same host map the slab.
         secret: Of the cluster.
+        credentials: Of this process; None where it is reached by Unix sockets only.
         pool: Bounds.
         transfer: Backends and durations.
     """
@@ -55,6 +57,7 @@ class PeeringConfig:
     secret: bytes
     pool: PoolConfig
     transfer: TransferConfig
+    credentials: ClusterCredentials | None = None
 
     @property
     def advertised(self) -> str:
@@ -88,7 +91,10 @@ class Peering:
         slab, pool = store.slab, plan.pool
         layout = slab_layout(slab.slot_bytes)
         here = SessionEndpoint(
-            identity=plan.identity, layout=layout, office=TicketOffice(plan.secret)
+            identity=plan.identity,
+            layout=layout,
+            office=TicketOffice(plan.secret),
+            credentials=plan.credentials,
         )
         self._store = store
         self._inbound = PeerReceiver(
@@ -105,7 +111,7 @@ class Peering:
             timeout_s=pool.fetch_timeout_s,
             clock=clock,
         )
-        client = PeerClient(PeerSeal(plan.secret))
+        client = PeerClient(PeerSeal(plan.secret), plan.credentials)
         self._neighbours = PeerTable(plan.identity, directory, client, clock)
         parts = PartFetcher(
             here,
@@ -175,7 +181,7 @@ async def serve_peers(
     Raises:
         OSError: The address cannot be bound.
     """
-    service = PeerServer(PeerSeal(plan.secret))
+    service = PeerServer(PeerSeal(plan.secret), plan.credentials)
     bound = replace(plan, address=await service.start(plan.address))
 
     def join(store: NodeStorage) -> Peering | None:

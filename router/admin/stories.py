@@ -7,6 +7,7 @@ import grpc
 
 from baton.ids import RequestId
 from baton.rpc.channel import open_channel
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.stories import story_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1.control_pb2_grpc import ControlStub
@@ -22,11 +23,18 @@ class RequestStories:
     Args:
         own: What this router remembers of a request.
         view: The connected workers.
+        credentials: Of this process.
     """
 
-    def __init__(self, own: Callable[[RequestId], Sequence[StoryEntry]], view: ClusterView) -> None:
+    def __init__(
+        self,
+        own: Callable[[RequestId], Sequence[StoryEntry]],
+        view: ClusterView,
+        credentials: ClusterCredentials | None = None,
+    ) -> None:
         self._own = own
         self._view = view
+        self._credentials = credentials
 
     async def tell(self, request_id: RequestId) -> list[pb.StoryEntry]:
         """This router's story, then that of each worker that has one. A worker that does not answer is left out.
@@ -35,16 +43,15 @@ class RequestStories:
         """
         told = list(story_to_proto("router", self._own(request_id)).entries)
         addresses = [worker.address for worker in self._view.workers] if told else []
-        for entries in await asyncio.gather(*(_ask(each, request_id) for each in addresses)):
+        for entries in await asyncio.gather(*(self._ask(each, request_id) for each in addresses)):
             told += entries
         return told
 
-
-async def _ask(address: str, request_id: RequestId) -> Sequence[pb.StoryEntry]:
-    async with open_channel(address) as channel:
-        asked = pb.StoryRequest(request_id=request_id)
-        try:
-            reply = await ControlStub(channel).Story(asked, timeout=_WORKER_WAIT_S)
-        except grpc.aio.AioRpcError:
-            return ()
-        return reply.entries
+    async def _ask(self, address: str, request_id: RequestId) -> Sequence[pb.StoryEntry]:
+        async with open_channel(address, self._credentials) as channel:
+            asked = pb.StoryRequest(request_id=request_id)
+            try:
+                reply = await ControlStub(channel).Story(asked, timeout=_WORKER_WAIT_S)
+            except grpc.aio.AioRpcError:
+                return ()
+            return reply.entries
