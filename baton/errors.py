@@ -179,7 +179,7 @@ class CancelledByPeerError(BatonError):
 
 
 class TransferError(BatonError):
-    """KV could not be handed over."""
+    """KV could not be handed off."""
 
     code = "transfer_failed"
 

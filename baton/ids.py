@@ -27,6 +27,19 @@ BlockKey = NewType("BlockKey", bytes)
 """16-byte keyed hash of a block's tokens and everything before them (baton.hashing)."""
 
 
+class LegKind(Enum):
+    """What a worker does for a request: one word in the router, on the wire, in the worker and in its engine."""
+
+    PREFILL = "prefill"
+    """Compute the prompt and hand its KV off to another worker."""
+
+    RECEIVE = "receive"
+    """Take the prompt's KV from another worker and decode."""
+
+    GENERATE = "generate"
+    """Compute the prompt and decode."""
+
+
 class Role(Enum):
     """What a worker advertises: which kinds of legs it takes now."""
 

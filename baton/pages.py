@@ -12,7 +12,7 @@ from baton.errors import BatonError
 from baton.ids import BlockId, BlockKey, SeqId, XferId
 
 
-class Ready(Protocol):
+class ReadyEvent(Protocol):
     """Marks the place in a GPU's work behind which pages hold their KV: a GPU computes behind its host's back.
 
     Goes with the pages from the engine that computes them to the backend that writes them to a peer. Called from any thread.
@@ -46,7 +46,7 @@ class PageWrite:
     layer_index: int
     first_block: int = 0
     source: tuple[BlockId, ...]
-    ready: Ready | None = None
+    ready: ReadyEvent | None = None
     push_id: int = 0
     target: tuple[BlockId, ...] = ()
 

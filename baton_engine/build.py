@@ -79,7 +79,7 @@ def build_engine(
         config: The engine's limits.
         secret: The cluster secret, 32 bytes.
         memory: Gives the bytes of the KV region.
-        sink: Told when pages of a layer are complete; None where nothing is handed over.
+        sink: Told when pages of a layer are complete; None where nothing is handed off.
         progress: Called with what is being done and the fraction that is done, where one is known.
         gpu: Index of the GPU to compute on, where it is to be one.
         gpu_sharers: Workers on that GPU.

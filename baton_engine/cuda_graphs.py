@@ -183,7 +183,7 @@ class CudaGraphs:
                 work()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, which hand pages over, may go on calling the driver meanwhile.
+        # Other threads, which hand pages off, may go on calling the driver meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = work()
 

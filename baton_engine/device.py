@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from baton.errors import ConfigError
-from baton.pages import Ready
+from baton.pages import ReadyEvent
 from baton_engine.ports import ArenaBytes
 
 _CPU = torch.device("cpu")
@@ -77,13 +77,13 @@ def arena_buffer(memory: ArenaBytes) -> memoryview | torch.Tensor:
     return torch.as_tensor(_Memory(memory), device=torch.device("cuda", memory.device or 0))
 
 
-def layer_marker(device: torch.device) -> Callable[[], Ready] | None:
+def layer_marker(device: torch.device) -> Callable[[], ReadyEvent] | None:
     """What to call when a layer's kernels have been queued; None on a CPU, where they are done by then."""
     return GpuEvent if device.type == "cuda" else None
 
 
 class GpuEvent:
-    """A `Ready` behind everything that the current stream was given so far. Free once it is not referenced."""
+    """A `ReadyEvent` behind everything that the current stream was given so far. Free once it is not referenced."""
 
     def __init__(self) -> None:
         # An event that does not block would keep a core of its waiter busy.
@@ -92,11 +92,11 @@ class GpuEvent:
 
     @property
     def event(self) -> int:
-        """See `Ready`."""
+        """See `ReadyEvent`."""
         return int(self._event.cuda_event)
 
     def wait(self) -> None:
-        """See `Ready`."""
+        """See `ReadyEvent`."""
         self._event.synchronize()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from baton.ids import SeqId
-from baton.pages import FetchOutcome, Ready
+from baton.pages import FetchOutcome, ReadyEvent
 from baton_engine.ports import KvSource, LayerReady, LayerSink
 from baton_engine.scheduling.plan import StepPlan
 
@@ -23,7 +23,7 @@ class KvLayerHooks:
     Args:
         plan: The step.
         source: Brings the plan's fetches; None where there are none.
-        sink: Takes the plan's exports; None where nothing is handed over.
+        sink: Takes the plan's exports; None where nothing is handed off.
         mark: Marks where a GPU is through with a layer (`engine.device.layer_marker`); None on a CPU.
 
     Attributes:
@@ -35,7 +35,7 @@ class KvLayerHooks:
         plan: StepPlan,
         source: KvSource | None,
         sink: LayerSink | None,
-        mark: Callable[[], Ready] | None = None,
+        mark: Callable[[], ReadyEvent] | None = None,
     ) -> None:
         self._plan = plan
         self._source = source if plan.fetches else None

@@ -175,16 +175,16 @@ class EngineLoop:
             return None
         plan, started = self._scheduler.schedule(self._clock.now_s())
         self._emit_events(self._scheduler.step, events + started)
-        return None if plan is None else self._hand_over(plan)
+        return None if plan is None else self._launch(plan)
 
     def _begin_ahead(self) -> _Begun | None:
         """The step after the one in flight; None where it has to wait for that one, or a command has come."""
         if not self._runs_ahead or not self._inbox.empty():
             return None
         plan = self._scheduler.plan_ahead()
-        return None if plan is None else self._hand_over(plan)
+        return None if plan is None else self._launch(plan)
 
-    def _hand_over(self, plan: StepPlan) -> _Begun:
+    def _launch(self, plan: StepPlan) -> _Begun:
         self._busy_since_s = begun_s = self._clock.now_s()
         if not self._runs_ahead:
             return _Begun(plan=plan, begun_s=begun_s, collect=partial(self._runner.execute, plan))

@@ -1,7 +1,7 @@
 """What an engine is told and what it tells. Plain frozen data, so that the port works across threads and processes.
 
 A sequence's life, prefilled for another worker: `Prefill` → `PrefillStarted` → sampled (first tokens) → pages stay pinned until
-`Release`. Received from another worker: `Reserve` → `Reserved` → (KV arrives) → `Start` → sampled… . Generated here: `Generate` →
+`Release`. Received from another worker: `Receive` → `Reserved` → (KV arrives) → `Start` → sampled… . Generated here: `Generate` →
 `PrefillStarted` → sampled…. `Abort` is right at any moment, also for a sequence that is gone. Every sequence ends in exactly
 one of: its samples' finish reasons (local and started sequences), `Released`, `Failed`.
 """
@@ -32,7 +32,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reserve:
+class Receive:
     """Take pages for the whole prompt, all or nothing; waits in line while there is no room."""
 
     seq_id: SeqId
@@ -53,7 +53,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """The prefilled pages have been handed over; unpin them (their full blocks stay in the prefix cache)."""
+    """The prefilled pages have been handed off; unpin them (their full blocks stay in the prefix cache)."""
 
     seq_id: SeqId
 
@@ -70,7 +70,7 @@ class FlushCache:
     """Drop every cached block that no sequence uses."""
 
 
-Command = Generate | Prefill | Reserve | Start | Release | Abort | FlushCache
+Command = Generate | Prefill | Receive | Start | Release | Abort | FlushCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

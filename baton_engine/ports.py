@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.ids import BlockId, BlockKey, SeqId
-from baton.pages import FetchOutcome, PageFetch, PublishedPage, Ready
+from baton.pages import FetchOutcome, PageFetch, PublishedPage, ReadyEvent
+from baton.story import StoryEntry
 from baton_engine.messages import Command, StepEvents
 
 
@@ -36,7 +37,7 @@ class LayerReady:
 
     layer_index: int
     exports: Sequence[PageExport]
-    ready: Ready | None = None
+    ready: ReadyEvent | None = None
 
 
 class LayerSink(Protocol):
@@ -131,7 +132,7 @@ class EnginePort(Protocol):
     def attach(self, listener: Callable[[StepEvents], None]) -> None:
         """Sends all events to `listener` from now on, grouped by step; the one before it gets no more.
 
-        It is called on the engine's thread, and must only hand them over.
+        It is called on the engine's thread, and must only pass them on.
         """
 
     def progress_s(self) -> float | None:
@@ -139,6 +140,9 @@ class EnginePort(Protocol):
 
     def failure(self) -> BaseException | None:
         """What ended the engine loop, or None while it lives."""
+
+    def story(self, seq_id: SeqId) -> Sequence[StoryEntry]:
+        """What is remembered of a sequence, ended or not, oldest first."""
 
     def close(self) -> None:
         """Ends the loop and waits for it; sequences that are left are dropped."""

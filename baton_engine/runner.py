@@ -29,7 +29,7 @@ class ModelRunner:
     Args:
         model: Weights and layers, on one device.
         arena: Pages on the same device.
-        sink: Told after each layer which pages may leave; None where nothing is handed over.
+        sink: Told after each layer which pages may leave; None where nothing is handed off.
         graphs: Of the same model and arena, for the steps that they take; None where there are none.
         one_by_one: See `InputBuilder`.
     """

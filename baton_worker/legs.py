@@ -2,7 +2,7 @@
 
  PREFILL    QUEUED ── first chunk ── PREFILLING ── first tokens ── HANDING_OFF ── committed, or in the pool ── DONE
                                           └─ every sample ended with its first token ───────────────────────┘
- RECEIVE    EXPECTING ── pages reserved, written, committed ── RUNNING ── every sample finished ── DONE
+ RECEIVE    RECEIVING ── pages reserved, written, committed ── RUNNING ── every sample finished ── DONE
  GENERATE   QUEUED ── first chunk ── PREFILLING ── first token ── RUNNING ── every sample finished ── DONE
 
  any state of any kind ── FAILED (engine, hand-off) or CANCELLED (router)
@@ -12,7 +12,7 @@ business of the worker's two halves (`HandOffs`): prefill_worker sends pages, de
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
@@ -27,7 +27,7 @@ from baton.errors import (
     WrongRoleError,
 )
 from baton.generation import Prompt, TokenSample
-from baton.ids import LegId, RequestId, Role, SeqId, XferId
+from baton.ids import LegId, LegKind, RequestId, Role, SeqId, XferId
 from baton.layout import KvLayout
 from baton.story import StoryEntry, StoryLog
 from baton_engine.messages import (
@@ -48,7 +48,6 @@ from baton_worker.messages import (
     LegBroken,
     LegCancelled,
     LegKey,
-    LegKind,
     LegMessage,
     PrefilledMessage,
     PromptPut,
@@ -70,7 +69,7 @@ _MAX_REQUESTS = 1024
 class LegState(Enum):
     """Where one leg stands."""
 
-    EXPECTING = "expecting"
+    RECEIVING = "receiving"
     QUEUED = "queued"
     PREFILLING = "prefilling"
     HANDING_OFF = "handing_off"
@@ -81,27 +80,27 @@ class LegState(Enum):
 
 
 _S = LegState
-_LOST = frozenset({_S.FAILED, _S.CANCELLED})
-ENDS = frozenset({_S.DONE}) | _LOST
+_EARLY_ENDS = frozenset({_S.FAILED, _S.CANCELLED})
+ENDS = frozenset({_S.DONE}) | _EARLY_ENDS
 FIRST_STATE = {
     LegKind.PREFILL: _S.QUEUED,
-    LegKind.RECEIVE: _S.EXPECTING,
+    LegKind.RECEIVE: _S.RECEIVING,
     LegKind.GENERATE: _S.QUEUED,
 }
 TRANSITIONS: dict[LegKind, dict[LegState, frozenset[LegState]]] = {
     LegKind.PREFILL: {
-        _S.QUEUED: frozenset({_S.PREFILLING}) | _LOST,
-        _S.PREFILLING: frozenset({_S.HANDING_OFF, _S.DONE}) | _LOST,
-        _S.HANDING_OFF: frozenset({_S.DONE}) | _LOST,
+        _S.QUEUED: frozenset({_S.PREFILLING}) | _EARLY_ENDS,
+        _S.PREFILLING: frozenset({_S.HANDING_OFF, _S.DONE}) | _EARLY_ENDS,
+        _S.HANDING_OFF: frozenset({_S.DONE}) | _EARLY_ENDS,
     },
     LegKind.RECEIVE: {
-        _S.EXPECTING: frozenset({_S.RUNNING}) | _LOST,
-        _S.RUNNING: frozenset({_S.DONE}) | _LOST,
+        _S.RECEIVING: frozenset({_S.RUNNING}) | _EARLY_ENDS,
+        _S.RUNNING: frozenset({_S.DONE}) | _EARLY_ENDS,
     },
     LegKind.GENERATE: {
-        _S.QUEUED: frozenset({_S.PREFILLING}) | _LOST,
-        _S.PREFILLING: frozenset({_S.RUNNING}) | _LOST,
-        _S.RUNNING: frozenset({_S.DONE}) | _LOST,
+        _S.QUEUED: frozenset({_S.PREFILLING}) | _EARLY_ENDS,
+        _S.PREFILLING: frozenset({_S.RUNNING}) | _EARLY_ENDS,
+        _S.RUNNING: frozenset({_S.DONE}) | _EARLY_ENDS,
     },
 }
 """Where a leg of each kind may go from each state; from the others, nowhere."""
@@ -144,6 +143,23 @@ class WorkerLeg:
         return self.state in ENDS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegNames:
+    """Under which names the cores of a worker know one leg, which may be over.
+
+    Attributes:
+        key: The leg's own.
+        kind: Which half has its hand-off.
+        seq_id: The engine's; None for a leg that was refused.
+        xfer_id: Of its hand-off; None where it has none.
+    """
+
+    key: LegKey
+    kind: LegKind
+    seq_id: SeqId | None
+    xfer_id: XferId | None
+
+
 class WorkerLegTable:
     """Every leg that its router or the engine still knows. Pure; one owner.
 
@@ -158,7 +174,7 @@ class WorkerLegTable:
         self._next = 0
         self.seqs: dict[SeqId, WorkerLeg] = {}
         self.outcomes: Counter[tuple[LegKind, LegState]] = Counter()
-        self.story = StoryLog()
+        self.story = StoryLog("leg")
 
     def __contains__(self, key: LegKey) -> bool:
         """Whether that leg is not over."""
@@ -217,7 +233,7 @@ class WorkerLegTable:
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
         for key, leg in self._live.items():
-            known = leg.seq_id in self.seqs or leg.state is _S.EXPECTING
+            known = leg.seq_id in self.seqs or leg.state is _S.RECEIVING
             if key != leg.key or leg.over or not known:
                 raise InvariantError(
                     f"leg {key} is inconsistent: {leg!r}", story=self.story.story(key)
@@ -232,6 +248,9 @@ class Transfers(Protocol):
 
     def transfers(self) -> Mapping[XferId, WorkerLeg]:
         """Hand-offs that are not over, with their legs, ended ones included."""
+
+    def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
+        """What is left of the events about one hand-off, over or not, oldest first."""
 
     def in_flight(self) -> int:
         """Hand-offs that are not over, those without a leg included."""
@@ -261,7 +280,7 @@ class HandOffs(Transfers, Protocol, Generic[Event]):
     ) -> list[WorkerAction]:
         """The engine said something about a leg of this half: the half's own part in it."""
 
-    def give_up(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:
+    def withdraw(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:
         """The leg of a hand-off ended, or never began: its peer has to stop."""
 
     def handle(self, event: Event, now_s: float) -> list[WorkerAction]:
@@ -311,7 +330,7 @@ class LegLifecycle:
             self._halves[LegKind.RECEIVE] = receiving
         self.takes = KINDS_OF_ROLE[role]
         self.draining = False
-        self._asked_for: OrderedDict[RequestId, list[LegKey]] = OrderedDict()
+        self._asked_for: OrderedDict[RequestId, list[LegNames]] = OrderedDict()
         """The legs of the last requests, over or not."""
 
     def handle(self, event: WorkerEvent, now_s: float) -> list[WorkerAction]:
@@ -323,7 +342,7 @@ class LegLifecycle:
                 actions = self._asked(event, now_s)
                 key = (event.stream, event.leg_id)
                 self._legs.story.record(key, now_s, event, actions)
-                self._remember(event.request_id, key)
+                self._remember(event)
                 return actions
             case LegCancelled():
                 leg = self._legs.get((event.stream, event.leg_id))
@@ -385,10 +404,15 @@ class LegLifecycle:
         """What is left of the events about one leg, oldest first."""
         return self._legs.story.story(key)
 
-    def story_of(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
-        """What is left of the events about the legs of one request, leg by leg."""
-        keys = self._asked_for.get(request_id, ())
-        return tuple(entry for key in keys for entry in self._legs.story.story(key))
+    def legs_of(self, request_id: RequestId) -> Sequence[LegNames]:
+        """The legs that a request has had here, as far as it is remembered."""
+        return self._asked_for.get(request_id, ())
+
+    def story_of(self, names: LegNames) -> tuple[StoryEntry, ...]:
+        """What is left of the events about one leg and its hand-off, each oldest first."""
+        half = self._halves.get(names.kind)
+        handed = () if half is None or names.xfer_id is None else half.story(names.xfer_id)
+        return (*self._legs.story.story(names.key), *handed)
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
@@ -396,8 +420,17 @@ class LegLifecycle:
         for half in self._halves.values():
             half.check_integrity()
 
-    def _remember(self, request_id: RequestId, key: LegKey) -> None:
-        self._asked_for.setdefault(request_id, []).append(key)
+    def _remember(self, asked: LegAsked) -> None:
+        leg = self._legs.get((asked.stream, asked.leg_id))
+        names = LegNames(
+            key=(asked.stream, asked.leg_id),
+            kind=asked.kind,
+            seq_id=None if leg is None else leg.seq_id,
+            xfer_id=None if asked.permit is None else asked.permit.xfer_id,
+        )
+        legs = self._asked_for.setdefault(asked.request_id, [])
+        if names not in legs:
+            legs.append(names)
         if len(self._asked_for) > _MAX_REQUESTS:
             self._asked_for.popitem(last=False)
 
@@ -414,7 +447,7 @@ class LegLifecycle:
             if half is None or permit is None or not permit.xfer_id or half.refusal(permit):
                 return [refused]
             # The sending worker may have asked for pages already, or will: let it know.
-            return [refused, *half.give_up(permit.xfer_id, refusal, now_s)]
+            return [refused, *half.withdraw(permit.xfer_id, refusal, now_s)]
         leg = self._legs.admit(asked, now_s)
         if half is not None:
             return half.begin(leg, asked, now_s)
@@ -451,13 +484,13 @@ class LegLifecycle:
     def _cancel(
         self, leg: WorkerLeg, event: LegCancelled | StreamGone, now_s: float
     ) -> list[WorkerAction]:
-        expecting = leg.state is _S.EXPECTING
+        receiving = leg.state is _S.RECEIVING
         self._legs.end(leg, _S.CANCELLED)
         actions: list[WorkerAction] = []
-        if leg.kind is LegKind.PREFILL or expecting:
+        if leg.kind is LegKind.PREFILL or receiving:
             error = CancelledByPeerError("the router cancelled this leg")
-            actions += self._give_up(leg, error, now_s)
-        if not expecting:  # else the ledger says when its pages may go
+            actions += self._withdraw(leg, error, now_s)
+        if not receiving:  # else the ledger says when its pages may go
             actions.append(Abort(seq_id=leg.seq_id))
         self._legs.story.record(leg.key, now_s, event, actions)
         return actions
@@ -490,7 +523,7 @@ class LegLifecycle:
 
     def _gone(self, leg: WorkerLeg, event: Released | Failed, now_s: float) -> list[WorkerAction]:
         """The engine has let go of a sequence."""
-        if leg.kind is LegKind.RECEIVE and (leg.over or leg.state is _S.EXPECTING):
+        if leg.kind is LegKind.RECEIVE and (leg.over or leg.state is _S.RECEIVING):
             return self._advance(leg, event, now_s)  # the hand-off decides what becomes of the leg
         if leg.over:
             return []
@@ -577,8 +610,10 @@ class LegLifecycle:
         if all(sample.finish is not None for sample in first_tokens):
             # Nothing is left to decode: the router is told to its end here, and the pages are not needed.
             self._legs.end(leg, _S.DONE)
-            given_up = self._give_up(leg, CancelledByPeerError("nothing is left to decode"), now_s)
-            actions = [prefilled, *given_up, Release(seq_id=leg.seq_id)]
+            withdrawn = self._withdraw(
+                leg, CancelledByPeerError("nothing is left to decode"), now_s
+            )
+            actions = [prefilled, *withdrawn, Release(seq_id=leg.seq_id)]
         else:
             self._legs.move(leg, _S.HANDING_OFF)
             assert leg.xfer_id is not None
@@ -597,9 +632,9 @@ class LegLifecycle:
         half = self._halves.get(leg.kind)
         return [] if half is None else half.advance(leg, event, now_s)
 
-    def _give_up(self, leg: WorkerLeg, error: BatonError, now_s: float) -> list[WorkerAction]:
+    def _withdraw(self, leg: WorkerLeg, error: BatonError, now_s: float) -> list[WorkerAction]:
         assert leg.xfer_id is not None
-        return self._halves[leg.kind].give_up(leg.xfer_id, error, now_s)
+        return self._halves[leg.kind].withdraw(leg.xfer_id, error, now_s)
 
     def _log(self, event: object, actions: list[WorkerAction], now_s: float) -> None:
         """Logs only the actions that are messages to a router; the halves' own cores log the rest, by transfer."""

@@ -4,12 +4,11 @@ Commands of routers come in as leg events; `RouterMessage` is what goes back to 
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NewType
 
 from baton.errors import BatonError, InvariantError
 from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample
-from baton.ids import BlockId, LegId, RequestId, Role, SeqId, WorkerIdentity
+from baton.ids import BlockId, LegId, LegKind, RequestId, Role, SeqId, WorkerIdentity
 from baton_engine.messages import Command, SampledTokens, SeqEvent
 from baton_engine.ports import LayerReady
 from kv_transfer.ledger.ledger import (
@@ -21,7 +20,7 @@ from kv_transfer.ledger.ledger import (
 )
 from kv_transfer.ledger.outbox import (
     FromDecode,
-    HandOver,
+    HandOffDone,
     PeerDown,
     PeerUp,
     PushDone,
@@ -36,19 +35,6 @@ StreamId = NewType("StreamId", int)
 
 LegKey = tuple[StreamId, LegId]
 """One leg: routers number theirs themselves."""
-
-
-class LegKind(Enum):
-    """What a router asks of a worker, as the engine's modes have it."""
-
-    PREFILL = "prefill"
-    """Compute the prompt and hand its KV to another worker."""
-
-    RECEIVE = "receive"
-    """Take the prompt's KV from another worker and decode."""
-
-    GENERATE = "generate"
-    """Compute the prompt and decode."""
 
 
 KINDS_OF_ROLE: dict[Role, frozenset[LegKind]] = {
@@ -174,7 +160,7 @@ class HandedOffMessage:
 
     stream: StreamId
     leg_id: LegId
-    done: HandOver
+    done: HandOffDone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from baton.errors import BatonError
 from baton.generation import WorkerLoad
 from baton.telemetry.metrics import REQUEST_LATENCY_BUCKETS_S
-from kv_transfer.ledger.outbox import HandOver
+from kv_transfer.ledger.outbox import HandOffDone
 
 
 class WorkerMetrics:
@@ -45,7 +45,7 @@ class WorkerMetrics:
         """So many tokens were drawn here."""
         self._legs.generation_tokens.inc(tokens)
 
-    def handed_off(self, done: HandOver) -> None:
+    def handed_off(self, done: HandOffDone) -> None:
         """The receiving worker has a leg's pages."""
         self._hand_offs.pages.inc(done.blocks_sent)
         self._hand_offs.bytes.inc(done.bytes_sent)
@@ -73,6 +73,10 @@ class WorkerMetrics:
     def handshake_refused(self, field: str) -> None:
         """A session with another worker did not come about; fields are a closed set."""
         self._refusals.handshakes.labels(field).inc()
+
+    def connection_refused(self, reason: str) -> None:
+        """A connection to the arena was closed before its peer had proven itself; reasons are a closed set. From any thread."""
+        self._refusals.connections.labels(reason).inc()
 
     def observe(self, load: WorkerLoad, *, transfers_in_flight: int) -> None:
         """Takes over the worker's last report on itself."""
@@ -117,8 +121,8 @@ class _HandOffs:
     """Hand-offs as the sender sees them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.pages = Counter("baton_kv_sent_pages", "KV pages handed over", registry=registry)
-        self.bytes = Counter("baton_kv_sent_bytes", "Bytes handed over", registry=registry)
+        self.pages = Counter("baton_kv_sent_pages", "KV pages handed off", registry=registry)
+        self.bytes = Counter("baton_kv_sent_bytes", "Bytes handed off", registry=registry)
         self.reserve_wait_s = Histogram(
             "baton_kv_reserve_wait_seconds",
             "From the first chunk until pages were granted",
@@ -139,7 +143,7 @@ class _HandOffs:
 
 
 class _Refusals:
-    """Tickets and handshakes that were refused."""
+    """Tickets, handshakes and connections that were refused."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.tickets = Counter(
@@ -152,6 +156,12 @@ class _Refusals:
             "baton_handshake_incompatible",
             "Sessions between workers refused, by the field that did not fit",
             ["field"],
+            registry=registry,
+        )
+        self.connections = Counter(
+            "baton_kv_connections_refused",
+            "Connections to the KV memory closed before the peer had proven the cluster's secret",
+            ["reason"],
             registry=registry,
         )
 

@@ -8,7 +8,7 @@ from baton.blocks import BlockChanges
 from baton.clock import Clock
 from baton.errors import InvalidRequestError, TicketError
 from baton.generation import WorkerLoad
-from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.ids import LegId, LegKind, RequestId, WorkerIdentity
 from baton.rpc.generation import prompt_from_proto
 from baton.rpc.hello import WorkerHello
 from baton.rpc.v1 import common_pb2, worker_pb2_grpc
@@ -19,7 +19,6 @@ from baton_worker.messages import (
     HandedOffMessage,
     LegAsked,
     LegCancelled,
-    LegKind,
     LegReassigned,
     PooledMessage,
     PrefilledMessage,

@@ -4,6 +4,7 @@ It knows the engine only as something that makes progress or has failed.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -20,8 +21,8 @@ from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello, identity_to_proto, role_from_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
 from baton.rpc.stories import story_to_proto
+from baton.rpc.v1 import common_pb2, control_pb2_grpc
 from baton.rpc.v1 import control_pb2 as pb
-from baton.rpc.v1 import control_pb2_grpc
 from baton.story import StoryEntry
 from baton.telemetry.logs import get_logger
 from baton.telemetry.metrics import render
@@ -29,9 +30,12 @@ from baton.telemetry.scrape import ScrapeServer
 from baton_worker.metrics import WorkerMetrics
 
 CHECK_INTERVAL_S = 0.1
+LIVE_PATH, READY_PATH = "/live", "/ready"
+"""The same over HTTP, beside the metrics."""
 LIVE = "live"
 """The name under which health tells whether the process should go on; under no name, whether it takes new work."""
 
+_CHECKED_WITHIN_S = 5.0
 _STOP_GRACE_S = 0.5
 
 _log = get_logger(__name__)
@@ -62,7 +66,10 @@ class Service(Protocol):
         """Called every `CHECK_INTERVAL_S`: deadlines, load reports."""
 
     def story_of(self, request_id: RequestId) -> Sequence[StoryEntry]:
-        """What happened to the legs of a request."""
+        """What happened to the legs of a request, in order of time."""
+
+    def now_s(self) -> float:
+        """The time on the clock of its stories."""
 
     def refuse_new(self) -> None:
         """Takes no new legs from now on and tells the routers so."""
@@ -133,6 +140,7 @@ class WorkerServer:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._control = _Control(self, version=version, model=model)
         self._draining = False
+        self._seen: tuple[WorkerState, float] | None = None
         self._changing_role = asyncio.Lock()
         self._checking: asyncio.Task[None] | None = None
         self._checked = asyncio.Event()
@@ -151,7 +159,11 @@ class WorkerServer:
         control_pb2_grpc.add_ControlServicer_to_server(self._control, self._server)
         bind(self._server, self._config.address, self._credentials)
         if self._config.metrics_address:
-            self._scraped = ScrapeServer(self._config.metrics_address, self._metrics.registry)
+            self._scraped = ScrapeServer(
+                self._config.metrics_address,
+                self._metrics.registry,
+                {LIVE_PATH: self._probed_alive, READY_PATH: self._probed_ready},
+            )
         await self._set_health(self.state())
         await self._server.start()
         self._checking = asyncio.create_task(self._check_forever(), name="worker-checks")
@@ -227,9 +239,13 @@ class WorkerServer:
         """Legs, sequences and transfers in this process that are not over."""
         return self._service.in_flight()
 
-    def story_of(self, request_id: RequestId) -> Sequence[StoryEntry]:
+    def story_of(self, request_id: RequestId) -> common_pb2.StoryReply:
         """What happened here to the legs of a request, as far as it is remembered."""
-        return self._service.story_of(request_id)
+        return story_to_proto(
+            self._service.hello.identity.worker_id,
+            self._service.story_of(request_id),
+            now_s=self._service.now_s(),
+        )
 
     def state(self) -> WorkerState:
         """How this worker is, as `Control.Status` and health tell it."""
@@ -277,7 +293,18 @@ class WorkerServer:
             _log.error("the engine's loop died", cause=failure)
             self._fail(EngineError(f"the engine's loop died: {failure!r}"))
 
+    def _probed_alive(self) -> bool:
+        """On the thread that answers probes: an event loop that stands still does not look alive."""
+        if self._seen is None:
+            return False
+        state, seen_s = self._seen
+        return state.alive and time.monotonic() - seen_s < _CHECKED_WITHIN_S
+
+    def _probed_ready(self) -> bool:
+        return self._probed_alive() and self._seen is not None and self._seen[0].ready
+
     async def _set_health(self, state: WorkerState) -> None:
+        self._seen = state, time.monotonic()
         yes = health_pb2.HealthCheckResponse.SERVING
         no = health_pb2.HealthCheckResponse.NOT_SERVING
         await self._health.set("", yes if state.ready else no)
@@ -336,11 +363,10 @@ class _Control(control_pb2_grpc.ControlServicer):
     async def Story(  # noqa: N802
         self,
         request: pb.StoryRequest,
-        context: grpc.aio.ServicerContext[pb.StoryRequest, pb.StoryReply],  # noqa: ARG002
-    ) -> pb.StoryReply:
+        context: grpc.aio.ServicerContext[pb.StoryRequest, common_pb2.StoryReply],  # noqa: ARG002
+    ) -> common_pb2.StoryReply:
         """What happened here to the legs of a request."""
-        story = self._server.story_of(RequestId(request.request_id))
-        return story_to_proto(self._server.state().hello.identity.worker_id, story)
+        return self._server.story_of(RequestId(request.request_id))
 
     async def Explain(  # noqa: N802
         self,

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from baton.generation import Prompt, SamplingParams
-from baton.ids import BlockId, SeqId
+from baton.ids import BlockId, LegKind, SeqId
 from baton_engine.cache.arena import KvArena
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.select import check_quantization, choose_kv_dtype, select_kernels
@@ -27,7 +27,7 @@ from baton_engine.models.inputs import InputBuilder
 from baton_engine.models.loader import load_decoder
 from baton_engine.sampling.sampler import Sampler
 from baton_engine.scheduling.plan import Row
-from baton_engine.scheduling.request import Mode, Request
+from baton_engine.scheduling.request import Request
 from bench.harness.report import Report
 from bench.harness.shapes import SHAPES, write_model
 
@@ -157,7 +157,7 @@ def _row(index: int, blocks: int, case: Case, vocab: int) -> Row:
     tokens = tuple((7 * index + 31 * place) % vocab for place in range(length))
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     prompt = Prompt(prompt_tokens=tokens, sampling=sampling)
-    request = Request(seq_id=SeqId(str(index)), mode=Mode.GENERATE, prompt=prompt)
+    request = Request(seq_id=SeqId(str(index)), kind=LegKind.GENERATE, prompt=prompt)
     seq = request.first_sequence()
     seq.blocks += [BlockId(index * blocks + place) for place in range(blocks)]
     return Row(seq=seq, start=case.context, num_tokens=case.tokens, samples=(0,))

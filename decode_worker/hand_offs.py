@@ -8,15 +8,8 @@ from collections.abc import Mapping
 from baton.errors import BatonError, InvalidRequestError, InvariantError
 from baton.generation import TokenSample
 from baton.ids import XferId
-from baton_engine.messages import (
-    Abort,
-    Failed,
-    PrefillStarted,
-    Released,
-    Reserve,
-    Reserved,
-    Start,
-)
+from baton.story import StoryEntry
+from baton_engine.messages import Abort, Failed, PrefillStarted, Receive, Released, Reserved, Start
 from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable, failed
 from baton_worker.messages import (
     LegAsked,
@@ -28,7 +21,7 @@ from baton_worker.messages import (
 from kv_transfer.ledger.ledger import (
     Expected,
     LedgerEvent,
-    PagesGone,
+    PagesReleased,
     PagesReserved,
     Reassigned,
     TransferLedger,
@@ -75,7 +68,7 @@ class ReceivingHandOffs:
         """See `HandOffs`."""
         assert asked.permit is not None
         self._transfers[asked.permit.xfer_id] = leg
-        return self._tell(Expected(permit=asked.permit), asked.permit.xfer_id, now_s)
+        return self._handle(Expected(permit=asked.permit), asked.permit.xfer_id, now_s)
 
     def advance(
         self,
@@ -91,16 +84,19 @@ class ReceivingHandOffs:
             case Reserved():
                 held = event.held_blocks
                 grant = Grant(held_blocks=held, blocks=event.blocks[held:])
-                return self._tell(PagesReserved(xfer_id=xfer_id, grant=grant), xfer_id, now_s)
+                return self._handle(PagesReserved(xfer_id=xfer_id, grant=grant), xfer_id, now_s)
             case Released() | Failed():
                 error = event.error if isinstance(event, Failed) else None
-                return self._tell(PagesGone(xfer_id=xfer_id, error=error), xfer_id, now_s)
+                return self._handle(PagesReleased(xfer_id=xfer_id, error=error), xfer_id, now_s)
             case PrefillStarted() | FirstTokensDrawn():
-                raise InvariantError(f"{leg.seq_id} was computed before its pages were here")
+                raise InvariantError(
+                    f"{leg.seq_id} was computed before its pages were here",
+                    story=self.story(xfer_id),
+                )
 
-    def give_up(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:
+    def withdraw(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:
         """See `HandOffs`; a sender that asks for pages later is refused with the same error."""
-        return self._tell(Withdrawn(xfer_id=xfer_id, error=error), xfer_id, now_s)
+        return self._handle(Withdrawn(xfer_id=xfer_id, error=error), xfer_id, now_s)
 
     def handle(self, event: ReceivingEvent, now_s: float) -> list[WorkerAction]:
         """See `HandOffs`."""
@@ -118,6 +114,10 @@ class ReceivingHandOffs:
     def transfers(self) -> Mapping[XferId, WorkerLeg]:
         """See `HandOffs`."""
         return self._transfers
+
+    def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
+        """See `HandOffs`."""
+        return self._ledger.story(xfer_id)
 
     def in_flight(self) -> int:
         """See `HandOffs`: also those that no router has announced yet."""
@@ -142,11 +142,15 @@ class ReceivingHandOffs:
         self._ledger.check_integrity()
         for xfer_id, leg in self._transfers.items():
             if self._ledger.state(xfer_id) is None:
-                raise InvariantError(f"transfer {xfer_id} is over and still mapped")
+                raise InvariantError(
+                    f"transfer {xfer_id} is over and still mapped", story=self.story(xfer_id)
+                )
             if leg.xfer_id != xfer_id or leg.state is LegState.RUNNING:
-                raise InvariantError(f"transfer {xfer_id} and its leg disagree: {leg!r}")
+                raise InvariantError(
+                    f"transfer {xfer_id} and its leg disagree: {leg!r}", story=self.story(xfer_id)
+                )
 
-    def _tell(self, event: LedgerEvent, xfer_id: XferId, now_s: float) -> list[WorkerAction]:
+    def _handle(self, event: LedgerEvent, xfer_id: XferId, now_s: float) -> list[WorkerAction]:
         """Tells the ledger of one transfer, which may be over then."""
         actions = self._carry_out(self._ledger.handle(event, now_s))
         self._forget(xfer_id)
@@ -159,7 +163,7 @@ class ReceivingHandOffs:
                 case ReservePages():
                     leg = self._transfers[action.xfer_id]
                     self._legs.seqs[leg.seq_id] = leg
-                    actions.append(Reserve(seq_id=leg.seq_id, prompt=leg.prompt))
+                    actions.append(Receive(seq_id=leg.seq_id, prompt=leg.prompt))
                 case StartDecoding():
                     actions.append(self._start(action.xfer_id, action.first_tokens))
                 case FreePages():

@@ -37,7 +37,7 @@ def load(model: Path) -> BuiltEngine:
         EngineConfig(device="cpu", kv_cache_memory_bytes=64 << 20),
         secret=bytes(32),  # keys the prefix cache; a cluster shares one
         memory=WorkerMemory(),
-        sink=None,  # no pages are handed over
+        sink=None,  # no pages are handed off
         progress=lambda what, _: print(what, file=sys.stderr),
     )
 

@@ -28,7 +28,7 @@ class SpotLast:
         """Sequences that decode there."""
         return worker.sequences + _surcharge(worker)
 
-    def handover_cost(self, decoder: WorkerView, demand: Demand) -> float:  # noqa: ARG002
+    def hand_off_cost(self, decoder: WorkerView, demand: Demand) -> float:  # noqa: ARG002
         """A hybrid worker that is as good keeps both legs."""
         return 0.1
 

@@ -98,7 +98,7 @@ def plan_link(source: KvLayout, target: KvLayout) -> LinkPlan:
     """What the rank with layout `source` writes into the rank with layout `target`.
 
     Raises:
-        IncompatibleError: The pages cannot be matched, or this pair has nothing to hand over; names the field.
+        IncompatibleError: The pages cannot be matched, or this pair has nothing to hand off; names the field.
     """
     refuse_difference(source, target)
     slices = tuple(_pair_slices(source, target))

@@ -1,4 +1,4 @@
-"""What has to be shown before KV is handed over: a router's permit, then a decode worker's ticket, both signed.
+"""What has to be shown before KV is handed off: a router's permit, then a decode worker's ticket, both signed.
 
 A router mints one `Permit` per attempt and gives it to both workers; the prefill worker shows it when it asks for pages, and
 gets a `Ticket` that names them. Keys are derived from the cluster secret, one per kind, so that neither can stand for the

@@ -62,6 +62,7 @@ async def run(
         ConfigError: The directory or the disk cannot be used as configured.
     """
     pool = config.pool
+    metrics = NodeMetrics(CollectorRegistry())
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.POOL, identity.worker_id)
     async with AsyncExitStack() as stack:
         directory = await stack.enter_async_context(_directory(pool))
@@ -73,6 +74,7 @@ async def run(
             pool=pool,
             transfer=config.transfer,
             credentials=credentials,
+            refused=lambda reason: metrics.connection_refused(reason.value),
         )
         join_peers = None
         if pool.directory != "memory":
@@ -93,6 +95,7 @@ async def run(
             node,
             config,
             address,
+            metrics,
             credentials=credentials,
             allowances=allowances,
             ready=ready,
@@ -104,6 +107,7 @@ async def _serve(
     node: PoolNode,
     config: BatonConfig,
     address: str,
+    metrics: NodeMetrics,
     *,
     credentials: ClusterCredentials,
     allowances: AllowanceSource | None,
@@ -113,8 +117,6 @@ async def _serve(
     """Answers workers and operators until `stop` is set, then closes the node."""
     pool = config.pool
     watchers = WatchStreams(node.identity)
-    metrics = NodeMetrics(registry := CollectorRegistry())
-    registry.register(credentials.counts)
     beats: list[Callable[[], Awaitable[None]]] = [
         partial(_sweep, node, watchers, metrics),
         partial(_register, node),
@@ -128,7 +130,7 @@ async def _serve(
     wellness = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
     health_pb2_grpc.add_HealthServicer_to_server(wellness, server)
     bind(server, address, credentials)
-    scraped = ScrapeServer(pool.metrics_address, registry) if pool.metrics_address else None
+    scraped = ScrapeServer(pool.metrics_address, metrics.registry) if pool.metrics_address else None
     await wellness.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     beating = [asyncio.ensure_future(beat()) for beat in beats]

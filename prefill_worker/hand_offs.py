@@ -13,6 +13,7 @@ from baton.errors import BatonError, InvariantError, LeaseExpiredError, Transfer
 from baton.ids import BlockId, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from baton.pages import PageWrite
+from baton.story import StoryEntry
 from baton_engine.messages import (
     Abort,
     Failed,
@@ -37,12 +38,12 @@ from baton_worker.messages import (
 from kv_transfer.ledger.outbox import (
     FirstTokensDrawn,
     FromDecode,
-    GivenUp,
-    HandOver,
-    HandOverFailed,
+    HandOffDone,
+    HandOffFailed,
     Opened,
     Outbox,
     OutboxEvent,
+    OutgoingCancelled,
     PeerDown,
     PeerUp,
     PushDone,
@@ -132,13 +133,13 @@ class SendingHandOffs:
                 self._outgoing[leg.xfer_id].waits_since_s = now_s
                 return self._carry_out(event, now_s)
             case Released() | Failed():
-                return self._over(leg.xfer_id, now_s)
+                return self._cancel(leg.xfer_id, now_s)
             case Reserved():
                 raise InvariantError(f"{leg.seq_id} was reserved to be prefilled")
 
-    def give_up(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:  # noqa: ARG002
+    def withdraw(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:  # noqa: ARG002
         """See `HandOffs`; the receiving worker is told only that no write is under way any more."""
-        return self._over(xfer_id, now_s)
+        return self._cancel(xfer_id, now_s)
 
     def handle(self, event: SendingEvent, now_s: float) -> list[WorkerAction]:
         """See `HandOffs`."""
@@ -174,6 +175,10 @@ class SendingHandOffs:
         """See `HandOffs`; here none outlives its leg."""
         return {xfer_id: outgoing.leg for xfer_id, outgoing in self._outgoing.items()}
 
+    def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
+        """See `HandOffs`."""
+        return self._outbox.story(xfer_id)
+
     def in_flight(self) -> int:
         """See `HandOffs`: also those that are being stopped."""
         return self._outbox.in_flight()
@@ -189,7 +194,9 @@ class SendingHandOffs:
         for xfer_id, outgoing in self._outgoing.items():
             leg = outgoing.leg
             if leg.over or leg.xfer_id != xfer_id or self._outbox.state(xfer_id) is None:
-                raise InvariantError(f"hand-off {xfer_id} and its leg disagree: {leg!r}")
+                raise InvariantError(
+                    f"hand-off {xfer_id} and its leg disagree: {leg!r}", story=self.story(xfer_id)
+                )
 
     def _layer_ready(self, event: LayerReady, now_s: float) -> list[WorkerAction]:
         actions: list[WorkerAction] = []
@@ -220,23 +227,23 @@ class SendingHandOffs:
             return []
         self._legs.end(leg, LegState.DONE)
         pooled = PooledMessage(stream=leg.stream, leg_id=leg.leg_id)
-        return [pooled, *self._over(leg.xfer_id, now_s), Release(seq_id=leg.seq_id)]
+        return [pooled, *self._cancel(leg.xfer_id, now_s), Release(seq_id=leg.seq_id)]
 
-    def _over(self, xfer_id: XferId, now_s: float) -> list[WorkerAction]:
+    def _cancel(self, xfer_id: XferId, now_s: float) -> list[WorkerAction]:
         """The leg of a hand-off ended: the outbox sees to it that the peer knows."""
         self._outgoing.pop(xfer_id, None)
-        return self._carry_out(GivenUp(xfer_id=xfer_id), now_s)
+        return self._carry_out(OutgoingCancelled(xfer_id=xfer_id), now_s)
 
     def _carry_out(self, event: OutboxEvent, now_s: float) -> list[WorkerAction]:
         actions: list[WorkerAction] = []
         for action in self._outbox.handle(event, now_s):
             match action:
-                case HandOver():
+                case HandOffDone():
                     leg = self._outgoing.pop(action.xfer_id).leg
                     self._legs.end(leg, LegState.DONE)
                     done = HandedOffMessage(stream=leg.stream, leg_id=leg.leg_id, done=action)
                     actions += [done, Release(seq_id=leg.seq_id)]
-                case HandOverFailed():
+                case HandOffFailed():
                     leg = self._outgoing.pop(action.xfer_id).leg
                     self._legs.end(leg, LegState.FAILED)
                     actions += [failed(leg, action.error), Abort(seq_id=leg.seq_id)]

@@ -28,13 +28,12 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import (
     ClientGone,
     Event,
-    FirstTokensArrived,
     HandedOff,
     Heard,
     LegFailed,
     LoadReported,
-    LocallyPrefilled,
-    PutInPool,
+    Pooled,
+    Prefilled,
     StepTokens,
     StopSample,
     Submitted,
@@ -50,10 +49,10 @@ from router.tenants.tenant import Tenant
 
 _FREES_CAPACITY = (
     ClientGone,
-    FirstTokensArrived,
-    LocallyPrefilled,
+    Prefilled,
+    Prefilled,
     HandedOff,
-    PutInPool,
+    Pooled,
     LegFailed,
     LoadReported,
     WorkerJoined,
@@ -229,7 +228,7 @@ class ClusterGenerator:
             actions = self._dispatcher.handle(event, self._clock.now_s())
         except InvariantError as error:
             _log.error("an invariant is broken", cause=error, story=error.story_text)
-            actions = self._dispatcher.give_up(event, error, self._clock.now_s())
+            actions = self._dispatcher.fail_request(event, error, self._clock.now_s())
         for action in actions:
             self._perform(action)
         if isinstance(event, WorkerJoined):

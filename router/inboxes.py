@@ -72,7 +72,7 @@ class EventGap:
 
 
 class Inbox:
-    """Single writer, single reader, one event loop. Tokens that wait are handed over together.
+    """Single writer, single reader, one event loop. Tokens that wait are taken together.
 
     Args:
         max_bytes: What may wait for a reader that does not come.

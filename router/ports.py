@@ -21,7 +21,7 @@ class GenerationRequest:
     Attributes:
         request_id: Names it in logs, traces and `stop_sample`; unique among the requests in flight.
         prompt: What to generate; `samples` holds the indices of all samples wanted.
-        deadline_s: Seconds from its arrival until it is given up.
+        timeout_s: From its arrival until it is given up.
         tenant: On whose account it is.
         session: What the client calls the session that it belongs to; empty if it names none.
         slo: What it was promised.
@@ -31,7 +31,7 @@ class GenerationRequest:
 
     request_id: RequestId
     prompt: Prompt
-    deadline_s: float
+    timeout_s: float
     tenant: Tenant = ANONYMOUS
     session: str = ""
     slo: Slo = STANDARD
@@ -41,7 +41,7 @@ class GenerationRequest:
     @property
     def remaining_s(self) -> float:
         """Seconds from its admission until it is given up."""
-        return self.deadline_s - self.waited_s
+        return self.timeout_s - self.waited_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ class Generator(Protocol):
         Raises:
             UnavailableError: No worker can serve this now.
             OverloadedError: Refused up front.
-            DeadlineError: `deadline_s` passed.
+            DeadlineError: `timeout_s` passed.
             BatonError: Any other fault of the request.
         """
 

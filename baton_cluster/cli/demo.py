@@ -130,7 +130,7 @@ def _times(outcome: Outcome) -> Iterator[tuple[str, str, str]]:
     yield "route", _ms(timing.route_s), "router: choose the pair of workers"
     yield "wait for prefill", _ms(timing.queue_s), timing.prefill_worker
     yield "prefill", _ms(timing.prefill_s), f"{prompt}, {timing.cached_tokens} of them cached"
-    yield "hand over the KV cache", _ms(timing.handoff_s), sent
+    yield "hand off the KV cache", _ms(timing.handoff_s), sent
     yield "  not hidden by prefill", _ms(timing.unhidden_s), "what decoding waited for"
     decoded = f"{timing.decode_worker}: {timing.output_tokens} tokens"
     if timing.decode_s > 0:

@@ -197,7 +197,7 @@ def check_shared_memory() -> Finding:
         _share_a_page()
     except (OSError, AttributeError) as error:
         return _fail("transport shm", f"not working: {error}", "allow memfd_create and SCM_RIGHTS")
-    return _ok("transport shm", "memfd handed over by a Unix socket")
+    return _ok("transport shm", "memfd passed by a Unix socket")
 
 
 def _share_a_page() -> None:

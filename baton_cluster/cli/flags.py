@@ -133,7 +133,7 @@ FLAGS: tuple[Flag, ...] = (
     _flag(
         "--transfer-backends",
         path="transfer.backends",
-        help="ways to hand KV over, preferred first: cuda_ipc|shm|nixl|ucx",
+        help="ways to hand KV off, preferred first: cuda_ipc|shm|nixl|ucx",
         metavar="NAME",
         is_list=True,
     ),

@@ -1,6 +1,6 @@
 """The memory that KV pages live in: one arena per layer, laid over bytes that it does not own.
 
-The bytes come from `ArenaAllocator`, shared with other processes where pages are handed over; nothing is copied.
+The bytes come from `ArenaAllocator`, shared with other processes where pages are handed off; nothing is copied.
 """
 
 import importlib.util
@@ -98,7 +98,7 @@ def _as_tensor(buffer: memoryview | torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageKernels:
-    """The kernels by which pages of an arena on a GPU are moved and checked, for the worker that hands them over.
+    """The kernels by which pages of an arena on a GPU are moved and checked, for the worker that hands them off.
 
     Attributes:
         mover: Copies scattered pages (a `kv_transfer.backends.cuda_ipc.PageMover`).

@@ -58,7 +58,7 @@ def choose_kv_dtype(
         device: Where pages are.
         widened: The model is one of bfloat16, and `dtype` is float32 only because the processor multiplies nothing narrower
             (`choose_dtype`). Its pages then stay bfloat16, as they would be elsewhere: half the memory to read per token and
-            to hand over.
+            to hand off.
 
     Raises:
         ConfigError: The GPU has no numbers of 8 bits.

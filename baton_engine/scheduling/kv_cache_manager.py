@@ -5,13 +5,13 @@
 from collections.abc import Iterable
 
 from baton.hashing import chain_keys, root_key
-from baton.ids import BlockId, BlockKey
+from baton.ids import BlockId, BlockKey, LegKind
 from baton.layout import KvLayout
 from baton.pages import PublishedPage
 from baton_engine.cache.blocks import BlockManager
 from baton_engine.ports import KvSource
 from baton_engine.scheduling.fetching import Fetching
-from baton_engine.scheduling.request import Mode, Request, Sequence
+from baton_engine.scheduling.request import Request, Sequence
 
 Copy = tuple[BlockId, BlockId]
 
@@ -187,8 +187,8 @@ class KvCacheManager:
         )
 
     def _replaced(self, sequence: Sequence, own: BlockId) -> None:
-        if sequence.request.mode is Mode.PREFILL:
-            # It was exported: a transfer may read it until the hand-over is done.
+        if sequence.request.kind is LegKind.PREFILL:
+            # It was exported: a transfer may read it until the hand-off is done.
             sequence.retained.append(own)
         else:
             self.blocks.release((own,))

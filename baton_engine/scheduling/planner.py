@@ -8,6 +8,7 @@ from math import ceil
 
 from baton.block_ids import BlockIds
 from baton.errors import InvariantError
+from baton.ids import LegKind
 from baton.pages import PageFetch
 from baton_engine.messages import PrefillStarted, Reserved, SeqEvent
 from baton_engine.ports import PageExport
@@ -22,7 +23,7 @@ from baton_engine.scheduling.ordering import (
 from baton_engine.scheduling.plan import Row, StepPlan
 from baton_engine.scheduling.prefill_budget import PrefillBudget, PrefillBudgets
 from baton_engine.scheduling.queues import SequenceQueues
-from baton_engine.scheduling.request import Mode, Sequence, State
+from baton_engine.scheduling.request import Sequence, State
 from baton_engine.scheduling.step_cost import StepCost
 
 
@@ -282,7 +283,7 @@ class StepDraft:
         if sequence.fetch is not None:
             self._fetches.append(sequence.fetch)
             sequence.fetch = None
-        if sequence.request.mode is Mode.PREFILL:
+        if sequence.request.kind is LegKind.PREFILL:
             self._export(sequence, sequence.num_computed + size)
 
     def _export(self, sequence: Sequence, computed: int) -> None:

@@ -12,10 +12,10 @@ from baton_engine.scheduling.request import Sequence, State
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.PREFILLING, State.RESERVED, State.ENDED}),
-    State.PREFILLING: frozenset({State.RUNNING, State.HANDING_OVER, State.WAITING, State.ENDED}),
+    State.PREFILLING: frozenset({State.RUNNING, State.HANDING_OFF, State.WAITING, State.ENDED}),
     State.RUNNING: frozenset({State.WAITING, State.ENDED}),
     State.RESERVED: frozenset({State.RUNNING, State.ENDED}),
-    State.HANDING_OVER: frozenset({State.ENDED}),
+    State.HANDING_OFF: frozenset({State.ENDED}),
     State.ENDED: frozenset(),
 }
 """PREFILLING and RUNNING to WAITING is a preemption."""
@@ -119,7 +119,7 @@ class SequenceQueues:
         sequence.state = state
         sequence.request.sequences.append(sequence)
         self._enqueue(sequence)
-        self._log(sequence, sequence.request.mode.name)
+        self._log(sequence, sequence.request.kind.name)
 
     def move(
         self, sequence: Sequence, state: State, *, samples: tuple[int, ...] | None = None

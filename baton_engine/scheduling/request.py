@@ -8,22 +8,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.generation import FinishReason, Prompt, SamplingParams, SloTargets, TokenLogprobs
-from baton.ids import BlockId, BlockKey, SeqId
+from baton.ids import BlockId, BlockKey, LegKind, SeqId
 from baton.pages import PageFetch
-
-
-class Mode(Enum):
-    """What was asked: the command a request came with."""
-
-    GENERATE = auto()
-    PREFILL = auto()
-    RESERVE = auto()
 
 
 class State(Enum):
     """Where a sequence stands; `queues.TRANSITIONS` says how it moves.
 
-    WAITING holds no page. RESERVED (pages wait for KV from elsewhere) and HANDING_OVER (pages wait to be fetched) are
+    WAITING holds no page. RESERVED (pages wait for KV from elsewhere) and HANDING_OFF (pages wait to be fetched) are
     pinned: a transfer may be reading or writing the pages.
     """
 
@@ -31,7 +23,7 @@ class State(Enum):
     PREFILLING = auto()
     RUNNING = auto()
     RESERVED = auto()
-    HANDING_OVER = auto()
+    HANDING_OFF = auto()
     ENDED = auto()
 
 
@@ -41,7 +33,7 @@ class Request:
 
     Attributes:
         seq_id: The engine's name for it.
-        mode: What was asked.
+        kind: What was asked.
         prompt: The prompt.
         arrival: Its number in the order of arrival.
         stop_ids: Tokens that end a sample.
@@ -49,12 +41,12 @@ class Request:
         sequences: What of it is in the engine; empty once it is gone.
         scores: Log-probabilities of the prompt's tokens from the second on, as far as they are computed; None when they are
             not wanted, or no longer.
-        has_kv: For a reservation: whether the KV has come and decoding has started.
+        has_kv: Of kind receive: whether the KV has come and decoding has started.
         deadline_s: When its first token is due; None without a target.
     """
 
     seq_id: SeqId
-    mode: Mode
+    kind: LegKind
     prompt: Prompt
     arrival: int = 0
     stop_ids: frozenset[int] = frozenset()
@@ -182,18 +174,18 @@ class Sequence:
     @property
     def awaits_kv(self) -> bool:
         """Whether its KV comes from elsewhere instead of being computed here."""
-        return self.request.mode is Mode.RESERVE and not self.request.has_kv
+        return self.request.kind is LegKind.RECEIVE and not self.request.has_kv
 
     @property
     def is_preemptible(self) -> bool:
         """Whether its pages may be taken away: not while a transfer may be reading or writing them."""
         if self.state is State.PREFILLING:
-            return self.request.mode is not Mode.PREFILL
+            return self.request.kind is not LegKind.PREFILL
         return self.state is State.RUNNING
 
     def growth(self, block_tokens: int) -> int:
         """Pages that its output may take beyond those of its prompt, or those it has: none where it is not generated here."""
-        if self.request.mode is Mode.PREFILL:
+        if self.request.kind is LegKind.PREFILL:
             return 0
         length = len(self.tokens)
         held = len(self.blocks) or -(-length // block_tokens)

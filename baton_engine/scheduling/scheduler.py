@@ -19,7 +19,7 @@ from baton.generation import (
     TokenLogprobs,
     WorkerLoad,
 )
-from baton.ids import BlockId, SeqId
+from baton.ids import BlockId, LegKind, SeqId
 from baton.layout import KvLayout
 from baton.pages import PublishedPage
 from baton.story import StoryEntry, StoryLog
@@ -31,9 +31,9 @@ from baton_engine.messages import (
     FlushCache,
     Generate,
     Prefill,
+    Receive,
     Release,
     Released,
-    Reserve,
     SampledTokens,
     SeqEvent,
     Start,
@@ -46,7 +46,7 @@ from baton_engine.scheduling.ordering import SchedulingPolicy
 from baton_engine.scheduling.plan import StepPlan, StepResult
 from baton_engine.scheduling.planner import StepPlanner
 from baton_engine.scheduling.queues import SequenceQueues
-from baton_engine.scheduling.request import Mode, Request, Sequence, State
+from baton_engine.scheduling.request import Request, Sequence, State
 from baton_engine.scheduling.step_cost import StepCost
 
 
@@ -57,7 +57,7 @@ class Scheduler:
     must be executed and given to `update_from_output` (rows that could not be computed to `fail` before) ahead of anything else
     but `plan_ahead`.
 
-    Rows that are being exported are never preempted, nor are pages pinned for a hand-over: a transfer may be reading or
+    Rows that are being exported are never preempted, nor are pages pinned for a hand-off: a transfer may be reading or
     writing them.
 
     Args:
@@ -87,7 +87,7 @@ class Scheduler:
         self._cache = KvCacheManager(
             self._blocks, layout=layout, secret=secret, share_prefixes=enable_prefix_caching
         )
-        self._stories = StoryLog()
+        self._stories = StoryLog("engine")
         self._queues = SequenceQueues(limits.max_running, self._stories)
         self._cost = StepCost()
         self._planner = StepPlanner(
@@ -149,11 +149,11 @@ class Scheduler:
         self._queues.now_s = now_s
         match command:
             case Generate():
-                return self._arrive(command.seq_id, Mode.GENERATE, command.prompt)
+                return self._arrive(command.seq_id, LegKind.GENERATE, command.prompt)
             case Prefill():
-                return self._arrive(command.seq_id, Mode.PREFILL, command.prompt)
-            case Reserve():
-                return self._arrive(command.seq_id, Mode.RESERVE, command.prompt)
+                return self._arrive(command.seq_id, LegKind.PREFILL, command.prompt)
+            case Receive():
+                return self._arrive(command.seq_id, LegKind.RECEIVE, command.prompt)
             case Start():
                 return self._start(command)
             case Release() | Abort():
@@ -162,27 +162,27 @@ class Scheduler:
                 self._blocks.flush()
                 return []
 
-    def _arrive(self, seq_id: SeqId, mode: Mode, prompt: Prompt) -> list[SeqEvent]:
+    def _arrive(self, seq_id: SeqId, kind: LegKind, prompt: Prompt) -> list[SeqEvent]:
         if (known := self._requests.get(seq_id)) is not None:
             # The two cannot be told apart by their events, so neither may go on.
             story = self._stories.story(seq_id)
             error = InvariantError(f"sequence {seq_id} was submitted twice", story=story)
             return self._end_with(known, error)
-        refusal = self._limits.refusal(prompt, decodes_here=mode is not Mode.PREFILL)
+        refusal = self._limits.refusal(prompt, decodes_here=kind is not LegKind.PREFILL)
         if refusal is not None:
-            self._stories.record(seq_id, self._queues.now_s, f"{mode.name}: refused, {refusal}")
+            self._stories.record(seq_id, self._queues.now_s, f"{kind.name}: refused, {refusal}")
             if self._cache.fetching is not None:
                 self._cache.fetching.forget(seq_id)
             return [Failed(seq_id=seq_id, error=refusal)]
         ttft_s = prompt.slo.ttft_s
         request = Request(
             seq_id=seq_id,
-            mode=mode,
+            kind=kind,
             prompt=prompt,
             arrival=self._arrivals,
             stop_ids=self._stop_ids(prompt),
             final_len=self._limits.final_len(prompt),
-            scores=_no_scores_yet(prompt, mode),
+            scores=_no_scores_yet(prompt, kind),
             deadline_s=None if ttft_s is None else self._queues.now_s + ttft_s,
         )
         self._arrivals += 1
@@ -308,8 +308,8 @@ class Scheduler:
             sampled.add(sequence, sample, place, finish)
             if finish is None:
                 going_on.append((sample, token))
-        if request.mode is Mode.PREFILL:
-            self._queues.move(sequence, State.HANDING_OVER)
+        if request.kind is LegKind.PREFILL:
+            self._queues.move(sequence, State.HANDING_OFF)
         else:
             self._fan_out(sequence, going_on)
 
@@ -385,7 +385,7 @@ class Scheduler:
         )
 
     def story(self, seq_id: SeqId) -> tuple[StoryEntry, ...]:
-        """What is remembered of a sequence: arrival, admission, preemption, hand-over, end; not its steps. From any thread."""
+        """What is remembered of a sequence: arrival, admission, preemption, hand-off, end; not its steps. From any thread."""
         return self._stories.story(seq_id)
 
     def check_integrity(self) -> None:
@@ -403,9 +403,9 @@ class Scheduler:
         self._blocks.check_integrity(held + self._in_flight.pinned)
 
 
-def _no_scores_yet(prompt: Prompt, mode: Mode) -> list[TokenLogprobs] | None:
+def _no_scores_yet(prompt: Prompt, kind: LegKind) -> list[TokenLogprobs] | None:
     """Scores are wanted from the engine that computes the prompt, not from the one that receives its pages."""
-    wanted = prompt.sampling.prompt_logprobs is not None and mode is not Mode.RESERVE
+    wanted = prompt.sampling.prompt_logprobs is not None and kind is not LegKind.RECEIVE
     return [] if wanted else None
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.generation import Prompt, SamplingParams
-from baton.ids import BlockId, SeqId
+from baton.ids import BlockId, LegKind, SeqId
 from baton_engine.cache.arena import KvArena
 from baton_engine.cuda_graphs import DecodeGraphs, GraphBackend
 from baton_engine.models.config import kv_layout
@@ -14,7 +14,7 @@ from baton_engine.models.decoder import Decoder, DecoderInput
 from baton_engine.models.inputs import InputBuilder
 from baton_engine.runner import ModelRunner
 from baton_engine.scheduling.plan import Row, StepPlan
-from baton_engine.scheduling.request import Mode, Request
+from baton_engine.scheduling.request import Request
 from bench.gpu.models import GpuShape
 from bench.gpu.timing import Timer
 
@@ -192,7 +192,7 @@ class ModelBench:
         prompt = Prompt(prompt_tokens=(1,) * context, sampling=_PARAMS)
         rows = []
         for index in range(batch):
-            request = Request(seq_id=SeqId(str(index)), mode=Mode.GENERATE, prompt=prompt)
+            request = Request(seq_id=SeqId(str(index)), kind=LegKind.GENERATE, prompt=prompt)
             seq = request.first_sequence()
             seq.blocks += pages[index * needed : (index + 1) * needed]
             rows.append(

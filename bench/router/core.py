@@ -14,7 +14,7 @@ from baton.ids import BlockKey, Incarnation, RequestId, WorkerId, WorkerIdentity
 from baton.rpc.v1 import worker_pb2
 from bench.router.reporting_workers import MODEL, SECRET, ReportingWorker
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
-from router.dispatch.actions import SendAction, SendExpect, SendGenerate, SendPrefill
+from router.dispatch.actions import SendAction, SendLeg
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import ClientGone, LoadReported, StepTokens, Submitted, WorkerJoined
 from router.dispatch.placement import Placement
@@ -145,6 +145,6 @@ class RouterCore:
 
 
 def _command(action: SendAction) -> bytes:
-    if isinstance(action, SendPrefill | SendExpect | SendGenerate):
+    if isinstance(action, SendLeg):
         return command_of(action).SerializeToString()
     raise RuntimeError(f"not how a request begins: {action}")

@@ -69,7 +69,7 @@ def hellos(
 def first_token(
     leg_id: int, token: int, *, queue_s: float = 0.0, prefill_s: float = 0.0
 ) -> worker_pb2.Frame:
-    """The frame of a prompt that is computed and handed over."""
+    """The frame of a prompt that is computed and handed off."""
     return worker_pb2.Frame(
         prefilled=[
             worker_pb2.Prefilled(
@@ -132,7 +132,7 @@ class _Batch:
 
 
 @dataclass(slots=True, eq=False)
-class _Handover:
+class _HandOffs:
     """Hand-offs by transfer id: a leg runs once both workers have spoken of it."""
 
     expected: dict[str, tuple[_Sequence, _Batch]] = field(default_factory=dict)
@@ -154,9 +154,9 @@ class _Handover:
 
 
 class _Prefill(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, hello: WorkerHello, handover: _Handover, first_token: int) -> None:
+    def __init__(self, hello: WorkerHello, hand_offs: _HandOffs, first_token: int) -> None:
         self._hello = hello
-        self._handover = handover
+        self._hand_offs = hand_offs
         self._first_token = first_token
 
     async def Serve(  # type: ignore[override]  # noqa: N802  # the stub's name
@@ -184,7 +184,7 @@ class _Prefill(worker_pb2_grpc.WorkerServicer):
             if command.WhichOneof("command") == "prefill":
                 answers.put_nowait(first_token(command.prefill.request.leg_id, self._first_token))
                 xfer_id = transfer_of(command.prefill.permit)
-                self._handover.done(xfer_id)
+                self._hand_offs.done(xfer_id)
 
 
 async def _beat(answers: asyncio.Queue[worker_pb2.Frame]) -> None:
@@ -195,10 +195,10 @@ async def _beat(answers: asyncio.Queue[worker_pb2.Frame]) -> None:
 
 class _Decode(worker_pb2_grpc.WorkerServicer):
     def __init__(
-        self, hello: WorkerHello, handover: _Handover, text: Sequence[int], step_s: float
+        self, hello: WorkerHello, hand_offs: _HandOffs, text: Sequence[int], step_s: float
     ) -> None:
         self._hello = hello
-        self._handover = handover
+        self._hand_offs = hand_offs
         self._batch = _Batch()
         self._text = text
         self._step_s = step_s
@@ -230,7 +230,7 @@ class _Decode(worker_pb2_grpc.WorkerServicer):
                 request = command.receive.request
                 xfer_id = transfer_of(command.receive.permit)
                 sequence = _Sequence(request.leg_id, 1, request.sampling.max_tokens)
-                self._handover.expect(xfer_id, sequence, self._batch)
+                self._hand_offs.expect(xfer_id, sequence, self._batch)
 
     async def _next_frame(self) -> worker_pb2.Frame:
         """The next step's, or an empty one when there is nothing to do for a while."""
@@ -255,13 +255,13 @@ class _Decode(worker_pb2_grpc.WorkerServicer):
 
 async def _serve(directory: Path, tokenizer: Tokenizer, step_s: float, decoders: int) -> None:
     text = tokenizer.encode(TEXT, add_special_tokens=False).ids
-    handover = _Handover()
+    hand_offs = _HandOffs()
     prefill, decode = hellos(directory, vocab_size=tokenizer.get_vocab_size(), max_num_seqs=4096)
-    servers = [await serve_prefill(directory, _Prefill(prefill, handover, text[0]))]
+    servers = [await serve_prefill(directory, _Prefill(prefill, hand_offs, text[0]))]
     for number in range(decoders):
         identity = replace(decode.identity, worker_id=WorkerId(f"decode-{number}"))
         hello = replace(decode, identity=identity)
-        worker = _Decode(hello, handover, text, step_s)
+        worker = _Decode(hello, hand_offs, text, step_s)
         servers.append(await serve_decode(directory, worker, number))
     await asyncio.Event().wait()
 

@@ -9,22 +9,24 @@ from baton.blocks import BlockReport
 from baton.errors import EngineError
 from baton.generation import Prompt, SamplingParams
 from baton.hashing import chain_keys, root_key
-from baton.ids import BlockKey, Incarnation, LayerName, RequestId, Role, WorkerId, WorkerIdentity
+from baton.ids import (
+    BlockKey,
+    Incarnation,
+    LayerName,
+    LegKind,
+    RequestId,
+    Role,
+    WorkerId,
+    WorkerIdentity,
+)
 from baton.layout import KvLayout
 from baton.rpc.hello import WorkerHello
 from bench.harness.trace import TracedRequest
 from bench.simulated.decode import DecodeWorker
 from bench.simulated.hardware import BlockCache, Hardware, Room, Text, Timeline
 from bench.simulated.prefill import PrefillWorker
-from router.dispatch.actions import (
-    Action,
-    Emit,
-    Fail,
-    Finish,
-    SendExpect,
-    SendGenerate,
-    SendPrefill,
-)
+from kv_transfer.ticket import Permit
+from router.dispatch.actions import Action, Emit, Fail, Finish, SendLeg
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import BlocksReported, Event, Submitted, TimePassed, WorkerJoined
 from router.dispatch.placement import Placement
@@ -208,7 +210,7 @@ class _Run:
         )
         self._feed(
             Submitted(
-                request=GenerationRequest(request_id=request_id, prompt=prompt, deadline_s=_NEVER_S)
+                request=GenerationRequest(request_id=request_id, prompt=prompt, timeout_s=_NEVER_S)
             )
         )
 
@@ -229,13 +231,13 @@ class _Run:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case SendPrefill():
-                decode = self._decode[action.permit.target]
+            case SendLeg(kind=LegKind.PREFILL, permit=Permit() as permit):
+                decode = self._decode[permit.target]
                 text = self._texts[action.request_id]
                 self._prefill[action.worker].submit(action, text, decode)
-            case SendExpect():
-                self._decode[action.worker].expect(action, self._texts[action.request_id])
-            case SendGenerate():
+            case SendLeg(kind=LegKind.RECEIVE):
+                self._decode[action.worker].receive(action, self._texts[action.request_id])
+            case SendLeg(kind=LegKind.GENERATE):
                 self._served[action.request_id].local = True
                 self._decode[action.worker].generate(action, self._texts[action.request_id])
             case Emit():

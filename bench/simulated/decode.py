@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from baton.generation import FinishReason, TokenSample, WorkerLoad
 from baton.ids import LegId, WorkerIdentity, XferId
 from bench.simulated.hardware import BlockCache, Room, Speed, Text
-from router.dispatch.actions import SendExpect, SendGenerate
-from router.dispatch.events import BlocksReported, DecodeTokens, LoadReported, LocallyPrefilled
+from router.dispatch.actions import SendLeg
+from router.dispatch.events import BlocksReported, DecodeTokens, LoadReported, Prefilled
 
 _TOKEN = 7
 _MORE = TokenSample(sample=0, token=_TOKEN)
@@ -73,11 +73,12 @@ class DecodeWorker:
         """Leading tokens of a text whose KV is here already."""
         return min(self.cache.depth(text.keys) * self._room.block_tokens, text.tokens)
 
-    def expect(self, command: SendExpect, text: Text) -> None:
+    def receive(self, command: SendLeg, text: Text) -> None:
         """KV will come; its first token is drawn elsewhere."""
+        assert command.permit is not None
         self._expected[command.permit.xfer_id] = self._sequence(command.leg_id, text, drawn=1)
 
-    def receive(self, xfer_id: XferId) -> None:
+    def kv_arrived(self, xfer_id: XferId) -> None:
         """It came."""
         sequence = self._expected.pop(xfer_id)
         sequence.computed = sequence.text.tokens
@@ -88,7 +89,7 @@ class DecodeWorker:
             self._line.append(sequence)
             self._go_on()
 
-    def generate(self, command: SendGenerate, text: Text) -> None:
+    def generate(self, command: SendLeg, text: Text) -> None:
         """A prompt to compute here."""
         self._prompts.append(self._sequence(command.leg_id, text, drawn=0))
         self._go_on()
@@ -167,7 +168,7 @@ class DecodeWorker:
 
     def _prefilled(self, sequence: _Sequence) -> None:
         now_s = self._room.timeline.now_s
-        prefilled = LocallyPrefilled(
+        prefilled = Prefilled(
             worker=self.identity,
             leg_id=sequence.leg_id,
             cached_tokens=sequence.cached,

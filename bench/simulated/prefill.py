@@ -6,8 +6,8 @@ from baton.generation import WorkerLoad
 from baton.ids import WorkerIdentity, XferId
 from bench.simulated.decode import DecodeWorker, drawn
 from bench.simulated.hardware import BlockCache, Link, Room, Speed, Text
-from router.dispatch.actions import SendPrefill
-from router.dispatch.events import BlocksReported, FirstTokensArrived, HandedOff, LoadReported
+from router.dispatch.actions import SendLeg
+from router.dispatch.events import BlocksReported, HandedOff, LoadReported, Prefilled
 
 
 class PrefillWorker:
@@ -35,10 +35,10 @@ class PrefillWorker:
         self._speed = speed
         self._links = links
         self._room = room
-        self._line: deque[tuple[SendPrefill, Text, DecodeWorker, float]] = deque()
+        self._line: deque[tuple[SendLeg, Text, DecodeWorker, float]] = deque()
         self._steps = 0
 
-    def submit(self, command: SendPrefill, text: Text, decode: DecodeWorker) -> None:
+    def submit(self, command: SendLeg, text: Text, decode: DecodeWorker) -> None:
         """A prompt comes."""
         self._line.append((command, text, decode, self._room.timeline.now_s))
         if len(self._line) == 1:
@@ -57,16 +57,18 @@ class PrefillWorker:
 
     def _begin(self) -> None:
         command, text, decode, came_s = self._line[0]
+        assert command.permit is not None
+        xfer_id = command.permit.xfer_id
         timeline = self._room.timeline
         cached = min(self.cache.depth(text.keys) * self._room.block_tokens, text.tokens - 1)
         prefill_s = self._speed.prefill_s(text.tokens - cached, cached)
         size_bytes = (text.tokens - decode.held_tokens(text)) * self._room.token_bytes
         computed_s = timeline.now_s + prefill_s
         there_s = self._links[decode.identity].carry(size_bytes, timeline.now_s, computed_s)
-        arrived = FirstTokensArrived(
+        arrived = Prefilled(
             worker=self.identity,
             leg_id=command.leg_id,
-            tokens=(drawn(text.output_tokens == 1),),
+            first_tokens=(drawn(text.output_tokens == 1),),
             cached_tokens=cached,
             queue_s=timeline.now_s - came_s,
             prefill_s=prefill_s,
@@ -83,10 +85,10 @@ class PrefillWorker:
         timeline.after(prefill_s, lambda: self._computed(arrived, text))
         timeline.after(
             there_s - timeline.now_s,
-            lambda: self._handed_off(handed, decode, command.permit.xfer_id),
+            lambda: self._handed_off(handed, decode, xfer_id),
         )
 
-    def _computed(self, arrived: FirstTokensArrived, text: Text) -> None:
+    def _computed(self, arrived: Prefilled, text: Text) -> None:
         self._steps += 1
         self._line.popleft()
         self._room.sink(arrived)
@@ -96,4 +98,4 @@ class PrefillWorker:
 
     def _handed_off(self, handed: HandedOff, decode: DecodeWorker, xfer_id: XferId) -> None:
         self._room.sink(handed)
-        decode.receive(xfer_id)
+        decode.kv_arrived(xfer_id)

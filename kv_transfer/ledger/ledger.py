@@ -88,7 +88,7 @@ class PagesReserved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PagesGone:
+class PagesReleased:
     """The engine has the pages back: after `FreePages`, or with `error` because it gave the sequence up."""
 
     xfer_id: XferId
@@ -133,7 +133,7 @@ LedgerEvent = (
     | SessionOpened
     | FromPeer
     | PagesReserved
-    | PagesGone
+    | PagesReleased
     | PagesVerified
     | Withdrawn
     | SessionLost
@@ -176,7 +176,7 @@ class TransferLedger:
         # What each open session writes of a page. A session that is over is in neither, though its peer may still write.
         self._links: dict[SessionId, LinkPlan] = {}
         self._cut_sessions: set[SessionId] = set()
-        self._log = StoryLog()
+        self._log = StoryLog("ledger")
         self.refused = 0
         self.corrupted = 0
 
@@ -191,8 +191,8 @@ class TransferLedger:
                 return self._reassign(event, now_s)
             case PagesReserved():
                 return self._reserved(event, now_s)
-            case PagesGone():
-                return self._pages_gone(event, now_s)
+            case PagesReleased():
+                return self._pages_released(event, now_s)
             case PagesVerified():
                 return self._verified(event, now_s)
             case Withdrawn():
@@ -263,7 +263,7 @@ class TransferLedger:
         if transfer.permit != permit:
             error = TransferError("the prefill worker showed another permit than the router")
             return self._kept(transfer, event, transfer.fail(error, now_s), now_s)
-        return self._kept(transfer, event, transfer.announced(now_s), now_s)
+        return self._kept(transfer, event, transfer.request_pages(now_s), now_s)
 
     def _reassign(self, event: Reassigned, now_s: float) -> list[LedgerAction]:
         permit = event.permit
@@ -413,18 +413,18 @@ class TransferLedger:
 
     def _verified(self, event: PagesVerified, now_s: float) -> list[LedgerAction]:
         transfer = self._transfers.get(event.xfer_id)
-        part = transfer.in_question(event.session, event.attempt) if transfer else None
+        part = transfer.part_under_verification(event.session, event.attempt) if transfer else None
         if transfer is None or part is None:
             return []
         actions = transfer.verified(part, event.fault, now_s)
         self.corrupted += isinstance(transfer.error, CorruptKvError)
         return self._kept(transfer, event, actions, now_s)
 
-    def _pages_gone(self, event: PagesGone, now_s: float) -> list[LedgerAction]:
+    def _pages_released(self, event: PagesReleased, now_s: float) -> list[LedgerAction]:
         transfer = self._transfers.get(event.xfer_id)
         if transfer is None:
             return []
-        return self._kept(transfer, event, transfer.pages_gone(event.error, now_s), now_s)
+        return self._kept(transfer, event, transfer.pages_released(event.error, now_s), now_s)
 
     def _check_deadlines(self, transfer: Transfer, now_s: float) -> list[LedgerAction]:
         actions: list[LedgerAction] = []

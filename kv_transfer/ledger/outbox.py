@@ -3,7 +3,7 @@
 Counterpart of `ledger.py`. One transfer, from the router's word until nothing of it is on its way:
 
     OPENED ── first chunk ── RESERVING ── granted ── WRITING ── all landed ── COMMITTING ── verified ── over
-       └──────────────────────────┴── given up, refused, failed ──┴── ABORTING ── nothing outstanding ── over
+       └──────────────────────────┴── cancelled, refused, failed ──┴── ABORTING ── nothing outstanding ── over
 
 The engine exports pages layer by layer while it computes; they wait (`shipment.py`) until the decode worker has granted its own, are
 pushed then, and are committed once every layer of every page has landed and the first tokens are known. However a transfer ends
@@ -107,7 +107,7 @@ class PushDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenUp:
+class OutgoingCancelled:
     """The leg is over here: stop, and let the peer know."""
 
     xfer_id: XferId
@@ -129,7 +129,7 @@ OutboxEvent = (
     | PageWrite
     | FirstTokensDrawn
     | PushDone
-    | GivenUp
+    | OutgoingCancelled
     | FromDecode
 )
 
@@ -151,7 +151,7 @@ class StartPush:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOver:
+class HandOffDone:
     """To the leg: the peer verified the commit.
 
     Attributes:
@@ -171,14 +171,14 @@ class HandOver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOverFailed:
-    """To the leg: the pages will not be taken. Never said of a leg that was given up here."""
+class HandOffFailed:
+    """To the leg: the pages will not be taken. Never said of a transfer that was cancelled here."""
 
     xfer_id: XferId
     error: BatonError
 
 
-OutboxAction = Send | StartPush | HandOver | HandOverFailed
+OutboxAction = Send | StartPush | HandOffDone | HandOffFailed
 
 
 class OutgoingState(Enum):
@@ -218,7 +218,7 @@ class Outbox:
         self._transfers: dict[XferId, OutgoingTransfer] = {}
         self._peers: dict[WorkerIdentity, PeerUp] = {}
         self._push_ids = itertools.count(1)
-        self._log = StoryLog()
+        self._log = StoryLog("outbox")
         self.refused = 0
         """Messages of peers that fit nothing here: late, repeated, or of another attempt."""
 
@@ -288,7 +288,7 @@ class Outbox:
         return actions
 
     def _from_worker(
-        self, event: Started | PageWrite | FirstTokensDrawn | GivenUp, now_s: float
+        self, event: Started | PageWrite | FirstTokensDrawn | OutgoingCancelled, now_s: float
     ) -> list[OutboxAction]:
         """The engine's word, or the router's; of a transfer that is ending here it has no effect."""
         transfer = self._transfers.get(event.xfer_id)
@@ -302,8 +302,8 @@ class Outbox:
                 actions = transfer.export(event, now_s, connected=connected)
             case FirstTokensDrawn():
                 actions = transfer.drew(event.first_tokens, now_s)
-            case GivenUp():
-                actions = transfer.give_up()
+            case OutgoingCancelled():
+                actions = transfer.cancel()
         return self._kept(transfer, event, actions, now_s)
 
     def _from_decode(self, event: FromDecode, now_s: float) -> list[OutboxAction]:
@@ -465,10 +465,10 @@ class OutgoingTransfer:
         if not self.shipment.is_outstanding(event.push_id):
             raise self.broken(f"push {event.push_id} was never started")
         if self.state is _S.ABORTING:
-            self.shipment.give_up(event.push_id)
+            self.shipment.drop(event.push_id)
             return self._try_quiesce()
         if event.error is not None:
-            self.shipment.give_up(event.push_id)
+            self.shipment.drop(event.push_id)
             return self.fail(event.error)
         self.shipment.land(event.push_id, event.hashes)
         return [*self._push(), *self._try_commit()]
@@ -479,7 +479,7 @@ class OutgoingTransfer:
             return []
         assert self.started_s is not None
         self._move(_S.OVER)
-        done = HandOver(
+        done = HandOffDone(
             xfer_id=self.xfer_id,
             peer=self.peer,
             blocks_sent=self.shipment.num_pages,
@@ -496,9 +496,9 @@ class OutgoingTransfer:
 
     def fail(self, error: BatonError) -> list[OutboxAction]:
         """The pages will not be taken."""
-        return [HandOverFailed(xfer_id=self.xfer_id, error=error), *self.give_up()]
+        return [HandOffFailed(xfer_id=self.xfer_id, error=error), *self.cancel()]
 
-    def give_up(self) -> list[OutboxAction]:
+    def cancel(self) -> list[OutboxAction]:
         """The leg is over here: nothing more is pushed, and the peer is told once nothing is outstanding."""
         self.shipment.stop()
         self._move(_S.ABORTING)
@@ -525,7 +525,7 @@ class OutgoingTransfer:
 
     def _reserve(self) -> list[OutboxAction]:
         self._move(_S.RESERVING)
-        return [self._tell(Reserve(permit=self.permit))]
+        return [self._to_peer(Reserve(permit=self.permit))]
 
     def _push(self) -> list[OutboxAction]:
         return [StartPush(peer=self.peer, write=write) for write in self.shipment.start()]
@@ -542,16 +542,16 @@ class OutgoingTransfer:
             first_tokens=self.first_tokens,
             checksums=self.shipment.checksums(),
         )
-        return [self._tell(commit)]
+        return [self._to_peer(commit)]
 
     def _try_quiesce(self) -> list[OutboxAction]:
         if self.shipment.outstanding:
             return []
         self._move(_S.OVER)
         quiesced = Quiesced(xfer_id=self.xfer_id, attempt=self.attempt)
-        return [] if self.cut_off else [self._tell(quiesced)]
+        return [] if self.cut_off else [self._to_peer(quiesced)]
 
-    def _tell(self, message: ToDecode) -> Send:
+    def _to_peer(self, message: ToDecode) -> Send:
         return Send(peer=self.peer, message=message)
 
     def _move(self, state: OutgoingState) -> None:

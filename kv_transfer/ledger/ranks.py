@@ -19,13 +19,13 @@ from baton.pages import PageWrite
 from kv_transfer.ledger.outbox import (
     FirstTokensDrawn,
     FromDecode,
-    GivenUp,
-    HandOver,
-    HandOverFailed,
+    HandOffDone,
+    HandOffFailed,
     Opened,
     Outbox,
     OutboxAction,
     OutboxEvent,
+    OutgoingCancelled,
     PeerDown,
     PeerUp,
     PushDone,
@@ -182,7 +182,7 @@ class RankGroup:
             del self._joint[xfer_id]
 
 
-FromEngine = Opened | Started | PageWrite | FirstTokensDrawn | GivenUp
+FromEngine = Opened | Started | PageWrite | FirstTokensDrawn | OutgoingCancelled
 FromRank = PeerUp | PeerDown | FromDecode | PushDone
 
 
@@ -194,14 +194,14 @@ class ForRank:
     action: Send | StartPush
 
 
-FanOutAction = ForRank | HandOver | HandOverFailed
+FanOutAction = ForRank | HandOffDone | HandOffFailed
 
 
 @dataclass(slots=True, eq=False)
 class _JointSend:
     """One prompt's hand-offs."""
 
-    done: dict[int, HandOver] = field(default_factory=dict)
+    done: dict[int, HandOffDone] = field(default_factory=dict)
 
 
 class FanOut:
@@ -217,7 +217,7 @@ class FanOut:
         match event:
             case Opened():
                 self._joint[event.permit.xfer_id] = _JointSend()
-            case GivenUp():
+            case OutgoingCancelled():
                 self._joint.pop(event.xfer_id, None)
         return self._to_ranks(range(len(self._outboxes)), event, now_s)
 
@@ -250,14 +250,14 @@ class FanOut:
 
     def _join(self, rank: int, action: OutboxAction, now_s: float) -> list[FanOutAction]:
         match action:
-            case HandOver():
+            case HandOffDone():
                 return self._done(rank, action)
-            case HandOverFailed():
+            case HandOffFailed():
                 return self._failed(rank, action, now_s)
             case _:
                 return [ForRank(rank=rank, action=action)]
 
-    def _done(self, rank: int, done: HandOver) -> list[FanOutAction]:
+    def _done(self, rank: int, done: HandOffDone) -> list[FanOutAction]:
         joint = self._joint.get(done.xfer_id)
         if joint is None:
             return []  # another rank's has failed meanwhile
@@ -266,7 +266,7 @@ class FanOut:
             return []
         del self._joint[done.xfer_id]
         parts = joint.done.values()
-        whole = HandOver(
+        whole = HandOffDone(
             xfer_id=done.xfer_id,
             peer=done.peer,
             blocks_sent=max(part.blocks_sent for part in parts),
@@ -276,9 +276,9 @@ class FanOut:
         )
         return [whole]
 
-    def _failed(self, rank: int, failed: HandOverFailed, now_s: float) -> list[FanOutAction]:
+    def _failed(self, rank: int, failed: HandOffFailed, now_s: float) -> list[FanOutAction]:
         joint = self._joint.pop(failed.xfer_id, None)
         if joint is None:
             return []
         others = [n for n in range(len(self._outboxes)) if n != rank]
-        return [failed, *self._to_ranks(others, GivenUp(xfer_id=failed.xfer_id), now_s)]
+        return [failed, *self._to_ranks(others, OutgoingCancelled(xfer_id=failed.xfer_id), now_s)]

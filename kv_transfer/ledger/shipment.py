@@ -140,7 +140,7 @@ class Shipment:
         layer = self._hashes.setdefault(write.layer_index, blank)
         layer[write.first_block : write.end_block][ours] = hashes[ours]
 
-    def give_up(self, push_id: int) -> None:
+    def drop(self, push_id: int) -> None:
         """A push came back that is not needed any more."""
         del self._outstanding[push_id]
 

@@ -1,6 +1,6 @@
 """One hand-off as the decode worker keeps it: from the first word on it until its pages have an owner again.
 
-Pages are reserved once two independent messages have arrived: the router's word that it is wanted (`announced`), and the prefill
+Pages are reserved once two independent messages have arrived: the router's word that it is wanted (`request_pages`), and the prefill
 worker's request for pages (`join`). Then pages are taken for the whole prompt, all or nothing; nothing waits while holding part.
 
     (router) EXPECTED ─┐                      commit       checksums right
@@ -136,7 +136,7 @@ class StartDecoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreePages:
-    """To the engine: give the pages back (`PagesGone` answers)."""
+    """To the engine: give the pages back (`PagesReleased` answers)."""
 
     xfer_id: XferId
 
@@ -392,7 +392,7 @@ class Transfer:
             return self._go_on(now_s)
         return []
 
-    def announced(self, now_s: float) -> list[LedgerAction]:
+    def request_pages(self, now_s: float) -> list[LedgerAction]:
         """The router wants it too: the engine is asked for pages."""
         self._move(_S.RESERVED, now_s)
         self.pages_held = True
@@ -424,7 +424,7 @@ class Transfer:
             return self._committed(now_s)
         return [self._verify(of, said, self.grant) for of, said in self.parts.commits()]
 
-    def in_question(self, session: SessionId, attempt: int) -> SenderPart | None:
+    def part_under_verification(self, session: SessionId, attempt: int) -> SenderPart | None:
         """The part of which it is being asked whether its bytes are right."""
         part = self.parts.of(session)
         if part is None or part.attempt != attempt or self.state is not _S.VERIFYING:
@@ -454,7 +454,7 @@ class Transfer:
     def lost(self, session: SessionId, error: BatonError, now_s: float) -> list[LedgerAction]:
         """A session that had a part to bring will not, and was not told by us; for states in which it waits for peers."""
         if self.state is _S.ASKED:
-            return [*self._stop(error, now_s, but=session), *self._settle(error, now_s)]
+            return [*self._stop(error, now_s, but=session), *self._free_pages(error, now_s)]
         return self._orphan(error, now_s, without=session)
 
     def writer_stopped(
@@ -468,11 +468,11 @@ class Transfer:
             case TransferState.ABORTING if self.parts.writers():
                 return []
             case TransferState.ABORTING:
-                return self._settle(self.error or error, now_s)
+                return self._free_pages(self.error or error, now_s)
             case _:
                 return self._go_on(now_s)
 
-    def pages_gone(self, error: BatonError | None, now_s: float) -> list[LedgerAction]:
+    def pages_released(self, error: BatonError | None, now_s: float) -> list[LedgerAction]:
         """The engine has the pages back: it was asked to, or it gave the sequence up with `error`.
 
         Raises:
@@ -499,7 +499,7 @@ class Transfer:
         """Ends it from this side; pages that may be written to stay until the peer has stopped."""
         told = self._stop(error, now_s)
         if not self.parts.writers():
-            return [*told, *self._settle(error, now_s)]
+            return [*told, *self._free_pages(error, now_s)]
         self.error = error
         self._move(_S.ABORTING, now_s)
         return told
@@ -572,7 +572,7 @@ class Transfer:
         if self.parts.left_over() or not self.parts:
             return []
         if not self.pages_held:
-            return self.announced(now_s)
+            return self.request_pages(now_s)
         if self.grant is None:
             self._move(_S.RESERVED, now_s)
             return []
@@ -625,7 +625,7 @@ class Transfer:
         _, first = self.parts.commits()[0]
         started = StartDecoding(xfer_id=self.xfer_id, first_tokens=first.first_tokens)
         told = Committed(xfer_id=self.xfer_id, attempt=self.attempt)
-        return [started, *self._tell(told)]
+        return [started, *self._to_senders(told)]
 
     def _orphan(self, error: BatonError, now_s: float, *, without: SessionId) -> list[LedgerAction]:
         """A prefill worker is gone before it committed: the pages wait for another one; its other ranks have to stop."""
@@ -638,7 +638,7 @@ class Transfer:
         self.since_s = now_s
         return [*told, lost]
 
-    def _settle(self, error: BatonError, now_s: float) -> list[LedgerAction]:
+    def _free_pages(self, error: BatonError, now_s: float) -> list[LedgerAction]:
         """No peer writes (any more): whatever pages there are go back."""
         self.error = error
         if not self.pages_held:
@@ -661,9 +661,11 @@ class Transfer:
             if part.stop_asked_s is None and part.session != but:
                 part.stop_asked_s = now_s
         message = AbortRequest(xfer_id=self.xfer_id, attempt=self.attempt, error=error)
-        return self._tell(message, but=but)
+        return self._to_senders(message, but=but)
 
-    def _tell(self, message: ToPrefill, *, but: SessionId | None = None) -> list[LedgerAction]:
+    def _to_senders(
+        self, message: ToPrefill, *, but: SessionId | None = None
+    ) -> list[LedgerAction]:
         """To every session of the attempt that counts."""
         return [
             ToPeer(session=part.session, message=message)

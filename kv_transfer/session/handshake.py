@@ -1,4 +1,4 @@
-"""What two workers show each other before KV is handed over, what they agree on, and why they refuse.
+"""What two workers show each other before KV is handed off, what they agree on, and why they refuse.
 
     prefill worker ── OpenSession: identity, peer, layout, backends ──▶ decode worker     `greet`, `agree`
                    ◀── SessionAccepted: one backend and its region, layout, lease ──            `accept`, `read_accepted`

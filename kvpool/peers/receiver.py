@@ -22,7 +22,7 @@ from kv_transfer.ledger.ledger import (
     Expected,
     FromPeer,
     LedgerEvent,
-    PagesGone,
+    PagesReleased,
     PagesReserved,
     PeerFenced,
     SessionLost,
@@ -188,7 +188,7 @@ class PeerReceiver:
             case StartDecoding(xfer_id=xfer_id):
                 self._incoming[xfer_id].written = True
             case FreePages(xfer_id=xfer_id):
-                return self._ledger.handle(PagesGone(xfer_id=xfer_id), now_s)
+                return self._ledger.handle(PagesReleased(xfer_id=xfer_id), now_s)
             case TransferFailed(xfer_id=xfer_id, error=error):
                 self._failed(xfer_id, error)
             case WriterLost(xfer_id=xfer_id, error=error):

@@ -23,13 +23,13 @@ from kv_transfer.backends.registry import offered
 from kv_transfer.ledger.outbox import (
     FirstTokensDrawn,
     FromDecode,
-    GivenUp,
-    HandOver,
-    HandOverFailed,
+    HandOffDone,
+    HandOffFailed,
     Opened,
     Outbox,
     OutboxAction,
     OutboxEvent,
+    OutgoingCancelled,
     PeerDown,
     PeerUp,
     PushDone,
@@ -135,7 +135,7 @@ class PeerSender:
         now_s = self._clock.now_s()
         for xfer_id, outgoing in list(self._outgoing.items()):
             if not outgoing.hold.renew() or outgoing.until_s <= now_s:
-                self._handle(GivenUp(xfer_id=xfer_id))
+                self._handle(OutgoingCancelled(xfer_id=xfer_id))
 
     async def close(self) -> None:
         """Sends nothing more and ends every session; waits until no push is on its way."""
@@ -207,9 +207,9 @@ class PeerSender:
                     session.send(message)
             case StartPush():
                 self._push(action)
-            case HandOver(blocks_sent=blocks):
+            case HandOffDone(blocks_sent=blocks):
                 self._sent(blocks)
-            case HandOverFailed(xfer_id=xfer_id, error=error):
+            case HandOffFailed(xfer_id=xfer_id, error=error):
                 _log.info("blocks were not taken", xfer_id=xfer_id, reason=error.message)
 
     def _push(self, action: StartPush) -> None:
@@ -224,5 +224,5 @@ class PeerSender:
         """What was pushed counts only if it lay still all the while."""
         going = self._outgoing[done.xfer_id]
         if not going.hold.renew():
-            self._handle(GivenUp(xfer_id=done.xfer_id))
+            self._handle(OutgoingCancelled(xfer_id=done.xfer_id))
         self._handle(done)

@@ -187,7 +187,7 @@ class Admission:
             output_tokens=expected * len(prompt.samples),
             samples=len(prompt.samples),
             arrived_s=now_s,
-            deadline_s=now_s + request.deadline_s,
+            deadline_s=now_s + request.timeout_s,
         )
 
 

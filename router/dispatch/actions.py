@@ -7,54 +7,37 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
-from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.ids import LegId, LegKind, RequestId, WorkerIdentity
 from kv_transfer.ticket import Permit
 from router.ports import Timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendPrefill:
-    """P is to prefill for D."""
+class SendLeg:
+    """A worker is to run a leg.
+
+    Attributes:
+        permit: For the hand-off; None for a leg of kind generate.
+        transfer_address: Of the worker that receives the pages of a prefill leg.
+    """
 
     worker: WorkerIdentity
     leg_id: LegId
+    kind: LegKind
     request_id: RequestId
     prompt: Prompt
-    permit: Permit
-    transfer_address: str
-    trace_parent: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendExpect:
-    """D is to expect this prompt's KV from P."""
-
-    worker: WorkerIdentity
-    leg_id: LegId
-    request_id: RequestId
-    prompt: Prompt
-    permit: Permit
+    permit: Permit | None = None
+    transfer_address: str = ""
     trace_parent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendReassign:
-    """D is to expect the KV from another P."""
+    """D is to receive the KV from another P."""
 
     worker: WorkerIdentity
     leg_id: LegId
     permit: Permit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendGenerate:
-    """One worker is to prefill and decode."""
-
-    worker: WorkerIdentity
-    leg_id: LegId
-    request_id: RequestId
-    prompt: Prompt
-    trace_parent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,5 +96,5 @@ class RefuseWorker:
     error: BatonError
 
 
-SendAction = SendPrefill | SendExpect | SendReassign | SendGenerate | SendCancel | AskForSnapshot
+SendAction = SendLeg | SendReassign | SendCancel | AskForSnapshot
 Action = SendAction | Emit | Finish | Fail | RefuseWorker | WorkerSuspected

@@ -1,10 +1,10 @@
 """One attempt at some samples of a request: its states, and its legs on one pair of workers or on a single worker.
 
-    WAITING ──► PREFILLING ──► HANDING_OVER ──► DECODING ──► ENDED
-       │          ▲ P lost, another on D's pages ─┤           ▲
-       │          └───────────────────────────────┤           │
-       │                                          └► SETTLING ┤
-       └──────► LOCAL ────────────────────────────────────────┘
+    WAITING ──► PREFILLING ──► HANDING_OFF ──► DECODING ─────► ENDED
+       │          ▲ P lost, another on D's pages ┤               ▲
+       │          └──────────────────────────────┤               │
+       │                                         └► AWAITING_REPORT
+       └──────► GENERATING ──────────────────────────────────────┘
 
 P is the prefill worker and D the decode worker. An attempt that fails is ENDED; whatever its samples still want is continued by
 new attempts at the same request (`router.dispatch.retry`). Which event makes which move: `router.dispatch.dispatcher`.
@@ -20,24 +20,10 @@ from itertools import count
 
 from baton.errors import BatonError, InvariantError
 from baton.generation import Prompt, TokenSample
-from baton.ids import LegId, WorkerIdentity
+from baton.ids import LegId, LegKind, WorkerIdentity
 from kv_transfer.ticket import Permit
-from router.dispatch.actions import (
-    SendCancel,
-    SendExpect,
-    SendGenerate,
-    SendPrefill,
-    SendReassign,
-)
-from router.dispatch.events import (
-    DecodeTokens,
-    FirstTokensArrived,
-    HandedOff,
-    LegEvent,
-    LocallyPrefilled,
-    SampleFinished,
-    Stage,
-)
+from router.dispatch.actions import SendCancel, SendLeg, SendReassign
+from router.dispatch.events import DecodeTokens, HandedOff, LegEvent, Prefilled, SampleFinished
 from router.dispatch.request import RequestState
 from router.routing.policy import Pair
 from router.routing.view import WorkerView
@@ -48,21 +34,21 @@ class AttemptState(Enum):
 
     WAITING = "no pair of workers yet"
     PREFILLING = "both legs open, no token yet"
-    HANDING_OVER = "first tokens are out, P has not reported the hand-off"
+    HANDING_OFF = "first tokens are out, P has not reported the hand-off"
     DECODING = "P is done"
-    SETTLING = "D is done, P has not reported the hand-off"
-    LOCAL = "one worker does both"
+    AWAITING_REPORT = "D is done, P has not reported the hand-off"
+    GENERATING = "one worker does both"
     ENDED = "no leg left"
 
 
 _S = AttemptState
 TRANSITIONS: dict[AttemptState, frozenset[AttemptState]] = {
-    _S.WAITING: frozenset({_S.PREFILLING, _S.LOCAL, _S.ENDED}),
-    _S.PREFILLING: frozenset({_S.PREFILLING, _S.HANDING_OVER, _S.ENDED}),
-    _S.HANDING_OVER: frozenset({_S.PREFILLING, _S.DECODING, _S.SETTLING, _S.ENDED}),
+    _S.WAITING: frozenset({_S.PREFILLING, _S.GENERATING, _S.ENDED}),
+    _S.PREFILLING: frozenset({_S.PREFILLING, _S.HANDING_OFF, _S.ENDED}),
+    _S.HANDING_OFF: frozenset({_S.PREFILLING, _S.DECODING, _S.AWAITING_REPORT, _S.ENDED}),
     _S.DECODING: frozenset({_S.ENDED}),
-    _S.SETTLING: frozenset({_S.ENDED}),
-    _S.LOCAL: frozenset({_S.ENDED}),
+    _S.AWAITING_REPORT: frozenset({_S.ENDED}),
+    _S.GENERATING: frozenset({_S.ENDED}),
     _S.ENDED: frozenset(),
 }
 
@@ -151,7 +137,7 @@ class Leg:
     """
 
     leg_id: LegId
-    stage: Stage
+    kind: LegKind
     worker: WorkerView
     attempt: Attempt
     prefill_tokens: int = 0
@@ -179,7 +165,7 @@ class Leg:
             targets = worker.tbt_targets
             targets[self.tbt_s] = targets.get(self.tbt_s, 0) + 1
 
-    def computed(self, event: FirstTokensArrived | LocallyPrefilled, now_s: float) -> None:
+    def computed(self, event: Prefilled | Prefilled, now_s: float) -> None:
         """The prompt's KV is there, by the worker's own account."""
         self._count_prompt_out()
         self.computed_s = event.prefill_s
@@ -213,6 +199,21 @@ class Leg:
             worker.tbt_targets[self.tbt_s] -= 1
             if not worker.tbt_targets[self.tbt_s]:
                 del worker.tbt_targets[self.tbt_s]
+
+    def command(
+        self, prompt: Prompt, permit: Permit | None = None, transfer_address: str = ""
+    ) -> SendLeg:
+        """The command that starts it on its worker."""
+        return SendLeg(
+            worker=self.worker.identity,
+            leg_id=self.leg_id,
+            kind=self.kind,
+            request_id=self.attempt.request.request_id,
+            prompt=prompt,
+            permit=permit,
+            transfer_address=transfer_address,
+            trace_parent=self.attempt.request.trace_parent,
+        )
 
     def cancel(self) -> SendCancel:
         """The command that makes its worker forget it."""
@@ -248,47 +249,34 @@ class LegTable:
         """The open legs that `worker` runs."""
         return [leg for leg in self._legs.values() if leg.worker is worker]
 
-    def start_local(self, attempt: Attempt, pair: Pair, now_s: float) -> SendGenerate:
+    def start_generate(self, attempt: Attempt, pair: Pair, now_s: float) -> SendLeg:
         """One leg that prefills and decodes."""
-        prompt, worker = attempt.prompt(), pair.decode
-        leg = self._add(Stage.DECODE, attempt, worker)
+        prompt = attempt.prompt()
+        leg = self._new(LegKind.GENERATE, attempt, pair.decode)
         leg.prefill_tokens = leg.context_tokens = leg.prompt_tokens = prompt.num_tokens
         leg.compute_s = pair.compute_s
         leg.sequences = len(prompt.samples)
         leg.tbt_s = attempt.request.slo.tbt_s
         leg.open(now_s)
         attempt.decode = leg
-        return SendGenerate(
-            worker=worker.identity,
-            leg_id=leg.leg_id,
-            request_id=attempt.request.request_id,
-            trace_parent=attempt.request.trace_parent,
-            prompt=prompt,
-        )
+        return leg.command(prompt)
 
-    def start_pair(
+    def start_hand_off(
         self, attempt: Attempt, pair: Pair, permit: Permit, now_s: float
-    ) -> tuple[SendExpect, SendPrefill]:
-        """A leg on each of two workers, tied by a transfer."""
+    ) -> tuple[SendLeg, SendLeg]:
+        """A leg on each of two workers, tied by a transfer: D's, then P's."""
         prompt = attempt.prompt()
-        decode = self._add(Stage.DECODE, attempt, pair.decode)
-        decode.context_tokens, decode.sequences = prompt.num_tokens, len(prompt.samples)
-        decode.tbt_s = attempt.request.slo.tbt_s
-        decode.open(now_s)
-        attempt.decode, attempt.sent_prompt = decode, prompt
-        expect = SendExpect(
-            worker=pair.decode.identity,
-            leg_id=decode.leg_id,
-            request_id=attempt.request.request_id,
-            trace_parent=attempt.request.trace_parent,
-            prompt=prompt,
-            permit=permit,
-        )
-        return expect, self._start_prefill(attempt, pair, prompt, permit, now_s)
+        leg = self._new(LegKind.RECEIVE, attempt, pair.decode)
+        leg.context_tokens, leg.sequences = prompt.num_tokens, len(prompt.samples)
+        leg.tbt_s = attempt.request.slo.tbt_s
+        leg.open(now_s)
+        attempt.decode, attempt.sent_prompt = leg, prompt
+        receive = leg.command(prompt, permit)
+        return receive, self._start_prefill(attempt, pair, prompt, permit, now_s)
 
     def take_over(
         self, attempt: Attempt, pair: Pair, permit: Permit, now_s: float
-    ) -> tuple[SendReassign, SendPrefill]:
+    ) -> tuple[SendReassign, SendLeg]:
         """A new leg on another P for D's leg as it stands: the same prompt, the same pages."""
         assert attempt.decode is not None
         assert attempt.sent_prompt is not None
@@ -301,7 +289,7 @@ class LegTable:
         """The leg is over."""
         leg.close()
         del self._legs[leg.leg_id]
-        if leg.stage is Stage.PREFILL:
+        if leg.kind is LegKind.PREFILL:
             leg.attempt.prefill = None
         else:
             leg.attempt.decode = None
@@ -320,23 +308,15 @@ class LegTable:
 
     def _start_prefill(
         self, attempt: Attempt, pair: Pair, prompt: Prompt, permit: Permit, now_s: float
-    ) -> SendPrefill:
-        prefill = self._add(Stage.PREFILL, attempt, pair.prefill)
-        prefill.prefill_tokens = prefill.prompt_tokens = prompt.num_tokens
-        prefill.compute_s = pair.compute_s
-        prefill.open(now_s)
-        attempt.prefill, attempt.permit = prefill, permit
-        return SendPrefill(
-            worker=pair.prefill.identity,
-            leg_id=prefill.leg_id,
-            request_id=attempt.request.request_id,
-            trace_parent=attempt.request.trace_parent,
-            prompt=prompt,
-            permit=permit,
-            transfer_address=pair.decode.hello.transfer_address,
-        )
+    ) -> SendLeg:
+        leg = self._new(LegKind.PREFILL, attempt, pair.prefill)
+        leg.prefill_tokens = leg.prompt_tokens = prompt.num_tokens
+        leg.compute_s = pair.compute_s
+        leg.open(now_s)
+        attempt.prefill, attempt.permit = leg, permit
+        return leg.command(prompt, permit, pair.decode.hello.transfer_address)
 
-    def _add(self, stage: Stage, attempt: Attempt, worker: WorkerView) -> Leg:
-        leg = Leg(leg_id=LegId(next(self._ids)), stage=stage, worker=worker, attempt=attempt)
+    def _new(self, kind: LegKind, attempt: Attempt, worker: WorkerView) -> Leg:
+        leg = Leg(leg_id=LegId(next(self._ids)), kind=kind, worker=worker, attempt=attempt)
         self._legs[leg.leg_id] = leg
         return leg

@@ -25,7 +25,7 @@ from baton.errors import (
     WrongRoleError,
 )
 from baton.generation import FinishReason, TokenSample, plain_token
-from baton.ids import LegId, RequestId, WorkerIdentity
+from baton.ids import LegId, LegKind, RequestId, WorkerIdentity
 from baton.story import StoryEntry, StoryLog
 from router.dispatch.actions import (
     Action,
@@ -40,17 +40,15 @@ from router.dispatch.events import (
     ClientGone,
     DecodeTokens,
     Event,
-    FirstTokensArrived,
     HandedOff,
     LegEvent,
     LegFailed,
+    LegWriterLost,
     LoadReported,
-    LocallyPrefilled,
-    PrefillPeerLost,
-    PutInPool,
+    Pooled,
+    Prefilled,
     RoleChanged,
     SampleFinished,
-    Stage,
     StepTokens,
     StopSample,
     Submitted,
@@ -66,18 +64,19 @@ from router.routing.view import ClusterView, WorkerView
 _STALL_S = 1.0
 """After such a pause between two ticks this router cannot tell which worker was silent: it read from none."""
 
-_HANDOFF_OPEN = (AttemptState.PREFILLING, AttemptState.HANDING_OVER)
+_HANDOFF_OPEN = (AttemptState.PREFILLING, AttemptState.HANDING_OFF)
 """States in which another P may still take over."""
 
-_STAGE_OF: dict[type[LegEvent], Stage] = {
-    DecodeTokens: Stage.DECODE,
-    SampleFinished: Stage.DECODE,
-    LocallyPrefilled: Stage.DECODE,
-    FirstTokensArrived: Stage.PREFILL,
-    HandedOff: Stage.PREFILL,
-    PutInPool: Stage.PREFILL,
-    PrefillPeerLost: Stage.DECODE,
+_DECODES = frozenset({LegKind.RECEIVE, LegKind.GENERATE})
+_KINDS_OF: dict[type[LegEvent], frozenset[LegKind]] = {
+    DecodeTokens: _DECODES,
+    SampleFinished: _DECODES,
+    Prefilled: frozenset({LegKind.PREFILL, LegKind.GENERATE}),
+    HandedOff: frozenset({LegKind.PREFILL}),
+    Pooled: frozenset({LegKind.PREFILL}),
+    LegWriterLost: frozenset({LegKind.RECEIVE}),
 }
+"""Of which kinds of legs a worker may say what."""
 
 _EITHER_WORKERS_FAULT = (
     TransferError,
@@ -133,7 +132,7 @@ class Dispatcher:
     def __init__(self, *, view: ClusterView, placement: Placement, policy: RetryPolicy) -> None:
         self._view = view
         self._legs = LegTable()
-        self._story = StoryLog()
+        self._story = StoryLog("dispatch")
         self._retry = RetryController(
             view=view, placement=placement, legs=self._legs, policy=policy, story=self._story
         )
@@ -158,7 +157,7 @@ class Dispatcher:
         """What to do about `event`.
 
         Raises:
-            InvariantError: A bug of ours; `give_up` ends the request it belongs to.
+            InvariantError: A bug of ours; `fail_request` ends the request it belongs to.
         """
         try:
             return self._handle(event, now_s)
@@ -193,7 +192,7 @@ class Dispatcher:
                 moved.tokens.append(token)
         return moved
 
-    def give_up(self, event: Event, error: InvariantError, now_s: float) -> list[Action]:
+    def fail_request(self, event: Event, error: InvariantError, now_s: float) -> list[Action]:
         """Ends the request that `event` belongs to, after `handle` raised `error` for it."""
         request_id = self.request_of(event)
         return [] if request_id is None else self._retry.fail(request_id, error, now_s)
@@ -271,7 +270,7 @@ class Dispatcher:
             if request is not None and request.deadline_s == deadline_s:
                 error = DeadlineError("the request's deadline passed")
                 actions += self._retry.fail(request_id, error, now_s)
-        actions += self._retry.end_settled(now_s)
+        actions += self._retry.end_unreported(now_s)
         return actions + self._retry.place_waiting(now_s)
 
     def _look_for_silent_workers(self, now_s: float) -> list[Action]:
@@ -362,44 +361,46 @@ class Dispatcher:
     def _apply(self, leg: Leg, event: LegEvent, now_s: float) -> list[Action]:
         if isinstance(event, LegFailed):
             return self._on_leg_failed(leg, event.error, now_s)
-        if leg.stage is not _STAGE_OF[type(event)]:
-            return self._breach(leg, "reported an event of another stage on a leg", now_s)
+        if leg.kind not in _KINDS_OF[type(event)]:
+            return self._breach(
+                leg, f"said {type(event).__name__} of a {leg.kind.value} leg", now_s
+            )
         match event:
             case DecodeTokens():
                 return self._decode_tokens(leg, event, now_s)
-            case FirstTokensArrived():
+            case Prefilled() if leg.kind is LegKind.GENERATE:
+                return self._prefilled_here(leg, event, now_s)
+            case Prefilled():
                 return self._first_tokens(leg, event, now_s)
             case HandedOff():
                 return self._handed_off(leg, event, now_s)
-            case PutInPool():
+            case Pooled():
                 return self._put_in_pool(leg, now_s)
-            case PrefillPeerLost():
+            case LegWriterLost():
                 return self._writer_lost(leg, event, now_s)
-            case LocallyPrefilled():
-                return self._locally_prefilled(leg, event, now_s)
             case SampleFinished():
                 return self._sample_finished(leg, event, now_s)
 
-    def _first_tokens(self, leg: Leg, event: FirstTokensArrived, now_s: float) -> list[Action]:
+    def _first_tokens(self, leg: Leg, event: Prefilled, now_s: float) -> list[Action]:
         attempt = leg.attempt
-        drawn = {token.sample for token in event.tokens}
+        drawn = {token.sample for token in event.first_tokens}
         if attempt.state is not AttemptState.PREFILLING or drawn != set(attempt.samples):
             return self._breach(leg, "sent first tokens that were not asked for", now_s)
-        if _aborted(event.tokens):
+        if _aborted(event.first_tokens):
             return self._breach(leg, "aborted a sample", now_s)
         leg.computed(event, now_s)
         known = attempt.first_tokens is not None
-        if attempt.first_tokens is not None and not _same(attempt.first_tokens, event.tokens):
+        if attempt.first_tokens is not None and not _same(attempt.first_tokens, event.first_tokens):
             # Two logits were all but equal. The client has the other token: continue from what it has.
             error = EngineError("the prompt was computed again and gave another token")
             return self._retry.retry(attempt, error, frozenset(), now_s)
-        attempt.first_tokens = event.tokens
+        attempt.first_tokens = event.first_tokens
         attempt.request.watch.prefilled(event)
-        attempt.decoding = {token.sample for token in event.tokens if token.finish is None}
-        attempt.move(AttemptState.HANDING_OVER, now_s)
+        attempt.decoding = {token.sample for token in event.first_tokens if token.finish is None}
+        attempt.move(AttemptState.HANDING_OFF, now_s)
         if not known:
             attempt.request.prompt_logprobs = event.prompt_logprobs
-        actions = [] if known else _emit(attempt, event.tokens, now_s)
+        actions = [] if known else _emit(attempt, event.first_tokens, now_s)
         actions += self._end_if_done(attempt, now_s)
         held_back, attempt.early = attempt.early, []
         for early in held_back:  # those of an attempt that has ended find no open leg
@@ -439,7 +440,10 @@ class Dispatcher:
             return self._breach(leg, f"ended sample {event.sample} without a token", now_s)
         return self._end_if_done(attempt, now_s)
 
-    def _locally_prefilled(self, leg: Leg, event: LocallyPrefilled, now_s: float) -> list[Action]:
+    def _prefilled_here(self, leg: Leg, event: Prefilled, now_s: float) -> list[Action]:
+        """Where it is decoded: the first tokens are a step's like all others."""
+        if event.first_tokens:
+            return self._breach(leg, "sent first tokens that were not asked for", now_s)
         leg.computed(event, now_s)
         leg.attempt.request.watch.prefilled(event)
         leg.attempt.request.prompt_logprobs = event.prompt_logprobs
@@ -448,7 +452,7 @@ class Dispatcher:
     def _handed_off(self, leg: Leg, event: HandedOff, now_s: float) -> list[Action]:
         attempt = leg.attempt
         if attempt.state is AttemptState.PREFILLING:
-            return self._breach(leg, "handed over before its first tokens", now_s)
+            return self._breach(leg, "handed off before its first tokens", now_s)
         attempt.request.watch.handed_off(event)
         leg.worker.breaker.succeeded(now_s)
         if attempt.decode is not None:
@@ -461,18 +465,18 @@ class Dispatcher:
         if attempt.state is AttemptState.PREFILLING:
             return self._breach(leg, "put a prompt into the pool before its first tokens", now_s)
         if attempt.decoded or attempt.decode is None:
-            return self._breach(leg, "put a prompt into the pool that was handed over", now_s)
+            return self._breach(leg, "put a prompt into the pool that was handed off", now_s)
         leg.worker.breaker.succeeded(now_s)
         self._legs.close(leg)
         node = node_of(leg.worker.load)
         in_reach = node is not None and node == node_of(attempt.decode.worker.load)
         return self._retry.leave_to_pool(attempt, now_s, in_reach=in_reach)
 
-    def _writer_lost(self, leg: Leg, event: PrefillPeerLost, now_s: float) -> list[Action]:
+    def _writer_lost(self, leg: Leg, event: LegWriterLost, now_s: float) -> list[Action]:
         attempt = leg.attempt
         current = attempt.permit is not None and attempt.permit.attempt == event.attempt
-        handed_over = attempt.decoded or attempt.early or attempt.state not in _HANDOFF_OPEN
-        if not current or handed_over:
+        handed_off = attempt.decoded or attempt.early or attempt.state not in _HANDOFF_OPEN
+        if not current or handed_off:
             return []
         actions: list[Action] = []
         blamed: frozenset[WorkerIdentity] = frozenset()
@@ -485,7 +489,7 @@ class Dispatcher:
     # What follows from it.
 
     def _end_if_done(self, attempt: Attempt, now_s: float) -> list[Action]:
-        """After a sample has ended: ends the attempt, or lets it settle, unless it still has something to do."""
+        """After a sample has ended: ends the attempt, or has it await P's report, unless it still has something to do."""
         if attempt.unfinished:
             return []
         if attempt.decode is not None and attempt.decoded:
@@ -493,14 +497,14 @@ class Dispatcher:
         ran_out = attempt.decoded and not attempt.decoding
         if ran_out and attempt.decode is not None:
             self._legs.close(attempt.decode)
-        if ran_out and attempt.state is AttemptState.HANDING_OVER:
-            self._retry.let_settle(attempt, now_s)
+        if ran_out and attempt.state is AttemptState.HANDING_OFF:
+            self._retry.await_report(attempt, now_s)
             return []
         return self._retry.end(attempt, now_s)
 
     def _continue_on_decode_only(self, attempt: Attempt, now_s: float) -> list[Action]:
         """P has nothing more to say: D continues alone, or the attempt is over."""
-        if attempt.state is AttemptState.SETTLING:
+        if attempt.state is AttemptState.AWAITING_REPORT:
             return self._retry.end(attempt, now_s)
         attempt.move(AttemptState.DECODING, now_s)
         return []
@@ -543,7 +547,7 @@ class Dispatcher:
             now_s: The time.
             reservation_intact: Whether D's reserved pages, if its leg is open, can still be written to by another P.
         """
-        if attempt.state is AttemptState.SETTLING:
+        if attempt.state is AttemptState.AWAITING_REPORT:
             return self._retry.end(attempt, now_s)
         if attempt.decode is not None and attempt.decoded:
             # D decodes, so it has the KV: P was done except for its report.
@@ -558,7 +562,7 @@ def _only_advances(leg: Leg, sample: int) -> bool:
     """Whether a plain token of `leg` does nothing but lengthen the log of `sample`. A request's first token does more."""
     attempt = leg.attempt
     return (
-        leg.stage is Stage.DECODE
+        leg.kind in _DECODES
         and attempt.state is not AttemptState.PREFILLING
         and sample in attempt.samples
         and attempt.request.watch.first_token_s is not None

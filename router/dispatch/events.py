@@ -5,7 +5,6 @@ Events come from clients (through `router.generator`) and from workers (through 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from baton.blocks import BlockReport
 from baton.errors import BatonError
@@ -13,13 +12,6 @@ from baton.generation import FinishReason, TokenLogprobs, TokenSample, WorkerLoa
 from baton.ids import LegId, RequestId, Role, WorkerIdentity
 from baton.rpc.hello import WorkerHello
 from router.ports import GenerationRequest
-
-
-class Stage(Enum):
-    """Which part of a request a leg runs: the prompt for another worker, or what is decoded."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +82,16 @@ class BlocksReported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstTokensArrived:
-    """P drew the first token of each sample; the times are P's."""
+class Prefilled:
+    """The prompt of a prefill or generate leg is computed; the times are its worker's.
+
+    Attributes:
+        first_tokens: Of a prefill leg, one per sample; those of a generate leg come right after, as tokens of its own.
+    """
 
     worker: WorkerIdentity
     leg_id: LegId
-    tokens: tuple[TokenSample, ...]
+    first_tokens: tuple[TokenSample, ...] = ()
     cached_tokens: int
     queue_s: float
     prefill_s: float
@@ -109,25 +105,7 @@ class FirstTokensArrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocallyPrefilled:
-    """The worker that decodes prefilled too; the first tokens come right after."""
-
-    worker: WorkerIdentity
-    leg_id: LegId
-    cached_tokens: int
-    queue_s: float
-    prefill_s: float
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    pooled_tokens: int = 0
-
-    @property
-    def reused_tokens(self) -> int:
-        """Tokens of the prompt that were not computed: they were cached there, or in the pool."""
-        return self.cached_tokens + self.pooled_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutInPool:
+class Pooled:
     """D had no room for the prompt: P left it in the pool, and its leg is over."""
 
     worker: WorkerIdentity
@@ -148,7 +126,7 @@ class HandedOff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillPeerLost:
+class LegWriterLost:
     """D lost P in this attempt at the hand-off, and keeps the pages for a moment."""
 
     worker: WorkerIdentity
@@ -200,14 +178,7 @@ class LegFailed:
 
 
 LegEvent = (
-    FirstTokensArrived
-    | LocallyPrefilled
-    | HandedOff
-    | PutInPool
-    | PrefillPeerLost
-    | DecodeTokens
-    | SampleFinished
-    | LegFailed
+    Prefilled | HandedOff | Pooled | LegWriterLost | DecodeTokens | SampleFinished | LegFailed
 )
 Event = (
     Submitted

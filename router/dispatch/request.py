@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from baton.errors import InvariantError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
 from baton.ids import RequestId
-from router.dispatch.events import FirstTokensArrived, HandedOff, LocallyPrefilled
+from router.dispatch.events import HandedOff, Prefilled
 from router.ports import Timing
 from router.routing.policy import Pair
 from router.routing.table import Fingerprints
@@ -66,8 +66,8 @@ class Stopwatch:
         else:
             self.retries += 1
 
-    def prefilled(self, event: FirstTokensArrived | LocallyPrefilled) -> None:
-        """First tokens come; the times are the worker's."""
+    def prefilled(self, event: Prefilled) -> None:
+        """The prompt is computed; the times are the worker's."""
         if self.first_token_s is None:
             self.queue_s, self.prefill_s = event.queue_s, event.prefill_s
             self.cached_tokens, self.pooled_tokens = event.cached_tokens, event.pooled_tokens

@@ -33,14 +33,14 @@ class RetryPolicy:
         retry_backoff: How long workers that failed a request are avoided when there are no others. A worker that was silent for the
             longest of these waits gets no new legs anyway.
         recompute_tokens: Up to so many tokens of a prompt are computed by D itself when no P can take over.
-        settle_s: How long a request whose tokens are all out waits for P's account of the hand-off.
+        report_wait_s: How long a request whose tokens are all out waits for P's report of the hand-off.
     """
 
     max_attempts: int = 3
     worker_wait_s: float = 15.0
     retry_backoff: Backoff = Backoff(first_s=0.5, max_s=5.0, factor=4.0)
     recompute_tokens: int = 2048
-    settle_s: float = 1.0
+    report_wait_s: float = 1.0
 
     def pause_s(self, number: int) -> float:
         """How long the attempt of this number waits before it uses workers that failed it; 2 is the first after a failure.
@@ -110,7 +110,7 @@ class RetryController:
         self._requests: dict[RequestId, RequestState] = {}
         self._attempts: dict[RequestId, list[Attempt]] = {}
         self._waiting: dict[Attempt, Unavailable] = {}
-        self._settling: dict[Attempt, None] = {}
+        self._awaiting_report: dict[Attempt, None] = {}
         self.counters = RetryCounters()
 
     @property
@@ -152,10 +152,10 @@ class RetryController:
         samples = request.prompt.samples
         return self._launch(Attempt(request=request, samples=samples, since_s=now_s), now_s)
 
-    def let_settle(self, attempt: Attempt, now_s: float) -> None:
-        """D is done and P has not reported the hand-off: its account is worth a short wait."""
-        attempt.move(AttemptState.SETTLING, now_s)
-        self._settling[attempt] = None
+    def await_report(self, attempt: Attempt, now_s: float) -> None:
+        """D is done and P has not reported the hand-off: its report is worth a short wait."""
+        attempt.move(AttemptState.AWAITING_REPORT, now_s)
+        self._awaiting_report[attempt] = None
 
     def end(self, attempt: Attempt, now_s: float) -> list[Action]:
         """Ends an attempt whose samples want nothing more, and the request with its last attempt."""
@@ -192,7 +192,7 @@ class RetryController:
             permit = self._placement.permit(prompt, pair, permit.xfer_id, attempt.number)
             attempt.move(AttemptState.PREFILLING, now_s)
             actions: list[Action] = [*self._legs.take_over(attempt, pair, permit, now_s)]
-            self._tell(attempt, now_s, "another prefill worker takes over", actions)
+            self._record(attempt, now_s, "another prefill worker takes over", actions)
             return actions
         pooled = self._placement.pooled_tokens(request, prompt, decode.worker, now_s)
         short = prompt.num_tokens - pooled <= self._policy.recompute_tokens
@@ -229,7 +229,7 @@ class RetryController:
         if own_fault or attempt.number >= self._policy.max_attempts:
             self.counters.fallbacks[Fallback.REFUSED] += not own_fault
             return actions + self.fail(request.request_id, error, now_s)
-        self._tell(attempt, now_s, f"retried: {fallback.value}: {error.message}", actions)
+        self._record(attempt, now_s, f"retried: {fallback.value}: {error.message}", actions)
         self._count(request, fallback, resumed=request.has_tokens(attempt.unfinished))
         return actions + self._continue(
             attempt,
@@ -251,7 +251,7 @@ class RetryController:
         self.counters.fallbacks[fallback] += 1
         pinned = attempt.decode.worker.identity if in_reach else None
         actions = self._cancel_legs(attempt, now_s)
-        self._tell(attempt, now_s, f"left in the pool: {fallback.value}", actions)
+        self._record(attempt, now_s, f"left in the pool: {fallback.value}", actions)
         return actions + self._continue(
             attempt, now_s, number=attempt.number, avoid=attempt.avoid, cause=None, pinned=pinned
         )
@@ -283,13 +283,13 @@ class RetryController:
                 actions += self.fail(attempt.request.request_id, error, now_s)
         return actions
 
-    def end_settled(self, now_s: float) -> list[Action]:
-        """Ends the attempts that have waited long enough for P's account of the hand-off."""
-        settle_s = self._policy.settle_s
+    def end_unreported(self, now_s: float) -> list[Action]:
+        """Ends the attempts that have waited long enough for P's report of the hand-off."""
+        report_wait_s = self._policy.report_wait_s
         actions: list[Action] = []
-        for attempt in [a for a in self._settling if now_s - a.since_s >= settle_s]:
+        for attempt in [a for a in self._awaiting_report if now_s - a.since_s >= report_wait_s]:
             ended = self.end(attempt, now_s)
-            self._tell(attempt, now_s, "settled without the hand-off's account", ended)
+            self._record(attempt, now_s, "ended without the hand-off's report", ended)
             actions += ended
         return actions
 
@@ -300,7 +300,7 @@ class RetryController:
             raise InvariantError("a request without an attempt, or the other way round")
         for state, members in (
             (AttemptState.WAITING, self._waiting),
-            (AttemptState.SETTLING, self._settling),
+            (AttemptState.AWAITING_REPORT, self._awaiting_report),
         ):
             if {attempt for attempt in attempts if attempt.state is state} != members.keys():
                 raise InvariantError(f"attempts that are {state} are not those on the list")
@@ -321,7 +321,7 @@ class RetryController:
             chosen = self._placement.choose(request, prompt, frozenset(), now_s)
         if isinstance(chosen, Unavailable):
             if attempt not in self._waiting:
-                self._tell(attempt, now_s, f"waits: {chosen.reason}", ())
+                self._record(attempt, now_s, f"waits: {chosen.reason}", ())
             self._waiting[attempt] = chosen
             return []
         self._waiting.pop(attempt, None)
@@ -329,13 +329,13 @@ class RetryController:
         actions: list[Action]
         if chosen.local:
             attempt.decoding = set(attempt.samples)
-            attempt.move(AttemptState.LOCAL, now_s)
-            actions = [self._legs.start_local(attempt, chosen, now_s)]
+            attempt.move(AttemptState.GENERATING, now_s)
+            actions = [self._legs.start_generate(attempt, chosen, now_s)]
         else:
             attempt.move(AttemptState.PREFILLING, now_s)
             permit = self._placement.permit(prompt, chosen, new_xfer_id(), attempt.number)
-            actions = [*self._legs.start_pair(attempt, chosen, permit, now_s)]
-        self._tell(attempt, now_s, "placed", actions)
+            actions = [*self._legs.start_hand_off(attempt, chosen, permit, now_s)]
+        self._record(attempt, now_s, "placed", actions)
         return actions
 
     def _continue(
@@ -380,7 +380,7 @@ class RetryController:
             actions.append(leg.cancel())
         attempt.move(AttemptState.ENDED, now_s)
         self._waiting.pop(attempt, None)
-        self._settling.pop(attempt, None)
+        self._awaiting_report.pop(attempt, None)
         self._attempts[attempt.request.request_id].remove(attempt)
         return actions
 
@@ -394,6 +394,6 @@ class RetryController:
             message += f" (earlier: {attempt.cause.message})"
         return UnavailableError(message)
 
-    def _tell(self, attempt: Attempt, now_s: float, what: str, actions: Sequence[Action]) -> None:
+    def _record(self, attempt: Attempt, now_s: float, what: str, actions: Sequence[Action]) -> None:
         told = f"attempt {attempt.number} at samples {attempt.samples}: {what}"
         self._story.record(attempt.request.request_id, now_s, told, actions)

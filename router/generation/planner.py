@@ -126,7 +126,7 @@ class RequestPlanner:
                 if number
                 else context.request_id,
                 prompt=prompt,
-                deadline_s=self._timeout_s,
+                timeout_s=self._timeout_s,
                 tenant=context.account.tenant,
                 session=body.user or "",
                 slo=context.slo,

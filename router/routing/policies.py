@@ -35,7 +35,7 @@ _SEQUENCE_TOKENS = 64
 _CONTEXT_WEIGHT = 0.1
 """A token of context read at every step of a decode against a token prefilled once."""
 
-_HANDOVER_WEIGHT = 0.05
+_HAND_OFF_WEIGHT = 0.05
 """A token's KV moved against a token prefilled. Its purpose is that a hybrid worker that is as good keeps both legs."""
 
 
@@ -54,7 +54,7 @@ class WorkerPrices(Protocol):
     def decode_cost(self, worker: WorkerView, demand: Demand) -> float:
         """Of decoding on `worker`."""
 
-    def handover_cost(self, decoder: WorkerView, demand: Demand) -> float:
+    def hand_off_cost(self, decoder: WorkerView, demand: Demand) -> float:
         """Of moving the KV that `decoder` lacks."""
 
 
@@ -140,11 +140,11 @@ class AdditivePolicy:
             takers = [worker for worker in here if worker.takes_kv]
             both = [worker for worker in here if worker.can_prefill]
             if prefillers and takers:
-                yield self._handed_over(prefillers, takers, demand, rng)
+                yield self._handed_off(prefillers, takers, demand, rng)
             if both:
                 yield self._local(both, RouteKind.HYBRID, demand, rng)
 
-    def _handed_over(
+    def _handed_off(
         self,
         prefillers: Collection[WorkerView],
         takers: Collection[WorkerView],
@@ -154,7 +154,7 @@ class AdditivePolicy:
         prices = self.prices
         p_rank, p = _cheapest(prefillers, lambda w: prices.prefill_cost(w, demand), rng)
         d_rank, d = _cheapest(
-            takers, lambda w: prices.decode_cost(w, demand) + prices.handover_cost(w, demand), rng
+            takers, lambda w: prices.decode_cost(w, demand) + prices.hand_off_cost(w, demand), rng
         )
         rank = (p_rank[0] + d_rank[0], p_rank[1] + d_rank[1], d_rank[2])
         kind = RouteKind.HYBRID if p is d else RouteKind.PAIR
@@ -195,9 +195,9 @@ class PrefixAffinity:
         load = _SEQUENCE_TOKENS * worker.sequences + _CONTEXT_WEIGHT * context
         return load + _lacking_tokens(worker, demand)
 
-    def handover_cost(self, decoder: WorkerView, demand: Demand) -> float:
+    def hand_off_cost(self, decoder: WorkerView, demand: Demand) -> float:
         """In proportion to what is not held there yet."""
-        return _HANDOVER_WEIGHT * demand.uncached(decoder)
+        return _HAND_OFF_WEIGHT * demand.uncached(decoder)
 
 
 class LeastLoaded:
@@ -215,9 +215,9 @@ class LeastLoaded:
         context = worker.decode_tokens + demand.tokens
         return _SEQUENCE_TOKENS * worker.sequences + _CONTEXT_WEIGHT * context
 
-    def handover_cost(self, decoder: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
+    def hand_off_cost(self, decoder: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
         """In proportion to the prompt."""
-        return _HANDOVER_WEIGHT * demand.tokens
+        return _HAND_OFF_WEIGHT * demand.tokens
 
 
 class RoundRobin:
@@ -234,7 +234,7 @@ class RoundRobin:
         """Number of the last decision that chose it."""
         return worker.last_pick
 
-    def handover_cost(self, decoder: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
+    def hand_off_cost(self, decoder: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
         """Nothing."""
         return 0.0
 
@@ -256,7 +256,7 @@ class AtRandom:
         """Drawn anew each time."""
         return self._rng.random()
 
-    def handover_cost(self, decoder: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
+    def hand_off_cost(self, decoder: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
         """Nothing."""
         return 0.0
 
@@ -281,7 +281,7 @@ class Session:
         """The same number."""
         return _rendezvous(demand.session, worker.identity.worker_id)
 
-    def handover_cost(self, decoder: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
+    def hand_off_cost(self, decoder: WorkerView, demand: Demand) -> float:  # noqa: ARG002  # port
         """Nothing."""
         return 0.0
 
@@ -337,10 +337,10 @@ def _loaded(name: str) -> Policy:
     if _has(made, "pair", "prefiller"):
         policy: Policy = made
         return policy
-    if _has(made, "prefill_cost", "decode_cost", "handover_cost"):
+    if _has(made, "prefill_cost", "decode_cost", "hand_off_cost"):
         return AdditivePolicy(made)
     raise _unusable(
-        name, "it has neither pair and prefiller nor prefill_cost, decode_cost and handover_cost"
+        name, "it has neither pair and prefiller nor prefill_cost, decode_cost and hand_off_cost"
     )
 
 

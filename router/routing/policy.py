@@ -119,7 +119,7 @@ class Rationale(Protocol):
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """The workers that prefill and decode; one and the same when no KV is handed over.
+    """The workers that prefill and decode; one and the same when no KV is handed off.
 
     Attributes:
         prefill: Computes the prompt.

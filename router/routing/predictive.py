@@ -190,7 +190,7 @@ class Candidates:
     Attributes:
         prefillers: Those that compute prompts for others.
         decoders: Those that decode.
-        receivers: Those of `decoders` that others can hand KV over to.
+        receivers: Those of `decoders` that others can hand KV off to.
         slots: The slots of all are below this.
     """
 

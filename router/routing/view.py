@@ -92,7 +92,7 @@ class WorkerView(WorkerRecord):
         reported_context_tokens: Tokens of context that its last decode step read.
         can_prefill: Whether it computes prompts for others. This and what follows comes from its greeting.
         can_decode: Whether it draws tokens.
-        takes_kv: Whether others can hand KV over to it.
+        takes_kv: Whether others can hand KV off to it.
         capacity_tokens: Tokens whose KV it has room for.
         max_sequences: Sequences that it runs at once.
         kv_token_bytes: Bytes of KV per token.

@@ -132,7 +132,7 @@ class RouterMetrics:
         self._pooled_tokens = self._counter(
             "baton_prompt_tokens_pooled", "Prompt tokens whose KV was fetched from the pool."
         )
-        self._handoff_bytes = self._counter("baton_handoff_bytes", "KV bytes handed over.")
+        self._handoff_bytes = self._counter("baton_handoff_bytes", "KV bytes handed off.")
         success = Counter(
             "vllm:request_success",
             "Samples that reached their end.",

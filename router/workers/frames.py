@@ -7,7 +7,7 @@ from collections.abc import Set
 from itertools import compress, repeat
 
 from baton.generation import TokenLogprobs, TokenSample
-from baton.ids import LegId, WorkerIdentity
+from baton.ids import LegId, LegKind, WorkerIdentity
 from baton.rpc.generation import (
     finish_from_proto,
     logprobs_from_proto,
@@ -19,27 +19,18 @@ from baton.rpc.reports import blocks_from_proto, failure_from_proto, load_from_p
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import worker_pb2 as pb
 from kv_transfer.ticket import shown
-from router.dispatch.actions import (
-    AskForSnapshot,
-    SendAction,
-    SendCancel,
-    SendExpect,
-    SendGenerate,
-    SendPrefill,
-    SendReassign,
-)
+from router.dispatch.actions import AskForSnapshot, SendAction, SendCancel, SendLeg, SendReassign
 from router.dispatch.events import (
     BlocksReported,
     DecodeTokens,
     Event,
-    FirstTokensArrived,
     HandedOff,
     Heard,
     LegFailed,
+    LegWriterLost,
     LoadReported,
-    LocallyPrefilled,
-    PrefillPeerLost,
-    PutInPool,
+    Pooled,
+    Prefilled,
     SampleFinished,
     StepTokens,
 )
@@ -56,7 +47,7 @@ def events_of(worker: WorkerIdentity, frame: pb.Frame) -> list[Heard]:
     events: list[Heard] = [_prefilled(worker, message) for message in frame.prefilled]
     events += _tokens(worker, frame)
     events += [_handed_off(worker, message) for message in frame.handed_off]
-    events += [PutInPool(worker=worker, leg_id=LegId(m.leg_id)) for m in frame.pooled]
+    events += [Pooled(worker=worker, leg_id=LegId(m.leg_id)) for m in frame.pooled]
     events += [_writer_lost(worker, message) for message in frame.writers_lost]
     events += [_failed(worker, message) for message in frame.failed]
     if frame.HasField("load"):
@@ -69,18 +60,8 @@ def events_of(worker: WorkerIdentity, frame: pb.Frame) -> list[Heard]:
 def command_of(action: SendAction) -> pb.Command:
     """An action as a command on its worker's stream."""
     match action:
-        case SendPrefill():
-            prefill = pb.Prefill(
-                request=_request(action),
-                permit=shown(action.permit),
-                transfer_address=action.transfer_address,
-            )
-            return pb.Command(prefill=prefill)
-        case SendExpect():
-            receive = pb.Receive(request=_request(action), permit=shown(action.permit))
-            return pb.Command(receive=receive)
-        case SendGenerate():
-            return pb.Command(generate=pb.Generate(request=_request(action)))
+        case SendLeg():
+            return _leg(action)
         case SendReassign():
             reassign = pb.Reassign(leg_id=action.leg_id, permit=shown(action.permit))
             return pb.Command(reassign=reassign)
@@ -90,10 +71,20 @@ def command_of(action: SendAction) -> pb.Command:
             return pb.Command(send_snapshot=common_pb2.SendSnapshot())
 
 
-def _request(action: SendPrefill | SendExpect | SendGenerate) -> common_pb2.GenerationRequest:
-    return prompt_to_proto(
+def _leg(action: SendLeg) -> pb.Command:
+    request = prompt_to_proto(
         action.leg_id, action.request_id, action.prompt, trace_parent=action.trace_parent
     )
+    permit = None if action.permit is None else shown(action.permit)
+    match action.kind:
+        case LegKind.PREFILL:
+            address = action.transfer_address
+            prefill = pb.Prefill(request=request, permit=permit, transfer_address=address)
+            return pb.Command(prefill=prefill)
+        case LegKind.RECEIVE:
+            return pb.Command(receive=pb.Receive(request=request, permit=permit))
+        case LegKind.GENERATE:
+            return pb.Command(generate=pb.Generate(request=request))
 
 
 def _handed_off(worker: WorkerIdentity, message: pb.HandedOff) -> Event:
@@ -109,22 +100,10 @@ def _handed_off(worker: WorkerIdentity, message: pb.HandedOff) -> Event:
 
 
 def _prefilled(worker: WorkerIdentity, message: pb.Prefilled) -> Event:
-    """First tokens come along with a prefill leg; those of a leg that decodes where it was prefilled come in the columns."""
-    tokens = tuple(sample_from_proto(token) for token in message.first_tokens)
-    if not tokens:
-        return LocallyPrefilled(
-            worker=worker,
-            leg_id=LegId(message.leg_id),
-            cached_tokens=message.cached_tokens,
-            queue_s=message.queue_s,
-            prefill_s=message.prefill_s,
-            prompt_logprobs=_prompt_logprobs(message),
-            pooled_tokens=message.pooled_tokens,
-        )
-    return FirstTokensArrived(
+    return Prefilled(
         worker=worker,
         leg_id=LegId(message.leg_id),
-        tokens=tokens,
+        first_tokens=tuple(sample_from_proto(token) for token in message.first_tokens),
         cached_tokens=message.cached_tokens,
         queue_s=message.queue_s,
         prefill_s=message.prefill_s,
@@ -140,7 +119,7 @@ def _prompt_logprobs(message: pb.Prefilled) -> tuple[TokenLogprobs, ...] | None:
 
 
 def _writer_lost(worker: WorkerIdentity, message: pb.WriterLost) -> Event:
-    return PrefillPeerLost(
+    return LegWriterLost(
         worker=worker,
         leg_id=LegId(message.leg_id),
         attempt=message.attempt,

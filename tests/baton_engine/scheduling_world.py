@@ -222,7 +222,7 @@ class World:
         assert load.prefill_tokens_pending == 0
 
 
-def hand_over(source: World, target: World, seq_id: SeqId) -> None:
+def hand_off(source: World, target: World, seq_id: SeqId) -> None:
     """Copies what the source exported into the pages that the target reserved, except those it holds, and starts there."""
     (reserved,) = target.told(Reserved, seq_id)
     for export in source.exports(seq_id):

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from baton.generation import Prompt, SamplingParams
-from baton.ids import BlockId, SeqId
-from baton_engine.scheduling.request import Mode, Request, Sequence
+from baton.ids import BlockId, LegKind, SeqId
+from baton_engine.scheduling.request import Request, Sequence
 
 
 def sequence(
@@ -25,7 +25,7 @@ def sequence(
         samples=samples,
         sampling=params,
     )
-    request = Request(seq_id=SeqId(seq_id), mode=Mode.GENERATE, prompt=prompt)
+    request = Request(seq_id=SeqId(seq_id), kind=LegKind.GENERATE, prompt=prompt)
     made = request.first_sequence()
     made.blocks += [BlockId(block) for block in blocks]
     return made

@@ -15,12 +15,12 @@ from baton_engine.host import ThreadEngineHost
 from baton_engine.kernels import select
 from baton_engine.kernels.cpu.matmul import multiplies_int8, streams_bfloat16
 from baton_engine.kernels.select import check_deterministic
-from baton_engine.messages import Generate, Prefill, Release, Reserve, StepEvents
+from baton_engine.messages import Generate, Prefill, Receive, Release, StepEvents
 from baton_engine.models.config import load_spec, pinned
 from baton_engine.models.linear import ROWS, Linear, fix_rows, pack
 from tests.baton_engine.sampled import Sampled, all_events, by_sequence
 from tests.baton_engine.tiny_models import make_model, random_prompts
-from tests.baton_engine.whole_engine import WholeEngine, hand_over
+from tests.baton_engine.whole_engine import WholeEngine, hand_off
 
 ASKED = SeqId("asked")
 
@@ -171,7 +171,7 @@ def test_resumed_elsewhere(engines, alone):
 def test_prefilled_here_and_decoded_there(engines, alone):
     source, target = engines(budget=33), engines(budget=50)
     source.tell(Prefill(seq_id=ASKED, prompt=WANTED), *others(3))
-    target.tell(*others(4), Reserve(seq_id=ASKED, prompt=WANTED))
+    target.tell(*others(4), Receive(seq_id=ASKED, prompt=WANTED))
     blocks: list[int] = []
     while not source.tokens(ASKED):
         plan, events = source.scheduler.schedule(0.0)
@@ -183,7 +183,7 @@ def test_prefilled_here_and_decoded_there(engines, alone):
         source.events += by_sequence(source.scheduler.update_from_output(plan, result, 0.0))
     for _ in range(3):
         target.step()
-    hand_over(source, target, ASKED, blocks)
+    hand_off(source, target, ASKED, blocks)
     source.tell(Release(seq_id=ASKED))
     target.run()
     assert source.tokens(ASKED) + target.tokens(ASKED) == alone

@@ -20,16 +20,16 @@ from baton_engine.messages import (
     FlushCache,
     Generate,
     Prefill,
+    Receive,
     Release,
     Released,
-    Reserve,
     Reserved,
     StepEvents,
 )
 from baton_engine.scheduling.ordering import PREEMPTION_ORDERS, PREFILL_ORDERINGS, SchedulingPolicy
 from baton_engine.scheduling.plan import Launched, StepPlan, StepResult
 from tests.baton_engine.sampled import Event, Sampled, all_events
-from tests.baton_engine.scheduling_world import World, hand_over, limits, prompt
+from tests.baton_engine.scheduling_world import World, hand_off, limits, prompt
 
 EOS = (3, 5)
 A, B, C = SeqId("a"), SeqId("b"), SeqId("c")
@@ -389,7 +389,7 @@ class Story:
         self.source.tell(Prefill(seq_id=seq_id, prompt=asked))
         self.source.run()
         self._moving.append(seq_id)
-        self.world.tell(Reserve(seq_id=seq_id, prompt=asked))
+        self.world.tell(Receive(seq_id=seq_id, prompt=asked))
 
     def _turn(self, count: int) -> bool:
         """Whether there may be more to do."""
@@ -398,7 +398,7 @@ class Story:
             has_run = self.world.turn()
             for seq_id in tuple(self._moving):
                 if self.world.told(Reserved, seq_id):
-                    hand_over(self.source, self.world, seq_id)
+                    hand_off(self.source, self.world, seq_id)
                     self.source.tell(Release(seq_id=seq_id))
                     self._moving.remove(seq_id)
                     has_run = True

@@ -12,8 +12,8 @@ from baton_engine.messages import (
     Failed,
     Generate,
     PrefillStarted,
+    Receive,
     Released,
-    Reserve,
     Reserved,
     StepEvents,
 )
@@ -74,7 +74,7 @@ def test_what_starts_is_told_before_the_step_and_what_was_drawn_after_it():
 
 def test_a_reservation_is_granted_without_a_step():
     bench = Bench()
-    bench.loop.submit(Reserve(seq_id=A, prompt=prompt(8)))
+    bench.loop.submit(Receive(seq_id=A, prompt=prompt(8)))
     assert not bench.loop.turn()
     assert [type(event) for event in bench.events] == [Reserved]
 

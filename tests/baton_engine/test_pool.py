@@ -12,11 +12,11 @@ from baton_engine.messages import (
     Generate,
     Prefill,
     PrefillStarted,
+    Receive,
     Release,
-    Reserve,
     Reserved,
 )
-from tests.baton_engine.scheduling_world import World, hand_over, limits, prompt
+from tests.baton_engine.scheduling_world import World, hand_off, limits, prompt
 
 A, B, C = SeqId("a"), SeqId("b"), SeqId("c")
 
@@ -116,15 +116,15 @@ def test_a_longer_text_publishes_only_what_follows_the_fetched_part():
     assert [page.index for page in world.block_sink.offered] == [5, 6]
 
 
-def test_pages_that_came_by_a_hand_over_are_not_offered():
+def test_pages_that_came_by_a_hand_off_are_not_offered():
     asked = prompt(12, max_tokens=6)
     source, target = World(limits()), World(limits(), pool=FakeKvSource())
     target.block_sink.eager = False
     source.tell(Prefill(seq_id=A, prompt=asked))
-    target.tell(Reserve(seq_id=A, prompt=asked))
+    target.tell(Receive(seq_id=A, prompt=asked))
     source.run()
     target.run()
-    hand_over(source, target, A)
+    hand_off(source, target, A)
     target.run()
     assert [page.index for page in target.block_sink.offered] == [3]
 
@@ -132,7 +132,7 @@ def test_pages_that_came_by_a_hand_over_are_not_offered():
 def test_a_reservation_never_fetches():
     asked = prompt(30)
     world = World(limits(), pool=filled(asked))
-    world.tell(Reserve(seq_id=A, prompt=asked))
+    world.tell(Receive(seq_id=A, prompt=asked))
     world.run()
     (reserved,) = world.told(Reserved, A)
     assert reserved.held_blocks == 0

@@ -10,16 +10,16 @@ from baton_engine.messages import (
     Generate,
     Prefill,
     PrefillStarted,
+    Receive,
     Release,
     Released,
-    Reserve,
     Reserved,
     Start,
 )
 from baton_engine.scheduling.kv_cache_manager import KvCacheManager
 from baton_engine.scheduling.scheduler import Scheduler
 from tests.baton_engine.sampled import Sampled, by_sequence
-from tests.baton_engine.scheduling_world import SECRET, World, hand_over, layout, limits, prompt
+from tests.baton_engine.scheduling_world import SECRET, World, hand_off, layout, limits, prompt
 
 A, B, C = SeqId("a"), SeqId("b"), SeqId("c")
 
@@ -32,8 +32,8 @@ def prefill(seq_id: SeqId, *args, **kwargs) -> Prefill:
     return Prefill(seq_id=seq_id, prompt=prompt(*args, **kwargs))
 
 
-def reserve(seq_id: SeqId, *args, **kwargs) -> Reserve:
-    return Reserve(seq_id=seq_id, prompt=prompt(*args, **kwargs))
+def reserve(seq_id: SeqId, *args, **kwargs) -> Receive:
+    return Receive(seq_id=seq_id, prompt=prompt(*args, **kwargs))
 
 
 def start(seq_id: SeqId, *tokens: int | None) -> Start:
@@ -387,7 +387,7 @@ def test_a_handed_over_prompt_goes_on_as_if_it_had_never_moved():
     target.tell(reserve(A, 10, samples=3))
     source.run()
     target.step()
-    hand_over(source, target, A)
+    hand_off(source, target, A)
     target.run()
     for sample in range(3):
         assert target.tokens(A, sample) == target.undisturbed(prompt(10), sample)
@@ -414,7 +414,7 @@ def test_samples_finished_by_their_first_token_are_not_run():
     target.tell(reserve(A, 10, samples=2))
     source.run()
     target.step()
-    hand_over(source, target, A)
+    hand_off(source, target, A)
     target.run()
     assert target.tokens(A, 0) == [first]
     assert len(target.tokens(A, 1)) == 5
@@ -462,11 +462,11 @@ def test_a_preempted_started_sequence_recomputes_here():
     source, target = World(limits()), World(limits(num_blocks=8))
     other = prompt(tuple(range(50, 58)), max_tokens=16)
     source.tell(prefill(A, 8, max_tokens=16), Prefill(seq_id=B, prompt=other))
-    target.tell(reserve(A, 8, max_tokens=16), Reserve(seq_id=B, prompt=other))
+    target.tell(reserve(A, 8, max_tokens=16), Receive(seq_id=B, prompt=other))
     source.run()
     target.step()
-    hand_over(source, target, A)
-    hand_over(source, target, B)
+    hand_off(source, target, A)
+    hand_off(source, target, B)
     target.run()
     assert target.scheduler.load().preemptions >= 1
     assert target.tokens(A) == target.undisturbed(prompt(8, max_tokens=16))
@@ -671,13 +671,13 @@ def test_what_a_resumed_prompt_generated_before_is_not_scored():
     assert scores_of(world, A) == [[-1.0, -2.0, -3.0]]
 
 
-def test_the_prefilling_side_of_a_hand_over_scores_and_the_other_does_not():
+def test_the_prefilling_side_of_a_hand_off_scores_and_the_other_does_not():
     source, target = World(limits()), World(limits())
     source.tell(prefill(A, 10, prompt_logprobs=0))
     source.run()
     target.tell(reserve(A, 10, prompt_logprobs=0))
     target.step()
-    hand_over(source, target, A)
+    hand_off(source, target, A)
     target.run()
     assert len(scores_of(source, A)[0]) == 9
     assert scores_of(target, A) == []

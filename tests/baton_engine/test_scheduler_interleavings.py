@@ -13,14 +13,14 @@ from baton_engine.messages import (
     FlushCache,
     Generate,
     Prefill,
+    Receive,
     Release,
     Released,
-    Reserve,
     Reserved,
 )
 from baton_engine.scheduling.ordering import PREEMPTION_ORDERS, PREFILL_ORDERINGS, SchedulingPolicy
 from tests.baton_engine.sampled import Sampled
-from tests.baton_engine.scheduling_world import World, hand_over, limits, prompt
+from tests.baton_engine.scheduling_world import World, hand_off, limits, prompt
 
 EOS = (3,)
 
@@ -47,7 +47,7 @@ POLICIES = st.builds(
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Two hybrid engines. Prompts run on the target, or are prefilled on the source and handed over to the target."""
+    """Two hybrid engines. Prompts run on the target, or are prefilled on the source and handed off to the target."""
 
     @initialize(
         block_tokens=st.sampled_from([1, 2, 4]),
@@ -111,7 +111,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def _reserve(self, seq_id: SeqId):
         self.unasked.remove(seq_id)
-        self.target.tell(Reserve(seq_id=seq_id, prompt=self.moving[seq_id]))
+        self.target.tell(Receive(seq_id=seq_id, prompt=self.moving[seq_id]))
 
     @rule(asked=ASKED)
     def generate_on_source(self, asked: Prompt):
@@ -131,7 +131,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def commit(self, data):
-        """Finishes one hand-over that is ready."""
+        """Finishes one hand-off that is ready."""
         ready = [seq_id for seq_id in self.moving if self._is_ready(seq_id)]
         if ready:
             self._commit(data.draw(st.sampled_from(ready)))
@@ -145,7 +145,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def _commit(self, seq_id: SeqId):
         self.started.add(seq_id)
-        hand_over(self.source, self.target, seq_id)
+        hand_off(self.source, self.target, seq_id)
         self.source.tell(Release(seq_id=seq_id))
 
     @rule(data=st.data())

@@ -112,7 +112,7 @@ class WholeEngine:
         return [event.cached_tokens for event in started if event.seq_id == seq_id]
 
 
-def hand_over(source: WholeEngine, target: WholeEngine, seq_id: SeqId, blocks: list[int]) -> None:
+def hand_off(source: WholeEngine, target: WholeEngine, seq_id: SeqId, blocks: list[int]) -> None:
     """Copies the source's pages `blocks` bit by bit into those that the target reserved, and starts there."""
     (reserved,) = [e for e in target.events if isinstance(e, Reserved) and e.seq_id == seq_id]
     for index in range(len(target.arena.layout.layers)):

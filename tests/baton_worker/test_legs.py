@@ -6,7 +6,16 @@ import pytest
 
 from baton.errors import InvariantError, WrongRoleError
 from baton.generation import FinishReason, Prompt, SamplingParams
-from baton.ids import Incarnation, LayerName, LegId, RequestId, Role, WorkerId, WorkerIdentity
+from baton.ids import (
+    Incarnation,
+    LayerName,
+    LegId,
+    LegKind,
+    RequestId,
+    Role,
+    WorkerId,
+    WorkerIdentity,
+)
 from baton.layout import KvLayout
 from baton_engine.messages import Abort, Generate, Prefill, PrefillStarted, Released, SampledTokens
 from baton_worker.legs import ENDS, TRANSITIONS, LegLifecycle, LegState, WorkerLegTable
@@ -15,7 +24,6 @@ from baton_worker.messages import (
     FailedMessage,
     LegAsked,
     LegCancelled,
-    LegKind,
     StreamGone,
     StreamId,
 )

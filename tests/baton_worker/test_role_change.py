@@ -13,11 +13,12 @@ from baton.clock import ManualClock
 from baton.config.schema import RouterConfig
 from baton.errors import InvalidRequestError
 from baton.generation import Prompt
-from baton.ids import LegId, RequestId, Role, WorkerId
+from baton.ids import LegId, RequestId, Role, SeqId, WorkerId
 from baton.rpc.channel import open_channel
 from baton.rpc.generation import prompt_to_proto
 from baton.rpc.hello import hello_from_proto, role_to_proto
 from baton.rpc.v1 import control_pb2, control_pb2_grpc, worker_pb2
+from baton.story import StoryEntry
 from baton_engine.messages import Command
 from baton_worker.legs import WorkerLegTable
 from baton_worker.metrics import WorkerMetrics
@@ -104,7 +105,7 @@ class Clients:
             await self._one(f"job-{number}-{asked}", prompt(20 + 9 * number, first=asked))
 
     async def _one(self, name: str, asked: Prompt) -> None:
-        request = GenerationRequest(request_id=RequestId(name), prompt=asked, deadline_s=30.0)
+        request = GenerationRequest(request_id=RequestId(name), prompt=asked, timeout_s=30.0)
         texts: list[list[int]] = [[] for _ in asked.samples]
         async for event in self._generator.generate(request):
             if isinstance(event, Timing):
@@ -230,6 +231,9 @@ class _NoEngine:
 
     def failure(self) -> BaseException | None:
         return None
+
+    def story(self, seq_id: SeqId) -> tuple[StoryEntry, ...]:
+        raise NotImplementedError
 
     def close(self) -> None:
         raise NotImplementedError

@@ -96,7 +96,7 @@ def live_through(checkpoint: Path, *, requests: int, seed: int, weather: Weather
 async def _in_calm(served: Served, account: Account) -> list[Reply]:
     """The same requests to the same cluster, and nobody leaves."""
     requests = [replace(reply.request, leaves_after=None) for reply in account.replies]
-    traffic = Traffic(served.url, requests, clients=24, deadline_s=DEADLINE_S)
+    traffic = Traffic(served.url, requests, clients=24, timeout_s=DEADLINE_S)
     await traffic.run()
     return traffic.replies
 
@@ -105,7 +105,7 @@ async def _blow(
     served: Served, requests: int, seed: int, weather: Weather
 ) -> tuple[Traffic, Storm]:
     traffic = Traffic(
-        served.url, make_requests(requests, seed=seed), clients=24, deadline_s=DEADLINE_S
+        served.url, make_requests(requests, seed=seed), clients=24, timeout_s=DEADLINE_S
     )
     storm = Storm(
         faults=ProcessFaults(served),

@@ -109,16 +109,16 @@ class Traffic:
         url: The cluster.
         requests: All of them.
         clients: How many at once.
-        deadline_s: The deadline that the cluster gives each request.
+        timeout_s: The deadline that the cluster gives each request.
     """
 
     def __init__(
-        self, url: str, requests: list[Request], *, clients: int, deadline_s: float
+        self, url: str, requests: list[Request], *, clients: int, timeout_s: float
     ) -> None:
         self._url = url
         self._waiting = list(reversed(requests))
         self._clients = clients
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._leave: dict[Reply, asyncio.Event] = {}
         self.replies: list[Reply] = []
 
@@ -154,7 +154,7 @@ class Traffic:
             self.replies.append(reply)
             leave = self._leave[reply] = asyncio.Event()
             try:
-                async with asyncio.timeout(self._deadline_s + GRACE_S):
+                async with asyncio.timeout(self._timeout_s + GRACE_S):
                     reply.end = await _until_left(self._exchange(http, model, reply), leave)
             except TimeoutError:
                 reply.end = End.HUNG

@@ -114,11 +114,11 @@ class World:
     _jobs: int = 0
     timings: list[Timing] = field(default_factory=list)
 
-    async def generate(self, prompt: Prompt, deadline_s: float = 30.0) -> list[list[int]]:
+    async def generate(self, prompt: Prompt, timeout_s: float = 30.0) -> list[list[int]]:
         """All tokens of a prompt, by sample."""
         self._jobs += 1
         job = GenerationRequest(
-            request_id=RequestId(f"job-{self._jobs}"), prompt=prompt, deadline_s=deadline_s
+            request_id=RequestId(f"job-{self._jobs}"), prompt=prompt, timeout_s=timeout_s
         )
         texts: list[list[int]] = [[] for _ in prompt.samples]
         async for event in self.router.generator.generate(job):

@@ -17,6 +17,7 @@ from baton.ids import (
     Incarnation,
     LayerName,
     LegId,
+    LegKind,
     RequestId,
     Role,
     SeqId,
@@ -30,8 +31,8 @@ from baton_engine.messages import (
     Failed,
     Generate,
     PrefillStarted,
+    Receive,
     Released,
-    Reserve,
     Reserved,
     SampledTokens,
     Start,
@@ -42,7 +43,6 @@ from baton_worker.messages import (
     LegAsked,
     LegBroken,
     LegCancelled,
-    LegKind,
     PrefilledMessage,
     StreamGone,
     StreamId,
@@ -130,7 +130,7 @@ def lifecycle() -> LegLifecycle:
 def test_first_tokens_of_a_transferred_leg_are_not_repeated(lifecycle: LegLifecycle):
     lifecycle.handle(expect(), 0.0)
     (reserve,) = lifecycle.handle(said(AskPages(permit=permit(num_blocks=2))), 0.0)
-    assert isinstance(reserve, Reserve)
+    assert isinstance(reserve, Receive)
     blocks = (BlockId(3), BlockId(4))
     lifecycle.handle(Reserved(seq_id=reserve.seq_id, blocks=blocks, held_blocks=0), 0.0)
     commit = Commit(
@@ -225,7 +225,7 @@ class LifeMachine(RuleBasedStateMachine):
     def act(self, actions: list[WorkerAction]) -> None:
         for action in actions:
             match action:
-                case Reserve():
+                case Receive():
                     self.engine.waiting.append(action.seq_id)
                 case Generate():
                     self.engine.queued.append(action.seq_id)

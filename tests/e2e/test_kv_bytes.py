@@ -15,14 +15,7 @@ from baton.ids import BlockId, SeqId, new_xfer_id
 from baton.layout import SPARE_BLOCKS
 from baton.pages import PageWrite
 from baton_engine.build import BuiltEngine, build_engine
-from baton_engine.messages import (
-    Generate,
-    Prefill,
-    Reserve,
-    Reserved,
-    Start,
-    StepEvents,
-)
+from baton_engine.messages import Generate, Prefill, Receive, Reserved, Start, StepEvents
 from baton_engine.ports import LayerReady, LayerSink
 from kv_transfer.backends.shm import ShmReceiver, ShmSender
 from kv_transfer.memory.arena import WorkerMemory
@@ -137,7 +130,7 @@ def test_kv_arrives_bit_equal_and_decodes_to_the_models_own_text(
     family: str, tmp_path: Path
 ) -> None:
     checkpoint = make_model(tmp_path / "model", family)
-    Reference(checkpoint).assert_greedy(TOKENS, handed_over(checkpoint, tmp_path))
+    Reference(checkpoint).assert_greedy(TOKENS, handed_off(checkpoint, tmp_path))
 
 
 def test_pages_of_8_bits_decode_to_what_one_engine_alone_decodes(tmp_path: Path) -> None:
@@ -148,10 +141,10 @@ def test_pages_of_8_bits_decode_to_what_one_engine_alone_decodes(tmp_path: Path)
     )
     text = alone.text()
     alone.built.host.close()
-    assert handed_over(checkpoint, tmp_path, kv_dtype="fp8_e4m3") == text
+    assert handed_off(checkpoint, tmp_path, kv_dtype="fp8_e4m3") == text
 
 
-def handed_over(checkpoint: Path, tmp_path: Path, kv_dtype: str = "auto") -> list[int]:
+def handed_off(checkpoint: Path, tmp_path: Path, kv_dtype: str = "auto") -> list[int]:
     """What one engine decodes from the pages that another one filled, which are compared byte for byte."""
     prompt = Prompt(prompt_tokens=tuple(TOKENS), sampling=GREEDY)
     sink = PushingSink()
@@ -161,7 +154,7 @@ def handed_over(checkpoint: Path, tmp_path: Path, kv_dtype: str = "auto") -> lis
     )
     sender = ShmSender(p.arena.region.memoryview, num_blocks=p.region_blocks)
 
-    d.built.host.submit(Reserve(seq_id=SEQ, prompt=prompt))
+    d.built.host.submit(Receive(seq_id=SEQ, prompt=prompt))
     reserved = next(event for event in d.events() if isinstance(event, Reserved))
     assert len(reserved.blocks) == -(-333 // 16)
     sink.granted = reserved.blocks

@@ -25,7 +25,7 @@ from kv_transfer.ledger.ledger import (
     Expected,
     FromPeer,
     LedgerEvent,
-    PagesGone,
+    PagesReleased,
     PagesReserved,
     PagesVerified,
     PeerFenced,
@@ -38,8 +38,8 @@ from kv_transfer.ledger.ledger import (
 from kv_transfer.ledger.outbox import (
     FirstTokensDrawn,
     FromDecode,
-    HandOver,
-    HandOverFailed,
+    HandOffDone,
+    HandOffFailed,
     Opened,
     PeerDown,
     PeerUp,
@@ -178,7 +178,7 @@ class DecodeRank(Rank):
             case VerifyPages():
                 self.apply(self._verified(action))
             case FreePages():
-                self.apply(PagesGone(xfer_id=action.xfer_id))
+                self.apply(PagesReleased(xfer_id=action.xfer_id))
             case ToPeer():
                 self._service.send(action.session, action.message)
             case EndSession():
@@ -282,9 +282,9 @@ class PrefillRank(Rank):
             match action:
                 case ForRank():
                     self._do(action.rank, action.action)
-                case HandOver():
-                    tell("handed over", bytes=action.bytes_sent)
-                case HandOverFailed():
+                case HandOffDone():
+                    tell("handed off", bytes=action.bytes_sent)
+                case HandOffFailed():
                     tell("failed", code=action.error.code)
 
     def _do(self, rank: int, action: Send | StartPush) -> None:

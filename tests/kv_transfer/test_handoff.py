@@ -43,7 +43,7 @@ from kv_transfer.lease import WriteLease
 from kv_transfer.ledger.ledger import (
     Expected,
     FromPeer,
-    PagesGone,
+    PagesReleased,
     PagesReserved,
     PagesVerified,
     PeerFenced,
@@ -56,12 +56,12 @@ from kv_transfer.ledger.ledger import (
 from kv_transfer.ledger.outbox import (
     FirstTokensDrawn,
     FromDecode,
-    GivenUp,
-    HandOver,
-    HandOverFailed,
+    HandOffDone,
+    HandOffFailed,
     Opened,
     Outbox,
     OutboxAction,
+    OutgoingCancelled,
     PeerDown,
     PeerUp,
     PushDone,
@@ -210,7 +210,7 @@ class HandOffMachine(RuleBasedStateMachine):
         self.siblings: deque[tuple[Prefiller, XferId, int]] = deque()
         self.corrupt: set[XferId] = set()
         self.line: deque[XferId] = deque()  # D's engine: waiting for room
-        self.replies: deque[PagesGone] = deque()
+        self.replies: deque[PagesReleased] = deque()
         self.verifying: deque[VerifyPages] = deque()
         self.running: set[XferId] = set()
         for worker in self.workers:
@@ -249,11 +249,11 @@ class HandOffMachine(RuleBasedStateMachine):
                 case StartPush():
                     attempt = worker.work[action.write.xfer_id].permit.attempt
                     link.copies[action.write.push_id] = Copy(action, attempt)
-                case HandOver() | HandOverFailed():
+                case HandOffDone() | HandOffFailed():
                     compute = worker.work[action.xfer_id]
                     assert not compute.over, "a leg ends once"
                     compute.over = True
-                    if isinstance(action, HandOverFailed):
+                    if isinstance(action, HandOffFailed):
                         attempt = compute.permit.attempt
                         self.siblings.append((worker, action.xfer_id, attempt))
 
@@ -261,7 +261,7 @@ class HandOffMachine(RuleBasedStateMachine):
         self.act_p(worker, worker.outbox.handle(event, self.now_s))
 
     def siblings_stop(self) -> None:
-        """What one rank cannot hand over the others give up."""
+        """What one rank cannot hand off the others give up."""
         failed, xfer_id, attempt = self.siblings.popleft()
         for worker in self.workers:
             compute = worker.work.get(xfer_id)
@@ -269,7 +269,7 @@ class HandOffMachine(RuleBasedStateMachine):
                 continue
             if worker.identity == failed.identity:
                 compute.over = True
-                self.tell_p(worker, GivenUp(xfer_id=xfer_id))
+                self.tell_p(worker, OutgoingCancelled(xfer_id=xfer_id))
 
     def compute(self, worker: Prefiller, compute: Compute, steps: int) -> None:
         xfer_id = compute.permit.xfer_id
@@ -414,7 +414,7 @@ class HandOffMachine(RuleBasedStateMachine):
             pages = self.held.pop(xfer_id)  # KeyError: freed twice
             self.assert_alone(xfer_id)
             self.free |= set(pages)
-        self.replies.append(PagesGone(xfer_id=xfer_id))
+        self.replies.append(PagesReleased(xfer_id=xfer_id))
 
     def verify(self) -> None:
         asked = self.verifying.popleft()
@@ -564,7 +564,7 @@ class HandOffMachine(RuleBasedStateMachine):
             compute = worker.work.get(xfer_id)
             if on_prefill and compute is not None and not compute.over:
                 compute.over = True
-                self.tell_p(worker, GivenUp(xfer_id=xfer_id))
+                self.tell_p(worker, OutgoingCancelled(xfer_id=xfer_id))
         if on_decode and leg.told_decode and not leg.ended and not leg.started:
             leg.ended = True
             error = CancelledByPeerError("client left")
@@ -655,7 +655,7 @@ class HandOffMachine(RuleBasedStateMachine):
             self.engine_grants(held)
             return
         error = EngineError("can never fit")
-        self.tell_d(PagesGone(xfer_id=self.line.popleft(), error=error))
+        self.tell_d(PagesReleased(xfer_id=self.line.popleft(), error=error))
 
     @precondition(lambda self: any(x.started and not x.drawn for x in self.unfinished()))
     @rule(data=st.data())

@@ -17,7 +17,7 @@ from kv_transfer.heads import plan_link
 from kv_transfer.ledger.ledger import (
     Expected,
     FromPeer,
-    PagesGone,
+    PagesReleased,
     PagesReserved,
     PagesVerified,
     PeerFenced,
@@ -156,7 +156,7 @@ def test_pages_that_may_be_written_to_are_freed_only_after_quiescence(writing: T
     ]
     assert writing.handle(said(COMMIT), 0.0) == []
     assert writing.handle(said(QUIESCED), 0.0) == [FreePages(xfer_id=X)]
-    assert writing.handle(PagesGone(xfer_id=X), 0.0) == []
+    assert writing.handle(PagesReleased(xfer_id=X), 0.0) == []
     assert writing.in_flight() == 0
 
 
@@ -195,7 +195,7 @@ def test_nothing_waits_for_ever(ledger: TransferLedger, events, at_s: float, fai
     actions = ledger.tick(at_s)
     assert any(isinstance(action, TransferFailed) for action in actions) is failed
     if FreePages(xfer_id=X) in actions:
-        ledger.handle(PagesGone(xfer_id=X), at_s)
+        ledger.handle(PagesReleased(xfer_id=X), at_s)
     assert ledger.in_flight() == 0
 
 
@@ -243,7 +243,7 @@ def test_an_engine_that_refuses_the_prompt_fails_both_sides(ledger: TransferLedg
     for event in (EXPECTED, ASKED):
         ledger.handle(event, 0.0)
     error = EngineError("can never fit")
-    assert ledger.handle(PagesGone(xfer_id=X, error=error), 0.0) == [
+    assert ledger.handle(PagesReleased(xfer_id=X, error=error), 0.0) == [
         ToPeer(session=SESSION, message=AbortRequest(xfer_id=X, attempt=1, error=error)),
         TransferFailed(xfer_id=X, error=error),
     ]
@@ -252,7 +252,7 @@ def test_an_engine_that_refuses_the_prompt_fails_both_sides(ledger: TransferLedg
 
 def test_an_engine_that_frees_pages_under_a_writer_breaks_an_invariant(writing: TransferLedger):
     with pytest.raises(InvariantError):
-        writing.handle(PagesGone(xfer_id=X), 0.0)
+        writing.handle(PagesReleased(xfer_id=X), 0.0)
 
 
 def test_pages_with_other_checksums_are_never_decoded(writing: TransferLedger):
@@ -359,16 +359,23 @@ def test_a_jump_in_time_costs_nobody_his_pages_before_he_is_fenced(writing: Tran
 def test_a_transfer_has_a_story_also_once_it_is_over(writing: TransferLedger):
     writing.handle(Withdrawn(xfer_id=X, error=CancelledByPeerError("client left")), 3.0)
     writing.handle(said(Quiesced(xfer_id=X, attempt=1)), 4.0)
-    writing.handle(PagesGone(xfer_id=X), 5.0)
+    writing.handle(PagesReleased(xfer_id=X), 5.0)
     assert writing.state(X) is None
     story = writing.story(X)
     names = [entry.event.partition("(")[0] for entry in story]
-    assert names == ["Expected", "Reserve", "PagesReserved", "Withdrawn", "Quiesced", "PagesGone"]
+    assert names == [
+        "Expected",
+        "Reserve",
+        "PagesReserved",
+        "Withdrawn",
+        "Quiesced",
+        "PagesReleased",
+    ]
     assert "client left" in story[3].event
     assert story[4].actions == ("FreePages",)
 
 
 def test_a_broken_invariant_tells_the_transfers_story(writing: TransferLedger):
     with pytest.raises(InvariantError) as broken:
-        writing.handle(PagesGone(xfer_id=X), 3.0)
+        writing.handle(PagesReleased(xfer_id=X), 3.0)
     assert "PagesReserved" in broken.value.story_text

@@ -12,11 +12,11 @@ from kv_transfer.heads import plan_link
 from kv_transfer.ledger.outbox import (
     FirstTokensDrawn,
     FromDecode,
-    GivenUp,
-    HandOver,
-    HandOverFailed,
+    HandOffDone,
+    HandOffFailed,
     Opened,
     Outbox,
+    OutgoingCancelled,
     OutgoingState,
     PeerDown,
     PeerUp,
@@ -112,7 +112,7 @@ def test_the_commit_waits_for_every_layer_of_every_page_and_the_first_tokens(out
     )
     assert land(outbox, first) == [Send(peer=D, message=commit)]
     (done,) = outbox.handle(said(Committed(xfer_id=X, attempt=1)), 3.0)
-    assert isinstance(done, HandOver)
+    assert isinstance(done, HandOffDone)
     assert done.unhidden_s == 2.0
     assert outbox.in_flight() == 0
 
@@ -148,7 +148,7 @@ def test_a_peer_with_some_heads_of_some_layers_is_sent_those_and_told_their_byte
     )
     assert land(outbox, push) == [Send(peer=D, message=commit)]
     (done,) = outbox.handle(said(Committed(xfer_id=X, attempt=1)), 0.0)
-    assert isinstance(done, HandOver)
+    assert isinstance(done, HandOffDone)
     assert done.bytes_sent == 2 * there.page_bytes
 
 
@@ -165,7 +165,7 @@ def test_quiescence_is_told_only_when_no_push_is_outstanding(outbox: Outbox):
     outbox.handle(granted(0, 7, 8), 0.0)
     (first,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
     (second,) = pushes(outbox.handle(exported(1, 0, 3), 0.0))
-    assert outbox.handle(GivenUp(xfer_id=X), 0.0) == []
+    assert outbox.handle(OutgoingCancelled(xfer_id=X), 0.0) == []
     assert land(outbox, first) == []
     assert land(outbox, second) == [Send(peer=D, message=Quiesced(xfer_id=X, attempt=1))]
     assert outbox.in_flight() == 0
@@ -190,7 +190,7 @@ def test_only_the_last_export_of_a_page_counts(outbox: Outbox):
 @pytest.mark.parametrize("wrong", [granted(0, 7), granted(0, 7, 10), granted(0, 7, 7)])
 def test_a_grant_outside_the_region_fails_the_leg_and_is_given_back(outbox: Outbox, wrong):
     failed, quiesced = outbox.handle(wrong, 0.0)
-    assert isinstance(failed, HandOverFailed)
+    assert isinstance(failed, HandOffFailed)
     assert quiesced == Send(peer=D, message=Quiesced(xfer_id=X, attempt=1))
 
 
@@ -198,7 +198,7 @@ def test_a_push_that_fails_fails_the_leg(outbox: Outbox):
     outbox.handle(granted(0, 7, 8), 0.0)
     (push,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
     failed, quiesced = land(outbox, push, TransferError("no"))
-    assert isinstance(failed, HandOverFailed)
+    assert isinstance(failed, HandOffFailed)
     assert quiesced == Send(peer=D, message=Quiesced(xfer_id=X, attempt=1))
 
 
@@ -206,7 +206,7 @@ def test_an_abort_by_the_peer_is_answered_even_for_what_is_over(outbox: Outbox):
     error = WorkerLostError("router left")
     answer = Send(peer=D, message=Quiesced(xfer_id=X, attempt=1))
     first = outbox.handle(said(AbortRequest(xfer_id=X, attempt=1, error=error)), 0.0)
-    assert first == [HandOverFailed(xfer_id=X, error=error), answer]
+    assert first == [HandOffFailed(xfer_id=X, error=error), answer]
     assert outbox.handle(said(AbortRequest(xfer_id=X, attempt=1, error=error)), 0.0) == [answer]
 
 
@@ -214,7 +214,7 @@ def test_a_lost_peer_fails_its_legs_silently_and_waits_for_outstanding_pushes(ou
     outbox.handle(granted(0, 7, 8), 0.0)
     (push,) = pushes(outbox.handle(exported(0, 0, 3), 0.0))
     (failed,) = outbox.handle(PeerDown(peer=D, error=WorkerLostError("gone")), 0.0)
-    assert isinstance(failed, HandOverFailed)
+    assert isinstance(failed, HandOffFailed)
     assert outbox.state(X) is OutgoingState.ABORTING
     assert land(outbox, push) == []
     assert outbox.in_flight() == 0
@@ -255,7 +255,7 @@ def test_a_ticket_that_is_shown_again_is_worth_nothing(outbox: Outbox):
 )
 def test_a_ticket_that_is_not_good_fails_the_leg_and_is_given_back(outbox: Outbox, answer):
     failed, quiesced = outbox.handle(said(answer), 0.0)
-    assert isinstance(failed, HandOverFailed)
+    assert isinstance(failed, HandOffFailed)
     assert isinstance(failed.error, TicketError)
     assert quiesced == Send(peer=D, message=Quiesced(xfer_id=X, attempt=1))
 

@@ -192,7 +192,7 @@ async def world(folder: Path, decode_ranks: int) -> AsyncIterator[World]:
 
 
 @pytest.mark.parametrize(("sending", "receiving"), [(2, 1), (1, 2)])
-async def test_all_ranks_together_hand_over_and_start(tmp_path: Path, sending: int, receiving: int):
+async def test_all_ranks_together_hand_off_and_start(tmp_path: Path, sending: int, receiving: int):
     async with world(tmp_path, receiving) as cluster:
         senders = await cluster.prefill_worker(sending)
         asked = await cluster.announce()
@@ -201,7 +201,7 @@ async def test_all_ranks_together_hand_over_and_start(tmp_path: Path, sending: i
         actions = [await cluster.ended(rank) for rank in range(receiving)]
         assert actions[-1] == [StartAll(xfer_id=X, first_tokens=FIRST)]
         assert not any(actions[:-1])
-        handed = [await sender.heard("handed over") for sender in senders]
+        handed = [await sender.heard("handed off") for sender in senders]
         pages = len(TARGET) * WHOLE.page_bytes
         assert sum(news["bytes"] for news in handed) == pages
         for receiver in cluster.receivers:

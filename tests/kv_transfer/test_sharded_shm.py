@@ -107,7 +107,7 @@ def exchange(source: list[Any], target: list[Any]) -> bool:
     return there.tp_rank in {part.target_rank for part in plan_sender(here, there)}
 
 
-def hand_over(senders: list[Place], receivers: list[Place], folder: Path) -> None:
+def hand_off(senders: list[Place], receivers: list[Place], folder: Path) -> None:
     for sender, _ in senders:
         sender.ask("compute", pages=SOURCE)
     link(folder, senders, receivers)
@@ -155,7 +155,7 @@ def test_every_receiving_rank_holds_what_it_would_have_computed_itself(
         placed(processes[MAX_RANKS:], targets, RECEIVER_BLOCKS) as receivers,
         placed(processes, sources, SENDER_BLOCKS) as senders,
     ):
-        hand_over(senders, receivers, tmp_path)
+        hand_off(senders, receivers, tmp_path)
         for receiver, place in receivers:
             check_received(receiver, place)
 
@@ -169,6 +169,6 @@ def test_stages_of_pipelines_that_part_the_layers_differently_fill_each_other(
         placed(processes[MAX_RANKS:], targets, RECEIVER_BLOCKS) as receivers,
         placed(processes, sources, SENDER_BLOCKS) as senders,
     ):
-        hand_over(senders, receivers, tmp_path)
+        hand_off(senders, receivers, tmp_path)
         for receiver, place in receivers:
             check_received(receiver, place)

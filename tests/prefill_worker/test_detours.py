@@ -8,6 +8,7 @@ from baton.ids import (
     Incarnation,
     LayerName,
     LegId,
+    LegKind,
     RequestId,
     Role,
     SeqId,
@@ -22,7 +23,6 @@ from baton_worker.legs import LegLifecycle, WorkerLegTable
 from baton_worker.messages import (
     LegAsked,
     LegCancelled,
-    LegKind,
     PooledMessage,
     PromptPut,
     PutPrompt,

@@ -83,7 +83,7 @@ class FakeWorker:
         self.hold_at = None
         await self.start()
 
-    def handed_over(self, xfer_id: str) -> asyncio.Event:
+    def handed_off(self, xfer_id: str) -> asyncio.Event:
         return self._handed.setdefault(xfer_id, asyncio.Event())
 
     async def pause(self, position: int) -> None:
@@ -147,7 +147,7 @@ class _Stream:
         )
         self.frames.put_nowait(worker_pb2.Frame(prefilled=[first]))
         permit = transfer_pb2.Permit.FromString(submit.permit.content)
-        self.worker.peers[permit.target.worker_id].handed_over(permit.xfer_id).set()
+        self.worker.peers[permit.target.worker_id].handed_off(permit.xfer_id).set()
         done = worker_pb2.HandedOff(
             leg_id=submit.request.leg_id, blocks_sent=2, bytes_sent=64, reserve_wait_s=0.1
         )
@@ -161,7 +161,7 @@ class _Stream:
         leg_id = begun.request.leg_id
         if isinstance(begun, worker_pb2.Receive):
             permit = transfer_pb2.Permit.FromString(begun.permit.content)
-            await self.worker.handed_over(permit.xfer_id).wait()
+            await self.worker.handed_off(permit.xfer_id).wait()
             position += 1
         else:
             local = worker_pb2.Prefilled(leg_id=leg_id, cached_tokens=4, prefill_s=0.5)

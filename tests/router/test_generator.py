@@ -61,7 +61,7 @@ async def composed(workers: dict[str, FakeWorker], *, all_here: bool = True, **r
 
 
 def job(
-    name="cmpl-1", *, max_tokens=6, samples=(0,), deadline_s=20.0, tenant=ANONYMOUS
+    name="cmpl-1", *, max_tokens=6, samples=(0,), timeout_s=20.0, tenant=ANONYMOUS
 ) -> GenerationRequest:
     prompt = Prompt(
         prompt_tokens=tuple(range(10)),
@@ -69,7 +69,7 @@ def job(
         sampling=SamplingParams(max_tokens=max_tokens),
     )
     return GenerationRequest(
-        request_id=RequestId(name), prompt=prompt, deadline_s=deadline_s, tenant=tenant
+        request_id=RequestId(name), prompt=prompt, timeout_s=timeout_s, tenant=tenant
     )
 
 
@@ -248,7 +248,7 @@ async def test_the_deadline_cancels_both_legs(tmp_path):
     ):
         workers["d0"].hold_at = 1
         with pytest.raises(DeadlineError):
-            await collect(generator, job(deadline_s=0.2))
+            await collect(generator, job(timeout_s=0.2))
         await workers["d0"].cancelled.get()
 
 

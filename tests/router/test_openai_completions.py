@@ -114,7 +114,7 @@ async def test_the_deadline_is_the_configured_timeout():
     async with serve(request_timeout_s=12.5) as served:
         served.says("x")
         await served.complete()
-        assert served.generator.requests[0].deadline_s == 12.5
+        assert served.generator.requests[0].timeout_s == 12.5
 
 
 @pytest.mark.parametrize("stream", [False, True])

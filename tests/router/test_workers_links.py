@@ -7,14 +7,13 @@ import pytest
 
 from baton.backoff import Backoff
 from baton.generation import Prompt, SamplingParams
-from baton.ids import LegId, RequestId, Role
-from router.dispatch.actions import SendCancel, SendGenerate, SendPrefill
+from baton.ids import LegId, LegKind, RequestId, Role
+from router.dispatch.actions import SendCancel, SendLeg
 from router.dispatch.events import (
     DecodeTokens,
-    FirstTokensArrived,
     HandedOff,
     LoadReported,
-    LocallyPrefilled,
+    Prefilled,
     RoleChanged,
     StepTokens,
     WorkerJoined,
@@ -47,8 +46,9 @@ def prompt(max_tokens: int) -> Prompt:
     return Prompt(prompt_tokens=(1, 2, 3), sampling=SamplingParams(max_tokens=max_tokens))
 
 
-def generate(link, max_tokens=2) -> SendGenerate:
-    return SendGenerate(
+def generate(link, max_tokens=2) -> SendLeg:
+    return SendLeg(
+        kind=LegKind.GENERATE,
         worker=link.hello.identity,
         leg_id=LegId(7),
         request_id=RequestId("cmpl-1"),
@@ -68,10 +68,14 @@ async def test_a_local_leg_streams_its_tokens_with_the_end_on_the_last(tmp_path)
     async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
         await events.get()
         link.send(generate(link))
-        assert isinstance(await events.get(), LocallyPrefilled)
+        assert isinstance(await events.get(), Prefilled)
         first, last = await events.get(), await events.get()
         assert isinstance(first, StepTokens)
-        assert (first.leg_ids, first.samples, first.tokens) == ([7], [0], [drawn(0, 0, 2).token])
+        assert (first.leg_ids, first.samples, first.tokens) == (
+            [7],
+            [0],
+            [drawn(0, 0, 2).token],
+        )
         assert isinstance(last, DecodeTokens)
         assert last.tokens == (drawn(0, 1, 2),)
 
@@ -83,7 +87,8 @@ async def test_a_prefill_leg_brings_first_tokens_then_the_hand_off_then_the_load
     ):
         await events.get()
         link.send(
-            SendPrefill(
+            SendLeg(
+                kind=LegKind.PREFILL,
                 worker=link.hello.identity,
                 leg_id=LegId(7),
                 request_id=RequestId("cmpl-1"),
@@ -93,8 +98,8 @@ async def test_a_prefill_leg_brings_first_tokens_then_the_hand_off_then_the_load
             )
         )
         first, done, load = [await events.get() for _ in range(3)]
-        assert isinstance(first, FirstTokensArrived)
-        assert (first.tokens, first.cached_tokens) == ((drawn(0, 0, 2),), 3)
+        assert isinstance(first, Prefilled)
+        assert (first.first_tokens, first.cached_tokens) == ((drawn(0, 0, 2),), 3)
         assert isinstance(done, HandedOff)
         assert isinstance(load, LoadReported)
 
@@ -147,7 +152,7 @@ async def test_a_worker_that_changes_its_role_stays_the_worker_that_it_is(tmp_pa
         assert await events.get() == RoleChanged(worker=identity, role=Role.DECODE)
         assert link.hello.role is Role.DECODE
         link.send(generate(link))
-        assert isinstance(await events.get(), LocallyPrefilled)
+        assert isinstance(await events.get(), Prefilled)
 
 
 async def test_a_worker_that_becomes_another_one_in_mid_stream_is_hung_up_on(tmp_path):

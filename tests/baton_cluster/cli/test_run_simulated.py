@@ -68,7 +68,7 @@ def test_a_router_serves_a_request_from_simulated_workers(cluster):
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "blocks are reported"
     metrics = client.get("/metrics").text
-    assert 'baton_route_decisions_total{kind="pair"} 2.0' in metrics, "the KV was handed over"
+    assert 'baton_route_decisions_total{kind="pair"} 2.0' in metrics, "the KV was handed off"
     assert all(b"torch" not in _maps(process) for process in processes.started)
     assert processes.end() == [0, 0, 0]
 

@@ -6,7 +6,7 @@ import pytest
 from baton.generation import Prompt, SamplingParams
 from baton.hashing import chain_keys, root_key
 from baton.ids import BlockKey, SeqId
-from baton_engine.messages import Abort, Command, FlushCache, Generate, Prefill, Reserve
+from baton_engine.messages import Abort, Command, FlushCache, Generate, Prefill, Receive
 from kvpool.client.pooled_engine import PooledEngine, PromptKeys
 from tests.kvpool.client.agent_world import until
 from tests.kvpool.client.arena_world import layout
@@ -105,7 +105,7 @@ async def test_an_abort_does_not_wait_and_ends_the_asking():
 async def test_other_commands_pass_at_once():
     world = World()
     await world.begun(generate(A))
-    others: list[Command] = [Reserve(seq_id=B, prompt=prompt()), FlushCache(), Abort(seq_id=C)]
+    others: list[Command] = [Receive(seq_id=B, prompt=prompt()), FlushCache(), Abort(seq_id=C)]
     for command in others:
         world.engine.submit(command)
     assert world.inner.told == others

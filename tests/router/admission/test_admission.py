@@ -66,7 +66,7 @@ async def test_a_deadline_ends_the_wait_in_line(tmp_path):
     async with running(tmp_path, h0=Role.HYBRID) as workers, generating(workers) as generator:
         tasks = await full_house(generator, workers["h0"], PLACES)
         with pytest.raises(DeadlineError):
-            await collect(generator, job("late", deadline_s=0.2))
+            await collect(generator, job("late", timeout_s=0.2))
         workers["h0"].gate.set()
         await asyncio.gather(*tasks)
 

@@ -69,7 +69,7 @@ class Door:
             samples=tuple(range(samples)),
             sampling=SamplingParams(max_tokens=4),
         )
-        job = GenerationRequest(request_id=RequestId(name), prompt=prompt, deadline_s=60.0, slo=slo)
+        job = GenerationRequest(request_id=RequestId(name), prompt=prompt, timeout_s=60.0, slo=slo)
         self.jobs[job.request_id] = job
         one = QueuedRequest(
             request_id=job.request_id,

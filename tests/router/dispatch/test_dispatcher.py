@@ -27,7 +27,7 @@ from baton.generation import (
     TokenSample,
     WorkerLoad,
 )
-from baton.ids import RequestId, Role
+from baton.ids import LegKind, RequestId, Role
 from router.breaker import Circuit
 from router.dispatch.actions import (
     Emit,
@@ -35,9 +35,7 @@ from router.dispatch.actions import (
     Finish,
     RefuseWorker,
     SendCancel,
-    SendExpect,
-    SendGenerate,
-    SendPrefill,
+    SendLeg,
     SendReassign,
     WorkerSuspected,
 )
@@ -45,12 +43,11 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import (
     ClientGone,
     DecodeTokens,
-    FirstTokensArrived,
     HandedOff,
     LegFailed,
+    LegWriterLost,
     LoadReported,
-    LocallyPrefilled,
-    PrefillPeerLost,
+    Prefilled,
     SampleFinished,
     StepTokens,
     StopSample,
@@ -102,13 +99,13 @@ class Core:
             actions += self(WorkerJoined(hello=greeting, address=f"unix:{name}"))
         return actions
 
-    def submit(self, *, samples=(0,), max_tokens=4, deadline_s=60.0, tokens=range(10), scored=None):
+    def submit(self, *, samples=(0,), max_tokens=4, timeout_s=60.0, tokens=range(10), scored=None):
         prompt = Prompt(
             prompt_tokens=tuple(tokens),
             samples=samples,
             sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored),
         )
-        job = GenerationRequest(request_id=REQUEST, prompt=prompt, deadline_s=deadline_s)
+        job = GenerationRequest(request_id=REQUEST, prompt=prompt, timeout_s=timeout_s)
         return self(Submitted(request=job))
 
     def pass_time(self, seconds: float):
@@ -135,8 +132,16 @@ def core() -> Core:
     return Core()
 
 
+def legs_sent(actions, kind: LegKind) -> list[SendLeg]:
+    return [a for a in actions if isinstance(a, SendLeg) and a.kind is kind]
+
+
 def sent(actions, kind):
-    (action,) = [action for action in actions if isinstance(action, kind)]
+    """The one action of a class, or the one leg of a kind that is sent."""
+    if isinstance(kind, LegKind):
+        (action,) = legs_sent(actions, kind)
+    else:
+        (action,) = [action for action in actions if isinstance(action, kind)]
     return action
 
 
@@ -148,11 +153,11 @@ def cancelled(actions):
     return {action.leg_id for action in actions if isinstance(action, SendCancel)}
 
 
-def first_tokens(to: SendPrefill, *tokens: TokenSample, scores=None):
-    return FirstTokensArrived(
+def first_tokens(to: SendLeg, *tokens: TokenSample, scores=None):
+    return Prefilled(
         worker=to.worker,
         leg_id=to.leg_id,
-        tokens=tokens,
+        first_tokens=tokens,
         cached_tokens=3,
         queue_s=0.1,
         prefill_s=0.5,
@@ -160,7 +165,7 @@ def first_tokens(to: SendPrefill, *tokens: TokenSample, scores=None):
     )
 
 
-def handed_off(to: SendPrefill):
+def handed_off(to: SendLeg):
     return HandedOff(
         worker=to.worker,
         leg_id=to.leg_id,
@@ -181,7 +186,7 @@ def failed(to, error):
 
 def start_pair(core: Core, **job):
     actions = core.submit(**job)
-    return sent(actions, SendPrefill), sent(actions, SendExpect)
+    return sent(actions, LegKind.PREFILL), sent(actions, LegKind.RECEIVE)
 
 
 def test_a_job_goes_to_both_workers_at_the_same_moment_under_one_transfer(core):
@@ -197,10 +202,10 @@ def test_both_workers_are_told_what_the_request_was_promised(core):
     prompt = Prompt(prompt_tokens=(1, 2, 3), sampling=SamplingParams(max_tokens=4))
     slo = Slo(name="quick", ttft_s=2.0, tbt_s=0.1, priority=2)
     job = GenerationRequest(
-        request_id=REQUEST, prompt=prompt, deadline_s=60.0, slo=slo, waited_s=0.5
+        request_id=REQUEST, prompt=prompt, timeout_s=60.0, slo=slo, waited_s=0.5
     )
     actions = core(Submitted(request=job))
-    for told in (sent(actions, SendPrefill), sent(actions, SendExpect)):
+    for told in (sent(actions, LegKind.PREFILL), sent(actions, LegKind.RECEIVE)):
         assert told.prompt.slo == slo.promise(0.5)
 
 
@@ -268,7 +273,7 @@ def test_a_step_lengthens_the_log_as_its_tokens_one_by_one_would(core):
     assert (moved.request_ids, moved.samples, moved.others) == ([REQUEST] * 2, [0, 0], [])
     assert moved.tokens == [drawn(0, 1, 4).token, drawn(0, 2, 4).token]
     core(handed_off(p))
-    again = sent(core(WorkerLost(worker=d.worker, reason="killed")), SendPrefill)
+    again = sent(core(WorkerLost(worker=d.worker, reason="killed")), LegKind.PREFILL)
     assert again.prompt.output_tokens == tuple(drawn(0, i, 4).token for i in range(3))
 
 
@@ -314,19 +319,19 @@ def test_a_failed_decode_leg_cancels_the_other_at_once_and_is_retried_elsewhere(
     core.join("p0", "d0", "d1")
     p, d = start_pair(core)
     actions = core(failed(d, EngineError("a step failed")))
-    again = sent(actions, SendPrefill)
+    again = sent(actions, LegKind.PREFILL)
     assert cancelled(actions) == {p.leg_id}
     assert again.permit.target != d.worker
     assert again.permit.xfer_id != p.permit.xfer_id
     assert again.leg_id not in {p.leg_id, d.leg_id}
 
 
-def lost(d: SendExpect, attempt: int = 1):
+def lost(d: SendLeg, attempt: int = 1):
     error = WorkerLostError("no sign of life")
-    return PrefillPeerLost(worker=d.worker, leg_id=d.leg_id, attempt=attempt, error=error)
+    return LegWriterLost(worker=d.worker, leg_id=d.leg_id, attempt=attempt, error=error)
 
 
-def die(core: Core, p: SendPrefill):
+def die(core: Core, p: SendLeg):
     return core(WorkerLost(worker=p.worker, reason="killed"))
 
 
@@ -342,7 +347,7 @@ def test_another_prefill_worker_takes_over_the_same_reservation(core, lose):
     core.join("p0", "p1", "d0")
     p, d = start_pair(core)
     actions = lose(core, p, d)
-    again, told = sent(actions, SendPrefill), sent(actions, SendReassign)
+    again, told = sent(actions, LegKind.PREFILL), sent(actions, SendReassign)
     assert cancelled(actions) <= {p.leg_id}
     assert again.worker != p.worker
     assert told.leg_id == d.leg_id
@@ -365,7 +370,7 @@ def test_first_tokens_that_come_again_are_told_once(core):
     core.join("p0", "p1", "d0")
     p, _ = start_pair(core)
     core(first_tokens(p, drawn(0, 0, 4)))
-    again = sent(die(core, p), SendPrefill)
+    again = sent(die(core, p), LegKind.PREFILL)
     assert again.prompt == p.prompt
     assert tokens_in(core(first_tokens(again, drawn(0, 0, 4)))) == []
 
@@ -374,12 +379,12 @@ def test_another_first_token_than_the_client_has_is_never_decoded_from(core):
     core.join("p0", "p1", "d0")
     p, d = start_pair(core)
     core(first_tokens(p, drawn(0, 0, 4)))
-    again = sent(die(core, p), SendPrefill)
+    again = sent(die(core, p), LegKind.PREFILL)
     other = TokenSample(sample=0, token=77)
     actions = core(first_tokens(again, other))
     assert tokens_in(actions) == []
     assert cancelled(actions) == {again.leg_id, d.leg_id}
-    assert sent(actions, SendPrefill).prompt.output_tokens == (0,)
+    assert sent(actions, LegKind.PREFILL).prompt.output_tokens == (0,)
 
 
 def test_the_decode_worker_computes_the_prompt_when_no_prefill_worker_is_left(core):
@@ -387,22 +392,22 @@ def test_the_decode_worker_computes_the_prompt_when_no_prefill_worker_is_left(co
     p, d = start_pair(core)
     actions = die(core, p)
     assert cancelled(actions) == {d.leg_id}
-    assert sent(actions, SendGenerate).worker == d.worker
+    assert sent(actions, LegKind.GENERATE).worker == d.worker
 
 
 def test_a_short_prompt_is_computed_where_its_pages_were_once_two_prefill_workers_were_lost(core):
     core.join("p0", "p1", "p2", "d0", "d1")
     p, d = start_pair(core)
-    again = sent(die(core, p), SendPrefill)
-    assert sent(die(core, again), SendGenerate).worker == d.worker
+    again = sent(die(core, p), LegKind.PREFILL)
+    assert sent(die(core, again), LegKind.GENERATE).worker == d.worker
 
 
 def test_a_long_prompt_tries_another_pair_once_two_prefill_workers_were_lost():
     core = Core(policy=RetryPolicy(recompute_tokens=4))
     core.join("p0", "p1", "p2", "d0")
     p, _ = start_pair(core)
-    again = sent(die(core, p), SendPrefill)
-    third = sent(die(core, again), SendPrefill)
+    again = sent(die(core, p), LegKind.PREFILL)
+    third = sent(die(core, again), LegKind.PREFILL)
     assert third.permit.xfer_id != p.permit.xfer_id
 
 
@@ -410,7 +415,7 @@ def test_the_last_rung_is_an_error_that_says_to_come_back():
     core = Core(policy=RetryPolicy(max_attempts=2))
     core.join("p0", "p1", "d0")
     p, _ = start_pair(core)
-    again = sent(die(core, p), SendPrefill)
+    again = sent(die(core, p), LegKind.PREFILL)
     error = sent(die(core, again), Fail).error
     assert disposition(error).http == 503
     assert disposition(error).retryable
@@ -421,15 +426,15 @@ def test_a_transfer_error_makes_both_workers_suspect(core):
     core.join("p0", "p1", "d0", "d1")
     p, d = start_pair(core)
     actions = core(failed(p, TransferError("no answer")))
-    assert sent(actions, SendPrefill).worker != p.worker
-    assert sent(actions, SendExpect).worker != d.worker
+    assert sent(actions, LegKind.PREFILL).worker != p.worker
+    assert sent(actions, LegKind.RECEIVE).worker != d.worker
 
 
 def test_attempts_are_bounded(core):
     core.join("p0", "p1", "p2", "p3", "d0")
     p, _ = start_pair(core)
-    second = sent(core(failed(p, EngineError("a step failed"))), SendPrefill)
-    third = sent(core(failed(second, EngineError("a step failed"))), SendGenerate)
+    second = sent(core(failed(p, EngineError("a step failed"))), LegKind.PREFILL)
+    third = sent(core(failed(second, EngineError("a step failed"))), LegKind.GENERATE)
     actions = core(failed(third, EngineError("a step failed")))
     assert isinstance(sent(actions, Fail).error, EngineError)
     core.assert_empty()
@@ -438,7 +443,7 @@ def test_attempts_are_bounded(core):
 def test_a_worker_lost_under_two_samples_at_their_last_attempt_fails_the_job_once():
     core = Core(policy=RetryPolicy(max_attempts=2))
     core.join("h0")
-    local = sent(core.submit(samples=(0, 1)), SendGenerate)
+    local = sent(core.submit(samples=(0, 1)), LegKind.GENERATE)
     core(decoded(local, drawn(0, 0, 4), drawn(1, 0, 4)))
     core(WorkerLost(worker=local.worker, reason="killed"))
     again = core.join("h0", incarnation=2)
@@ -465,7 +470,7 @@ def test_a_lost_decode_worker_is_replaced_with_the_token_log(core):
     core(decoded(d, drawn(0, 1, 4)))
     actions = core(WorkerLost(worker=d.worker, reason="killed"))
     assert tokens_in(actions) == []
-    again = sent(actions, SendPrefill)
+    again = sent(actions, LegKind.PREFILL)
     assert again.prompt.output_tokens == (0, 1)
     assert again.prompt.sampling == p.prompt.sampling
     assert again.permit.target != d.worker
@@ -484,7 +489,7 @@ def test_a_worker_that_falls_silent_is_replaced_with_the_token_log(core):
     actions = core.pass_time_hearing(1.0, *others)
     assert sent(actions, WorkerSuspected).worker == d.worker
     assert cancelled(actions) == {d.leg_id}
-    again = sent(actions, SendPrefill)
+    again = sent(actions, LegKind.PREFILL)
     assert again.prompt.output_tokens == (0, 1)
     assert again.permit.target != d.worker
     assert core(decoded(d, drawn(0, 2, 4))) == []
@@ -495,26 +500,26 @@ def test_a_prefill_worker_that_falls_silent_is_replaced(core):
     p, d = start_pair(core)
     others = {"p0", "p1", "d0"} - {p.worker.worker_id}
     actions = core.pass_time_hearing(6.0, *others)
-    assert sent(actions, SendPrefill).worker != p.worker
+    assert sent(actions, LegKind.PREFILL).worker != p.worker
     assert cancelled(actions) == {p.leg_id}
     assert sent(actions, SendReassign).leg_id == d.leg_id
 
 
 def test_a_suspected_worker_is_used_again_when_it_is_heard(core):
     core.join("h0")
-    first = sent(core.submit(), SendGenerate)
+    first = sent(core.submit(), LegKind.GENERATE)
     actions = core.pass_time_hearing(7.0)
     assert cancelled(actions) == {first.leg_id}
-    assert not any(isinstance(action, SendGenerate) for action in actions)
+    assert not legs_sent(actions, LegKind.GENERATE)
     again = core(LoadReported(worker=first.worker, load=WorkerLoad()))
-    assert sent(again, SendGenerate).worker == first.worker
+    assert sent(again, LegKind.GENERATE).worker == first.worker
     assert core(decoded(first, drawn(0, 0, 4))) == []
 
 
 def test_a_silent_worker_gets_nothing_new_even_if_it_had_nothing(core):
     core.join("h0", "h1")
     core.pass_time_hearing(6.0, "h1")
-    assert sent(core.submit(), SendGenerate).worker.worker_id == "h1"
+    assert sent(core.submit(), LegKind.GENERATE).worker.worker_id == "h1"
 
 
 def test_a_router_that_slept_suspects_nobody(core):
@@ -528,9 +533,9 @@ def test_a_router_that_slept_suspects_nobody(core):
 def test_the_timing_tells_retries_from_resumptions(core):
     core.join("p0", "p1", "d0", "d1")
     p, _ = start_pair(core, max_tokens=2)
-    second = sent(core(failed(p, EngineError("a step failed"))), SendPrefill)
+    second = sent(core(failed(p, EngineError("a step failed"))), LegKind.PREFILL)
     core(first_tokens(second, drawn(0, 0, 2)))
-    third = sent(core(WorkerLost(worker=second.permit.target, reason="killed")), SendPrefill)
+    third = sent(core(WorkerLost(worker=second.permit.target, reason="killed")), LegKind.PREFILL)
     timing = sent(core(first_tokens(third, drawn(0, 1, 2))), Finish).timing
     assert (timing.retries, timing.resumptions) == (1, 1)
 
@@ -539,7 +544,7 @@ def test_restarts_are_counted_when_they_happen_also_for_a_job_that_fails():
     core = Core(policy=RetryPolicy(max_attempts=3))
     core.join("p0", "p1", "d0", "d1")
     p, _ = start_pair(core, max_tokens=4)
-    again = sent(core(failed(p, EngineError("a step failed"))), SendPrefill)
+    again = sent(core(failed(p, EngineError("a step failed"))), LegKind.PREFILL)
     assert (core.dispatcher.retry_counters.retries, core.dispatcher.retry_counters.resumptions) == (
         1,
         0,
@@ -558,7 +563,7 @@ def test_samples_that_have_tokens_are_resumed_one_by_one(core):
     p, d = start_pair(core, samples=(0, 1))
     core(first_tokens(p, drawn(0, 0, 4), drawn(1, 0, 4)))
     actions = core(WorkerLost(worker=d.worker, reason="killed"))
-    prompts = {a.prompt.samples: a.prompt for a in actions if isinstance(a, SendPrefill)}
+    prompts = {a.prompt.samples: a.prompt for a in legs_sent(actions, LegKind.PREFILL)}
     assert prompts.keys() == {(0,), (1,)}
     assert prompts[1,].output_tokens == (100,)
 
@@ -582,7 +587,7 @@ def test_a_resumed_prompt_is_not_scored_again(core):
     core.join("p0", "d0", "d1")
     p, d = start_pair(core, scored=0)
     core(first_tokens(p, drawn(0, 0, 4), scores=SCORES))
-    again = sent(core(WorkerLost(worker=d.worker, reason="killed")), SendPrefill)
+    again = sent(core(WorkerLost(worker=d.worker, reason="killed")), LegKind.PREFILL)
     assert again.prompt.sampling.prompt_logprobs is None
     assert scores_in(core(first_tokens(again, drawn(0, 1, 4)))) == [None]
 
@@ -590,14 +595,14 @@ def test_a_resumed_prompt_is_not_scored_again(core):
 def test_a_prompt_that_was_lost_before_its_first_token_is_still_scored(core):
     core.join("p0", "d0", "d1")
     _, d = start_pair(core, scored=2)
-    again = sent(core(WorkerLost(worker=d.worker, reason="killed")), SendPrefill)
+    again = sent(core(WorkerLost(worker=d.worker, reason="killed")), LegKind.PREFILL)
     assert again.prompt.sampling.prompt_logprobs == 2
 
 
 def test_a_prompt_that_is_computed_where_it_is_decoded_is_scored_too(core):
     core.join("h0")
-    to = sent(core.submit(scored=0), SendGenerate)
-    prefilled = LocallyPrefilled(
+    to = sent(core.submit(scored=0), LegKind.GENERATE)
+    prefilled = Prefilled(
         worker=to.worker,
         leg_id=to.leg_id,
         cached_tokens=0,
@@ -613,7 +618,7 @@ def test_samples_without_a_token_are_retried_as_a_group(core):
     core.join("p0", "d0", "d1")
     _, d = start_pair(core, samples=(0, 1))
     actions = core(WorkerLost(worker=d.worker, reason="killed"))
-    assert sent(actions, SendPrefill).prompt.samples == (0, 1)
+    assert sent(actions, LegKind.PREFILL).prompt.samples == (0, 1)
 
 
 def test_a_prefill_worker_lost_after_d_began_to_decode_changes_nothing(core):
@@ -628,11 +633,9 @@ def test_a_prefill_worker_lost_after_d_began_to_decode_changes_nothing(core):
 
 def test_without_a_prefill_worker_the_decode_worker_prefills(core):
     core.join("d0")
-    local = sent(core.submit(max_tokens=1), SendGenerate)
+    local = sent(core.submit(max_tokens=1), LegKind.GENERATE)
     core(
-        LocallyPrefilled(
-            worker=local.worker, leg_id=local.leg_id, cached_tokens=7, queue_s=0, prefill_s=1
-        )
+        Prefilled(worker=local.worker, leg_id=local.leg_id, cached_tokens=7, queue_s=0, prefill_s=1)
     )
     timing = sent(core(decoded(local, drawn(0, 0, 1))), Finish).timing
     assert (timing.prefill_worker, timing.decode_worker) == ("d0", "d0")
@@ -642,13 +645,13 @@ def test_without_a_prefill_worker_the_decode_worker_prefills(core):
 
 def test_a_hybrid_worker_keeps_both_legs(core):
     core.join("h0")
-    assert sent(core.submit(), SendGenerate)
+    assert sent(core.submit(), LegKind.GENERATE)
 
 
 def test_a_job_waits_for_a_worker_to_appear(core):
     assert core.submit() == []
     core.now_s = 5.0
-    assert sent(core.join("h0"), SendGenerate)
+    assert sent(core.join("h0"), LegKind.GENERATE)
 
 
 def test_a_job_does_not_wait_for_ever(core):
@@ -660,30 +663,30 @@ def test_a_job_does_not_wait_for_ever(core):
 
 def test_a_restarted_worker_takes_the_job_it_lost(core):
     core.join("h0")
-    local = sent(core.submit(), SendGenerate)
+    local = sent(core.submit(), LegKind.GENERATE)
     core(decoded(local, drawn(0, 0, 4)))
     assert core(WorkerLost(worker=local.worker, reason="killed")) == []
-    again = sent(core.join("h0", incarnation=2), SendGenerate)
+    again = sent(core.join("h0", incarnation=2), LegKind.GENERATE)
     assert again.prompt.output_tokens == (0,)
 
 
 def test_a_new_incarnation_ends_the_legs_of_the_old_one(core):
     core.join("h0")
-    local = sent(core.submit(), SendGenerate)
-    again = sent(core.join("h0", incarnation=2), SendGenerate)
+    local = sent(core.submit(), LegKind.GENERATE)
+    again = sent(core.join("h0", incarnation=2), LegKind.GENERATE)
     assert again.worker.incarnation == 2
     assert core(decoded(local, drawn(0, 0, 4))) == []
 
 
 def test_the_only_worker_is_tried_again_after_a_pause(core):
     core.join("h0")
-    local = sent(core.submit(), SendGenerate)
+    local = sent(core.submit(), LegKind.GENERATE)
     assert core(failed(local, EngineError("a step failed"))) == []
     assert core.pass_time(0.4) == []
-    again = sent(core.pass_time(0.2), SendGenerate)
+    again = sent(core.pass_time(0.2), LegKind.GENERATE)
     assert core(failed(again, EngineError("a step failed"))) == []
     assert core.pass_time(1.8) == []
-    assert sent(core.pass_time(0.4), SendGenerate)
+    assert sent(core.pass_time(0.4), LegKind.GENERATE)
 
 
 def test_a_worker_that_stands_still_does_not_use_up_the_attempts(core):
@@ -693,11 +696,11 @@ def test_a_worker_that_stands_still_does_not_use_up_the_attempts(core):
     p, _ = start_pair(core)
     assert core.pass_time_hearing(4.0, "p0") == []
     core(failed(p, broken))
-    second = sent(core.pass_time_hearing(0.5, "p0"), SendPrefill)
+    second = sent(core.pass_time_hearing(0.5, "p0"), LegKind.PREFILL)
     core(failed(second, broken))
     assert core.pass_time_hearing(10.0, "p0") == []
     (decode,) = (w.identity for w in core.view.workers if w.hello.role is Role.DECODE)
-    assert sent(core(LoadReported(worker=decode, load=WorkerLoad())), SendPrefill)
+    assert sent(core(LoadReported(worker=decode, load=WorkerLoad())), LegKind.PREFILL)
 
 
 def test_a_worker_that_drains_is_not_asked_again(core):
@@ -714,7 +717,7 @@ def test_a_job_waits_until_a_draining_worker_is_back(core):
     (worker,) = core.view.workers
     core(LoadReported(worker=worker.identity, load=WorkerLoad(draining=True)))
     assert core.submit() == []
-    assert sent(core(LoadReported(worker=worker.identity, load=WorkerLoad())), SendGenerate)
+    assert sent(core(LoadReported(worker=worker.identity, load=WorkerLoad())), LegKind.GENERATE)
 
 
 def test_a_client_that_leaves_cancels_both_legs(core):
@@ -728,7 +731,7 @@ def test_a_client_that_leaves_cancels_both_legs(core):
 
 def test_the_deadline_ends_a_job(core):
     core.join("p0", "d0")
-    p, d = start_pair(core, deadline_s=5.0)
+    p, d = start_pair(core, timeout_s=5.0)
     actions = core.pass_time(5.0)
     assert isinstance(sent(actions, Fail).error, DeadlineError)
     assert cancelled(actions) == {p.leg_id, d.leg_id}
@@ -766,7 +769,7 @@ def test_a_worker_that_aborts_a_sample_uninvited_loses_the_leg(core):
     aborted = SampleFinished(worker=d.worker, leg_id=d.leg_id, sample=0, reason=FinishReason.ABORT)
     actions = core(aborted)
     assert d.leg_id in cancelled(actions)
-    assert sent(actions, SendExpect).worker != d.worker
+    assert sent(actions, LegKind.RECEIVE).worker != d.worker
 
 
 def test_a_token_of_another_sample_is_not_taken(core):
@@ -775,12 +778,12 @@ def test_a_token_of_another_sample_is_not_taken(core):
     core(first_tokens(p, drawn(0, 0, 4)))
     actions = core(decoded(d, drawn(5, 1, 4)))
     assert tokens_in(actions) == []
-    assert sent(actions, SendExpect).worker != d.worker
+    assert sent(actions, LegKind.RECEIVE).worker != d.worker
 
 
 def test_messages_of_another_worker_about_a_leg_are_ignored(core):
     core.join("h0", "h1")
-    local = sent(core.submit(), SendGenerate)
+    local = sent(core.submit(), LegKind.GENERATE)
     other = next(w.identity for w in core.view.workers if w.identity != local.worker)
     assert core(replace(decoded(local, drawn(0, 0, 4)), worker=other)) == []
 
@@ -809,15 +812,15 @@ def test_a_request_id_in_flight_cannot_be_submitted_again(core):
     core.submit()
     with pytest.raises(InvariantError) as raised:
         core.submit()
-    assert "placed -> SendGenerate(" in raised.value.story_text
+    assert "placed -> SendLeg(" in raised.value.story_text
     core.dispatcher.check_integrity()
 
 
 def test_giving_up_ends_the_job_of_the_event_alone(core):
     core.join("h0")
-    local = sent(core.submit(), SendGenerate)
+    local = sent(core.submit(), LegKind.GENERATE)
     event = decoded(local, drawn(0, 0, 4))
-    actions = core.dispatcher.give_up(event, InvariantError("a broken count"), 0.0)
+    actions = core.dispatcher.fail_request(event, InvariantError("a broken count"), 0.0)
     assert cancelled(actions) == {local.leg_id}
     assert isinstance(sent(actions, Fail).error, InvariantError)
     core.dispatcher.check_integrity()
@@ -826,7 +829,7 @@ def test_giving_up_ends_the_job_of_the_event_alone(core):
 
 def _fails_three_times(core: Core, error: BatonError):
     for _ in range(3):
-        core(failed(sent(core.submit(), SendGenerate), error))
+        core(failed(sent(core.submit(), LegKind.GENERATE), error))
         core(ClientGone(request_id=REQUEST))
 
 
@@ -855,7 +858,7 @@ def test_a_leg_that_goes_well_makes_its_worker_trusted_again():
     (worker,) = core.view.workers
     core.pass_time_hearing(6.0, "h1")
     assert worker.breaker.circuit(core.now_s) is Circuit.HALF_OPEN
-    leg = sent(core.submit(max_tokens=1), SendGenerate)
+    leg = sent(core.submit(max_tokens=1), LegKind.GENERATE)
     core(decoded(leg, drawn(0, 0, 1)))
     assert worker.breaker.circuit(core.now_s) is Circuit.CLOSED
     core.assert_empty()
@@ -864,17 +867,17 @@ def test_a_leg_that_goes_well_makes_its_worker_trusted_again():
 def test_the_story_of_a_request_tells_every_event_and_what_it_came_to(core):
     core.join("p0", "p1", "d0")
     p, d = start_pair(core)
-    again = sent(core(failed(p, EngineError("out of luck"))), SendPrefill)
+    again = sent(core(failed(p, EngineError("out of luck"))), LegKind.PREFILL)
     core(first_tokens(again, drawn(0, 0, 3)))
     core(decoded(d, drawn(0, 1, 3)))
     core(handed_off(again))
     core(decoded(d, drawn(0, 2, 3)))
     told = core.dispatcher.story(REQUEST)
     assert "placed" in told[0].event
-    assert [action.split("(")[0] for action in told[0].actions] == ["SendExpect", "SendPrefill"]
+    assert [action.split("(")[0] for action in told[0].actions] == ["SendLeg", "SendLeg"]
     assert "another prefill worker takes over" in told[1].event
     kinds = [entry.event.split("(")[0] for entry in told[2:]]
-    assert kinds == ["LegFailed", "FirstTokensArrived", "HandedOff", "DecodeTokens"]
+    assert kinds == ["LegFailed", "Prefilled", "HandedOff", "DecodeTokens"]
     assert told[-1].actions[-1].startswith("Finish(")
     core.assert_empty()
 
@@ -909,4 +912,4 @@ def test_an_invariant_error_of_an_event_carries_the_story_of_its_request(core, m
     monkeypatch.setattr("router.dispatch.attempt.Leg.computed", broken)
     with pytest.raises(InvariantError, match="a broken count") as raised:
         core(first_tokens(p, drawn(0, 0, 1)))
-    assert "placed -> SendExpect(" in raised.value.story_text
+    assert "placed -> SendLeg(" in raised.value.story_text

@@ -16,28 +16,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.backoff import Backoff
 from baton.errors import CancelledByPeerError, EngineError, TransferError, WorkerLostError
 from baton.generation import FinishReason, Prompt, SamplingParams, WorkerLoad, plain_token
-from baton.ids import LegId, RequestId, Role, WorkerIdentity
-from router.dispatch.actions import (
-    Emit,
-    Fail,
-    Finish,
-    SendCancel,
-    SendExpect,
-    SendGenerate,
-    SendPrefill,
-    SendReassign,
-)
+from baton.ids import LegId, LegKind, RequestId, Role, WorkerIdentity
+from kv_transfer.ticket import Permit
+from router.dispatch.actions import Emit, Fail, Finish, SendCancel, SendLeg, SendReassign
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import (
     ClientGone,
     DecodeTokens,
-    FirstTokensArrived,
     HandedOff,
     LegFailed,
+    LegWriterLost,
     LoadReported,
-    PrefillPeerLost,
+    Prefilled,
     SampleFinished,
-    Stage,
     StepTokens,
     StopSample,
     Submitted,
@@ -62,7 +53,7 @@ class FakeLeg:
     """A leg on a simulated worker: `positions` says what each running sample draws next."""
 
     prompt: Prompt
-    command: SendPrefill | SendExpect | SendGenerate
+    command: SendLeg
     positions: dict[int, int] = field(default_factory=dict)
     started: bool = False
     prefilled: bool = False
@@ -72,8 +63,8 @@ class FakeLeg:
 class FakeWorker:
     identity: WorkerIdentity
     legs: dict[LegId, FakeLeg] = field(default_factory=dict)
-    outbox: dict[Stage, deque[Any]] = field(
-        default_factory=lambda: {stage: deque() for stage in Stage}
+    outbox: dict[LegKind, deque[Any]] = field(
+        default_factory=lambda: {kind: deque() for kind in LegKind}
     )
 
 
@@ -87,6 +78,11 @@ class Expected:
     finished: set[int] = field(default_factory=set)
     terminal: Finish | Fail | None = None
     gone: bool = False
+
+
+def permit_of(command: SendLeg) -> Permit:
+    assert command.permit is not None
+    return command.permit
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -108,7 +104,7 @@ class Interleavings(RuleBasedStateMachine):
                 max_attempts=4,
                 worker_wait_s=5.0,
                 retry_backoff=Backoff(first_s=0.2, max_s=5.0, factor=4.0),
-                settle_s=1.0,
+                report_wait_s=1.0,
             ),
         )
         self.now_s = 0.0
@@ -167,7 +163,7 @@ class Interleavings(RuleBasedStateMachine):
                 worker = self.alive(action.worker)
                 assert worker is not None, "sent to a worker that is not connected"
                 self.reassign(worker, action)
-            case SendPrefill() | SendExpect() | SendGenerate():
+            case SendLeg():
                 assert action.leg_id not in self.started
                 self.started.add(action.leg_id)
                 worker = self.alive(action.worker)
@@ -176,9 +172,9 @@ class Interleavings(RuleBasedStateMachine):
 
     def reassign(self, worker: FakeWorker, action: SendReassign) -> None:
         leg = worker.legs.get(action.leg_id)
-        if leg is not None and not leg.started and isinstance(leg.command, SendExpect):
-            assert leg.command.permit.xfer_id == action.permit.xfer_id
-            assert leg.command.permit.attempt < action.permit.attempt
+        if leg is not None and not leg.started and leg.command.kind is LegKind.RECEIVE:
+            assert permit_of(leg.command).xfer_id == action.permit.xfer_id
+            assert permit_of(leg.command).attempt < action.permit.attempt
             leg.command = replace(leg.command, permit=action.permit)
 
     def see(self, action: Emit) -> None:
@@ -207,7 +203,7 @@ class Interleavings(RuleBasedStateMachine):
             sampling=SamplingParams(max_tokens=max_tokens),
         )
         self.jobs[request_id] = Expected(prompt=prompt, seen=dict.fromkeys(range(samples), 0))
-        job = GenerationRequest(request_id=request_id, prompt=prompt, deadline_s=60.0)
+        job = GenerationRequest(request_id=request_id, prompt=prompt, timeout_s=60.0)
         self.feed(Submitted(request=job))
 
     @precondition(lambda self: self.jobs)
@@ -248,9 +244,9 @@ class Interleavings(RuleBasedStateMachine):
 
     def peer_notices(self, leg: FakeLeg) -> None:
         match leg.command:
-            case SendPrefill(permit=permit):
+            case SendLeg(kind=LegKind.PREFILL, permit=Permit() as permit):
                 worker = self.alive(permit.target)
-            case SendExpect(permit=permit):
+            case SendLeg(kind=LegKind.RECEIVE, permit=Permit() as permit):
                 worker = self.alive(permit.source)
             case _:
                 return
@@ -259,15 +255,15 @@ class Interleavings(RuleBasedStateMachine):
         for leg_id, other in list(worker.legs.items()):
             same = getattr(other.command, "permit", None) == permit
             if same and not other.started:
-                if isinstance(leg.command, SendPrefill):
+                if leg.command.kind is LegKind.PREFILL:
                     self.lose_writer(worker, leg_id, permit.attempt)
                 else:
                     self.fail_leg(worker, leg_id, WorkerLostError("the decode worker is gone"))
 
     def lose_writer(self, worker: FakeWorker, leg_id: LegId, attempt: int) -> None:
         error = WorkerLostError("the prefill worker is gone")
-        event = PrefillPeerLost(worker=worker.identity, leg_id=leg_id, attempt=attempt, error=error)
-        worker.outbox[Stage.DECODE].append(event)
+        event = LegWriterLost(worker=worker.identity, leg_id=leg_id, attempt=attempt, error=error)
+        worker.outbox[LegKind.RECEIVE].append(event)
 
     @precondition(lambda self: any(worker.legs for worker in self.workers.values()))
     @rule(data=st.data(), overloaded=st.booleans())
@@ -278,10 +274,8 @@ class Interleavings(RuleBasedStateMachine):
 
     def fail_leg(self, worker: FakeWorker, leg_id: LegId, error) -> None:
         leg = worker.legs.pop(leg_id)
-        prefill = isinstance(leg.command, SendPrefill)
-        stage = Stage.PREFILL if prefill else Stage.DECODE
         event = LegFailed(worker=worker.identity, leg_id=leg_id, error=error)
-        worker.outbox[stage].append(event)
+        worker.outbox[leg.command.kind].append(event)
 
     def some_leg(self, data: st.DataObject) -> tuple[FakeWorker, LegId]:
         choices = [
@@ -295,8 +289,8 @@ class Interleavings(RuleBasedStateMachine):
     def writer_is_suspected(self, data: st.DataObject) -> None:
         worker, leg_id = self.some_leg(data)
         leg = worker.legs[leg_id]
-        if isinstance(leg.command, SendExpect) and not leg.started:
-            self.lose_writer(worker, leg_id, leg.command.permit.attempt)
+        if leg.command.kind is LegKind.RECEIVE and not leg.started:
+            self.lose_writer(worker, leg_id, permit_of(leg.command).attempt)
 
     @precondition(lambda self: any(worker.legs for worker in self.workers.values()))
     @rule(data=st.data(), steps=st.integers(1, 3))
@@ -321,15 +315,15 @@ class Interleavings(RuleBasedStateMachine):
         for leg_id in list(worker.legs):
             if leg_id in worker.legs:
                 self.advance(worker, leg_id)
-        for stage in Stage:
-            if worker.outbox[stage]:
-                self.feed(worker.outbox[stage].popleft())
+        for kind in LegKind:
+            if worker.outbox[kind]:
+                self.feed(worker.outbox[kind].popleft())
 
     def advance(self, worker: FakeWorker, leg_id: LegId) -> None:
         leg = worker.legs[leg_id]
-        if isinstance(leg.command, SendPrefill):
+        if leg.command.kind is LegKind.PREFILL:
             self.advance_prefill(worker, leg_id, leg, leg.command)
-        elif isinstance(leg.command, SendGenerate) and not leg.started:
+        elif leg.command.kind is LegKind.GENERATE and not leg.started:
             leg.started = True
             position = len(leg.prompt.output_tokens)
             leg.positions = dict.fromkeys(leg.prompt.samples, position)
@@ -337,26 +331,26 @@ class Interleavings(RuleBasedStateMachine):
             self.advance_decode(worker, leg_id, leg)
 
     def advance_prefill(
-        self, worker: FakeWorker, leg_id: LegId, leg: FakeLeg, command: SendPrefill
+        self, worker: FakeWorker, leg_id: LegId, leg: FakeLeg, command: SendLeg
     ) -> None:
         max_tokens = leg.prompt.sampling.max_tokens
         position = len(leg.prompt.output_tokens)
         tokens = tuple(drawn(sample, position, max_tokens) for sample in leg.prompt.samples)
-        out = worker.outbox[Stage.PREFILL]
+        out = worker.outbox[LegKind.PREFILL]
         if not leg.prefilled:
             leg.prefilled = True
             out.append(
-                FirstTokensArrived(
+                Prefilled(
                     worker=worker.identity,
                     leg_id=leg_id,
-                    tokens=tokens,
+                    first_tokens=tokens,
                     cached_tokens=0,
                     queue_s=0.0,
                     prefill_s=0.0,
                 )
             )
             return
-        decoder = self.alive(command.permit.target)
+        decoder = self.alive(permit_of(command).target)
         for other in [] if decoder is None else decoder.legs.values():
             if getattr(other.command, "permit", None) == command.permit:
                 other.started = True
@@ -380,7 +374,7 @@ class Interleavings(RuleBasedStateMachine):
         max_tokens = leg.prompt.sampling.max_tokens
         tokens = tuple(drawn(s, position, max_tokens) for s, position in leg.positions.items())
         leg.positions = {t.sample: leg.positions[t.sample] + 1 for t in tokens if not t.finish}
-        out = worker.outbox[Stage.DECODE]
+        out = worker.outbox[leg.command.kind]
         if tokens:
             out.append(DecodeTokens(worker=worker.identity, leg_id=leg_id, tokens=tokens))
         for sample in leg.prompt.samples if not leg.positions else ():
@@ -398,16 +392,16 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.streams())
     @rule(data=st.data(), most=st.integers(1, 4))
     def deliver(self, data: st.DataObject, most: int) -> None:
-        name, stage = data.draw(st.sampled_from(self.streams()))
-        stream = self.workers[name].outbox[stage]
+        name, kind = data.draw(st.sampled_from(self.streams()))
+        stream = self.workers[name].outbox[kind]
         for _ in range(min(most, len(stream))):
             self.feed(stream.popleft())
 
-    def streams(self) -> list[tuple[str, Stage]]:
+    def streams(self) -> list[tuple[str, LegKind]]:
         return [
-            (name, stage)
+            (name, kind)
             for name in sorted(self.workers)
-            for stage, stream in self.workers[name].outbox.items()
+            for kind, stream in self.workers[name].outbox.items()
             if stream
         ]
 
@@ -444,9 +438,9 @@ class Interleavings(RuleBasedStateMachine):
             self.hear(set(ROLES))
             for name in ROLES:
                 self.move(name)
-            for name, stage in self.streams():
-                while self.workers[name].outbox[stage]:
-                    self.feed(self.workers[name].outbox[stage].popleft())
+            for name, kind in self.streams():
+                while self.workers[name].outbox[kind]:
+                    self.feed(self.workers[name].outbox[kind].popleft())
             self.now_s += 0.1
             self.feed(TimePassed())
             self.core.check_integrity()

@@ -4,8 +4,9 @@ import pytest
 
 from baton.errors import CancelledByPeerError
 from baton.generation import WorkerLoad
-from router.dispatch.actions import Finish, SendCancel, SendExpect, SendGenerate, SendPrefill
-from router.dispatch.events import LoadReported, PrefillPeerLost, PutInPool, WorkerLost
+from baton.ids import LegKind
+from router.dispatch.actions import Finish, SendCancel, SendLeg
+from router.dispatch.events import LegWriterLost, LoadReported, Pooled, WorkerLost
 from router.dispatch.placement import Placement
 from router.dispatch.retry import Fallback, RetryPolicy
 from tests.router.dispatch.test_dispatcher import (
@@ -13,6 +14,7 @@ from tests.router.dispatch.test_dispatcher import (
     cancelled,
     decoded,
     first_tokens,
+    legs_sent,
     sent,
     start_pair,
     tokens_in,
@@ -20,13 +22,13 @@ from tests.router.dispatch.test_dispatcher import (
 from tests.router.workers import drawn
 
 
-def _put_in_pool(to: SendPrefill) -> PutInPool:
-    return PutInPool(worker=to.worker, leg_id=to.leg_id)
+def _put_in_pool(to: SendLeg) -> Pooled:
+    return Pooled(worker=to.worker, leg_id=to.leg_id)
 
 
-def _writer_lost(to: SendExpect) -> PrefillPeerLost:
+def _writer_lost(to: SendLeg) -> LegWriterLost:
     error = CancelledByPeerError("given up")
-    return PrefillPeerLost(worker=to.worker, leg_id=to.leg_id, attempt=1, error=error)
+    return LegWriterLost(worker=to.worker, leg_id=to.leg_id, attempt=1, error=error)
 
 
 def pooled(core: Core, **nodes: str) -> None:
@@ -45,7 +47,7 @@ def test_a_prompt_without_room_is_fetched_by_the_same_worker_once_it_has_room():
     core(first_tokens(p, drawn(0, 0, 3)))
     actions = core(_put_in_pool(p))
     assert cancelled(actions) == {d.leg_id}
-    local = sent(actions, SendGenerate)
+    local = sent(actions, LegKind.GENERATE)
     assert local.worker == d.worker
     assert local.prompt.tokens == (*range(10), drawn(0, 0, 3).token)
     assert core.dispatcher.retry_counters.fallbacks == {Fallback.NO_ROOM: 1}
@@ -62,7 +64,7 @@ def test_each_sample_that_goes_on_fetches_the_prompt_for_itself():
     p, _ = start_pair(core, samples=(0, 1, 2), max_tokens=3)
     core(first_tokens(p, drawn(0, 0, 3), drawn(1, 0, 3), drawn(2, 0, 1)))
     actions = core(_put_in_pool(p))
-    local = [action for action in actions if isinstance(action, SendGenerate)]
+    local = legs_sent(actions, LegKind.GENERATE)
     assert [one.prompt.samples for one in local] == [(0,), (1,)]
 
 
@@ -74,7 +76,7 @@ def test_a_worker_that_is_lost_while_its_prompt_lies_in_the_pool_is_replaced():
     core(first_tokens(p, drawn(0, 0, 4)))
     core(_put_in_pool(p))
     actions = core(WorkerLost(worker=d.worker, reason="killed"))
-    assert sent(actions, SendExpect).worker != d.worker
+    assert sent(actions, LegKind.RECEIVE).worker != d.worker
     assert core.dispatcher.retry_counters.fallbacks == {
         Fallback.NO_ROOM: 1,
         Fallback.ANOTHER_PAIR: 1,
@@ -89,7 +91,7 @@ def test_a_worker_that_cannot_fetch_a_prompt_does_not_compute_it_among_those_who
     p, _ = start_pair(core)
     core(first_tokens(p, drawn(0, 0, 4)))
     actions = core(_put_in_pool(p))
-    assert sent(actions, SendPrefill).worker == p.worker
+    assert sent(actions, LegKind.PREFILL).worker == p.worker
     assert core.dispatcher.retry_counters.fallbacks == {Fallback.ANOTHER_PAIR: 1}
 
 
@@ -98,7 +100,7 @@ def test_the_worker_may_hear_first_that_nobody_writes_any_more():
     core.join("p0", "d0")
     p, d = start_pair(core)
     core(first_tokens(p, drawn(0, 0, 4)))
-    local = sent(core(_writer_lost(d)), SendGenerate)
+    local = sent(core(_writer_lost(d)), LegKind.GENERATE)
     assert local.worker == d.worker
     assert core(_put_in_pool(p)) == []
     assert core.dispatcher.retry_counters.fallbacks == {Fallback.RECOMPUTE: 1}
@@ -110,7 +112,7 @@ def test_a_prompt_that_is_put_before_its_first_tokens_breaks_the_contract():
     p, _ = start_pair(core)
     actions = core(_put_in_pool(p))
     assert p.leg_id in cancelled(actions)
-    assert sent(actions, SendPrefill).worker != p.worker
+    assert sent(actions, LegKind.PREFILL).worker != p.worker
 
 
 def test_a_prompt_that_is_put_after_it_was_handed_over_changes_nothing():
@@ -124,14 +126,14 @@ def test_a_prompt_that_is_put_after_it_was_handed_over_changes_nothing():
     assert tokens_in(core(decoded(d, drawn(0, 2, 4)))) == [drawn(0, 2, 4)]
 
 
-def _orphaned(core: Core) -> SendGenerate | None:
+def _orphaned(core: Core) -> SendLeg | None:
     """The prefill worker dies, and there is another one that was tried already."""
     p, d = start_pair(core)
     again = core(WorkerLost(worker=p.worker, reason="killed"))
-    taken = sent(again, SendPrefill)
+    taken = sent(again, LegKind.PREFILL)
     core.join("p2")
     actions = core(WorkerLost(worker=taken.worker, reason="killed"))
-    local = [a for a in actions if isinstance(a, SendGenerate)]
+    local = legs_sent(actions, LegKind.GENERATE)
     assert not local or local[0].worker == d.worker
     return local[0] if local else None
 
