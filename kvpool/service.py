@@ -64,6 +64,7 @@ async def run(
     pool = config.pool
     metrics = NodeMetrics(CollectorRegistry())
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.POOL, identity.worker_id)
+    metrics.registry.register(credentials.counts)
     async with AsyncExitStack() as stack:
         directory = await stack.enter_async_context(_directory(pool))
         plan = PeeringConfig(

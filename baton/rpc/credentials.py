@@ -76,15 +76,16 @@ class ClusterCredentials:
     def for_server(self) -> grpc.ServerCredentials:
         """For a server of the running event loop: peers without a certificate of the cluster are refused."""
         loop = asyncio.get_running_loop()
+        shown = self._current()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal shown
             self.counts.begun(loop)
-            before = self._certificates
-            now = self._current()
-            return None if now is before else _server_certificates(now)
+            before, shown = shown, self._current()
+            return None if shown is before else _server_certificates(shown)
 
         return grpc.dynamic_ssl_server_credentials(
-            _server_certificates(self._current()),
+            _server_certificates(shown),
             changed,  # type: ignore[arg-type]  # None: as before
             require_client_authentication=True,
         )

@@ -73,7 +73,8 @@ class ScrapeServer:
     ) -> Iterable[bytes]:
         probe = self._probes.get(str(environ.get("PATH_INFO")))
         if probe is None:
-            return self._metrics(environ, start_response)
+            shown: Iterable[bytes] = self._metrics(environ, start_response)
+            return shown
         start_response(
             "200 OK" if probe() else "503 Service Unavailable", [("Content-Type", "text/plain")]
         )
