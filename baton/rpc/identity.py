@@ -62,6 +62,7 @@ _MAY_CALL: Mapping[str, frozenset[PeerRole]] = {
     f"{_SERVICE}Pool/Watch": frozenset({PeerRole.ROUTER}),
     f"{_SERVICE}Pool/Flush": _OPERATORS,
     f"{_SERVICE}Pool/Usage": _OPERATORS,
+    f"{_SERVICE}Pool/Story": _OPERATORS,
     f"{_SERVICE}PoolPeers/": frozenset({PeerRole.POOL}),
     "/grpc.health.v1.Health/": frozenset(PeerRole),
 }

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.block_ids import Numbers
-from baton.errors import TransferError
+from baton.errors import TransferError, UnreachableError
 from baton.layout import KvLayout
 from baton.pages import PageWrite
 from baton.telemetry.logs import get_logger
@@ -272,7 +272,7 @@ class NixlWriter:
     def push(self, write: PageWrite, done: Done) -> None:
         """Queues a write; `done` is called from the writer's thread."""
         if self._lost:
-            done(TransferError("the peer's memory has been let go"))
+            done(UnreachableError("the peer's memory has been let go"))
             return
         self._jobs.put((write, done))
 
@@ -323,7 +323,7 @@ class NixlWriter:
         except TransferError as error:
             done(error)
         except Exception as error:  # noqa: BLE001  # NIXL's errors have no base class
-            done(TransferError(f"NIXL refuses a write: {error!r}"))
+            done(UnreachableError(f"NIXL refuses a write: {error!r}"))
         else:
             if is_done:
                 self._pages.release(request)
@@ -348,13 +348,13 @@ class NixlWriter:
                     continue
                 error = None
             except Exception as fault:  # noqa: BLE001  # NIXL's errors have no base class
-                error = TransferError(f"a write failed: {fault!r}")
+                error = UnreachableError(f"a write failed: {fault!r}")
             self._pages.release(write.request)
             write.done(error)
         return len(self._in_flight) < before
 
     def _fail_all(self) -> None:
-        lost = TransferError("the peer let go of its memory or died")
+        lost = UnreachableError("the peer let go of its memory or died")
         while self._in_flight:
             write = self._in_flight.popleft()
             self._pages.release(write.request)

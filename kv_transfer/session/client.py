@@ -13,7 +13,7 @@ from typing import Protocol
 import grpc
 
 from baton.clock import Clock
-from baton.errors import BatonError, TransferError, WorkerLostError
+from baton.errors import BatonError, TransferError, UnreachableError, WorkerLostError
 from baton.ids import BlockId, WorkerIdentity
 from baton.rpc.channel import open_channel, stranger
 from baton.rpc.identity import PeerRole
@@ -84,8 +84,15 @@ class PeerSession:
         self._address = address
         self._senders = senders
         self._connection = PeerConnection(
-            peer=peer, layout=here.layout, senders=senders, hashes=hashes, spare=spare
+            peer=peer,
+            layout=here.layout,
+            senders=senders,
+            hashes=hashes,
+            spare=spare,
+            on_lost=self._on_link_lost,
         )
+        self._loop = asyncio.get_running_loop()
+        self._link_lost: asyncio.Future[UnreachableError] = self._loop.create_future()
         self._listener = listener
         self._clock = clock
         self._number = number
@@ -124,11 +131,9 @@ class PeerSession:
         except BatonError as fault:
             error = fault
         except grpc.aio.AioRpcError as fault:
-            error = stranger(fault, self._address, own) or WorkerLostError(
-                f"the session with {self._peer} broke: {fault.details()}"
-            )
+            error = stranger(fault, self._address, own) or self._broken_by(fault)
         except TimeoutError:
-            error = WorkerLostError(f"{self._peer} did not answer at {self._address}")
+            error = UnreachableError(f"{self._peer} did not answer at {self._address}")
         finally:
             self._letting_go = True
             if self._lease is not None:
@@ -137,6 +142,14 @@ class PeerSession:
             # of this session finish first; only then does the region's connection close.
             self._listener.on_lost(self._peer, error)
             await asyncio.shield(self._let_go(channel))
+
+    def _broken_by(self, fault: grpc.aio.AioRpcError) -> BatonError:
+        """A peer that never answered may be alive, and serve others; one whose connection ended has probably died."""
+        if self._lease is None and fault.code() is grpc.StatusCode.UNAVAILABLE:
+            return UnreachableError(
+                f"{self._peer} cannot be reached at {self._address}: {fault.details()}"
+            )
+        return WorkerLostError(f"the session with {self._peer} broke: {fault.details()}")
 
     async def _let_go(self, channel: grpc.aio.Channel) -> None:
         await self._connection.close()
@@ -170,13 +183,13 @@ class PeerSession:
             yield self._seal.open(signed, pb.TransferReply())
 
     async def _keep_up(self, replies: AsyncIterator[pb.TransferReply]) -> None:
-        """Maps the region, renews the lease and listens, all at once, until one of them fails.
+        """Maps the region, renews the lease and listens, all at once, until one of them fails or the way to the region is lost.
 
         Beats do not wait for the region: mapping it, by one backend or another, may take longer than a lease.
         """
         tasks = [
             asyncio.create_task(part)
-            for part in (self._connect(), self._beat(), self._listen(replies))
+            for part in (self._connect(), self._beat(), self._listen(replies), self._watch_link())
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -191,7 +204,7 @@ class PeerSession:
         """One heartbeat for everything that this session writes.
 
         Raises:
-            WorkerLostError: The peer has not answered for a whole lease.
+            UnreachableError: The peer has not answered for a whole lease.
         """
         assert self._lease is not None
         for number in itertools.count(1):
@@ -199,7 +212,7 @@ class PeerSession:
             self.send(Heartbeat(number=number))
             await asyncio.sleep(self._lease.beat_interval_s)
             if self._lease.expired():
-                raise WorkerLostError(f"{self._peer} does not answer heartbeats")
+                raise UnreachableError(f"{self._peer} does not answer heartbeats")
 
     def _answered(self, number: int) -> None:
         assert self._lease is not None
@@ -244,7 +257,8 @@ class PeerSession:
         """Tries one backend after the other, as the peer offers them.
 
         Raises:
-            IncompatibleError: None works.
+            IncompatibleError: The two do not fit.
+            UnreachableError: None works.
         """
         assert self._lease is not None
         while True:
@@ -256,6 +270,23 @@ class PeerSession:
             else:
                 self._listener.on_open(self._peer, opened)
                 return
+
+    async def _watch_link(self) -> None:
+        """Ends a session whose messages still pass while pages do not: the next one opens the way anew.
+
+        Raises:
+            UnreachableError: Pages cannot be written to the peer any more.
+        """
+        raise await self._link_lost
+
+    def _on_link_lost(self, error: UnreachableError) -> None:
+        """From any thread; a loop that is closed needs it no more."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end_link, error)
+
+    def _end_link(self, error: UnreachableError) -> None:
+        if not self._link_lost.done():
+            self._link_lost.set_result(error)
 
     def _report_unreachable(self, backend: str, error: TransferError) -> None:
         self._listener.on_unreachable(self._peer, backend, error)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import grpc
 
+from baton.ids import BlockKey
 from baton.rpc.channel import open_channel, stranger
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
+from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
-from baton.rpc.v1 import pool_pb2_grpc
 
 if TYPE_CHECKING:
     from baton.rpc.v1.pool_pb2_grpc import PoolAsyncStub  # exists for type checkers only
@@ -59,6 +60,11 @@ class PoolAdminClient:
     async def flush(self, asked: pb.FlushPoolRequest) -> list[PoolNodeAnswer[pb.FlushPoolReply]]:
         """Has every node give up what `asked` covers, while serving."""
         return await self._ask_all(lambda node: node.Flush(asked, timeout=_FLUSH_WAIT_S))
+
+    async def story(self, key: BlockKey) -> list[PoolNodeAnswer[common_pb2.StoryReply]]:
+        """What each node remembers of a block."""
+        asked = pb.BlockStoryRequest(key=key)
+        return await self._ask_all(lambda node: node.Story(asked, timeout=_USAGE_WAIT_S))
 
     async def _ask_all(
         self, question: Callable[["PoolAsyncStub"], Awaitable[Reply]]

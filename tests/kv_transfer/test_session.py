@@ -13,7 +13,13 @@ import grpc
 import pytest
 
 from baton.clock import MonotonicClock
-from baton.errors import BatonError, IncompatibleError, TicketError, TransferError
+from baton.errors import (
+    BatonError,
+    IncompatibleError,
+    TicketError,
+    TransferError,
+    UnreachableError,
+)
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from baton.pages import PageWrite
@@ -30,7 +36,7 @@ from kv_transfer.messages import Heartbeat, PagesGranted, Reserve, SessionId, To
 from kv_transfer.plan import Grant
 from kv_transfer.ports import Done, KvWriter, Lease, RegionHandle
 from kv_transfer.session.client import PeerSession
-from kv_transfer.session.connection import OpenedSession
+from kv_transfer.session.connection import OpenedSession, PageWriter
 from kv_transfer.session.handshake import (
     Accepted,
     SessionEndpoint,
@@ -63,11 +69,12 @@ class Heard:
     events: asyncio.Queue[tuple[str, object]] = field(default_factory=asyncio.Queue)
     link: LinkPlan | None = None
     speed: LinkSpeed | None = None
+    writer: PageWriter | None = None
     fields: list[str] = field(default_factory=list)
     beats: int = 0
 
     def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
-        self.link, self.speed = opened.link, opened.speed
+        self.link, self.speed, self.writer = opened.link, opened.speed, opened.writer
         self.events.put_nowait(("open", opened.region_blocks))
 
     def on_unreachable(self, peer: WorkerIdentity, backend: str, error: TransferError) -> None:
@@ -373,16 +380,37 @@ async def test_a_backend_that_does_not_work_gives_way_to_the_next_that_both_have
         assert await both.at_d.next() == ("fenced", SessionId(1))
 
 
-async def test_a_pair_without_any_way_between_them_is_refused_by_name(tmp_path: Path):
+async def test_a_pair_without_any_way_between_them_now_is_unreachable_and_not_incompatible(
+    tmp_path: Path,
+):
     async with serving(tmp_path, backends=("best", "fake")) as both:
         both.dial(senders={"best": Unreachable(), "fake": Unreachable()})
         assert await both.at_p.next() == ("unreachable", "best")
         assert await both.at_p.next() == ("unreachable", "fake")
         what, error = await both.at_p.next()
         assert what == "lost"
-        assert isinstance(error, BatonError)
-        assert refused_field(error) == "backends"
-        assert both.at_d.fields == ["backends"]
+        assert type(error) is UnreachableError
+        assert refused_field(error) is None
+        assert both.at_d.fields == []
+
+
+async def test_a_session_whose_pages_do_not_pass_any_more_ends_and_the_next_one_works(
+    tmp_path: Path,
+):
+    async with serving(tmp_path) as both:
+        both.dial()
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
+        assert both.at_p.writer is not None
+        both.sender.writers[0].broken = True
+        both.at_p.writer.push(push(0, [3], [4]), lambda error, hashes: None)
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert type(error) is UnreachableError
+        assert await both.at_d.next() == ("session lost", SessionId(1))
+        assert await both.at_d.next() == ("fenced", SessionId(1))
+        again = both.dial()
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
+        await again.close()
 
 
 async def test_a_link_is_tried_on_the_spare_page_before_it_is_used(tmp_path: Path):
@@ -460,14 +488,14 @@ def _no_error(error: BatonError | None) -> None:
     assert error is None
 
 
-async def test_nobody_at_the_address_is_told_as_a_loss(tmp_path: Path):
+async def test_nobody_at_the_address_is_told_as_unreachable(tmp_path: Path):
     async with serving(tmp_path) as both:
         both.address = f"unix:{tmp_path}/nobody.sock"
         both.dial()
         what, error = await both.at_p.next()
         assert what == "lost"
         assert isinstance(error, BatonError)
-        assert error.code == "worker_lost"
+        assert error.code == "unreachable"
 
 
 async def test_a_session_that_does_not_begin_with_open_is_refused(tmp_path: Path):

@@ -31,6 +31,12 @@ class FakeNode(pool_pb2_grpc.PoolServicer):
     async def Usage(self, request, context) -> pb.PoolUsageReply:  # noqa: N802
         return USAGE
 
+    async def Story(self, request, context) -> common_pb2.StoryReply:  # noqa: N802
+        if request.key != bytes(16):
+            return common_pb2.StoryReply()
+        told = common_pb2.StoryEntry(at_s=2.5, event="evicted", process="pool-0", core="pool")
+        return common_pb2.StoryReply(entries=[told], now_s=3.0)
+
     async def Flush(self, request, context) -> pb.FlushPoolReply:  # noqa: N802
         self.flushes.append(request)
         return pb.FlushPoolReply(blocks=2)
@@ -118,3 +124,18 @@ async def test_without_a_pool_there_is_nothing_to_ask(tmp_path):
     async with operator([]) as client:
         assert (await client.get("/admin/pool")).status_code == 404
         assert (await client.post("/admin/pool/flush", json={"all": True})).status_code == 404
+
+
+async def test_the_story_of_a_block_is_told_by_each_node_that_knows_it(tmp_path):
+    async with nodes(tmp_path, 2) as (_, addresses), operator(addresses) as client:
+        told = (await client.get(f"/debug/block/{bytes(16).hex()}")).json()
+        assert [node["address"] for node in told] == addresses
+        assert told[0]["error"] is None
+        assert told[0]["entries"] == [
+            {"process": "pool-0", "core": "pool", "at_s": 2.5, "event": "evicted", "actions": []}
+        ]
+        unknown = await client.get(f"/debug/block/{'11' * 16}")
+        assert unknown.status_code == 404
+        malformed = await client.get("/debug/block/xyz")
+        assert malformed.status_code == 400
+        assert "32 hexadecimal digits" in malformed.json()["error"]["message"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from baton.errors import TransferError
+from baton.errors import TransferError, UnreachableError
 from baton.layout import KvLayout
 from baton.pages import PageWrite
 from kv_transfer.backends.ucx.frames import UcxFrame, frames_of, head_of, rows_of
@@ -127,7 +127,7 @@ class UcxWriter:
         self._heard = bytearray()
         self._number = 0
         self._give_up_at_s: float | None = None
-        self._lost: TransferError | None = None
+        self._lost: UnreachableError | None = None
         self._lock = threading.Lock()
         peer.connection.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
@@ -262,8 +262,9 @@ class UcxWriter:
     def _end(self, error: TransferError) -> None:
         """The thread's last act: nothing is read or sent any more, and every push that is left fails."""
         self._peer.worker.close()
+        lost = UnreachableError(error.message)
         with self._lock:
-            self._lost = error
+            self._lost = lost
         waiting = {id(entry.job): entry.job for entry in self._in_flight.values()}
         if self._current is not None:
             waiting[id(self._current)] = self._current
@@ -272,7 +273,7 @@ class UcxWriter:
             if job is not None:
                 waiting[id(job)] = job
         for job in waiting.values():
-            job.done(error)
+            job.done(lost)
         self._peer.connection.close()
         os.close(self._wake)
 
