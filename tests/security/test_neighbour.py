@@ -44,7 +44,6 @@ def process(role: PeerRole, secret: bytes = SECRET) -> ClusterCredentials:
 
 class Everything(
     control_pb2_grpc.ControlServicer,
-    pool_pb2_grpc.PoolServicer,
     worker_pb2_grpc.WorkerServicer,
 ):
     """Counts whatever comes through; none of it should."""
@@ -63,6 +62,13 @@ class Everything(
     async def Serve(self, request_iterator, context):  # type: ignore[override]  # noqa: N802
         self.heard.append("Serve")
 
+
+class Blocks(pool_pb2_grpc.PoolServicer):
+    """The same for block reports."""
+
+    def __init__(self, heard: list[str]) -> None:
+        self.heard = heard
+
     async def Watch(self, request, context):  # noqa: N802
         self.heard.append("Watch")
         yield pool_pb2.PoolFrame()
@@ -71,9 +77,10 @@ class Everything(
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[str, Everything, ClusterCredentials]]:
     own, services = process(PeerRole.WORKER), Everything()  # type: ignore[abstract]  # nobody asks more
+    blocks = Blocks(services.heard)  # type: ignore[abstract]  # nobody asks more
     server = new_server(own)
     control_pb2_grpc.add_ControlServicer_to_server(services, server)
-    pool_pb2_grpc.add_PoolServicer_to_server(services, server)
+    pool_pb2_grpc.add_PoolServicer_to_server(blocks, server)
     worker_pb2_grpc.add_WorkerServicer_to_server(services, server)
     address = bind(server, "127.0.0.1:0", own)
     await server.start()
