@@ -33,6 +33,7 @@ from baton_worker.metrics import WorkerMetrics
 from baton_worker.server import WorkerServer
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.memory.arena import WorkerMemory
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.page_hash import Hashing, ways_to_hash
 from kv_transfer.memory.region_server import Admission
 from kv_transfer.session.handshake import SessionEndpoint
@@ -194,6 +195,12 @@ class _Parts:
         """The cluster's."""
         return bytes.fromhex(self.config.cluster.secret)
 
+    @property
+    def listening(self) -> Listening:
+        """Where its transports listen."""
+        worker = self.worker
+        return Listening.at(worker.address, self.config.transfer.ports, worker.advertise_address)
+
     def hashes(self) -> Hashing:
         """How its pages are hashed."""
         return ways_to_hash(
@@ -250,6 +257,7 @@ def _service(parts: _Parts) -> "WorkerService":
             parts.memory.place,
             num_blocks=parts.region_blocks,
             secret=parts.secret,
+            listening=parts.listening,
             mover=parts.kernels.mover if parts.kernels is not None else None,
         ),
         hashes=hashes,
@@ -271,6 +279,7 @@ def _service(parts: _Parts) -> "WorkerService":
             num_blocks=parts.region_blocks,
             admission=Admission(
                 secret=parts.secret,
+                listening=parts.listening,
                 refused=lambda reason: parts.metrics.connection_refused(reason.value),
             ),
         ),

@@ -228,6 +228,8 @@ class TransferConfig:
     Attributes:
         backends: Allowed backends, preferred first; those that are not installed, or do not reach the arena's memory, are not
             offered.
+        ports: First and last TCP port on which peers of other hosts are let in to KV memory, as `7100-7199`; empty for any that
+            is free. Every pair of workers takes one on each side, and every backend one; 16 at least.
         expect_timeout_s: How long a decode worker waits for an announced transfer; covers queueing at the prefill worker.
         reserve_timeout_s: How long a decode worker may leave a reservation unanswered for lack of room.
         quiesce_timeout_s: How long an aborted transfer may stay unacknowledged before its peer is fenced.
@@ -239,6 +241,7 @@ class TransferConfig:
     """
 
     backends: tuple[str, ...] = ("cuda_ipc", "shm", "nixl", "ucx")
+    ports: str = ""
     expect_timeout_s: float = 600.0
     reserve_timeout_s: float = 60.0
     quiesce_timeout_s: float = 5.0

@@ -1,34 +1,30 @@
-"""Serves one registry over HTTP, for Prometheus to scrape a process that has no HTTP surface of its own, and its probes.
+"""Serves one registry over HTTP, for Prometheus to scrape a worker that has no HTTP surface of its own, and its probes.
 
 An orchestrator's probes have no certificate of the cluster, so that they cannot ask over gRPC.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
-_SILENCE_S = 5.0
+_TIMEOUT_S = 2.0
+"""For a request to come; each connection has a thread."""
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _SILENCE_S
-    """A connection that says nothing for so long is closed."""
+    timeout = _TIMEOUT_S
 
-    def log_message(self, format: str, *args: object) -> None:  # the base's name
-        """Requests are not logged."""
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
+    def log_message(self, format: str, *args: Any) -> None:  # the library's name
+        """Scrapes are not worth a line."""
 
 
 class ScrapeServer:
@@ -37,7 +33,7 @@ class ScrapeServer:
     Args:
         address: `host:port` to bind.
         registry: What is served.
-        probes: By path, such as `/live`; asked on the server's threads, whether all is well.
+        probes: By path, such as `/live`: whether all is well. Asked on the server's threads.
 
     Raises:
         ConfigError: The address is malformed.
@@ -55,10 +51,8 @@ class ScrapeServer:
             raise ConfigError(f"not host:port: {address!r}", param="metrics_address")
         self._metrics = make_wsgi_app(registry)
         self._probes = dict(probes or {})
-        self._server = make_server(host, int(port), self._answer, _Server, _Handler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="scrape", daemon=True
-        )
+        self._server = make_server(host, int(port), self._answer, ThreadingWSGIServer, _Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         self.address = f"{host}:{self._server.server_port}"
 
@@ -75,7 +69,6 @@ class ScrapeServer:
         if probe is None:
             shown: Iterable[bytes] = self._metrics(environ, start_response)
             return shown
-        start_response(
-            "200 OK" if probe() else "503 Service Unavailable", [("Content-Type", "text/plain")]
-        )
+        status = "200 OK" if probe() else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "text/plain")])
         return [b""]

@@ -20,6 +20,7 @@ from baton.ids import BlockKey, WorkerIdentity
 from baton.rpc.credentials import ClusterCredentials
 from baton.telemetry.logs import get_logger
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.region_server import Admission, Refused
 from kv_transfer.ports import KvReceiver
 from kv_transfer.session.handshake import SessionEndpoint
@@ -61,6 +62,11 @@ class PeeringConfig:
     transfer: TransferConfig
     refused: Callable[[Refused], None]
     credentials: ClusterCredentials | None = None
+
+    @property
+    def listening(self) -> Listening:
+        """Where its transports listen."""
+        return Listening.at(self.address, self.transfer.ports, self.pool.advertise_address)
 
     @property
     def advertised(self) -> str:
@@ -114,6 +120,7 @@ class Peering:
                 slab.region,
                 num_blocks=slab.num_slots,
                 secret=plan.secret,
+                listening=plan.listening,
             ),
             sent=self._sent,
             timeout_s=pool.fetch_timeout_s,
@@ -213,7 +220,7 @@ def _receivers(plan: PeeringConfig, store: NodeStorage) -> dict[str, KvReceiver]
         server_address=lambda backend: _server_address(plan, backend),
         layout=slab_layout(slab.slot_bytes),
         num_blocks=slab.num_slots,
-        admission=Admission(secret=plan.secret, refused=plan.refused),
+        admission=Admission(secret=plan.secret, listening=plan.listening, refused=plan.refused),
     )
 
 

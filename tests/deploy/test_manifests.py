@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from baton.config.load import load
+from baton.config.ports import parse_ports
 from baton_cluster.cli.main import main
 from baton_worker.server import LIVE_PATH, READY_PATH
 from router.http.auth import OPEN_PATHS
@@ -229,6 +230,20 @@ def test_workers_find_the_nodes_socket_where_the_node_makes_it(config_file):
     assert len(set(hosts.values())) == 1
     pool = next(one for one in OURS if one.label == "pool/pool")
     assert environment(pool)["BATON_CLUSTER_RUNTIME_DIR"] == folder
+
+
+def test_network_policies_open_the_ports_of_transports(config_file):
+    ports = parse_ports(load(config_file, environment=[], flags=[]).transfer.ports)
+    opened = {
+        policy["metadata"]["name"]: range(port["port"], port["endPort"] + 1)
+        for policy in of_kind("NetworkPolicy")
+        for rule in policy["spec"].get("ingress", ())
+        for port in rule.get("ports", ())
+        if "endPort" in port
+    }
+    assert opened == dict.fromkeys(
+        ["prefill-to-decode", "decode-to-prefill", "pool-to-pool"], ports
+    )
 
 
 def test_nodes_of_the_pool_have_names_and_addresses_of_their_own(config_file):
