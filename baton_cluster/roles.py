@@ -65,11 +65,16 @@ async def run_router(child: Child) -> None:
 
 async def run_pool(child: Child) -> None:
     """The pool's node: the blocks that this host's workers share."""
+    from prometheus_client import CollectorRegistry
+
+    from baton.redis_link import RefusedValues
     from baton_cluster.pool_allowances import open_allowances
     from kvpool import service
 
     config, part = child.assignment.config, child.assignment.part
-    async with open_allowances(config.tenants, config.pool.tenant_bytes) as allowances:
+    registry = CollectorRegistry()
+    refused = RefusedValues(registry)
+    async with open_allowances(config, refused) as allowances:
         await service.run(
             config,
             identity=WorkerIdentity(worker_id=WorkerId(part.name), incarnation=part.incarnation),
@@ -78,6 +83,8 @@ async def run_pool(child: Child) -> None:
             region_path=part.region_path,
             peer_region_path=part.peer_region_path,
             allowances=allowances,
+            registry=registry,
+            refused=refused,
             ready=child.ready,
             stop=child.stop,
         )

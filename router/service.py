@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import BatonConfig, RouterConfig
 from baton.errors import ConfigError
+from baton.redis_link import RefusedValues
 from baton.rpc.channel import bind, new_server
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
@@ -121,13 +122,14 @@ async def run(
     stories = RequestStories(parts.generator.story, parts.view, MonotonicClock(), credentials)
     registry = new_registry()
     registry.register(credentials.counts)
+    refused = RefusedValues(registry)
     refusals = server.ConnectionRefusals(registry)
     tracer = open_tracer(config.trace, "router", MonotonicClock())
     try:
         async with (
             running(parts),
-            open_tenancy(config, registry) as tenancy,
-            sharing(config.tenants, parts.admission),
+            open_tenancy(config, registry, refused) as tenancy,
+            sharing(config, parts.admission, refused),
             watching(pool_addresses, parts.view.pools, credentials=credentials),
             _control(config, parts, stories, control_address, credentials),
             _admin(

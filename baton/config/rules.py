@@ -169,6 +169,11 @@ RULES: tuple[Rule, ...] = (
     _one_of("pool.ssd_eviction", EVICTIONS),
     _one_of("pool.directory", DIRECTORIES),
     Rule(path="pool.redis_prefix", holds=bool, demand="must not be empty"),
+    Rule(
+        path="pool.failure_domain",
+        holds=lambda v: len(v) <= 256,
+        demand="must have at most 256 characters",
+    ),
     *(
         Rule(path=path, holds=lambda v: 0 < v <= 1, demand="must be above 0 and at most 1")
         for path in ("pool.high_watermark", "pool.low_watermark")
@@ -237,6 +242,8 @@ def contradiction(config: BatonConfig) -> str | None:
         return "admin.port needs admin.api_keys: operators are known by their keys"
     if config.tenants.source == "redis" and not config.tenants.redis_url:
         return "tenants.source is redis, which needs tenants.redis_url"
+    if config.tenants.source == "redis" and not cluster.secret:
+        return "tenants.source is redis, which needs cluster.secret: the document is sealed with it"
     pool = config.pool
     if pool.directory == "redis" and not pool.redis_url:
         return "pool.directory is redis, which needs pool.redis_url"
