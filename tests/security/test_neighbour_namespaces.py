@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,47 @@ def test_a_neighbour_gets_nothing_keeps_nothing_and_disturbs_nobody(
         10,
     )
     assert cluster.hand_off(9).status_code == 200
+
+
+def test_a_handshake_that_was_recorded_on_the_wire_opens_nothing(
+    start: Callable[..., Cluster], hosts: tuple[Host, Host]
+) -> None:
+    cluster = start(apart=True)
+    with hosts[0].run(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM)) as wire:
+        wire.bind(("net0", _ETH_P_ALL))
+        assert cluster.hand_off(0).status_code == 200
+        recorded = _answers_on(wire)
+    assert recorded, "the prefill worker has attached"
+    for address, answer in recorded:
+        heard = hosts[0].run(partial(_replay, address, answer))
+        assert len(heard) == CHALLENGE_BYTES, "a nonce and no more"
+    assert cluster.hand_off(1).status_code == 200
+
+
+_ETH_P_ALL = 3
+
+
+def _answers_on(wire: socket.socket) -> list[tuple[tuple[str, int], bytes]]:
+    """Answers to region servers' challenges among the packets that went by, and whom they were for."""
+    wire.setblocking(False)
+    found = []
+    with suppress(BlockingIOError):
+        while True:
+            packet = wire.recv(65536)
+            if packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
+                continue
+            segment = packet[4 * (packet[0] & 15) : int.from_bytes(packet[2:4])]
+            said = segment[4 * (segment[12] >> 4) :]
+            port = int.from_bytes(segment[2:4])
+            if port in KV_PORTS and len(said) == ANSWER_BYTES:
+                found.append(((socket.inet_ntoa(packet[16:20]), port), said))
+    return found
+
+
+def _replay(address: tuple[str, int], said: bytes) -> bytes:
+    connection = socket.create_connection(address, timeout=PROOF_TIMEOUT_S)
+    connection.sendall(said)
+    return _hear(connection)
 
 
 _SAID = (b"", b"x", b"x" * ANSWER_BYTES, b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(ANSWER_BYTES - 1))
