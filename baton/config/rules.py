@@ -169,6 +169,11 @@ RULES: tuple[Rule, ...] = (
     _one_of("pool.ssd_eviction", EVICTIONS),
     _one_of("pool.directory", DIRECTORIES),
     Rule(path="pool.redis_prefix", holds=bool, demand="must not be empty"),
+    Rule(
+        path="pool.failure_domain",
+        holds=lambda v: len(v) <= 256,
+        demand="must have at most 256 characters",
+    ),
     *(
         Rule(path=path, holds=lambda v: 0 < v <= 1, demand="must be above 0 and at most 1")
         for path in ("pool.high_watermark", "pool.low_watermark")
@@ -237,6 +242,8 @@ def contradiction(config: BatonConfig) -> str | None:
         return "admin.port needs admin.api_keys: operators are known by their keys"
     if config.tenants.source == "redis" and not config.tenants.redis_url:
         return "tenants.source is redis, which needs tenants.redis_url"
+    if config.tenants.source == "redis" and not cluster.secret:
+        return "tenants.source is redis, which needs cluster.secret: the document is sealed with it"
     pool = config.pool
     if pool.directory == "redis" and not pool.redis_url:
         return "pool.directory is redis, which needs pool.redis_url"
@@ -255,6 +262,10 @@ def contradiction(config: BatonConfig) -> str | None:
         return "pool.low_watermark must not be above pool.high_watermark"
     if bool(pool.ssd_dir) != bool(pool.ssd_bytes):
         return "pool.ssd_dir and pool.ssd_bytes belong together"
+    tls = ("tls_certificate", "tls_key", "tls_authority")
+    missing = [name for name in tls if not getattr(cluster, name)]
+    if missing and len(missing) < len(tls):
+        return f"cluster.{missing[0]} is not set: cluster.tls_certificate, tls_key and tls_authority belong together"
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
     started_here = cluster.prefill_workers + cluster.decode_workers + cluster.hybrid_workers

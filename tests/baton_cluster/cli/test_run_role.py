@@ -22,7 +22,7 @@ from baton_cluster.cli.run_role import Alone, decide
 from kvpool.directory.redis import RedisDirectory
 from kvpool.messages import NodeState
 from tests.e2e.served import eventually
-from tests.redis_servers import fake_redis
+from tests.redis_servers import fake_redis, no_refusals
 
 pytestmark = pytest.mark.alone
 
@@ -163,9 +163,11 @@ def test_four_processes_that_were_started_alone_serve_together(
 
 
 async def _pool_nodes(redis_url: str) -> tuple[NodeState, ...]:
-    redis = open_redis(redis_url, 5.0, setting="pool.redis_url", text=False)
+    redis = open_redis(redis_url, 5.0, setting="pool.redis_url")
     try:
-        return await RedisDirectory(redis, prefix=GOOD.pool.redis_prefix).nodes()
+        secret, refused = bytes.fromhex(SECRET), no_refusals()
+        prefix = GOOD.pool.redis_prefix
+        return await RedisDirectory(redis, prefix=prefix, secret=secret, refused=refused).nodes()
     finally:
         await redis.aclose()
 
