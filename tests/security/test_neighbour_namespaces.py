@@ -119,8 +119,12 @@ def test_a_neighbour_gets_nothing_keeps_nothing_and_disturbs_nobody(
     cluster = start()
     assert cluster.hand_off(0).status_code == 200
     before = {name: descriptors(pid) for name, pid in cluster.workers.items()}
-    neighbour = hosts[1].run(lambda: _connect_to_all(sorted(cluster.kv_sockets())))
-    assert neighbour, "the region servers accept"
+    services = {(hosts[0].addresses[0], port) for port in SERVICE_PORTS.values()}
+    everywhere = sorted(cluster.kv_sockets() | services)
+    neighbour = hosts[1].run(lambda: _connect_to_all(everywhere))
+    ports = [connection.getpeername()[1] for connection in neighbour]
+    assert {port for port in ports if port in KV_PORTS}, "the region servers accept"
+    assert set(SERVICE_PORTS.values()) <= set(ports)
     for number, connection in enumerate(neighbour):
         with suppress(OSError):
             connection.send(_SAID[number % len(_SAID)])
@@ -129,8 +133,11 @@ def test_a_neighbour_gets_nothing_keeps_nothing_and_disturbs_nobody(
     assert replies == [200] * 5
     assert cluster.handed_over_bytes() >= 2 * sent
     heard = [_hear(connection) for connection in neighbour]
-    assert set(map(len, heard)) <= {0, CHALLENGE_BYTES}, "a nonce and no more"
-    assert len({one for one in heard if one}) == sum(map(bool, heard)), "each nonce is another"
+    of_kv = [one for port, one in zip(ports, heard, strict=True) if one and port in KV_PORTS]
+    of_grpc = [one for port, one in zip(ports, heard, strict=True) if one and port not in KV_PORTS]
+    assert set(map(len, of_kv)) <= {CHALLENGE_BYTES}, "a nonce and no more"
+    assert len(set(of_kv)) == len(of_kv), "each nonce is another"
+    assert {one[0] for one in of_grpc} <= {_TLS_ALERT}, "why there is no connection, and no more"
     eventually(
         lambda: all(descriptors(pid) <= before[name] for name, pid in cluster.workers.items()),
         "both workers have as many descriptors as before",
@@ -155,6 +162,7 @@ def test_a_handshake_that_was_recorded_on_the_wire_opens_nothing(
 
 
 _ETH_P_ALL = 3
+_TLS_ALERT = 21
 
 
 def _answers_on(wire: socket.socket) -> list[tuple[tuple[str, int], bytes]]:
