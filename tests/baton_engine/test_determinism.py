@@ -213,7 +213,7 @@ def test_without_the_mode_a_text_that_goes_on_elsewhere_has_the_bits_of_one_left
     path = make_model(tmp_path, "llama", dtype=chosen.stored)
     wanted = asking(text(75, 1), max_tokens=80)
 
-    def run(asked: Prompt, *commands) -> tuple:
+    def run(asked: Prompt, *commands: Generate) -> tuple[TokenSample, ...]:
         engine = WholeEngine(
             path, deterministic=False, dtype=chosen.dtype, quantization=chosen.quantization
         )
