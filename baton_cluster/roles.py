@@ -18,7 +18,9 @@ from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, WorkerConfig
 from baton.ids import BlockId, Role, WorkerId, WorkerIdentity
 from baton.layout import SPARE_BLOCKS
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello
+from baton.rpc.identity import PeerRole
 from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer
 from baton.version import version
@@ -136,7 +138,9 @@ async def _serve_engine(
     """Serves an engine until the child is to stop. `kernels` move its pages where they lie on a GPU."""
     config, worker = child.assignment.config, _worker_of(child)
     metrics, hello = _metrics(built), _hello(child, built)
-    pool = join_pool(child.assignment, built.host, hello, memory, metrics)
+    credentials = ClusterCredentials.from_config(config.cluster, PeerRole.WORKER, worker.worker_id)
+    metrics.registry.register(credentials.counts)
+    pool = join_pool(child.assignment, built.host, hello, memory, metrics, credentials)
     parts = _Parts(
         config=config,
         worker=worker,
@@ -145,6 +149,7 @@ async def _serve_engine(
         memory=memory,
         kernels=kernels,
         office=TicketOffice(bytes.fromhex(config.cluster.secret)),
+        credentials=credentials,
         sink=sink,
         metrics=metrics,
         tracer=open_tracer(config.trace, worker.worker_id, MonotonicClock()),
@@ -155,6 +160,7 @@ async def _serve_engine(
         engine=built.host,
         service=_service(parts),
         metrics=parts.metrics,
+        credentials=credentials,
         version=version(),
         model=config.model.served_model_name[0],
     )
@@ -180,6 +186,7 @@ class _Parts:
     memory: WorkerMemory
     kernels: "PageKernels | None"
     office: TicketOffice
+    credentials: ClusterCredentials
     sink: "TransferSink"
     metrics: WorkerMetrics
     tracer: Tracer
@@ -242,7 +249,12 @@ def _service(parts: _Parts) -> "WorkerService":
 
     hello, legs, hashes = parts.hello, WorkerLegTable(), parts.hashes()
     backends = parts.config.transfer.backends
-    here = SessionEndpoint(identity=hello.identity, layout=hello.layout, office=parts.office)
+    here = SessionEndpoint(
+        identity=hello.identity,
+        layout=hello.layout,
+        office=parts.office,
+        credentials=parts.credentials,
+    )
     sender = PageSender(
         here=here,
         legs=legs,

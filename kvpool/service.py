@@ -14,6 +14,8 @@ from baton.config.schema import BatonConfig, PoolConfig
 from baton.ids import WorkerIdentity
 from baton.redis_link import RefusedValues, open_redis
 from baton.rpc.channel import bind, new_server
+from baton.rpc.credentials import ClusterCredentials
+from baton.rpc.identity import PeerRole
 from baton.rpc.v1 import pool_pb2_grpc
 from baton.telemetry.scrape import ScrapeServer
 from kvpool.directory.memory import MemoryDirectory
@@ -65,6 +67,8 @@ async def run(
     """
     pool, secret = config.pool, bytes.fromhex(config.cluster.secret)
     metrics = NodeMetrics(registry)
+    credentials = ClusterCredentials.from_config(config.cluster, PeerRole.POOL, identity.worker_id)
+    registry.register(credentials.counts)
     async with AsyncExitStack() as stack:
         directory = await stack.enter_async_context(_directory(pool, secret, refused))
         plan = PeeringConfig(
@@ -74,6 +78,7 @@ async def run(
             secret=secret,
             pool=pool,
             transfer=config.transfer,
+            credentials=credentials,
             refused=lambda reason: metrics.connection_refused(reason.value),
         )
         join_peers = None
@@ -91,7 +96,16 @@ async def run(
             else None,
             join_peers=join_peers,
         )
-        await _serve(node, config, address, metrics, allowances=allowances, ready=ready, stop=stop)
+        await _serve(
+            node,
+            config,
+            address,
+            metrics,
+            credentials=credentials,
+            allowances=allowances,
+            ready=ready,
+            stop=stop,
+        )
 
 
 async def _serve(
@@ -100,6 +114,7 @@ async def _serve(
     address: str,
     metrics: NodeMetrics,
     *,
+    credentials: ClusterCredentials,
     allowances: AllowanceSource | None,
     ready: Callable[[], None],
     stop: asyncio.Event,
@@ -115,11 +130,11 @@ async def _serve(
         keeper = QuotaKeeper(allowances, node.allow, pause_s=config.tenants.reload_s)
         await keeper.look()  # before the first put
         beats.append(keeper.run)
-    server = new_server()
+    server = new_server(credentials)
     pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node, watchers), server)
     wellness = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
     health_pb2_grpc.add_HealthServicer_to_server(wellness, server)
-    bind(server, address)
+    bind(server, address, credentials)
     scraped = ScrapeServer(pool.metrics_address, metrics.registry) if pool.metrics_address else None
     await wellness.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()

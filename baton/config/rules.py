@@ -262,6 +262,10 @@ def contradiction(config: BatonConfig) -> str | None:
         return "pool.low_watermark must not be above pool.high_watermark"
     if bool(pool.ssd_dir) != bool(pool.ssd_bytes):
         return "pool.ssd_dir and pool.ssd_bytes belong together"
+    tls = ("tls_certificate", "tls_key", "tls_authority")
+    missing = [name for name in tls if not getattr(cluster, name)]
+    if missing and len(missing) < len(tls):
+        return f"cluster.{missing[0]} is not set: cluster.tls_certificate, tls_key and tls_authority belong together"
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
     started_here = cluster.prefill_workers + cluster.decode_workers + cluster.hybrid_workers

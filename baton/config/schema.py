@@ -359,6 +359,10 @@ class ClusterConfig:
         runtime_dir: Directory of this cluster's sockets; empty for one named after the HTTP port, in the machine's
             directory for temporary files. Made at start and removed at the end.
         secret: Cluster secret in hex (32 bytes); empty draws a new one at start.
+        tls_certificate: File with the certificate of this process (PEM, with those between it and the authority); empty for
+            one that is issued in memory from `secret`. Needs `tls_key` and `tls_authority`.
+        tls_key: File with its private key.
+        tls_authority: File with the certificate by which those of the other processes are signed.
         restart_backoff_s: First wait before a dead process is started again; doubles up to `restart_backoff_max_s`.
         restart_backoff_max_s: Longest such wait.
         startup_timeout_s: How long a process may take to become ready without showing progress.
@@ -375,6 +379,9 @@ class ClusterConfig:
     pool_nodes: tuple[str, ...] = ()
     runtime_dir: str = ""
     secret: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_authority: str = ""
     restart_backoff_s: float = 0.5
     restart_backoff_max_s: float = 30.0
     startup_timeout_s: float = 300.0

@@ -39,7 +39,7 @@ _SIMULATED_FLAGS = {
     ),
     "--step-s": ("simulated.step_s", "seconds of a simulated worker's step"),
 }
-_LISTEN = "127.0.0.1:7001"  # commands are not authenticated: other interfaces must be named
+_LISTEN = "127.0.0.1:7001"  # other interfaces must be named
 
 _log = logs.get_logger(__name__)
 

@@ -30,3 +30,15 @@ def test_who_does_not_ask_in_time_is_gone_and_others_are_answered(
         silent.sendall(said)
         assert "seen 1.0" in httpx.get(f"http://{server.address}/metrics").text
         assert silent.recv(1) == b""  # blocks until the server hangs up
+
+
+def test_probes_are_answered_beside_the_metrics() -> None:
+    well = {"/live": True, "/ready": False}
+    probes = {path: (lambda path=path: well[path]) for path in well}
+    server = ScrapeServer("127.0.0.1:0", CollectorRegistry(), probes)
+    try:
+        assert httpx.get(f"http://{server.address}/live", trust_env=False).status_code == 200
+        assert httpx.get(f"http://{server.address}/ready", trust_env=False).status_code == 503
+        assert httpx.get(f"http://{server.address}/metrics", trust_env=False).status_code == 200
+    finally:
+        server.close()

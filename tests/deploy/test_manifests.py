@@ -10,7 +10,7 @@ import yaml
 from baton.config.load import load
 from baton.config.ports import parse_ports
 from baton_cluster.cli.main import main
-from baton_worker.server import LIVE
+from baton_worker.server import LIVE_PATH, READY_PATH
 from router.http.auth import OPEN_PATHS
 from tests.deploy.manifests import (
     BASE,
@@ -134,19 +134,19 @@ def test_probes_ask_what_is_there(container):
     for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
         probe = container.spec.get(kind, {})
         if "httpGet" in probe:
-            assert probe["httpGet"]["path"] in OPEN_PATHS
+            paths = (LIVE_PATH, READY_PATH) if probe["httpGet"]["port"] == "metrics" else OPEN_PATHS
+            assert probe["httpGet"]["path"] in paths
             assert probe["httpGet"]["port"] in ports
         if "tcpSocket" in probe:
             assert probe["tcpSocket"]["port"] in ports
-        if "grpc" in probe:
-            assert probe["grpc"]["port"] in ports.values()
-            assert f":{probe['grpc']['port']}" in " ".join(container.spec["args"])
+        assert "grpc" not in probe, "kubelet has no certificate of the cluster"
 
 
 @each(containers(init=False))
 def test_whoever_drains_is_not_restarted_for_it(container):
     probe = container.spec["livenessProbe"]
-    assert "grpc" not in probe or probe["grpc"]["service"] == LIVE
+    asked = probe.get("httpGet", {})
+    assert asked.get("port") != "metrics" or asked["path"] == LIVE_PATH
 
 
 def test_the_pool_runs_wherever_workers_do():
