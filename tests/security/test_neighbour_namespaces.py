@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,12 @@ def test_a_neighbour_gets_nothing_keeps_nothing_and_disturbs_nobody(
     cluster = start()
     assert cluster.hand_off(0).status_code == 200
     before = {name: descriptors(pid) for name, pid in cluster.workers.items()}
-    neighbour = hosts[1].run(lambda: _connect_to_all(sorted(cluster.kv_sockets())))
-    assert neighbour, "the region servers accept"
+    services = {(hosts[0].addresses[0], port) for port in SERVICE_PORTS.values()}
+    everywhere = sorted(cluster.kv_sockets() | services)
+    neighbour = hosts[1].run(lambda: _connect_to_all(everywhere))
+    ports = [connection.getpeername()[1] for connection in neighbour]
+    assert {port for port in ports if port in KV_PORTS}, "the region servers accept"
+    assert set(SERVICE_PORTS.values()) <= set(ports)
     for number, connection in enumerate(neighbour):
         with suppress(OSError):
             connection.send(_SAID[number % len(_SAID)])
@@ -128,14 +133,59 @@ def test_a_neighbour_gets_nothing_keeps_nothing_and_disturbs_nobody(
     assert replies == [200] * 5
     assert cluster.handed_over_bytes() >= 2 * sent
     heard = [_hear(connection) for connection in neighbour]
-    assert set(map(len, heard)) <= {0, CHALLENGE_BYTES}, "a nonce and no more"
-    assert len({one for one in heard if one}) == sum(map(bool, heard)), "each nonce is another"
+    of_kv = [one for port, one in zip(ports, heard, strict=True) if one and port in KV_PORTS]
+    of_grpc = [one for port, one in zip(ports, heard, strict=True) if one and port not in KV_PORTS]
+    assert set(map(len, of_kv)) <= {CHALLENGE_BYTES}, "a nonce and no more"
+    assert len(set(of_kv)) == len(of_kv), "each nonce is another"
+    assert {one[0] for one in of_grpc} <= {_TLS_ALERT}, "why there is no connection, and no more"
     eventually(
         lambda: all(descriptors(pid) <= before[name] for name, pid in cluster.workers.items()),
         "both workers have as many descriptors as before",
         10,
     )
     assert cluster.hand_off(9).status_code == 200
+
+
+def test_a_handshake_that_was_recorded_on_the_wire_opens_nothing(
+    start: Callable[..., Cluster], hosts: tuple[Host, Host]
+) -> None:
+    cluster = start(apart=True)
+    with hosts[0].run(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM)) as wire:
+        wire.bind(("net0", _ETH_P_ALL))
+        assert cluster.hand_off(0).status_code == 200
+        recorded = _answers_on(wire)
+    assert recorded, "the prefill worker has attached"
+    for address, answer in recorded:
+        heard = hosts[0].run(partial(_replay, address, answer))
+        assert len(heard) == CHALLENGE_BYTES, "a nonce and no more"
+    assert cluster.hand_off(1).status_code == 200
+
+
+_ETH_P_ALL = 3
+_TLS_ALERT = 21
+
+
+def _answers_on(wire: socket.socket) -> list[tuple[tuple[str, int], bytes]]:
+    """Answers to region servers' challenges among the packets that went by, and whom they were for."""
+    wire.setblocking(False)
+    found = []
+    with suppress(BlockingIOError):
+        while True:
+            packet = wire.recv(65536)
+            if packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
+                continue
+            segment = packet[4 * (packet[0] & 15) : int.from_bytes(packet[2:4])]
+            said = segment[4 * (segment[12] >> 4) :]
+            port = int.from_bytes(segment[2:4])
+            if port in KV_PORTS and len(said) == ANSWER_BYTES:
+                found.append(((socket.inet_ntoa(packet[16:20]), port), said))
+    return found
+
+
+def _replay(address: tuple[str, int], said: bytes) -> bytes:
+    connection = socket.create_connection(address, timeout=PROOF_TIMEOUT_S)
+    connection.sendall(said)
+    return _hear(connection)
 
 
 _SAID = (b"", b"x", b"x" * ANSWER_BYTES, b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(ANSWER_BYTES - 1))
