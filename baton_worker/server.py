@@ -4,6 +4,7 @@ It knows the engine only as something that makes progress or has failed.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,7 +16,9 @@ from baton.config.schema import WorkerConfig
 from baton.errors import BatonError, DrainingError, EngineError, disposition
 from baton.generation import WorkerLoad
 from baton.ids import RequestId, Role
+from baton.rpc.admission import asker
 from baton.rpc.channel import bind, new_server
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello, identity_to_proto, role_from_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
 from baton.rpc.stories import story_to_proto
@@ -28,9 +31,12 @@ from baton.telemetry.scrape import ScrapeServer
 from baton_worker.metrics import WorkerMetrics
 
 CHECK_INTERVAL_S = 0.1
+LIVE_PATH, READY_PATH = "/live", "/ready"
+"""The same over HTTP, beside the metrics."""
 LIVE = "live"
 """The name under which health tells whether the process should go on; under no name, whether it takes new work."""
 
+_CHECKED_WITHIN_S = 5.0
 _STOP_GRACE_S = 0.5
 
 _log = get_logger(__name__)
@@ -69,6 +75,9 @@ class Service(Protocol):
     def refuse_new(self) -> None:
         """Takes no new legs from now on and tells the routers so."""
 
+    def take_new(self) -> None:
+        """Takes new legs again and tells the routers so."""
+
     def narrow_role(self, role: Role) -> None:
         """Takes only those legs from now on that its role and `role` have in common, and tells the routers so."""
 
@@ -99,6 +108,7 @@ class WorkerState:
     in_flight: int
     transfers_in_flight: int
     seconds_since_progress: float
+    drained_by: str
 
     @property
     def ready(self) -> bool:
@@ -121,6 +131,7 @@ class WorkerServer:
         engine: EngineProgress,
         service: Service,
         metrics: WorkerMetrics,
+        credentials: ClusterCredentials | None = None,
         version: str = "",
         model: str = "",
     ) -> None:
@@ -129,10 +140,13 @@ class WorkerServer:
         self._service = service
         self._metrics = metrics
         self._scraped: ScrapeServer | None = None
-        self._server = new_server()
+        self._credentials = credentials
+        self._server = new_server(credentials)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._control = _Control(self, version=version, model=model)
-        self._draining = False
+        self._draining = self._stopping = False
+        self._drained_by = ""
+        self._seen: tuple[WorkerState, float] | None = None
         self._changing_role = asyncio.Lock()
         self._checking: asyncio.Task[None] | None = None
         self._checked = asyncio.Event()
@@ -149,28 +163,55 @@ class WorkerServer:
         self._service.add_to(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         control_pb2_grpc.add_ControlServicer_to_server(self._control, self._server)
-        bind(self._server, self._config.address)
+        bind(self._server, self._config.address, self._credentials)
         if self._config.metrics_address:
-            self._scraped = ScrapeServer(self._config.metrics_address, self._metrics.registry)
+            self._scraped = ScrapeServer(
+                self._config.metrics_address,
+                self._metrics.registry,
+                {LIVE_PATH: self._probed_alive, READY_PATH: self._probed_ready},
+            )
         await self._set_health(self.state())
         await self._server.start()
         self._checking = asyncio.create_task(self._check_forever(), name="worker-checks")
 
-    async def drain(self, timeout_s: float) -> bool:
+    async def drain(self, timeout_s: float, *, by: str = "") -> bool:
         """Refuses what is new and waits for what is here; whether all of it ended in time.
 
         A worker is drained only when everything that it prefilled for others is committed or cancelled.
+
+        Args:
+            timeout_s: How long it waits.
+            by: Who asked, where `undrain` may take it back; nobody if the process is to end.
         """
+        self._stopping = self._stopping or not by
         if not self._draining:
-            self._draining = True
+            self._draining, self._drained_by = True, by
+            _log.info("draining", by=by or "the end of the process")
             self._service.refuse_new()
             await self._set_health(self.state())
         try:
             async with asyncio.timeout(timeout_s):
-                await self.idle()
+                while self._draining and self.in_flight() and not self.failed.done():
+                    self._checked.clear()
+                    await self._checked.wait()
         except TimeoutError:
             _log.warning("drained too slowly", left=self.in_flight())
-        return self.in_flight() == 0
+        return self._draining and self.in_flight() == 0
+
+    async def undrain(self, *, by: str) -> None:
+        """Takes new work again.
+
+        Raises:
+            DrainingError: The process is about to end.
+        """
+        if self._stopping:
+            raise DrainingError("this worker is about to end")
+        if self._draining:
+            self._draining, self._drained_by = False, ""
+            self._service.take_new()
+            self._checked.set()
+            await self._set_health(self.state())
+            _log.info("takes new work again", by=by)
 
     async def set_role(self, role: Role, timeout_s: float) -> int:
         """Changes what this worker advertises, once it has finished what the new role does not take.
@@ -252,6 +293,7 @@ class WorkerServer:
             in_flight=self.in_flight(),
             transfers_in_flight=self._service.transfers_in_flight(),
             seconds_since_progress=waited_s or 0.0,
+            drained_by=self._drained_by,
         )
 
     async def _check_forever(self) -> None:
@@ -281,7 +323,18 @@ class WorkerServer:
             _log.error("the engine's loop died", cause=failure)
             self._fail(EngineError(f"the engine's loop died: {failure!r}"))
 
+    def _probed_alive(self) -> bool:
+        """On the thread that answers probes: an event loop that stands still does not look alive."""
+        if self._seen is None:
+            return False
+        state, seen_s = self._seen
+        return state.alive and time.monotonic() - seen_s < _CHECKED_WITHIN_S
+
+    def _probed_ready(self) -> bool:
+        return self._probed_alive() and self._seen is not None and self._seen[0].ready
+
     async def _set_health(self, state: WorkerState) -> None:
+        self._seen = state, time.monotonic()
         yes = health_pb2.HealthCheckResponse.SERVING
         no = health_pb2.HealthCheckResponse.NOT_SERVING
         await self._health.set("", yes if state.ready else no)
@@ -313,11 +366,23 @@ class _Control(control_pb2_grpc.ControlServicer):
     async def Drain(  # noqa: N802
         self,
         request: pb.DrainRequest,
-        context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainReply],  # noqa: ARG002
+        context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainReply],
     ) -> pb.DrainReply:
         """Drains, then answers."""
-        drained = await self._server.drain(request.timeout_s)
+        drained = await self._server.drain(request.timeout_s, by=asker(context, request.by))
         return pb.DrainReply(drained=drained, left=self._server.in_flight())
+
+    async def Undrain(  # noqa: N802
+        self,
+        request: pb.UndrainRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext[pb.UndrainRequest, pb.UndrainReply],
+    ) -> pb.UndrainReply:
+        """Takes new work again."""
+        try:
+            await self._server.undrain(by=asker(context))
+        except DrainingError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+        return pb.UndrainReply()
 
     async def SetRole(  # noqa: N802
         self,
@@ -364,4 +429,5 @@ def _status(state: WorkerState) -> pb.WorkerStatus:
         transfers_in_flight=state.transfers_in_flight,
         seconds_since_progress=state.seconds_since_progress,
         state=state.word,
+        drained_by=state.drained_by,
     )

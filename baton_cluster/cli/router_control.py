@@ -1,14 +1,19 @@
 """The line to the router of a running cluster, for commands that ask it something over its own Unix socket."""
 
 import argparse
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from baton.errors import ConfigError, UnavailableError
+from baton.config import env
+from baton.config.load import load
+from baton.errors import ConfigError, InvalidRequestError, UnavailableError
 from baton.rpc.channel import open_channel
+from baton.rpc.credentials import ClusterCredentials
+from baton.rpc.identity import PeerRole
 from baton.rpc.v1.control_pb2_grpc import ControlStub
 from baton_cluster.launch.runtime_dir import ROUTER_SOCKET, default_dir, is_alive, running_clusters
 
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
     from baton.rpc.v1.control_pb2_grpc import ControlAsyncStub  # exists for type checkers only
 
 ANSWER_WAIT_S = 5.0
+_REFUSALS = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION)
 _Reply = TypeVar("_Reply")
 
 
@@ -29,6 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def operator_credentials() -> ClusterCredentials | None:
+    """What an operator proves itself with to processes that are reached over TCP: by BATON_CLUSTER_SECRET or BATON_CLUSTER_TLS_*."""
+    cluster = load(environment=env.settings()).cluster
+    if not cluster.secret:
+        return None
+    return ClusterCredentials.from_config(cluster, PeerRole.OPERATOR, f"uid-{os.getuid()}")
+
+
 def router_address(arguments: argparse.Namespace) -> str:
     """The router of the cluster that `arguments` mean; raises as `cluster_dir` does."""
     return f"unix:{cluster_dir(arguments) / ROUTER_SOCKET}"
@@ -39,11 +53,14 @@ async def ask(address: str, question: Callable[["ControlAsyncStub"], Awaitable[_
 
     Raises:
         UnavailableError: It does not.
+        InvalidRequestError: It refuses.
     """
     async with open_channel(address) as channel:
         try:
             return await question(ControlStub(channel))
         except grpc.aio.AioRpcError as error:
+            if error.code() in _REFUSALS:
+                raise InvalidRequestError(error.details() or "refused") from error
             raise UnavailableError(f"the router does not answer: {error.details()}") from error
 
 

@@ -16,7 +16,8 @@ import grpc
 from baton.clock import Clock
 from baton.errors import BatonError, TransferError, UnreachableError, WorkerLostError
 from baton.ids import BlockId, WorkerIdentity
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import open_channel, stranger
+from baton.rpc.identity import PeerRole
 from baton.rpc.reports import failure_from_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
@@ -127,14 +128,16 @@ class PeerSession:
 
     async def _run(self) -> None:
         error: BatonError = WorkerLostError(f"the session with {self._peer} was closed")
-        channel = open_channel(self._address)
+        own = self._here.credentials
+        # Workers hand over to workers, pool nodes to pool nodes.
+        channel = open_channel(self._address, own, own.identity.role if own else PeerRole.WORKER)
         try:
             call: Call = pb_grpc.TransferStub(channel).Session()  # type: ignore[call-arg]
             await self._talk(call)
         except BatonError as fault:
             error = fault
         except grpc.aio.AioRpcError as fault:
-            error = self._broken_by(fault)
+            error = stranger(fault, self._address, own) or self._broken_by(fault)
         except TimeoutError:
             error = UnreachableError(f"{self._peer} did not answer at {self._address}")
         finally:

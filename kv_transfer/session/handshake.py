@@ -20,6 +20,7 @@ from baton.errors import (
 )
 from baton.ids import BlockId, WorkerIdentity
 from baton.layout import KvLayout
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import (
     PROTOCOL_VERSION,
     identity_from_proto,
@@ -51,11 +52,15 @@ _FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEndpoint:
-    """A worker at the handshake: its identity, its layout, and the keys that prove them."""
+    """A worker at the handshake: its identity, its layout, and the keys that prove them.
+
+    `credentials` are what it dials peers over TCP with; without them it reaches Unix sockets only.
+    """
 
     identity: WorkerIdentity
     layout: KvLayout
     office: TicketOffice
+    credentials: ClusterCredentials | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import grpc
 
 from baton.ids import BlockKey
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import open_channel, stranger
+from baton.rpc.credentials import ClusterCredentials
+from baton.rpc.identity import PeerRole
 from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
 
@@ -41,10 +43,14 @@ class PoolAdminClient:
 
     Args:
         addresses: gRPC addresses of the nodes.
+        credentials: Of this process.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(
+        self, addresses: Sequence[str], credentials: ClusterCredentials | None = None
+    ) -> None:
         self.addresses = tuple(addresses)
+        self._credentials = credentials
 
     async def usage(self) -> list[PoolNodeAnswer[pb.PoolUsageReply]]:
         """What each node holds, and for which tenants."""
@@ -63,17 +69,16 @@ class PoolAdminClient:
     async def _ask_all(
         self, question: Callable[["PoolAsyncStub"], Awaitable[Reply]]
     ) -> list[PoolNodeAnswer[Reply]]:
-        return await asyncio.gather(*(_ask(address, question) for address in self.addresses))
+        return await asyncio.gather(*(self._ask(address, question) for address in self.addresses))
 
-
-async def _ask(
-    address: str, question: Callable[["PoolAsyncStub"], Awaitable[Reply]]
-) -> PoolNodeAnswer[Reply]:
-    async with open_channel(address) as channel:
-        try:
-            reply = await question(pool_pb2_grpc.PoolStub(channel))
-        except grpc.aio.AioRpcError as error:
-            return PoolNodeAnswer(
-                address=address, reply=None, why=f"{error.code().name}: {error.details()}"
-            )
-    return PoolNodeAnswer(address=address, reply=reply)
+    async def _ask(
+        self, address: str, question: Callable[["PoolAsyncStub"], Awaitable[Reply]]
+    ) -> PoolNodeAnswer[Reply]:
+        async with open_channel(address, self._credentials, PeerRole.POOL) as channel:
+            try:
+                reply = await question(pool_pb2_grpc.PoolStub(channel))
+            except grpc.aio.AioRpcError as error:
+                foreign = stranger(error, address, self._credentials)
+                why = foreign.message if foreign else f"{error.code().name}: {error.details()}"
+                return PoolNodeAnswer(address=address, reply=None, why=why)
+        return PoolNodeAnswer(address=address, reply=reply)

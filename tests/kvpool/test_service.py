@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import xxhash
+from prometheus_client import CollectorRegistry
 
 from baton.config.schema import BatonConfig, PoolConfig, TenantsConfig
 from baton.errors import PoolUnavailableError
@@ -26,6 +27,7 @@ from kvpool.client.node_client import GrpcPoolClient
 from kvpool.messages import Allowance, Owner, PutGrant, PutRefusalReason, PutRefused
 from kvpool.ports import AllowanceSource
 from kvpool.service import run
+from tests.redis_servers import no_refusals
 
 LAYOUT = KvLayout(
     model_fingerprint="m",
@@ -74,6 +76,8 @@ class Node:
                 region_path=self._region_path,
                 peer_region_path="",
                 allowances=self._allowances,
+                registry=CollectorRegistry(),
+                refused=no_refusals(),
                 ready=ready.set,
                 stop=self._stop,
             )

@@ -26,6 +26,7 @@ from kv_transfer.backends.ucx.worker import (
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.attach import AttachToken, attach, is_local, read_reply
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.pages import Pages, layer_pages
 from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
 
@@ -38,10 +39,13 @@ _LOOK_AROUND_S = 0.5
 class UcxSender:
     """A prefill worker's arena, from which pages are sent."""
 
-    def __init__(self, arena: ArenaSpan, *, num_blocks: int, secret: bytes) -> None:
+    def __init__(
+        self, arena: ArenaSpan, *, num_blocks: int, secret: bytes, listening: Listening
+    ) -> None:
         self._arena = arena
         self._num_blocks = num_blocks
         self._secret = secret
+        self._listening = listening
 
     def connect(
         self,
@@ -65,7 +69,7 @@ class UcxSender:
         connection = attached.connection
         try:
             address = read_reply(attached)
-            worker = UcxWorker(UcxContext())
+            worker = UcxWorker(UcxContext(self._listening.towards(connection)), connection)
             worker.connect(address, same_host=is_local(token.address))
         except TransferError:
             connection.close()
