@@ -21,7 +21,7 @@ class HostileClients:
     """
 
     def __init__(
-        self, http: str, inner: list[str], rng: random.Random, *, interval_s: float = 0.3
+        self, http: str, inner: list[str], rng: random.Random, *, interval_s: float = 1.0
     ) -> None:
         self._http = http
         self._inner = inner
