@@ -41,10 +41,10 @@ from router.openai.responses.writer import ResponseWriter
 from router.openai.tokenization import Detokenized, Tokenization, Tokenized
 from router.ports import Generator, RouterStatus
 from router.routing.explanation import DecisionLog
-from router.slo import SloBook
+from router.slo import SloClasses
 from router.telemetry.collectors import RouteDecisions
 from router.telemetry.metrics import RouterMetrics
-from router.tenancy import Tenancy, simple
+from router.tenancy import Tenancy, tenancy_of_keys
 from router.text.tokenizer import Tokenizer
 
 
@@ -91,10 +91,10 @@ def create_app(
         decisions: What routing remembers; admins may ask for it, /metrics counts it.
         tracer: Takes the spans of requests; none are recorded if None.
     """
-    tenancy = tenancy or simple(settings.router.api_keys, clock or MonotonicClock())
+    tenancy = tenancy or tenancy_of_keys(settings.router.api_keys, clock or MonotonicClock())
     metrics = RouterMetrics(registry, settings.model_names[0])
-    slo_book = SloBook(settings.router.slo_classes)
-    metrics.watch(status, slo_book.names)
+    slo_classes = SloClasses(settings.router.slo_classes)
+    metrics.watch(status, slo_classes.names)
     decisions = decisions or DecisionLog("")
     registry.register(RouteDecisions(decisions))
     app_clock = clock or MonotonicClock()
@@ -104,7 +104,7 @@ def create_app(
     planner = RequestPlanner(
         catalog,
         generator,
-        slo_book,
+        slo_classes,
         metrics,
         settings.defaults,
         timeout_s=settings.router.request_timeout_s,
@@ -181,7 +181,7 @@ def create_app(
 def _add_auth(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
     rate_limiter = RateLimiter(
         tenancy.limiter,
-        tenancy.suspects,
+        tenancy.breakers,
         tenancy.clock,
         metrics,
         keep_content=tenancy.keep_content,

@@ -1,6 +1,6 @@
 """Everything that stands between a client and the endpoints: tenants, limits, guardrails, audit. Put together here.
 
-`simple` is what a router has without any of it: the keys of its configuration and no limits. `open_tenancy` is what the
+`tenancy_of_keys` is what a router has without any of it: the keys of its configuration and no limits. `open_tenancy` is what the
 router process runs with; it looks after reloads and leases in the background.
 """
 
@@ -45,7 +45,7 @@ class Tenancy:
         directory: Knows the tenants.
         limiter: Keeps their counts.
         clock: Of limits and circuits.
-        suspects: Knows whose requests break workers.
+        breakers: Knows whose requests break workers.
         guards: The operator's checks.
         audit: Where requests are recorded, if they are.
         keep_content: Whether every tenant's content is recorded.
@@ -55,14 +55,14 @@ class Tenancy:
     directory: TenantDirectory
     limiter: Limiter
     clock: Clock
-    suspects: TenantBreakers = field(default_factory=TenantBreakers)
+    breakers: TenantBreakers = field(default_factory=TenantBreakers)
     guards: GuardChain = field(default_factory=GuardChain)
     audit: AuditLog | None = None
     keep_content: bool = False
     reloader: TenantReloader | None = None
 
 
-def simple(api_keys: Sequence[str], clock: Clock) -> Tenancy:
+def tenancy_of_keys(api_keys: Sequence[str], clock: Clock) -> Tenancy:
     """One anonymous tenant without limits: every client with one of the keys, or every client if there are none."""
     return Tenancy(directory=TenantDirectory(api_keys), limiter=LocalLimiter(clock), clock=clock)
 

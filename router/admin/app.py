@@ -87,7 +87,7 @@ def _add_tenants(app: FastAPI, tenancy: Tenancy) -> None:
     async def get_tenant(tenant_id: str) -> TenantUsage:
         tenant = _find(tenancy, tenant_id)
         usage = await tenancy.limiter.usage(tenant)
-        circuit = tenancy.suspects.circuit(tenant.tenant_id, tenancy.clock.now_s())
+        circuit = tenancy.breakers.circuit(tenant.tenant_id, tenancy.clock.now_s())
         return usage_reply(tenant, usage, circuit)
 
     @app.post("/admin/reload", responses=openapi.ERRORS)

@@ -55,7 +55,7 @@ class ConversationEndpoint(Generic[_Body]):
     async def __call__(self, request: Request) -> Response:
         """Answers one conversation."""
         body = await self._bodies.read(request, self._schema)
-        context = await self._planner.take(request, body, self._id_prefix)
+        context = await self._planner.accept(request, body, self._id_prefix)
         prompt = await self._prompts.of_conversation(self._conversation_of(body), context)
         (run,) = self._responder.runs(body, self._planner.plan(context, body, [prompt]))
         writer = self._writer_of(context, body, run)

@@ -12,7 +12,7 @@ from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
 from router.admin.app import create_admin_app
 from router.admin.pool_client import PoolAdminClient
-from router.tenancy import simple
+from router.tenancy import tenancy_of_keys
 
 OPERATOR = {"Authorization": "Bearer operator"}
 USAGE = pb.PoolUsageReply(
@@ -59,7 +59,9 @@ async def nodes(folder, count: int) -> AsyncIterator[tuple[list[FakeNode], list[
 
 @contextlib.asynccontextmanager
 async def operator(addresses: list[str]) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_admin_app(simple((), ManualClock()), ("operator",), PoolAdminClient(addresses))
+    app = create_admin_app(
+        tenancy_of_keys((), ManualClock()), ("operator",), PoolAdminClient(addresses)
+    )
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(
         transport=transport, base_url="http://admin", headers=OPERATOR
