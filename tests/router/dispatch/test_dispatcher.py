@@ -51,7 +51,6 @@ from router.dispatch.events import (
     SampleFinished,
     StepTokens,
     StopSample,
-    Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
@@ -106,7 +105,7 @@ class Core:
             sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored),
         )
         job = GenerationRequest(request_id=REQUEST, prompt=prompt, timeout_s=timeout_s)
-        return self(Submitted(request=job))
+        return self(job)
 
     def pass_time(self, seconds: float):
         self.now_s += seconds
@@ -204,7 +203,7 @@ def test_both_workers_are_told_what_the_request_was_promised(core):
     job = GenerationRequest(
         request_id=REQUEST, prompt=prompt, timeout_s=60.0, slo=slo, waited_s=0.5
     )
-    actions = core(Submitted(request=job))
+    actions = core(job)
     for told in (sent(actions, LegKind.PREFILL), sent(actions, LegKind.RECEIVE)):
         assert told.prompt.slo == slo.promise(0.5)
 
