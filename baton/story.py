@@ -22,11 +22,13 @@ class StoryEntry:
     """One event of a core and what it came to.
 
     Attributes:
+        core: Which core tells it: `admission`, `leg`, `engine`.
         at_s: When, on the core's clock (monotonic seconds).
         event: The event's name and its short fields.
         actions: The same of each action, in order.
     """
 
+    core: str
     at_s: float
     event: str
     actions: tuple[str, ...]
@@ -40,18 +42,21 @@ class StoryLog:
     """The last events of one core. Pure; one owner.
 
     Args:
+        core: What its owner is called in a story that several cores tell.
         capacity: Entries kept; the oldest are forgotten.
     """
 
-    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+    def __init__(self, core: str, capacity: int = DEFAULT_CAPACITY) -> None:
+        self._core = core
         self._entries: deque[tuple[str, float, str, tuple[str, ...]]] = deque(maxlen=capacity)
 
     def record(
         self, about: object, now_s: float, event: object, actions: Sequence[object] = ()
     ) -> None:
         """Logs an event about one request, transfer or block. Events and actions are dataclass instances or plain text."""
-        told = tuple([describe(action) for action in actions])
-        self._entries.append((str(about), now_s, describe(event), told))
+        whose = str(about)
+        told = tuple([describe(action, whose) for action in actions])
+        self._entries.append((whose, now_s, describe(event, whose), told))
 
     def record_kinds(
         self, about: str, now_s: float, event: object, actions: Sequence[object] = ()
@@ -63,7 +68,7 @@ class StoryLog:
         """What is left of the events about `about`, oldest first; nothing for an unknown one. May be called from any thread."""
         wanted = str(about)
         return tuple(
-            StoryEntry(at_s=at_s, event=event, actions=actions)
+            StoryEntry(core=self._core, at_s=at_s, event=event, actions=actions)
             for known, at_s, event, actions in list(
                 self._entries
             )  # a copy: its owner may log meanwhile
@@ -71,17 +76,25 @@ class StoryLog:
         )
 
 
-def describe(what: object) -> str:
-    """A dataclass instance as its name and short fields: `Submitted(request_id=..., attempt=1, tokens=<1024>)`.
+def describe(what: object, about: str = "") -> str:
+    """A dataclass instance as its name and short fields: `LegAsked(kind=prefill, tokens=<1024>)`.
 
     Numbers, ids, enums, errors and workers are shown, bounded in length; of anything that holds others only the size, so that
-    no token and no text of a client is ever told.
+    no token and no text of a client is ever told. Left out is what says nothing: None, an empty text, the id
+    `about` which all of this is, and a record that is called like its field.
     """
     if isinstance(what, str):
         return what
     if not is_dataclass(what) or isinstance(what, type):
         return type(what).__name__
-    shown = [f"{name}={_value(getattr(what, name))}" for name in _field_names(type(what))]
+    shown = []
+    for name in _field_names(type(what)):
+        value = getattr(what, name)
+        if value is None or (isinstance(value, str) and value in ("", about)):
+            continue
+        told = _value(value)
+        if told.lower() != f"<{name.replace('_', '')}>":
+            shown.append(f"{name}={told}")
     return f"{type(what).__name__}({', '.join(shown)})"
 
 

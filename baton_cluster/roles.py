@@ -32,6 +32,7 @@ from baton_worker.server import WorkerServer
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.memory.arena import WorkerMemory
 from kv_transfer.memory.page_hash import Hashing, ways_to_hash
+from kv_transfer.memory.region_server import Admission
 from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import TicketOffice
 
@@ -181,6 +182,11 @@ class _Parts:
         """Pages of the region: those that the engine hands out, and the spare ones."""
         return self.hello.num_blocks + SPARE_BLOCKS
 
+    @property
+    def secret(self) -> bytes:
+        """The cluster's."""
+        return bytes.fromhex(self.config.cluster.secret)
+
     def hashes(self) -> Hashing:
         """How its pages are hashed."""
         return ways_to_hash(
@@ -231,6 +237,7 @@ def _service(parts: _Parts) -> "WorkerService":
             backends,
             parts.memory.place,
             num_blocks=parts.region_blocks,
+            secret=parts.secret,
             mover=parts.kernels.mover if parts.kernels is not None else None,
         ),
         hashes=hashes,
@@ -250,6 +257,10 @@ def _service(parts: _Parts) -> "WorkerService":
             server_address=partial(_server_address, parts),
             layout=hello.layout,
             num_blocks=parts.region_blocks,
+            admission=Admission(
+                secret=parts.secret,
+                refused=lambda reason: parts.metrics.connection_refused(reason.value),
+            ),
         ),
         hashes=hashes,
         transfer=parts.config.transfer,

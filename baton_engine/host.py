@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from baton.clock import Clock, MonotonicClock
 from baton.errors import InvariantError
-from baton.ids import BlockId
+from baton.ids import BlockId, SeqId
+from baton.story import StoryEntry
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, StepEvents
 from baton_engine.ports import BlockSink, KvSource
@@ -91,6 +92,10 @@ class ThreadEngineHost:
     def failure(self) -> BaseException | None:
         """See EnginePort."""
         return self._loop.failure()
+
+    def story(self, seq_id: SeqId) -> Sequence[StoryEntry]:
+        """See EnginePort."""
+        return self._scheduler.story(seq_id)
 
     def close(self) -> None:
         """See EnginePort."""

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from baton.ids import BlockId, BlockKey, SeqId
 from baton.pages import FetchOutcome, PageFetch, PublishedPage, ReadyEvent
+from baton.story import StoryEntry
 from baton_engine.messages import Command, StepEvents
 
 
@@ -139,6 +140,9 @@ class EnginePort(Protocol):
 
     def failure(self) -> BaseException | None:
         """What ended the engine loop, or None while it lives."""
+
+    def story(self, seq_id: SeqId) -> Sequence[StoryEntry]:
+        """What is remembered of a sequence, ended or not, oldest first."""
 
     def close(self) -> None:
         """Ends the loop and waits for it; sequences that are left are dropped."""

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from baton.config.schema import EngineConfig, ModelConfig, SimulatedConfig
@@ -29,7 +29,6 @@ _VOCAB_SIZE, _MAX_MODEL_LEN = 32_000, 8192
 """Where there is no `config.json` to read them from."""
 
 _SPREAD = 1_000_003
-_NO_SCORE = TokenLogprobs(logprob=0.0, rank=1, top=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +103,18 @@ class SimulatedRunner:
             self._sleep(self._speed.of(plan))
             hooks.after(0)
         lost = hooks.outcome.failed if hooks.outcome is not None else {}
+        drawn = [(row, sample) for row in plan.rows for sample in row.samples]
         return StepResult(
-            tokens=[
-                self._draw(sample, row.start + row.num_tokens)
+            tokens=[self._draw(sample, row.start + row.num_tokens) for row, sample in drawn],
+            logprobs={
+                place: _made_up_score(row.seq.params.logprobs)
+                for place, (row, _) in enumerate(drawn)
+                if row.seq.params.logprobs is not None
+            },
+            scores=tuple(
+                (_made_up_score(row.seq.params.prompt_logprobs or 0),) * row.num_scored
                 for row in plan.rows
-                for sample in row.samples
-            ],
-            scores=tuple((_NO_SCORE,) * row.num_scored for row in plan.rows),
+            ),
             failed=tuple(
                 (place, lost[row.seq.seq_id])
                 for place, row in enumerate(plan.rows)
@@ -121,6 +125,12 @@ class SimulatedRunner:
 
     def _draw(self, sample: int, position: int) -> int:
         return (_SPREAD * position + sample) % self._vocab_size
+
+
+@cache
+def _made_up_score(count: int) -> TokenLogprobs:
+    """Log-probabilities at any position, with `count` likeliest tokens."""
+    return TokenLogprobs(logprob=0.0, rank=1, top=tuple((i, -float(i)) for i in range(count)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,6 +103,23 @@ class WorkerLeg:
         return FailedMessage(stream=self.stream, leg_id=self.leg_id, kind=self.kind, error=error)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegNames:
+    """Under which names the cores of a worker know one leg, which may have ended.
+
+    Attributes:
+        key: The leg's own.
+        kind: Which half has its hand-off.
+        seq_id: The engine's; None for a leg that was refused.
+        xfer_id: Of its hand-off; None where it has none.
+    """
+
+    key: LegKey
+    kind: LegKind
+    seq_id: SeqId | None
+    xfer_id: XferId | None
+
+
 class WorkerLegTable:
     """Every leg that its router or the engine still knows. Pure; one owner.
 
@@ -117,7 +134,7 @@ class WorkerLegTable:
         self._next = 0
         self.seqs: dict[SeqId, WorkerLeg] = {}
         self.outcomes: Counter[tuple[LegKind, LegState]] = Counter()
-        self.story = StoryLog()
+        self.story = StoryLog("leg")
 
     def __contains__(self, key: LegKey) -> bool:
         """Whether that leg has not ended."""

@@ -5,7 +5,7 @@ decode_worker, which receives them (`ports.HandOffs`).
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from baton.errors import (
     BatonError,
@@ -32,7 +32,7 @@ from baton_engine.messages import (
     SeqEvent,
 )
 from baton_engine.ports import LayerReady
-from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable
+from baton_worker.legs import LegNames, LegState, WorkerLeg, WorkerLegTable
 from baton_worker.messages import (
     KINDS_OF_ROLE,
     FailedMessage,
@@ -97,7 +97,7 @@ class LegLifecycle:
             self._hand_offs[LegKind.RECEIVE] = receiving
         self.takes = KINDS_OF_ROLE[role]
         self.draining = False
-        self._asked_for: OrderedDict[RequestId, list[LegKey]] = OrderedDict()
+        self._asked_for: OrderedDict[RequestId, list[LegNames]] = OrderedDict()
         """The legs of the last requests, ended or not."""
 
     def handle(self, event: WorkerEvent, now_s: float) -> list[WorkerAction]:
@@ -109,7 +109,7 @@ class LegLifecycle:
                 actions = self._asked(event, now_s)
                 key = (event.stream, event.leg_id)
                 self._legs.story.record(key, now_s, event, actions)
-                self._remember(event.request_id, key)
+                self._remember(event)
                 return actions
             case LegCancelled():
                 leg = self._legs.get((event.stream, event.leg_id))
@@ -167,10 +167,17 @@ class LegLifecycle:
         """What is left of the events about one leg, oldest first."""
         return self._legs.story.story(key)
 
-    def story_of(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
-        """What is left of the events about the legs of one request, leg by leg."""
-        keys = self._asked_for.get(request_id, ())
-        return tuple(entry for key in keys for entry in self._legs.story.story(key))
+    def legs_of(self, request_id: RequestId) -> Sequence[LegNames]:
+        """The legs that a request has had here, as far as it is remembered."""
+        return self._asked_for.get(request_id, ())
+
+    def story_of(self, names: LegNames) -> tuple[StoryEntry, ...]:
+        """What is left of the events about one leg and its hand-off, each oldest first."""
+        hand_offs = self._hand_offs.get(names.kind)
+        moved: tuple[StoryEntry, ...] = ()
+        if hand_offs is not None and names.xfer_id is not None:
+            moved = hand_offs.story(names.xfer_id)
+        return (*self._legs.story.story(names.key), *moved)
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
@@ -178,8 +185,17 @@ class LegLifecycle:
         for hand_offs in self._hand_offs.values():
             hand_offs.check_integrity()
 
-    def _remember(self, request_id: RequestId, key: LegKey) -> None:
-        self._asked_for.setdefault(request_id, []).append(key)
+    def _remember(self, asked: LegAsked) -> None:
+        leg = self._legs.get((asked.stream, asked.leg_id))
+        names = LegNames(
+            key=(asked.stream, asked.leg_id),
+            kind=asked.kind,
+            seq_id=None if leg is None else leg.seq_id,
+            xfer_id=None if asked.permit is None else asked.permit.xfer_id,
+        )
+        legs = self._asked_for.setdefault(asked.request_id, [])
+        if names not in legs:
+            legs.append(names)
         if len(self._asked_for) > _MAX_REQUESTS:
             self._asked_for.popitem(last=False)
 

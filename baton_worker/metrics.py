@@ -74,6 +74,10 @@ class WorkerMetrics:
         """A session with another worker did not come about; fields are a closed set."""
         self._refusals.handshakes.labels(field).inc()
 
+    def connection_refused(self, reason: str) -> None:
+        """A connection to the arena was closed before its peer had proven itself; reasons are a closed set. From any thread."""
+        self._refusals.connections.labels(reason).inc()
+
     def observe(self, load: WorkerLoad, *, transfers_in_flight: int) -> None:
         """Takes over the worker's last report on itself."""
         self._load.observe(load)
@@ -139,7 +143,7 @@ class _HandOffs:
 
 
 class _Refusals:
-    """Tickets and handshakes that were refused."""
+    """Tickets, handshakes and connections that were refused."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.tickets = Counter(
@@ -152,6 +156,12 @@ class _Refusals:
             "baton_handshake_incompatible",
             "Sessions between workers refused, by the field that did not fit",
             ["field"],
+            registry=registry,
+        )
+        self.connections = Counter(
+            "baton_kv_connections_refused",
+            "Connections to the KV memory closed before the peer had proven the cluster's secret",
+            ["reason"],
             registry=registry,
         )
 

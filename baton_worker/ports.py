@@ -8,6 +8,7 @@ import grpc
 from baton.errors import BatonError
 from baton.generation import Prompt
 from baton.ids import BlockId, XferId
+from baton.story import StoryEntry
 from baton_engine.messages import SeqEvent
 from baton_worker.legs import WorkerLeg
 from baton_worker.messages import (
@@ -52,6 +53,9 @@ class HandOffs(Protocol[_Event]):
 
     def tick(self, now_s: float) -> list[WorkerAction]:
         """Checks what waits, and every deadline."""
+
+    def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
+        """What is left of the events about one hand-off, over or not, oldest first."""
 
     def in_flight(self) -> int:
         """Hand-offs that are not over."""

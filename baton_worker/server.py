@@ -19,8 +19,8 @@ from baton.rpc.channel import bind, new_server
 from baton.rpc.hello import WorkerHello, identity_to_proto, role_from_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
 from baton.rpc.stories import story_to_proto
+from baton.rpc.v1 import common_pb2, control_pb2_grpc
 from baton.rpc.v1 import control_pb2 as pb
-from baton.rpc.v1 import control_pb2_grpc
 from baton.story import StoryEntry
 from baton.telemetry.logs import get_logger
 from baton.telemetry.metrics import render
@@ -61,7 +61,10 @@ class Service(Protocol):
         """Called every `CHECK_INTERVAL_S`: deadlines, load reports."""
 
     def story_of(self, request_id: RequestId) -> Sequence[StoryEntry]:
-        """What happened to the legs of a request."""
+        """What happened to the legs of a request, in order of time."""
+
+    def now_s(self) -> float:
+        """The time on the clock of its stories."""
 
     def refuse_new(self) -> None:
         """Takes no new legs from now on and tells the routers so."""
@@ -224,9 +227,13 @@ class WorkerServer:
         """Legs, sequences and transfers in this process that are not over."""
         return self._service.in_flight()
 
-    def story_of(self, request_id: RequestId) -> Sequence[StoryEntry]:
+    def story_of(self, request_id: RequestId) -> common_pb2.StoryReply:
         """What happened here to the legs of a request, as far as it is remembered."""
-        return self._service.story_of(request_id)
+        return story_to_proto(
+            self._service.hello.identity.worker_id,
+            self._service.story_of(request_id),
+            now_s=self._service.now_s(),
+        )
 
     def state(self) -> WorkerState:
         """How this worker is, as `Control.Status` and health tell it."""
@@ -333,11 +340,10 @@ class _Control(control_pb2_grpc.ControlServicer):
     async def Story(  # noqa: N802
         self,
         request: pb.StoryRequest,
-        context: grpc.aio.ServicerContext[pb.StoryRequest, pb.StoryReply],  # noqa: ARG002
-    ) -> pb.StoryReply:
+        context: grpc.aio.ServicerContext[pb.StoryRequest, common_pb2.StoryReply],  # noqa: ARG002
+    ) -> common_pb2.StoryReply:
         """What happened here to the legs of a request."""
-        story = self._server.story_of(RequestId(request.request_id))
-        return story_to_proto(self._server.state().hello.identity.worker_id, story)
+        return self._server.story_of(RequestId(request.request_id))
 
     async def Explain(  # noqa: N802
         self,

@@ -180,8 +180,19 @@ class WorkerService:
         return self._lifecycle.transfers_in_flight()
 
     def story_of(self, request_id: RequestId) -> Sequence[StoryEntry]:
-        """What happened here to the legs of a request, as far as it is remembered."""
-        return self._lifecycle.story_of(request_id)
+        """What happened here to the legs of a request, their hand-offs and their sequences, as far as it is remembered; in order of
+        time.
+        """
+        told: list[StoryEntry] = []
+        for names in self._lifecycle.legs_of(request_id):
+            told += self._lifecycle.story_of(names)
+            if names.seq_id is not None:
+                told += self._engine.story(names.seq_id)
+        return sorted(told, key=lambda entry: entry.at_s)
+
+    def now_s(self) -> float:
+        """The time on the clock of its stories."""
+        return self._clock.now_s()
 
     def load(self) -> WorkerLoad:
         """The engine's last report, completed."""

@@ -26,8 +26,10 @@ from kv_transfer.backends.cuda_ipc import PageMover
 from kv_transfer.backends.registry import BACKENDS, open_receivers, open_senders
 from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.cuda import Cuda, Rows, devices
+from kv_transfer.memory.region_server import Admission
 from kv_transfer.ports import KvWriter, RegionHandle
 
+SECRET = bytes(32)
 PAGE_BYTES = {"16k": 16 << 10, "64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20, "8m": 8 << 20}
 
 
@@ -113,7 +115,7 @@ def _open(
     for label, (name, mover) in movers.items():
         here.send(name)
         handle = RegionHandle(backend=name, opaque=here.recv(), num_blocks=num_pages)
-        sender = open_senders([name], local, num_blocks=num_pages, mover=mover)[name]
+        sender = open_senders([name], local, num_blocks=num_pages, secret=SECRET, mover=mover)[name]
         try:
             ways[label] = sender.connect(handle, layout)
         except TransferError as error:
@@ -194,6 +196,7 @@ def _receive(asked: Connection, layout: KvLayout, num_pages: int, device: int, f
         server_address=lambda name: f"unix:{folder}/{name}.kv",
         layout=layout,
         num_blocks=num_pages,
+        admission=Admission(secret=SECRET),
     )
     while question := asked.recv():
         if isinstance(question, str):

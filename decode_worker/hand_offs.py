@@ -6,6 +6,7 @@ What a transfer may do and when its pages are freed is the ledger's business (kv
 from baton.errors import BatonError, InvalidRequestError, InvariantError
 from baton.generation import TokenSample
 from baton.ids import XferId
+from baton.story import StoryEntry
 from baton_engine.messages import (
     Abort,
     Failed,
@@ -92,7 +93,10 @@ class ReceivingHandOffs:
                 error = event.error if isinstance(event, Failed) else None
                 return self._handle(PagesReleased(xfer_id=xfer_id, error=error), xfer_id, now_s)
             case PrefillStarted() | FirstTokensDrawn():
-                raise InvariantError(f"{leg.seq_id} was computed before its pages were here")
+                raise InvariantError(
+                    f"{leg.seq_id} was computed before its pages were here",
+                    story=self.story(xfer_id),
+                )
 
     def withdraw(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:
         """See `HandOffs`; a sender that asks for pages later is refused with the same error."""
@@ -110,6 +114,10 @@ class ReceivingHandOffs:
     def tick(self, now_s: float) -> list[WorkerAction]:
         """Checks every deadline."""
         return self._carry_out(self._ledger.tick(now_s))
+
+    def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
+        """See `HandOffs`."""
+        return self._ledger.story(xfer_id)
 
     def in_flight(self) -> int:
         """See `HandOffs`: also those that no router has announced yet."""
@@ -139,9 +147,13 @@ class ReceivingHandOffs:
         self._ledger.check_integrity()
         for xfer_id, leg in self._transfers.items():
             if self._ledger.state(xfer_id) is None:
-                raise InvariantError(f"transfer {xfer_id} is over and still mapped")
+                raise InvariantError(
+                    f"transfer {xfer_id} is over and still mapped", story=self.story(xfer_id)
+                )
             if leg.xfer_id != xfer_id or leg.state is LegState.RUNNING:
-                raise InvariantError(f"transfer {xfer_id} and its leg disagree: {leg!r}")
+                raise InvariantError(
+                    f"transfer {xfer_id} and its leg disagree: {leg!r}", story=self.story(xfer_id)
+                )
 
     def _handle(self, event: LedgerEvent, xfer_id: XferId, now_s: float) -> list[WorkerAction]:
         """Applies an event of one transfer, which may be over then."""

@@ -60,6 +60,7 @@ async def run(
         ConfigError: The directory or the disk cannot be used as configured.
     """
     pool = config.pool
+    metrics = NodeMetrics(CollectorRegistry())
     async with AsyncExitStack() as stack:
         directory = await stack.enter_async_context(_directory(pool))
         plan = PeeringConfig(
@@ -69,6 +70,7 @@ async def run(
             secret=bytes.fromhex(config.cluster.secret),
             pool=pool,
             transfer=config.transfer,
+            refused=lambda reason: metrics.connection_refused(reason.value),
         )
         join_peers = None
         if pool.directory != "memory":
@@ -85,13 +87,14 @@ async def run(
             else None,
             join_peers=join_peers,
         )
-        await _serve(node, config, address, allowances=allowances, ready=ready, stop=stop)
+        await _serve(node, config, address, metrics, allowances=allowances, ready=ready, stop=stop)
 
 
 async def _serve(
     node: PoolNode,
     config: BatonConfig,
     address: str,
+    metrics: NodeMetrics,
     *,
     allowances: AllowanceSource | None,
     ready: Callable[[], None],
@@ -100,7 +103,6 @@ async def _serve(
     """Answers workers and operators until `stop` is set, then closes the node."""
     pool = config.pool
     watchers = WatchStreams(node.identity)
-    metrics = NodeMetrics(registry := CollectorRegistry())
     beats: list[Callable[[], Awaitable[None]]] = [
         partial(_sweep, node, watchers, metrics),
         partial(_register, node),
@@ -114,7 +116,7 @@ async def _serve(
     wellness = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
     health_pb2_grpc.add_HealthServicer_to_server(wellness, server)
     bind(server, address)
-    scraped = ScrapeServer(pool.metrics_address, registry) if pool.metrics_address else None
+    scraped = ScrapeServer(pool.metrics_address, metrics.registry) if pool.metrics_address else None
     await wellness.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     beating = [asyncio.ensure_future(beat()) for beat in beats]

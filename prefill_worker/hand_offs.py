@@ -12,6 +12,7 @@ from baton.errors import BatonError, InvariantError, LeaseExpiredError, Transfer
 from baton.ids import BlockId, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from baton.pages import PageWrite
+from baton.story import StoryEntry
 from baton_engine.messages import (
     Abort,
     Failed,
@@ -167,6 +168,10 @@ class SendingHandOffs:
                 actions.append(PutPrompt(seq_id=leg.seq_id, prompt=leg.prompt, blocks=blocks))
         return actions
 
+    def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
+        """See `HandOffs`."""
+        return self._outbox.story(xfer_id)
+
     def in_flight(self) -> int:
         """See `HandOffs`: also those that are being stopped."""
         return self._outbox.in_flight()
@@ -186,7 +191,9 @@ class SendingHandOffs:
         for xfer_id, outgoing in self._outgoing.items():
             leg = outgoing.leg
             if leg.ended or leg.xfer_id != xfer_id or self._outbox.state(xfer_id) is None:
-                raise InvariantError(f"hand-off {xfer_id} and its leg disagree: {leg!r}")
+                raise InvariantError(
+                    f"hand-off {xfer_id} and its leg disagree: {leg!r}", story=self.story(xfer_id)
+                )
 
     def _layer_ready(self, event: LayerReady, now_s: float) -> list[WorkerAction]:
         actions: list[WorkerAction] = []

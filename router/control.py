@@ -9,6 +9,7 @@ from baton.clock import Clock
 from baton.ids import RequestId
 from baton.rpc.hello import identity_to_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
 from router.admin.stories import RequestStories
@@ -105,11 +106,10 @@ class RouterControl(pb_grpc.ControlServicer):
     async def Story(  # noqa: N802
         self,
         request: pb.StoryRequest,
-        context: grpc.aio.ServicerContext[pb.StoryRequest, pb.StoryReply],  # noqa: ARG002
-    ) -> pb.StoryReply:
+        context: grpc.aio.ServicerContext[pb.StoryRequest, common_pb2.StoryReply],  # noqa: ARG002
+    ) -> common_pb2.StoryReply:
         """What happened to a request in this router and its workers."""
-        entries = await self._stories.tell(RequestId(request.request_id))
-        return pb.StoryReply(entries=entries)
+        return await self._stories.tell(RequestId(request.request_id))
 
     def _workers(self) -> Iterator[pb.WorkerStatus]:
         present = {worker.address: worker for worker in self._view.workers}

@@ -41,6 +41,7 @@ from router.dispatch.retry import RetryPolicy
 from router.generation.sampling import SamplingDefaults, read_defaults
 from router.generator import ClusterGenerator
 from router.http import server
+from router.http.connections import ADMIN_CONNECTIONS, connections_that_fit
 from router.inboxes import Inboxes
 from router.model_discovery import ModelDiscovery
 from router.pool_watch import watching
@@ -114,8 +115,9 @@ async def run(
     gc.freeze()
     gc.set_threshold(_GARBAGE_THRESHOLD)
     parts = compose(config.router, worker_addresses, secret)
-    stories = RequestStories(parts.generator.story, parts.view)
+    stories = RequestStories(parts.generator.story, parts.view, MonotonicClock())
     registry = new_registry()
+    refusals = server.ConnectionRefusals(registry)
     tracer = open_tracer(config.trace, "router", MonotonicClock())
     try:
         async with (
@@ -124,8 +126,14 @@ async def run(
             sharing(config.tenants, parts.admission),
             watching(pool_addresses, parts.view.pools),
             _control(config, parts, stories, control_address),
-            _admin(config, tenancy, PoolAdminClient(pool_addresses), stories),
-            _http(_app(config, parts, loaded, registry, tenancy, tracer), config, sockets) as http,
+            _admin(config, tenancy, PoolAdminClient(pool_addresses), stories, refusals),
+            _http(
+                _app(config, parts, loaded, registry, tenancy, tracer),
+                config,
+                sockets,
+                config.router.max_connections or connections_that_fit(len(worker_addresses)),
+                refusals,
+            ) as http,
             _announcing(parts, notify),
         ):
             await http.stopped_by(stop)
@@ -305,11 +313,17 @@ def _names(config: BatonConfig) -> tuple[str, ...]:
 
 
 def _http(
-    app: FastAPI, config: BatonConfig, sockets: list[socket.socket]
+    app: FastAPI,
+    config: BatonConfig,
+    sockets: list[socket.socket],
+    max_connections: int,
+    refusals: server.ConnectionRefusals,
 ) -> AbstractAsyncContextManager[server.HttpServer]:
     return server.serving(
         app,
         sockets,
+        max_connections=max_connections,
+        on_refused=refusals,
         keep_alive_s=config.router.http_keep_alive_s,
         drain_timeout_s=config.cluster.drain_timeout_s,
     )
@@ -317,7 +331,11 @@ def _http(
 
 @asynccontextmanager
 async def _admin(
-    config: BatonConfig, tenancy: Tenancy, pool: PoolAdminClient, stories: RequestStories
+    config: BatonConfig,
+    tenancy: Tenancy,
+    pool: PoolAdminClient,
+    stories: RequestStories,
+    refusals: server.ConnectionRefusals,
 ) -> AsyncIterator[None]:
     """Serves operators inside, where there is a port for them."""
     admin = config.admin
@@ -331,7 +349,8 @@ async def _admin(
         why = (error.strerror or str(error)).lower()
         raise ConfigError(f"admin: {admin.host}:{admin.port}: {why}", param="admin.port") from error
     _log.info("operators are served", host=admin.host, port=listener.getsockname()[1])
-    async with _http(create_admin_app(tenancy, admin.api_keys, pool, stories), config, [listener]):
+    app = create_admin_app(tenancy, admin.api_keys, pool, stories)
+    async with _http(app, config, [listener], ADMIN_CONNECTIONS, refusals):
         yield
 
 

@@ -130,6 +130,7 @@ RULES: tuple[Rule, ...] = (
     *_at_least(
         1,
         "router.max_body_bytes",
+        "router.max_connections",
         "router.max_attempts",
         "router.max_queued_bytes_per_client",
         "router.prefill_window_tokens",

@@ -123,10 +123,12 @@ class RouterConfig:
         local_prefill_tokens: With `predictive`, a decode worker may compute up to so many tokens of a prompt itself, where
             that is predicted to be better; 0 forbids it.
         local_prefill_stall_s: The longest time for which that may hold up the sequences that decode there.
-        max_body_bytes: Larger bodies get 413. Parsing one keeps the router from all else: 8 MiB of the worst JSON, a second.
+        max_body_bytes: Larger bodies get 413. Those of more than 32 KiB are parsed in pieces, one body at a time.
         request_timeout_s: Deadline of one request, queueing included.
         http_keep_alive_s: How long a client's connection may be open without a request. A load balancer in front that keeps idle
             connections longer sends requests into ones that were just closed (deploy/README.md, "Behind a load balancer").
+        max_connections: HTTP connections on which requests are answered. Where there are as many, one without a request gives way to a
+            new one, and where all have one, probes are answered still. None for what the limit of file descriptors leaves.
         max_attempts: How often the legs of a request may be started before it fails.
         silence_timeout_s: A worker that says nothing for this long, though it should twice per second, is suspected:
             its requests go on elsewhere, and it gets nothing new until it is heard from.
@@ -152,6 +154,7 @@ class RouterConfig:
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float = 600.0
     http_keep_alive_s: float = 75.0
+    max_connections: int | None = None
     max_attempts: int = 3
     silence_timeout_s: float = 5.0
     max_queued_bytes_per_client: int = 4 * 1024 * 1024

@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.errors import InvalidRequestError
-from baton.rpc.v1.control_pb2 import ExplainReply, ExplainRequest, StoryReply, StoryRequest
+from baton.rpc.v1.common_pb2 import StoryReply
+from baton.rpc.v1.control_pb2 import ExplainReply, ExplainRequest, StoryRequest
 from baton_cluster.cli import router_control
 from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask
+from baton_cluster.cli.story import story_text
 
 _PARTS = (
     ("queue on prefill", "queue_s"),
@@ -46,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Explains one request."""
     address = router_control.router_address(arguments)
     if arguments.story:
-        return _tell(asyncio.run(fetch_story(address, arguments.request_id)), arguments)
+        told = asyncio.run(fetch_story(address, arguments.request_id))
+        sys.stdout.write(story_text(told, arguments.request_id, as_json=arguments.json))
+        return 0
     reply = asyncio.run(fetch(address, arguments.request_id))
     if arguments.json:
         text = MessageToJson(reply, preserving_proto_field_name=True)
@@ -82,30 +86,10 @@ async def fetch_story(address: str, request_id: str) -> StoryReply:
     asked = StoryRequest(request_id=request_id)
     reply = await ask(address, lambda router: router.Story(asked, timeout=ANSWER_WAIT_S))
     if not reply.entries:
-        raise InvalidRequestError(f"the router does not know {request_id}, or not any more")
+        raise InvalidRequestError(
+            f"neither the router nor a worker knows {request_id}, or not any more"
+        )
     return reply
-
-
-def story_lines(reply: StoryReply) -> list[str]:
-    """A line per event, at milliseconds after the process' first, and one per action."""
-    lines: list[str] = []
-    process, began_s = "", 0.0
-    for entry in reply.entries:
-        if entry.process != process:
-            process, began_s = entry.process, entry.at_s
-            lines.append(process)
-        lines.append(f"{1000.0 * (entry.at_s - began_s):10.1f} ms  {entry.event}")
-        lines += [f"{'':15}-> {action}" for action in entry.actions]
-    return lines
-
-
-def _tell(reply: StoryReply, arguments: argparse.Namespace) -> int:
-    if arguments.json:
-        text = MessageToJson(reply, preserving_proto_field_name=True)
-    else:
-        text = "\n".join(story_lines(reply))
-    sys.stdout.write(text + "\n")
-    return 0
 
 
 def render(reply: ExplainReply, request_id: str) -> list[str | Table]:

@@ -212,7 +212,7 @@ class Supervisor:
         self._children = {m.name: _Child(member=m, moment_s=now_s) for m in members}
         self._policy = policy
         self._new_incarnation = new_incarnation
-        self._log = StoryLog()
+        self._log = StoryLog("supervisor")
         self._launched = False
         self._stopping = False
 

@@ -10,6 +10,7 @@ from baton.clock import Clock, ManualClock
 from baton.errors import EngineError
 from baton.generation import TokenLogprobs
 from baton.ids import BlockId, SeqId
+from baton.story import StoryEntry
 from baton_engine.layer_hooks import KvLayerHooks
 from baton_engine.loop import EngineLoop
 from baton_engine.messages import Command, StepEvents
@@ -190,6 +191,10 @@ class FakeEngine:
     def failure(self) -> BaseException | None:
         """See EnginePort."""
         return self._loop.failure()
+
+    def story(self, seq_id: SeqId) -> SequenceOf[StoryEntry]:
+        """See EnginePort."""
+        return self.scheduler.story(seq_id)
 
     def close(self) -> None:
         """See EnginePort."""

@@ -87,7 +87,7 @@ class Scheduler:
         self._cache = KvCacheManager(
             self._blocks, layout=layout, secret=secret, share_prefixes=enable_prefix_caching
         )
-        self._stories = StoryLog()
+        self._stories = StoryLog("engine")
         self._queues = SequenceQueues(limits.max_running, self._stories)
         self._cost = StepCost()
         self._planner = StepPlanner(

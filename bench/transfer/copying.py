@@ -26,9 +26,11 @@ from baton.layout import KvLayout
 from baton.pages import PageWrite
 from bench.transfer.perftools import TOOLS, Region
 from kv_transfer.backends.registry import open_receivers, open_senders
+from kv_transfer.memory.region_server import Admission
 from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import KvWriter, RegionHandle
 
+SECRET = bytes(32)
 _TIMEOUT_S = 120.0
 
 Way = Callable[[], float]
@@ -178,7 +180,7 @@ def _writers(
         child.start()
         there.close()  # a child that dies is then an end of file, not a wait for ever
         try:
-            senders = open_senders(backends, local, num_blocks=num_pages)
+            senders = open_senders(backends, local, num_blocks=num_pages, secret=SECRET)
             opened: dict[str, KvWriter] = {}
             for name in backends:
                 here.send(name)
@@ -203,6 +205,7 @@ def _receive(
         server_address=lambda name: f"unix:{folder}/{name}.kv",
         layout=layout,
         num_blocks=num_pages,
+        admission=Admission(secret=SECRET),
     )
     while name := asked.recv():
         asked.send(receivers[name].handle().opaque)

@@ -340,8 +340,8 @@ class CudaIpcReceiver:
         """Refuses later peers."""
         self._server.close()
 
-    def _on_attach(self, peer: socket.socket, token: bytes) -> None:
-        peer.sendall(sign_reply(self._reply, token))
+    def _on_attach(self, peer: socket.socket, _token: bytes, key: bytes) -> None:
+        peer.sendall(sign_reply(self._reply, key))
 
 
 class CudaIpcSender:
@@ -380,9 +380,10 @@ class CudaIpcSender:
             raise TransferError("not a handle of the cuda_ipc backend")
         self._arena.check_holds(layout, self._num_blocks)
         token = AttachToken.unpack(handle.opaque, _MAGIC)
-        connection = attach(token)
+        attached = attach(token)
+        connection = attached.connection
         try:
-            reply = read_reply(connection, token.secret)
+            reply = read_reply(attached)
             named, offset = _parse(reply, there.region_bytes(handle.num_blocks))
             mapped, stream = self._map(named)
         except TransferError:

@@ -47,7 +47,7 @@ from kv_transfer.memory.attach import (
     read_reply,
     sign_reply,
 )
-from kv_transfer.memory.region_server import RegionServer
+from kv_transfer.memory.region_server import Admission, RegionServer
 from kv_transfer.plan import check_pages
 from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
 
@@ -376,7 +376,9 @@ _DRIVE_PERIOD_S = 1e-3
 class NixlReceiver:
     """A decode worker's arena, registered for one-sided writes."""
 
-    def __init__(self, arena: ArenaSpan, *, address: str, num_blocks: int) -> None:
+    def __init__(
+        self, arena: ArenaSpan, *, address: str, num_blocks: int, admission: Admission
+    ) -> None:
         """Starts serving; the arena is registered when the first peer comes.
 
         Raises:
@@ -387,7 +389,7 @@ class NixlReceiver:
         self._num_blocks = num_blocks
         self._closed = threading.Event()
         self._driver: threading.Thread | None = None
-        self._server = RegionServer(address, self._on_attach)
+        self._server = RegionServer(address, self._on_attach, admission)
 
     def handle(self) -> RegionHandle:
         """A handle that lets one peer attach once."""
@@ -405,7 +407,7 @@ class NixlReceiver:
         if self._driver is not None:
             self._driver.join()
 
-    def _on_attach(self, peer: socket.socket, token: bytes) -> None:
+    def _on_attach(self, peer: socket.socket, _token: bytes, key: bytes) -> None:
         arena = self._agent.arena
         device = _HOST if arena.device is None else arena.device
         place = _REPLY.pack(arena.address, arena.size_bytes, device)
@@ -413,7 +415,7 @@ class NixlReceiver:
         if self._driven and self._driver is None:
             self._driver = threading.Thread(target=self._drive, name="kv-receiver", daemon=True)
             self._driver.start()
-        peer.sendall(sign_reply(reply, token))
+        peer.sendall(sign_reply(reply, key))
 
     def _drive(self) -> None:
         """Greets new peers. On one host their writes do not need this process, unless the system forbids copying between
@@ -427,9 +429,10 @@ class NixlReceiver:
 class NixlSender:
     """A prefill worker's arena, registered as the source of writes."""
 
-    def __init__(self, arena: ArenaSpan, *, num_blocks: int) -> None:
+    def __init__(self, arena: ArenaSpan, *, num_blocks: int, secret: bytes) -> None:
         self._agent = NixlAgent(arena)
         self._num_blocks = num_blocks
+        self._secret = secret
 
     def connect(
         self,
@@ -450,9 +453,10 @@ class NixlSender:
             raise TransferError("not a handle of the nixl backend")
         token = AttachToken.unpack(handle.opaque, _MAGIC)
         self._agent.arena.check_holds(layout, self._num_blocks)
-        connection = attach(token)
+        attached = attach(token, self._secret)
+        connection = attached.connection
         try:
-            reply = read_reply(connection, token.secret)
+            reply = read_reply(attached)
             target = _parse(reply, there.region_bytes(handle.num_blocks))
             here = Side(arena=self._agent.arena, layout=layout, num_blocks=self._num_blocks)
             far = Side(arena=target, layout=there, num_blocks=handle.num_blocks)

@@ -15,6 +15,7 @@ import psutil
 from baton.errors import ConfigError
 from baton.layout import KvLayout
 from kv_transfer.memory.arena import ArenaSpan
+from kv_transfer.memory.region_server import Admission
 from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import KvReceiver, KvSender
 
@@ -89,6 +90,7 @@ def open_senders(
     region: SharedRegion | ArenaSpan,
     *,
     num_blocks: int,
+    secret: bytes,
     mover: "PageMover | None" = None,
 ) -> dict[str, KvSender]:
     """A sender per backend that moves pages of the arena in `region`, in the order of `names`.
@@ -97,13 +99,14 @@ def open_senders(
         names: Of the backends.
         region: That holds the arena.
         num_blocks: Its pages.
+        secret: The cluster's, which peers on other hosts want proven.
         mover: Copies pages on a GPU faster than its driver; None without.
 
     Raises:
         ConfigError: As `usable`.
     """
     arena = _span(region)
-    return {name: _sender(name, arena, num_blocks, mover) for name in _moving(names, arena)}
+    return {name: _sender(name, arena, num_blocks, secret, mover) for name in _moving(names, arena)}
 
 
 def needed(
@@ -134,6 +137,7 @@ def open_receivers(
     server_address: Callable[[str], str],
     layout: KvLayout,
     num_blocks: int,
+    admission: Admission,
 ) -> dict[str, KvReceiver]:
     """A receiver per backend that moves pages of the arena in `region`, in the order of `names`.
 
@@ -144,13 +148,14 @@ def open_receivers(
             a path.
         layout: Of the arena.
         num_blocks: Its pages.
+        admission: Which peers may attach over TCP.
 
     Raises:
         ConfigError: As `usable`.
         OSError: An address cannot be bound.
     """
     return {
-        name: _receiver(name, region, server_address(name), layout, num_blocks)
+        name: _receiver(name, region, server_address(name), layout, num_blocks, admission)
         for name in _moving(names, _span(region))
     }
 
@@ -176,7 +181,9 @@ def _span(region: SharedRegion | ArenaSpan) -> ArenaSpan:
     return ArenaSpan.of_host(region.memoryview) if isinstance(region, SharedRegion) else region
 
 
-def _sender(name: str, arena: ArenaSpan, num_blocks: int, mover: "PageMover | None") -> KvSender:
+def _sender(
+    name: str, arena: ArenaSpan, num_blocks: int, secret: bytes, mover: "PageMover | None"
+) -> KvSender:
     match name:
         case "cuda_ipc":
             from kv_transfer.backends.cuda_ipc import CudaIpcSender
@@ -187,11 +194,11 @@ def _sender(name: str, arena: ArenaSpan, num_blocks: int, mover: "PageMover | No
         case "nixl":
             from kv_transfer.backends.nixl import NixlSender
 
-            return NixlSender(arena, num_blocks=num_blocks)
+            return NixlSender(arena, num_blocks=num_blocks, secret=secret)
         case "ucx":
             from kv_transfer.backends.ucx.sender import UcxSender
 
-            return UcxSender(arena, num_blocks=num_blocks)
+            return UcxSender(arena, num_blocks=num_blocks, secret=secret)
         case _:
             from kv_transfer.backends.shm import ShmSender
 
@@ -204,6 +211,7 @@ def _receiver(
     address: str,
     layout: KvLayout,
     num_blocks: int,
+    admission: Admission,
 ) -> KvReceiver:
     arena = _span(region)
     match name:
@@ -216,11 +224,13 @@ def _receiver(
         case "nixl":
             from kv_transfer.backends.nixl import NixlReceiver
 
-            return NixlReceiver(arena, address=address, num_blocks=num_blocks)
+            return NixlReceiver(arena, address=address, num_blocks=num_blocks, admission=admission)
         case "ucx":
             from kv_transfer.backends.ucx.receiver import UcxReceiver
 
-            return UcxReceiver(arena, layout=layout, address=address, num_blocks=num_blocks)
+            return UcxReceiver(
+                arena, layout=layout, address=address, num_blocks=num_blocks, admission=admission
+            )
         case _:
             from kv_transfer.backends.shm import ShmReceiver
 

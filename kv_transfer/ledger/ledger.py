@@ -176,7 +176,7 @@ class TransferLedger:
         # What each open session writes of a page. A session that is over is in neither, though its peer may still write.
         self._links: dict[SessionId, LinkPlan] = {}
         self._cut_sessions: set[SessionId] = set()
-        self._log = StoryLog()
+        self._log = StoryLog("ledger")
         self.refused = 0
         self.corrupted = 0
 

@@ -218,7 +218,7 @@ class Outbox:
         self._transfers: dict[XferId, OutgoingTransfer] = {}
         self._peers: dict[WorkerIdentity, PeerUp] = {}
         self._push_ids = itertools.count(1)
-        self._log = StoryLog()
+        self._log = StoryLog("outbox")
         self.refused = 0
         """Messages of peers that fit nothing here: late, repeated, or of another attempt."""
 

@@ -2,12 +2,21 @@
 
 import hashlib
 import hmac
+import secrets
 import socket
 import struct
 from dataclasses import dataclass
 from typing import Self
 
 from baton.errors import TransferError
+from kv_transfer.memory.proof import (
+    CHALLENGE_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    ConnectionProof,
+    attach_key,
+    read_challenge,
+)
 
 TOKEN_BYTES = 32
 DETACH = b"detach"
@@ -45,23 +54,61 @@ class AttachToken:
         return cls(secret=opaque[begin:end], address=opaque[end:].decode(errors="replace"))
 
 
-def attach(token: AttachToken) -> socket.socket:
-    """Connects to a region server and shows the token. Blocks for at most a few seconds; so do reads of what is returned.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """A connection both of whose ends have proven themselves.
+
+    Attributes:
+        connection: To the region server; blocks for at most a few seconds.
+        key: Of what is said on it (`ConnectionProof.reply_key`).
+    """
+
+    connection: socket.socket
+    key: bytes
+
+
+def attach(token: AttachToken, secret: bytes = b"") -> Attached:
+    """Connects to a region server; each end proves to the other that it knows the token and the cluster's secret. Blocks for at most a few
+    seconds.
+
+    Args:
+        token: The server's.
+        secret: The cluster's; not needed on a Unix socket, where the kernel tells the server who it talks to.
 
     Raises:
-        TransferError: No process serves there.
+        TransferError: No process serves there, it refuses the token, or it does not know it.
     """
-    address = token.address
     try:
-        connection = _connect(address)
+        connection = _connect(token.address)
     except (OSError, ValueError, OverflowError) as error:
-        raise TransferError(f"the peer's memory at {address} cannot be reached: {error}") from error
+        raise TransferError(
+            f"the peer's memory at {token.address} cannot be reached: {error}"
+        ) from error
     try:
-        connection.sendall(token.secret)
+        key = _prove(connection, token, attach_key(secret))
     except OSError as error:
         connection.close()
-        raise TransferError(f"the peer at {address} hung up: {error}") from error
-    return connection
+        raise TransferError(f"the peer at {token.address} hung up: {error}") from error
+    except TransferError:
+        connection.close()
+        raise
+    return Attached(connection=connection, key=key)
+
+
+def _prove(connection: socket.socket, token: AttachToken, key: bytes) -> bytes:
+    nonce = read_challenge(_read(connection, CHALLENGE_BYTES))
+    if nonce is None:
+        raise TransferError(f"what serves at {token.address} is no region server of this version")
+    proof = ConnectionProof(
+        key=key,
+        token=token.secret,
+        server_nonce=nonce,
+        peer_nonce=secrets.token_bytes(NONCE_BYTES),
+    )
+    connection.sendall(proof.answer())
+    if not proof.is_servers(_read(connection, PROOF_BYTES)):
+        raise TransferError(f"the process at {token.address} does not know its own token")
+    return proof.reply_key()
 
 
 def is_local(address: str) -> bool:
@@ -69,17 +116,20 @@ def is_local(address: str) -> bool:
     return address.startswith(UNIX)
 
 
-def sign_reply(blob: bytes, secret: bytes) -> bytes:
-    """A region server's reply to a peer that attaches: bytes for its transport, which would trust them blindly."""
-    return _LENGTH.pack(len(blob)) + blob + _mac(blob, secret)
+def sign_reply(blob: bytes, key: bytes) -> bytes:
+    """A region server's reply to a peer that attaches, under the key of its connection: bytes for its transport, which would trust them
+    blindly.
+    """
+    return _LENGTH.pack(len(blob)) + blob + _mac(blob, key)
 
 
-def read_reply(connection: socket.socket, secret: bytes) -> bytes:
+def read_reply(attached: Attached) -> bytes:
     """The peer's side of `sign_reply`: bytes that come, whole, from the process that made the token.
 
     Raises:
         TransferError: The token was refused, or the message is not what the receiver sent.
     """
+    connection = attached.connection
     try:
         (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
         if length > _MAX_REPLY_BYTES:
@@ -87,7 +137,7 @@ def read_reply(connection: socket.socket, secret: bytes) -> bytes:
         blob, mac = _read(connection, length), _read(connection, _MAC_BYTES)
     except OSError as error:
         raise TransferError(f"the peer did not answer: {error}") from error
-    if not hmac.compare_digest(mac, _mac(blob, secret)):
+    if not hmac.compare_digest(mac, _mac(blob, attached.key)):
         raise TransferError("the peer's reply is not the receiver's")
     return blob
 
@@ -144,5 +194,5 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return bytes(found)
 
 
-def _mac(blob: bytes, secret: bytes) -> bytes:
-    return hashlib.blake2b(blob, key=secret, digest_size=_MAC_BYTES).digest()
+def _mac(blob: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(blob, key=key, digest_size=_MAC_BYTES).digest()

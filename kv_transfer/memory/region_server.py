@@ -1,36 +1,82 @@
-"""Lets peers into a receiver's memory: each shows a token once, and the receiver knows when it has detached.
+"""Lets peers into a receiver's memory: each proves once that it has a token, and the receiver knows when it has detached.
 
-A peer connects, shows the token that its handle carried, gets what its backend needs and keeps the connection open for as
-long as it may write. The kernel closes it when the process dies, however it dies. So the end of the connection proves
+A peer connects, proves that it knows the token that its handle carried and the cluster's secret (`proof.py`), gets what its backend needs and
+keeps the connection open for as long as it may write. The kernel closes it when the process dies, however it dies. So the end of the connection proves
 that nothing more is written by that peer: this is what fencing means where access cannot be taken back.
 
 Where a killed process's writes may go on for a moment, as those of a GPU may, it proves nothing: there a peer says `DETACH` once
 its last write is done, and the end of one that did not counts once its process has ended with all that it held.
 
 On one host the server listens on a Unix socket of the same user; between hosts on TCP, where keep-alive notices a host that died.
+Whoever proves nothing is gone after two seconds, holds a few kilobytes until then, and makes room for others long before: see `Admission`.
 The peer's side is `attach.py`.
 """
 
-import hmac
+import errno
 import os
 import secrets
 import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from baton.errors import TransferError
 from baton.telemetry.logs import get_logger
 from kv_transfer.memory.attach import DETACH, TOKEN_BYTES, UNIX, keep_alive
+from kv_transfer.memory.proof import (
+    ANSWER_BYTES,
+    NONCE_BYTES,
+    ConnectionProof,
+    attach_key,
+    challenge,
+    read_answer,
+    token_name,
+)
 
 _log = get_logger(__name__)
 
-OnAttach = Callable[[socket.socket, bytes], None]
-"""Gives a peer, over its connection, what it needs; called with its token on the server's thread. The peer is refused when it raises
-OSError or TransferError."""
+OnAttach = Callable[[socket.socket, bytes, bytes], None]
+"""Gives a peer, over its connection, what it needs; called with its token and the key of its connection on the server's thread. The peer is
+refused when it raises OSError or TransferError."""
+
+PROOF_TIMEOUT_S = 2.0
+"""From accepting a connection until its peer has to have proven itself."""
+_MAX_UNPROVEN = 64
+_MAX_UNPROVEN_PER_HOST = 16
+_RECEIVE_BUFFER_BYTES = 4096
+"""What a peer may send before it is read: an answer, later `DETACH`."""
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_NO_DESCRIPTORS_PAUSE_S = 0.1
+
+
+class Refused(Enum):
+    """Why a connection was closed before its peer attached; a closed set, fit for a metric's label."""
+
+    UNPROVEN = "unproven"  # it answered, and wrongly; or it hung up
+    LATE = "late"  # it did not answer in time
+    CROWDED = "crowded"  # too many others had not answered yet
+
+
+def _not_counted(_reason: Refused) -> None:
+    """For servers on Unix sockets, which only this user reaches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Whom a region server lets in.
+
+    Attributes:
+        secret: The cluster's, which peers prove to know beside their token. Empty on a Unix socket, where the kernel tells the user.
+        refused: Told, on the server's thread, of each connection that was closed before its peer attached.
+    """
+
+    secret: bytes = b""
+    refused: Callable[[Refused], None] = _not_counted
 
 
 @dataclass(slots=True, eq=False)
@@ -38,37 +84,64 @@ class _Attachment:
     """One token and the peer that uses it; `process` is what watches the peer's process until it has detached."""
 
     token: bytes
+    name: bytes
     peer: socket.socket | None = None
     process: int | None = None
     gone: Callable[[], None] | None = None
 
 
+@dataclass(slots=True, eq=False)
+class _Unproven:
+    """A connection whose peer has not proven itself yet."""
+
+    peer: socket.socket
+    host: str
+    nonce: bytes
+    until_s: float
+    said: bytearray = field(default_factory=bytearray)
+
+
 class RegionServer:
     """Lets peers attach on one socket, from one small thread."""
 
-    def __init__(self, address: str, on_attach: OnAttach, *, must_detach: bool = False) -> None:
+    def __init__(
+        self,
+        address: str,
+        on_attach: OnAttach,
+        admission: Admission = Admission(),  # frozen
+        *,
+        must_detach: bool = False,
+    ) -> None:
         """Binds and starts serving.
 
         Args:
             address: `unix:/path`, or `host:port` where port 0 takes a free one.
             on_attach: Gives a peer that attaches what it needs.
+            admission: Which peers may; on TCP it has the cluster's secret.
             must_detach: Whether peers say `DETACH` once they write no more, so that without it their process has to end. On Unix
                 sockets only.
 
         Raises:
+            ValueError: An address on TCP without the cluster's secret.
             OSError: The address is served by another process, a path is too long for a Unix socket (about 100 bytes), or
                 its folder is missing.
         """
+        if not address.startswith(UNIX) and not admission.secret:
+            raise ValueError("a region server on TCP needs the cluster's secret")
         self._on_attach = on_attach
+        self._admission = admission
+        self._key = attach_key(admission.secret)
         self._must_detach = must_detach
         self._path = address.removeprefix(UNIX) if address.startswith(UNIX) else None
         self._listener = _bind_unix(self._path) if self._path is not None else _bind_tcp(address)
         self.address = address if self._path is not None else _tcp_address(self._listener)
-        self._listener.listen(64)
+        self._listener.listen(_MAX_UNPROVEN)
         self._listener.setblocking(False)
         self._wake, self._woken = socket.socketpair()
         self._lock = threading.Lock()
         self._attachments: dict[bytes, _Attachment] = {}
+        self._unproven: dict[socket.socket, _Unproven] = {}  # the oldest first; the thread's
+        self._refusing = False  # whether it has been logged; the thread's
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
@@ -85,7 +158,8 @@ class RegionServer:
         """
         token = secrets.token_bytes(TOKEN_BYTES)
         with self._lock:
-            self._attachments[token] = _Attachment(token=token, gone=gone)
+            name = token_name(token, self._key)
+            self._attachments[token] = _Attachment(token=token, name=name, gone=gone)
         return token
 
     def revoke(self, token: bytes, gone: Callable[[], None]) -> None:
@@ -129,8 +203,10 @@ class RegionServer:
 
     def _serve(self) -> None:
         while self._serving:
-            for key, _ in self._selector.select():
-                key.data()
+            for key, _ in self._selector.select(self._patience_s()):
+                if key.fileobj in self._selector.get_map():  # one of the others may have ended it
+                    key.data()
+            self._refuse_late()
         with self._lock:
             attachments = list(self._attachments.values())
             self._attachments.clear()
@@ -145,29 +221,107 @@ class RegionServer:
     def _stop(self) -> None:
         self._serving = False
 
+    def _patience_s(self) -> float | None:
+        """Until the oldest connection whose peer has not proven itself is closed."""
+        for oldest in self._unproven.values():
+            return max(oldest.until_s - time.monotonic(), 0.0)
+        return None
+
     def _accept(self) -> None:
         try:
-            peer, _ = self._listener.accept()
-        except OSError:
-            return  # It hung up before it was its turn.
+            peer, address = self._listener.accept()
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                time.sleep(_NO_DESCRIPTORS_PAUSE_S)  # it waits in the kernel's queue meanwhile
+            return  # else it hung up before it was its turn
         peer.setblocking(False)
         if self._path is None:
             keep_alive(peer)
         elif not is_same_user(peer):
             peer.close()
             return
-        self._selector.register(peer, selectors.EVENT_READ, lambda: self._authenticate(peer))
+        host = "" if self._path is not None else address[0]
+        self._make_room(host)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        unproven = _Unproven(
+            peer=peer, host=host, nonce=nonce, until_s=time.monotonic() + PROOF_TIMEOUT_S
+        )
+        self._unproven[peer] = unproven
+        self._selector.register(peer, selectors.EVENT_READ, lambda: self._answered(unproven))
+        try:
+            peer.send(challenge(nonce))  # fits: nothing else has been sent
+        except OSError:
+            self._refuse(unproven, Refused.UNPROVEN)
 
-    def _authenticate(self, peer: socket.socket) -> None:
-        """The peer's first and only message: its token, in one piece."""
-        attachment = self._claim(_receive(peer), peer)
-        if attachment is None:
-            self._drop(peer)
+    def _make_room(self, host: str) -> None:
+        """Closes the oldest connections that are too many, for an honest peer answers at once."""
+        of_host = [one for one in self._unproven.values() if one.host == host]
+        if self._path is None and len(of_host) >= _MAX_UNPROVEN_PER_HOST:
+            self._refuse(of_host[0], Refused.CROWDED)
+        elif len(self._unproven) >= _MAX_UNPROVEN:
+            self._refuse(next(iter(self._unproven.values())), Refused.CROWDED)
+
+    def _refuse_late(self) -> None:
+        now_s = time.monotonic()
+        for unproven in [one for one in self._unproven.values() if one.until_s <= now_s]:
+            self._refuse(unproven, Refused.LATE)
+
+    def _refuse(self, unproven: _Unproven, reason: Refused) -> None:
+        """Counts each, and logs the first since a peer was let in."""
+        del self._unproven[unproven.peer]
+        self._admission.refused(reason)
+        self._drop(unproven.peer)
+        if not self._refusing:
+            self._refusing = True
+            _log.warning(
+                "a connection to the KV memory was refused; more are only counted",
+                peer=unproven.host,
+                reason=reason.value,
+            )
+
+    def _answered(self, unproven: _Unproven) -> None:
+        """The peer's first and only message: its answer to the challenge."""
+        said = _receive(unproven.peer, ANSWER_BYTES - len(unproven.said))
+        if said is None:
             return
+        unproven.said += said
+        if said and len(unproven.said) < ANSWER_BYTES:
+            return
+        proof, attachment = self._proof_of(unproven)
+        if proof is None or attachment is None:
+            self._refuse(unproven, Refused.UNPROVEN)
+            return
+        del self._unproven[unproven.peer]
+        self._refusing = False
+        self._let_in(attachment, unproven.peer, proof)
+
+    def _proof_of(self, unproven: _Unproven) -> tuple[ConnectionProof | None, _Attachment | None]:
+        """What the peer's answer proves, and the attachment that is now its own; a token that somebody shows wrongly stays good."""
+        answer = read_answer(bytes(unproven.said))
+        if answer is None:
+            return None, None
+        with self._lock:
+            free = (one for one in self._attachments.values() if one.peer is None)
+            found = next((one for one in free if one.name == answer.name), None)
+            if found is None:
+                return None, None
+            proof = ConnectionProof(
+                key=self._key,
+                token=found.token,
+                server_nonce=unproven.nonce,
+                peer_nonce=answer.nonce,
+            )
+            if not proof.is_peers(answer.proof):
+                return None, None
+            found.peer = unproven.peer
+            return proof, found
+
+    def _let_in(self, attachment: _Attachment, peer: socket.socket, proof: ConnectionProof) -> None:
         try:
             if self._must_detach:
                 attachment.process = watch_process(peer)
-            self._on_attach(peer, attachment.token)
+            peer.sendall(proof.of_server())
+            self._on_attach(peer, attachment.token, proof.reply_key())
         except (OSError, TransferError) as error:
             _log.warning("a peer could not attach", reason=str(error))
             _forget_process(attachment)
@@ -175,20 +329,12 @@ class RegionServer:
             return
         self._selector.modify(peer, selectors.EVENT_READ, lambda: self._heard(attachment, peer))
 
-    def _claim(self, token: bytes, peer: socket.socket) -> _Attachment | None:
-        with self._lock:
-            for known, attachment in self._attachments.items():
-                if hmac.compare_digest(known, token) and attachment.peer is None:
-                    attachment.peer = peer
-                    return attachment
-        return None
-
     def _heard(self, attachment: _Attachment, peer: socket.socket) -> None:
         """A peer that is attached says nothing but `DETACH`; its silence ends when its connection does."""
-        said = _receive(peer)
+        said = _receive(peer, len(DETACH))
         if said == DETACH:
             _forget_process(attachment)
-        elif not said:
+        elif said == b"":
             self._left(attachment, peer)
 
     def _left(self, attachment: _Attachment, peer: socket.socket) -> None:
@@ -223,7 +369,10 @@ class RegionServer:
 
 def _bind_tcp(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
-    return socket.create_server((host, int(port)))
+    listener = socket.create_server((host, int(port)))
+    # Connections inherit it.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+    return listener
 
 
 def _tcp_address(listener: socket.socket) -> str:
@@ -270,12 +419,12 @@ def _forget_process(attachment: _Attachment) -> None:
         attachment.process = None
 
 
-def _receive(peer: socket.socket) -> bytes:
-    """What the peer sent; empty when it is gone."""
+def _receive(peer: socket.socket, size: int) -> bytes | None:
+    """What the peer sent, up to so many bytes; empty when it is gone, None when there is nothing after all."""
     try:
-        return peer.recv(TOKEN_BYTES + 1)
+        return peer.recv(size)
     except BlockingIOError:
-        return b"-"
+        return None
     except OSError:
         return b""
 

@@ -171,7 +171,7 @@ def serve_region(region: SharedRegion, path: str) -> RegionServer:
         OSError: The socket cannot be bound.
     """
 
-    def give(peer: socket.socket, _token: bytes) -> None:
+    def give(peer: socket.socket, _token: bytes, _key: bytes) -> None:
         socket.send_fds(peer, [_ATTACHED], [region.fd])
 
     return RegionServer(f"unix:{path}", give)
@@ -196,7 +196,7 @@ def attach_region(path: str, token: bytes, size_bytes: int) -> Attachment:
     Raises:
         TransferError: No process serves there, the token is refused, or the region is not of that size.
     """
-    connection = attach(AttachToken(secret=token, address=f"unix:{path}"))
+    connection = attach(AttachToken(secret=token, address=f"unix:{path}")).connection
     try:
         answer, fds, _, _ = socket.recv_fds(connection, len(_ATTACHED), 1)
         if answer != _ATTACHED or len(fds) != 1:

@@ -14,6 +14,7 @@ from baton.hashing import chain_keys, root_key
 from baton.ids import BlockId, BlockKey, SeqId
 from baton.layout import KvLayout
 from baton.pages import PublishedPage
+from baton.story import StoryEntry
 from baton_engine.messages import Command, FlushCache, Generate, Prefill, StepEvents
 from baton_engine.ports import EnginePort
 
@@ -109,6 +110,10 @@ class PooledEngine:
     def failure(self) -> BaseException | None:
         """See EnginePort."""
         return self._engine.failure()
+
+    def story(self, seq_id: SeqId) -> Sequence[StoryEntry]:
+        """See EnginePort."""
+        return self._engine.story(seq_id)
 
     def close(self) -> None:
         """See EnginePort. Prompts that wait are dropped."""

@@ -143,7 +143,7 @@ class BlockStory:
         except ValueError:
             return ()
         return tuple(
-            StoryEntry(at_s=at_s, event=event, actions=())
+            StoryEntry(core="pool", at_s=at_s, event=event, actions=())
             for at_s, event, keys in list(self._operations)  # a copy: its owner may log meanwhile
             if wanted in keys
         )

@@ -42,6 +42,7 @@ class NodeMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
         self._counters = [
             (Counter(name, text, registry=registry), read)
             for name, (text, read) in _COUNTERS.items()
@@ -68,7 +69,17 @@ class NodeMetrics:
         self._degraded = Gauge(
             "baton_directory_degraded", "1 while the directory does not answer", registry=registry
         )
+        self._connections_refused = Counter(
+            "baton_kv_connections_refused",
+            "Connections to the slab closed before the peer had proven the cluster's secret",
+            ["reason"],
+            registry=registry,
+        )
         self._observed = NodeUsage(slots_total=0, slots_free=0)
+
+    def connection_refused(self, reason: str) -> None:
+        """A connection to the slab was closed before its peer had proven itself; reasons are a closed set. From any thread."""
+        self._connections_refused.labels(reason).inc()
 
     def observe(
         self, usage: NodeUsage, *, slot_bytes: int, sick: bool, degraded: bool, routers: int

@@ -19,6 +19,7 @@ from baton.errors import ConfigError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.telemetry.logs import get_logger
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
+from kv_transfer.memory.region_server import Admission, Refused
 from kv_transfer.ports import KvReceiver
 from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import TicketOffice
@@ -47,6 +48,7 @@ class PeeringConfig:
         secret: Of the cluster.
         pool: Bounds.
         transfer: Backends and durations.
+        refused: Told of connections to the slab that were closed before their peer had proven itself; from any thread.
     """
 
     identity: WorkerIdentity
@@ -55,6 +57,7 @@ class PeeringConfig:
     secret: bytes
     pool: PoolConfig
     transfer: TransferConfig
+    refused: Callable[[Refused], None]
 
     @property
     def advertised(self) -> str:
@@ -100,7 +103,12 @@ class Peering:
         )
         self._outbound = PeerSender(
             here,
-            senders=open_senders(plan.transfer.backends, slab.region, num_blocks=slab.num_slots),
+            senders=open_senders(
+                plan.transfer.backends,
+                slab.region,
+                num_blocks=slab.num_slots,
+                secret=plan.secret,
+            ),
             sent=self._sent,
             timeout_s=pool.fetch_timeout_s,
             clock=clock,
@@ -199,6 +207,7 @@ def _receivers(plan: PeeringConfig, store: NodeStorage) -> dict[str, KvReceiver]
         server_address=lambda backend: _server_address(plan, backend),
         layout=slab_layout(slab.slot_bytes),
         num_blocks=slab.num_slots,
+        admission=Admission(secret=plan.secret, refused=plan.refused),
     )
 
 

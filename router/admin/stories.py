@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from baton.clock import Clock
 from baton.ids import RequestId
 from baton.rpc.channel import open_channel
 from baton.rpc.stories import story_to_proto
-from baton.rpc.v1 import control_pb2 as pb
+from baton.rpc.v1 import common_pb2, control_pb2
 from baton.rpc.v1.control_pb2_grpc import ControlStub
 from baton.story import StoryEntry
 from router.routing.view import ClusterView
@@ -22,29 +23,49 @@ class RequestStories:
     Args:
         own: What this router remembers of a request.
         view: The connected workers.
+        clock: Of what this router remembers.
     """
 
-    def __init__(self, own: Callable[[RequestId], Sequence[StoryEntry]], view: ClusterView) -> None:
+    def __init__(
+        self, own: Callable[[RequestId], Sequence[StoryEntry]], view: ClusterView, clock: Clock
+    ) -> None:
         self._own = own
         self._view = view
+        self._clock = clock
 
-    async def tell(self, request_id: RequestId) -> list[pb.StoryEntry]:
-        """This router's story, then that of each worker that has one. A worker that does not answer is left out.
+    async def tell(self, request_id: RequestId) -> common_pb2.StoryReply:
+        """What this router and the workers remember, in order of time on this router's clock; empty where none knows the request.
 
-        Times are on each process's monotonic clock, which those of one host share.
+        A worker that does not answer is left out.
         """
-        told = list(story_to_proto("router", self._own(request_id)).entries)
-        addresses = [worker.address for worker in self._view.workers] if told else []
-        for entries in await asyncio.gather(*(_ask(each, request_id) for each in addresses)):
-            told += entries
-        return told
+        told = story_to_proto("router", self._own(request_id), now_s=self._clock.now_s())
+        asked = [self._ask(worker.address, request_id) for worker in self._view.workers]
+        entries = list(told.entries)
+        for of_worker in await asyncio.gather(*asked):
+            entries += of_worker
+        entries.sort(key=lambda entry: entry.at_s)
+        return common_pb2.StoryReply(entries=entries, now_s=self._clock.now_s())
+
+    async def _ask(self, address: str, request_id: RequestId) -> Sequence[common_pb2.StoryEntry]:
+        async with open_channel(address) as channel:
+            asked = control_pb2.StoryRequest(request_id=request_id)
+            try:
+                await asyncio.wait_for(channel.channel_ready(), _WORKER_WAIT_S)
+                asked_s = self._clock.now_s()
+                reply = await ControlStub(channel).Story(asked, timeout=_WORKER_WAIT_S)
+            except (grpc.aio.AioRpcError, TimeoutError):
+                return ()
+            shift_s = clock_shift_s(asked_s, reply.now_s, self._clock.now_s())
+            for entry in reply.entries:
+                entry.at_s += shift_s
+            return reply.entries
 
 
-async def _ask(address: str, request_id: RequestId) -> Sequence[pb.StoryEntry]:
-    async with open_channel(address) as channel:
-        asked = pb.StoryRequest(request_id=request_id)
-        try:
-            reply = await ControlStub(channel).Story(asked, timeout=_WORKER_WAIT_S)
-        except grpc.aio.AioRpcError:
-            return ()
-        return reply.entries
+def clock_shift_s(asked_s: float, told_s: float, answered_s: float) -> float:
+    """What to add to times of a process that told its time `told_s` between `asked_s` and `answered_s` of this one's clock.
+
+    0 where both may have the same clock, as processes of one host do; else right to half the time that the answer took.
+    """
+    if asked_s <= told_s <= answered_s:
+        return 0.0
+    return (asked_s + answered_s) / 2 - told_s

@@ -10,16 +10,17 @@ from router.admin.stories import RequestStories
 
 
 class StoryEntryReply(BaseModel):
-    """One event and what it came to; `at_s` is on the monotonic clock of `process` (`router`, or a worker's id)."""
+    """One event of a core of `process` (`router`, or a worker's id) and what it came to; `at_s` is on the router's monotonic clock."""
 
     process: str
+    core: str
     at_s: float
     event: str
     actions: list[str]
 
 
 class StoryReply(BaseModel):
-    """What happened to a request, in each process oldest first. Nothing of its prompt or its answer."""
+    """What happened to a request, oldest first. Nothing of its prompt or its answer."""
 
     request_id: str
     entries: list[StoryEntryReply]
@@ -30,20 +31,21 @@ def add_story(app: FastAPI, stories: RequestStories) -> None:
 
     @app.get("/debug/story/{request_id}", responses=openapi.ERRORS)
     async def get_story(request_id: str) -> StoryReply:
-        entries = await stories.tell(RequestId(request_id))
-        if not entries:
+        told = await stories.tell(RequestId(request_id))
+        if not told.entries:
             raise RouteNotFoundError(
-                f"This router does not know {request_id[:64]!r}, or not any more."
+                f"No router or worker here knows {request_id[:64]!r}, or not any more."
             )
         return StoryReply(
             request_id=request_id,
             entries=[
                 StoryEntryReply(
                     process=entry.process,
+                    core=entry.core,
                     at_s=entry.at_s,
                     event=entry.event,
                     actions=list(entry.actions),
                 )
-                for entry in entries
+                for entry in told.entries
             ],
         )

@@ -104,7 +104,7 @@ class AdmissionController:
         self._rate = AdmissionRate()
         self._returns = ReturnSchedule()
         self._admitted = AdmittedTotals()
-        self._story = StoryLog()
+        self._story = StoryLog("admission")
         self._deadlines: list[tuple[float, RequestId]] = []
         """Of the queued requests, and of some that have left the queue."""
 

@@ -132,7 +132,7 @@ class Dispatcher:
     def __init__(self, *, view: ClusterView, placement: Placement, policy: RetryPolicy) -> None:
         self._view = view
         self._legs = LegTable()
-        self._story = StoryLog()
+        self._story = StoryLog("dispatch")
         self._retry = RetryController(
             view=view, placement=placement, legs=self._legs, policy=policy, story=self._story
         )

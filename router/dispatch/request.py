@@ -111,7 +111,7 @@ class RequestState:
         """The prompt's blocks by layout group, hashed once."""
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         """What goes to the client with the next tokens; a prompt is scored once."""
-        self._logs = {sample: SampleLog() for sample in prompt.samples}
+        self._logs = {sample: SampleLog() for sample in self.prompt.samples}
 
     @property
     def unfinished(self) -> tuple[int, ...]:

@@ -64,9 +64,20 @@ def error_response(error: BatonError, path: str = "") -> Response:
     return Response(error_body(error, path), row.http, headers, media_type=_JSON)
 
 
-def from_validation(error: ValidationError) -> InvalidRequestError:
-    """The first complaint of pydantic, with the name of the field it is about."""
+def from_validation(
+    error: ValidationError, *, within: str | None = None, offset: int = 0
+) -> InvalidRequestError:
+    """The first complaint of pydantic, with the name of the field it is about.
+
+    Args:
+        error: The complaints.
+        within: The field of which some elements were looked at, not a whole body.
+        offset: The elements before those.
+    """
     errors = error.errors(include_url=False, include_input=False)
+    if within is not None:
+        for complaint in errors:
+            complaint["loc"] = (within, *_shifted(complaint["loc"], offset))
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequestError(f"The body is not JSON: {first['ctx']['error']}")
@@ -74,6 +85,16 @@ def from_validation(error: ValidationError) -> InvalidRequestError:
     message = _message([e for e in errors if _param(e["loc"]) == _param(first["loc"])])
     known = UnsupportedParameterError if first["type"] == UNSUPPORTED else InvalidRequestError
     return known(f"{param}: {message}" if param else message, param=param)
+
+
+def _shifted(location: tuple[int | str, ...], offset: int) -> tuple[int | str, ...]:
+    """The place in a whole list of what stands at `location` in a part of it; a list of several types has a type's name first."""
+    numbered = next((i for i, step in enumerate(location) if isinstance(step, int)), None)
+    if numbered is None:
+        return location
+    step = location[numbered]
+    assert isinstance(step, int)
+    return (step + offset, *location[numbered + 1 :])
 
 
 def _message(errors: list[Complaint]) -> str:

@@ -27,6 +27,19 @@ MAX_TOOLS = 128
 MAX_NAME_LENGTH = 1024
 MAX_METADATA = 16
 MAX_TEMPLATE_KWARGS = 64
+MAX_FIELDS = 256
+"""Members of a body itself, unknown ones included."""
+MAX_CONTAINERS = 65_536
+"""Arrays and objects. Enough for the largest bodies of use: thousands of messages with parts and tools."""
+MAX_ELEMENTS = 3_000_000
+"""Of all arrays and objects together: a prompt of two million token ids, and room for the rest."""
+MAX_VALUES = 131_072
+"""Keys and values of one message, and of all that is neither messages nor token ids: enough for 128 tools of a hundred properties."""
+
+LONG_LISTS = {"messages": MAX_MESSAGES, "input": MAX_MESSAGES}
+"""Fields with lists that are long in use, and how many elements each may have."""
+TOKEN_LISTS = ("prompt", "tokens")
+"""Fields with token ids."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,8 +13,8 @@ from router.generation.planner import RequestContext, RequestPlanner
 from router.generation.prompt_encoder import PromptEncoder
 from router.generation.responder import Responder
 from router.guardrails.chain import GuardChain
-from router.http.body import BodyReader, parse_body
-from router.http.fields import MAX_PROMPT_TOKENS
+from router.http.body import LARGE_BYTES, BodyReader, parse_body
+from router.http.large_body import token_array
 from router.http.streaming import fault_event
 from router.openai.chunks import CUT, Chunks, TextEvents, prompt_ids_field, token_ids_field
 from router.openai.logprobs import (
@@ -71,7 +70,11 @@ class Completions:
 
     async def __call__(self, request: Request) -> Response:
         """Continues one or several prompts."""
-        body = read_completion(await self._bodies.read_bytes(request))
+        raw = await self._bodies.read_bytes(request)
+        if len(raw) > LARGE_BYTES:
+            body = await self._bodies.parse(raw, CompletionRequest)
+        else:
+            body = read_completion(raw)
         context = await self._planner.take(request, body, "cmpl")
         planned = self._planner.plan(context, body, await self._token_ids(body, context))
         runs = self._responder.runs(body, planned)
@@ -294,8 +297,6 @@ _WORTH_BYTES = 4096
 """Shorter bodies are checked as they are, in less time than it takes to look into them."""
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_NUMBERS = b"0123456789, \t\r\n"
-_TOO_LARGE = 2**31
 
 
 def take_token_prompt(body: bytes) -> tuple[bytes, PackedTokens] | None:
@@ -309,21 +310,8 @@ def take_token_prompt(body: bytes) -> tuple[bytes, PackedTokens] | None:
         fields = _FIELDS.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # too deep: the check says so
         return None
-    tokens = _token_array(bytes(fields.get("prompt", b"")))
+    tokens = token_array(bytes(fields.get("prompt", b"")))
     if tokens is None:
         return None
     fields["prompt"] = msgspec.Raw(b"[0]")
     return msgspec.json.encode(fields), tokens
-
-
-def _token_array(raw: bytes) -> PackedTokens | None:
-    inner = raw[1:-1]
-    # It is JSON, so what consists of these signs is a list of whole numbers.
-    if raw[:1] != b"[" or not inner.strip() or inner.translate(None, _NUMBERS):
-        return None
-    tokens = np.fromstring(
-        inner, dtype=np.int64, sep=","
-    )  # one that does not fit becomes the largest
-    if len(tokens) > MAX_PROMPT_TOKENS or tokens.max() >= _TOO_LARGE:
-        return None
-    return PackedTokens(tokens.astype("<u4").tobytes())

@@ -13,11 +13,12 @@ from baton.clock import ManualClock
 from baton.config.schema import RouterConfig
 from baton.errors import InvalidRequestError
 from baton.generation import Prompt
-from baton.ids import LegId, RequestId, Role, WorkerId
+from baton.ids import LegId, RequestId, Role, SeqId, WorkerId
 from baton.rpc.channel import open_channel
 from baton.rpc.generation import prompt_to_proto
 from baton.rpc.hello import hello_from_proto, role_to_proto
 from baton.rpc.v1 import control_pb2, control_pb2_grpc, worker_pb2
+from baton.story import StoryEntry
 from baton_engine.messages import Command
 from baton_worker.legs import WorkerLegTable
 from baton_worker.metrics import WorkerMetrics
@@ -230,6 +231,9 @@ class _NoEngine:
 
     def failure(self) -> BaseException | None:
         return None
+
+    def story(self, seq_id: SeqId) -> tuple[StoryEntry, ...]:
+        raise NotImplementedError
 
     def close(self) -> None:
         raise NotImplementedError

@@ -65,6 +65,9 @@ class Service:
     def story_of(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
         return self.stories.get(request_id, ())
 
+    def now_s(self) -> float:
+        return 2.0
+
     def narrow_role(self, role: Role) -> None:
         self.calls.append(f"narrow to {role.value}")
 
@@ -238,11 +241,14 @@ async def test_a_worker_whose_checks_fail_ends_instead_of_going_on_without_them(
 async def test_the_story_of_a_requests_legs_is_told_by_command(tmp_path):
     async with serving(tmp_path) as world:
         entry = StoryEntry(
-            at_s=1.5, event="LegAsked(leg_id=1)", actions=("Generate(seq_id=leg/1)",)
+            core="leg", at_s=1.5, event="LegAsked(leg_id=1)", actions=("Generate(seq_id=leg/1)",)
         )
         world.service.stories[RequestId("r")] = (entry,)
         stub = control_pb2_grpc.ControlStub(world.channel)
         told = await stub.Story(control_pb2.StoryRequest(request_id="r"))
-        assert [(e.process, e.at_s, e.event) for e in told.entries] == [("w", 1.5, entry.event)]
+        assert [(e.process, e.core, e.at_s, e.event) for e in told.entries] == [
+            ("w", "leg", 1.5, entry.event)
+        ]
+        assert told.now_s == 2.0
         assert list(told.entries[0].actions) == list(entry.actions)
         assert not (await stub.Story(control_pb2.StoryRequest(request_id="s"))).entries

@@ -50,6 +50,25 @@ async def test_a_disaggregated_request_draws_the_tokens_of_the_oracle(tmp_path: 
         assert both.to_d.leg(1).finished == {0: common_pb2.FINISH_REASON_LENGTH}
 
 
+async def test_the_story_of_a_request_has_its_legs_hand_off_and_sequences_in_order(tmp_path: Path):
+    async with pair(tmp_path) as both:
+        asked = prompt(10)
+        await both.ask(1, asked)
+        await both.finished(1, 1)
+        await both.settle()
+        for worker, hand_off in ((both.p, "outbox"), (both.d, "ledger")):
+            async with open_channel(worker.address) as channel:
+                stub = control_pb2_grpc.ControlStub(channel)
+                told = await stub.Story(control_pb2.StoryRequest(request_id="r"))
+            assert {entry.core for entry in told.entries} == {"leg", hand_off, "engine"}
+            times = [entry.at_s for entry in told.entries]
+            assert times == sorted(times)
+            assert times[-1] <= told.now_s
+            told_by = {entry.core: entry.event for entry in reversed(told.entries)}
+            assert told_by["leg"].startswith("LegAsked(")
+            assert told_by[hand_off].startswith(("Opened", "Expected", "Reserve"))
+
+
 async def test_a_worker_that_has_done_nothing_reports_all_pages_free(tmp_path: Path):
     async with pair(tmp_path) as both:
         for router in (both.to_p, both.to_d):

@@ -21,6 +21,7 @@ LAYOUT = KvLayout(
     head_dim=8,
     layers=tuple(LayerName(f"layer.{i}") for i in range(3)),
 )
+SECRET = b"s" * 32
 SENDER_BLOCKS = 12
 RECEIVER_BLOCKS = 20
 TIMEOUT_S = 30

@@ -7,9 +7,10 @@ import sys
 import threading
 
 from kv_transfer.backends.registry import open_receivers
+from kv_transfer.memory.region_server import Admission
 from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import RegionHandle
-from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS
+from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SECRET
 from tests.kv_transfer.device_memory import DeviceMemory
 
 
@@ -29,6 +30,7 @@ def main() -> None:
         server_address=lambda _name: address,
         layout=LAYOUT,
         num_blocks=RECEIVER_BLOCKS,
+        admission=Admission(secret=SECRET),
     )[backend]
     handles: dict[bytes, RegionHandle] = {}
     gone: dict[bytes, threading.Event] = {}

@@ -13,7 +13,13 @@ from kv_transfer.backends.cuda_ipc import PageMover
 from kv_transfer.backends.registry import open_senders
 from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import RegionHandle
-from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, Link
+from tests.kv_transfer.conformance import (
+    LAYOUT,
+    RECEIVER_BLOCKS,
+    SECRET,
+    SENDER_BLOCKS,
+    Link,
+)
 from tests.kv_transfer.device_memory import DeviceMemory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +121,9 @@ class Remote:
         self._gpu = DeviceMemory(device, size) if device is not None else None
         arena = self._region or (self._gpu.span if self._gpu is not None else None)
         assert arena is not None
-        senders = open_senders([backend], arena, num_blocks=SENDER_BLOCKS, mover=mover)
+        senders = open_senders(
+            [backend], arena, num_blocks=SENDER_BLOCKS, secret=SECRET, mover=mover
+        )
         self._sender = senders[backend]
         self._children: list[Child] = []
 

@@ -1,15 +1,29 @@
-"""Who has left, and who only seems to have: a killed process's writes may outlast its connection."""
+"""Who is let in, who has left, and who only seems to have: a killed process's writes may outlast its connection."""
 
+import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kv_transfer.memory.attach import sign_reply
-from kv_transfer.memory.region_server import RegionServer
+from baton.errors import TransferError
+from kv_transfer.memory.attach import AttachToken, attach, read_reply, sign_reply
+from kv_transfer.memory.proof import (
+    ANSWER_BYTES,
+    CHALLENGE_BYTES,
+    PROOF_BYTES,
+    ConnectionProof,
+    attach_key,
+    challenge,
+    read_challenge,
+)
+from kv_transfer.memory.region_server import Admission, Refused, RegionServer
+from tests.kv_transfer.conformance import SECRET
 
 pytestmark = pytest.mark.alone
 
@@ -18,8 +32,9 @@ PEER = """
 import socket, sys
 from kv_transfer.memory.attach import AttachToken, attach, detach, read_reply
 token = AttachToken(secret=bytes.fromhex(sys.argv[1]), address=sys.argv[2])
-connection = attach(token)
-read_reply(connection, token.secret)
+attached = attach(token)
+connection = attached.connection
+read_reply(attached)
 print("in", flush=True)
 for line in sys.stdin:
     if line == "detach\\n":
@@ -73,7 +88,7 @@ class Served:
 def served(tmp_path: Path) -> Iterator[Served]:
     server = RegionServer(
         f"unix:{tmp_path}/server",
-        lambda peer, token: peer.sendall(sign_reply(b"welcome", token)),
+        lambda peer, _token, key: peer.sendall(sign_reply(b"welcome", key)),
         must_detach=True,
     )
     peer = Peer(server)
@@ -115,3 +130,149 @@ def test_a_peer_is_waited_for_whether_it_is_revoked_before_or_after_it_left(serv
     other.kill()
     served.peer.kill()
     assert served.gone.wait(TIMEOUT_S)
+
+
+class Gate:
+    """A region server on TCP, and what it refused."""
+
+    def __init__(self) -> None:
+        self.refused: list[Refused] = []
+        admission = Admission(secret=SECRET, refused=self.refused.append)
+        self.server = RegionServer("127.0.0.1:0", self._welcome, admission)
+
+    def token(self) -> AttachToken:
+        return AttachToken(secret=self.server.issue_token(), address=self.server.address)
+
+    def stranger(self) -> socket.socket:
+        """A connection that has heard the challenge."""
+        host, _, port = self.server.address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+        assert len(_all(connection, CHALLENGE_BYTES)) == CHALLENGE_BYTES
+        return connection
+
+    @staticmethod
+    def _welcome(peer: socket.socket, _token: bytes, key: bytes) -> None:
+        peer.sendall(sign_reply(b"welcome", key))
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.server.close()
+
+
+def _all(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size and (part := connection.recv(size - len(found))):
+        found += part
+    return found
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_who_knows_token_and_secret_is_let_in_once(gate: Gate) -> None:
+    token = gate.token()
+    attached = attach(token, SECRET)
+    assert read_reply(attached) == b"welcome"
+    with pytest.raises(TransferError, match="refused"):
+        attach(token, SECRET)
+    attached.connection.close()
+    assert gate.refused == [Refused.UNPROVEN]
+
+
+def test_a_token_without_the_clusters_secret_opens_nothing_and_stays_good(gate: Gate) -> None:
+    token = gate.token()
+    for secret in (b"", b"x" * 32):
+        with pytest.raises(TransferError, match="refused"):
+            attach(token, secret)
+    attach(token, SECRET).connection.close()
+
+
+def test_the_secret_without_a_token_opens_nothing(gate: Gate) -> None:
+    gate.token()
+    with pytest.raises(TransferError, match="refused"):
+        attach(AttachToken(secret=bytes(32), address=gate.server.address), SECRET)
+
+
+def test_a_recorded_answer_is_worth_nothing_to_another_challenge(gate: Gate) -> None:
+    host, _, port = gate.server.address.rpartition(":")
+    token = gate.token()
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as first:
+        nonce = read_challenge(_all(first, CHALLENGE_BYTES))
+    assert nonce is not None
+    proof = ConnectionProof(
+        key=attach_key(SECRET), token=token.secret, server_nonce=nonce, peer_nonce=bytes(32)
+    )
+    with gate.stranger() as second:
+        second.sendall(proof.answer())
+        assert second.recv(1) == b""
+    attach(token, SECRET).connection.close()  # nobody has used it up
+
+
+def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        echo = threading.Thread(target=_reflect, args=(listener,))
+        echo.start()
+        with pytest.raises(TransferError, match="does not know"):
+            attach(AttachToken(secret=bytes(32), address=f"{host}:{port}"), SECRET)
+        echo.join()
+
+
+def _reflect(listener: socket.socket) -> None:
+    """Sends the peer's own proof back to it."""
+    peer, _ = listener.accept()
+    with peer:
+        peer.sendall(challenge(bytes(32)))
+        peer.sendall(_all(peer, ANSWER_BYTES)[-PROOF_BYTES:])
+
+
+@pytest.mark.parametrize("said", [b"", b"x", b"x" * (ANSWER_BYTES - 1)])
+def test_who_has_not_proven_itself_in_time_is_gone(gate: Gate, said: bytes) -> None:
+    with gate.stranger() as stranger:
+        stranger.sendall(said)
+        assert stranger.recv(1) == b""  # blocks until the server hangs up
+    assert gate.refused == [Refused.LATE]
+
+
+def test_garbage_is_answered_by_hanging_up(gate: Gate) -> None:
+    with gate.stranger() as stranger:
+        stranger.sendall(b"x" * ANSWER_BYTES)
+        assert stranger.recv(1) == b""
+    assert gate.refused == [Refused.UNPROVEN]
+
+
+def test_silent_connections_hold_few_descriptors_and_keep_nobody_out(gate: Gate) -> None:
+    before = _descriptors()
+    address = gate.server.address.rpartition(":")
+    silent = [socket.create_connection((address[0], int(address[2]))) for _ in range(200)]
+    attached = attach(gate.token(), SECRET)
+    assert read_reply(attached) == b"welcome"
+    assert _descriptors() - before - len(silent) < 70  # 64 that have proven nothing, at most
+    for one in silent:
+        one.settimeout(TIMEOUT_S)
+        with suppress(ConnectionResetError):
+            _all(one, CHALLENGE_BYTES + 1)  # until the server hangs up
+    assert _descriptors() - before - len(silent) == 2  # both ends of the one that is attached
+    assert len(gate.refused) == 200
+    for one in silent:
+        one.close()
+    attached.connection.close()
+
+
+def test_a_peer_cannot_leave_much_unread(gate: Gate) -> None:
+    with gate.stranger() as stranger:
+        stranger.setblocking(False)
+        sent = 0
+        with suppress(OSError):
+            while sent < 1 << 26:
+                sent += stranger.send(b"x" * 65536)
+    assert sent < 1 << 24  # the stranger's own buffer
+
+
+def test_a_server_on_tcp_needs_the_secret() -> None:
+    with pytest.raises(ValueError, match="secret"):
+        RegionServer("127.0.0.1:0", lambda *_: None)

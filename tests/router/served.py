@@ -122,11 +122,24 @@ async def serve(
 
 
 @contextlib.asynccontextmanager
-async def listening(app: FastAPI, *, keep_alive_s: float = 75.0) -> AsyncIterator[str]:
+async def listening(
+    app: FastAPI,
+    *,
+    keep_alive_s: float = 75.0,
+    max_connections: int = 1000,
+    registry: CollectorRegistry | None = None,
+) -> AsyncIterator[str]:
     """The URL of `app` behind the router's HTTP server."""
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    async with server.serving(app, [listener], keep_alive_s=keep_alive_s, drain_timeout_s=10):
+    async with server.serving(
+        app,
+        [listener],
+        max_connections=max_connections,
+        on_refused=server.ConnectionRefusals(registry or new_registry()),
+        keep_alive_s=keep_alive_s,
+        drain_timeout_s=10,
+    ):
         yield url
 
 

@@ -111,9 +111,9 @@ async def test_without_a_document_there_is_one_tenant_and_nothing_to_reload():
 
 
 async def test_the_story_of_a_request_is_told_to_operators_alone(tmp_path):
-    log = StoryLog()
+    log = StoryLog("dispatch")
     log.record("cmpl-1", 2.5, "placed", ("SendLeg(leg_id=1)",))
-    stories = RequestStories(log.story, ClusterView(PrefixIndex()))
+    stories = RequestStories(log.story, ClusterView(PrefixIndex()), ManualClock())
     async with client_of(await described(tmp_path / "t.yaml"), stories) as client:
         assert (await client.get("/debug/story/cmpl-1")).status_code == 401
         told = (await client.get("/debug/story/cmpl-1", headers=OPERATOR)).json()
@@ -121,6 +121,7 @@ async def test_the_story_of_a_request_is_told_to_operators_alone(tmp_path):
         assert told["entries"] == [
             {
                 "process": "router",
+                "core": "dispatch",
                 "at_s": 2.5,
                 "event": "placed",
                 "actions": ["SendLeg(leg_id=1)"],
@@ -128,3 +129,4 @@ async def test_the_story_of_a_request_is_told_to_operators_alone(tmp_path):
         ]
         unknown = await client.get("/debug/story/cmpl-2", headers=OPERATOR)
         assert unknown.status_code == 404
+        assert "knows 'cmpl-2'" in unknown.json()["error"]["message"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.blocks import joined
+from baton.clock import MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.generation import Prompt, SamplingParams
 from baton.hashing import chain_keys, root_key
@@ -119,9 +120,18 @@ async def test_the_story_of_a_request_has_the_parts_of_all_processes(tmp_path):
         router(p, d) as parts,
     ):
         await ask(parts, 1)
-        told = await RequestStories(parts.generator.story, parts.view).tell(RequestId("r1"))
+        stories = RequestStories(parts.generator.story, parts.view, MonotonicClock())
+        told = (await stories.tell(RequestId("r1"))).entries
         by_process = {entry.process for entry in told}
         workers = {str(each.identity.worker_id) for each in (p, d)}
         assert by_process == {"router", *workers}
+        assert {entry.core for entry in told if entry.process != "router"} == {
+            "leg",
+            "outbox",
+            "ledger",
+            "engine",
+        }
+        times = [entry.at_s for entry in told]
+        assert times == sorted(times)
         asked = [entry for entry in told if entry.event.startswith("LegAsked(")]
         assert {entry.process for entry in asked} == workers

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.config.schema import RouterConfig
-from router.http import head_limit, server
+from router.http import protocol, server
 from tests.router.served import listening, serve
 
 pytestmark = pytest.mark.timeout(20)
@@ -66,7 +66,7 @@ async def test_a_connection_on_which_no_request_comes_is_closed(drip: bytes):
 
 
 async def test_a_request_whose_headers_never_end_is_closed(monkeypatch):
-    monkeypatch.setattr(head_limit, "MAX_HEAD_S", KEEP_ALIVE_S)
+    monkeypatch.setattr(protocol, "MAX_HEAD_S", KEEP_ALIVE_S)
     async with (
         serve() as served,
         listening(served.app, keep_alive_s=60) as url,
@@ -119,7 +119,14 @@ async def test_a_stop_closes_idle_connections_at_once_and_lets_begun_answers_fin
     stop = asyncio.Event()
     async with (
         serve() as served,
-        server.serving(served.app, [listener], keep_alive_s=75, drain_timeout_s=60) as running,
+        server.serving(
+            served.app,
+            [listener],
+            max_connections=100,
+            on_refused=server.ConnectionRefusals(served.registry),
+            keep_alive_s=75,
+            drain_timeout_s=60,
+        ) as running,
         connection(url) as (idle, idle_writer),
         connection(url) as (silent, _),
         connection(url) as (asking, asking_writer),

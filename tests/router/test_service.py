@@ -147,6 +147,7 @@ async def test_the_story_of_a_request_is_told_by_command(tmp_path):
         assert events[1] == "admitted"
         assert "placed" in events[2]
         assert told.entries[-1].actions[-1].startswith("Finish(")
+        assert [entry.core for entry in told.entries[:2]] == ["admission", "admission"]
         unknown = await stub.Story(control_pb2.StoryRequest(request_id="cmpl-none"))
         assert not unknown.entries
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.http.head_limit import MAX_HEAD_BYTES
+from router.http.protocol import MAX_HEAD_BYTES
 from tests.router.served import listening, serve
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(30)]

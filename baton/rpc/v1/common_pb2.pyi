@@ -738,3 +738,66 @@ class Signed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Signed: _TypeAlias = Signed  # noqa: Y015
+
+@_typing.final
+class StoryEntry(_message.Message):
+    """What one core did about one request, transfer, block or child, event by event (baton/story.py)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_S_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    ACTIONS_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    CORE_FIELD_NUMBER: _builtins.int
+    at_s: _builtins.float
+    """on the monotonic clock of the process that answers"""
+    event: _builtins.str
+    process: _builtins.str
+    """router, or the worker's or node's id"""
+    core: _builtins.str
+    """of that process: admission, dispatch, leg, outbox, ledger, engine, pool"""
+    @_builtins.property
+    def actions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        at_s: _builtins.float = ...,
+        event: _builtins.str = ...,
+        actions: _abc.Iterable[_builtins.str] | None = ...,
+        process: _builtins.str = ...,
+        core: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actions", b"actions", "at_s", b"at_s", "core", b"core", "event", b"event", "process", b"process"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoryEntry: _TypeAlias = StoryEntry  # noqa: Y015
+
+@_typing.final
+class StoryReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    NOW_S_FIELD_NUMBER: _builtins.int
+    now_s: _builtins.float
+    """on the same clock, when it was told"""
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryEntry]:
+        """none: what was asked for is not known, or not any more"""
+
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[Global___StoryEntry] | None = ...,
+        now_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "now_s", b"now_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoryReply: _TypeAlias = StoryReply  # noqa: Y015

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from baton.rpc.v1 import common_pb2 as baton_dot_rpc_dot_v1_dot_common__pb2
 from baton.rpc.v1 import control_pb2 as baton_dot_rpc_dot_v1_dot_control__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -57,7 +58,7 @@ class ControlStub:
         self.Story = channel.unary_unary(
                 '/baton.rpc.v1.Control/Story',
                 request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.StoryRequest.SerializeToString,
-                response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.StoryReply.FromString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_common__pb2.StoryReply.FromString,
                 _registered_method=True)
 
 
@@ -126,7 +127,7 @@ def add_ControlServicer_to_server(servicer, server):
             'Story': grpc.unary_unary_rpc_method_handler(
                     servicer.Story,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.StoryRequest.FromString,
-                    response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.StoryReply.SerializeToString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_common__pb2.StoryReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,7 +264,7 @@ class Control:
             target,
             '/baton.rpc.v1.Control/Story',
             baton_dot_rpc_dot_v1_dot_control__pb2.StoryRequest.SerializeToString,
-            baton_dot_rpc_dot_v1_dot_control__pb2.StoryReply.FromString,
+            baton_dot_rpc_dot_v1_dot_common__pb2.StoryReply.FromString,
             options,
             channel_credentials,
             insecure,

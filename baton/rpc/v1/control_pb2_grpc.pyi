@@ -3,6 +3,7 @@
 isort:skip_file
 Operators' view of a worker or a router. Liveness and readiness are the standard grpc.health.v1 service."""
 
+from baton.rpc.v1 import common_pb2 as _common_pb2
 from baton.rpc.v1 import control_pb2 as _control_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
@@ -40,7 +41,7 @@ class ControlStub:
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]
     """Why one of the last requests was sent where it was. Routers only."""
-    Story: _grpc.UnaryUnaryMultiCallable[_control_pb2.StoryRequest, _control_pb2.StoryReply]
+    Story: _grpc.UnaryUnaryMultiCallable[_control_pb2.StoryRequest, _common_pb2.StoryReply]
     """What happened to one of the last requests, oldest first: in a worker, or in a router and its workers. Nothing of a
     prompt or an answer.
     """
@@ -57,7 +58,7 @@ class ControlAsyncStub(ControlStub):
     """
     Explain: _aio.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]  # type: ignore[assignment]
     """Why one of the last requests was sent where it was. Routers only."""
-    Story: _aio.UnaryUnaryMultiCallable[_control_pb2.StoryRequest, _control_pb2.StoryReply]  # type: ignore[assignment]
+    Story: _aio.UnaryUnaryMultiCallable[_control_pb2.StoryRequest, _common_pb2.StoryReply]  # type: ignore[assignment]
     """What happened to one of the last requests, oldest first: in a worker, or in a router and its workers. Nothing of a
     prompt or an answer.
     """
@@ -101,7 +102,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _control_pb2.StoryRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.StoryReply, _abc.Awaitable[_control_pb2.StoryReply]]:
+    ) -> _typing.Union[_common_pb2.StoryReply, _abc.Awaitable[_common_pb2.StoryReply]]:
         """What happened to one of the last requests, oldest first: in a worker, or in a router and its workers. Nothing of a
         prompt or an answer.
         """

@@ -31,7 +31,7 @@ from kv_transfer.backends.ucx.worker import (
 from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.attach import AttachToken, sign_reply
 from kv_transfer.memory.pages import layer_pages
-from kv_transfer.memory.region_server import RegionServer
+from kv_transfer.memory.region_server import Admission, RegionServer
 from kv_transfer.ports import RegionHandle
 
 _log = get_logger(__name__)
@@ -64,14 +64,14 @@ class UcxSession:
     """Receives from one peer until it is ended, or the peer sends what it must not.
 
     Args:
-        token: The peer's.
+        key: Of the peer's connection.
         worker: To which it sends; owned from now on.
         reader: Knows the arena.
         answer: See `Answer`.
     """
 
-    def __init__(self, token: bytes, worker: UcxWorker, reader: HeadReader, answer: Answer) -> None:
-        self._head_tag, self._body_tag = head_tag(token), body_tag(token)
+    def __init__(self, key: bytes, worker: UcxWorker, reader: HeadReader, answer: Answer) -> None:
+        self._head_tag, self._body_tag = head_tag(key), body_tag(key)
         self._worker = worker
         self._reader = reader
         self._answer = answer
@@ -159,7 +159,13 @@ class UcxReceiver:
     """A decode worker's arena, and its peers' sessions."""
 
     def __init__(
-        self, arena: ArenaSpan, *, layout: KvLayout, address: str, num_blocks: int
+        self,
+        arena: ArenaSpan,
+        *,
+        layout: KvLayout,
+        address: str,
+        num_blocks: int,
+        admission: Admission,
     ) -> None:
         """Starts serving; UCX starts when the first peer comes.
 
@@ -173,7 +179,7 @@ class UcxReceiver:
         self._context: UcxContext | None = None
         self._sessions: dict[bytes, UcxSession] = {}  # by token; of peers that are attached
         self._closed = False
-        self._server = RegionServer(address, self._on_attach)
+        self._server = RegionServer(address, self._on_attach, admission)
 
     def handle(self) -> RegionHandle:
         """A handle that lets one peer attach once."""
@@ -200,7 +206,7 @@ class UcxReceiver:
             session.end(_nothing)
             session.join()
 
-    def _on_attach(self, peer: socket.socket, token: bytes) -> None:
+    def _on_attach(self, peer: socket.socket, token: bytes, key: bytes) -> None:
         with self._lock:
             if self._closed:
                 raise TransferError("the receiver is closed")
@@ -208,12 +214,12 @@ class UcxReceiver:
                 self._context = UcxContext()
             worker = UcxWorker(self._context)
             self._sessions[token] = UcxSession(
-                token,
+                key,
                 worker,
                 self._reader,
                 lambda number, refused: self._answer(token, number, refused),
             )
-        peer.sendall(sign_reply(worker.address, token))
+        peer.sendall(sign_reply(worker.address, key))
 
     def _end(self, token: bytes, gone: Callable[[], None]) -> None:
         with self._lock:

@@ -38,9 +38,10 @@ _LOOK_AROUND_S = 0.5
 class UcxSender:
     """A prefill worker's arena, from which pages are sent."""
 
-    def __init__(self, arena: ArenaSpan, *, num_blocks: int) -> None:
+    def __init__(self, arena: ArenaSpan, *, num_blocks: int, secret: bytes) -> None:
         self._arena = arena
         self._num_blocks = num_blocks
+        self._secret = secret
 
     def connect(
         self,
@@ -60,9 +61,10 @@ class UcxSender:
             raise TransferError("not a handle of the ucx backend")
         token = AttachToken.unpack(handle.opaque, MAGIC)
         local = layer_pages(self._arena.host_view, layout, self._num_blocks)
-        connection = attach(token)
+        attached = attach(token, self._secret)
+        connection = attached.connection
         try:
-            address = read_reply(connection, token.secret)
+            address = read_reply(attached)
             worker = UcxWorker(UcxContext())
             worker.connect(address, same_host=is_local(token.address))
         except TransferError:
@@ -71,8 +73,8 @@ class UcxSender:
         reached = _Peer(
             worker=worker,
             connection=connection,
-            head_tag=head_tag(token.secret),
-            body_tag=body_tag(token.secret),
+            head_tag=head_tag(attached.key),
+            body_tag=body_tag(attached.key),
             target_blocks=handle.num_blocks,
         )
         return UcxWriter(local, plan, reached, lease)

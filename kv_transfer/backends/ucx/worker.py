@@ -9,7 +9,7 @@ head of each frame against its arena (`ucx_frames.py`) and only then receives th
   was receiving; no peer has to agree, and no other peer notices.
 
     sender                                    receiver
-      attach ── token ───────────────────────▶ region server
+      attach ◀── challenge, proofs ──────────▶ region server
            ◀───────────── worker's address, sealed
       head  ═══════════ tagged message ══════▶ check
       pages ═══════════ tagged message ══════▶ pages
@@ -52,14 +52,14 @@ _SPIN_S = 100e-6
 _CLOSE_ATTEMPTS, _CLOSE_PERIOD_NS = 5, 100_000_000
 
 
-def head_tag(token: bytes) -> int:
-    """The tag of a session's heads; as hard to guess as its bits allow."""
-    return int.from_bytes(hashlib.blake2b(token, digest_size=8).digest()) & ~1
+def head_tag(key: bytes) -> int:
+    """The tag of a session's heads, from the key of the peer's connection; as hard to guess as its bits allow."""
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) & ~1
 
 
-def body_tag(token: bytes) -> int:
+def body_tag(key: bytes) -> int:
     """The tag of a session's bodies."""
-    return head_tag(token) | 1
+    return head_tag(key) | 1
 
 
 class UcxContext:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from router.generation.sampling import SamplingBody
@@ -51,6 +51,16 @@ class InputMessage(BodyObject):
 InputItems = Annotated[
     list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 ]
+
+
+def _check_kinds(items: JsonValue) -> JsonValue:
+    """Items that are no messages are right, and not served: says that, and not that they are no messages."""
+    for item in items if isinstance(items, list) else ():
+        kind = item.get("type", "message") if isinstance(item, dict) else "message"
+        if kind != "message" and isinstance(kind, str):
+            context = {"param": "input", "kind": kind[:40]}
+            raise PydanticCustomError(UNSUPPORTED, "Items of type {kind} are not served.", context)
+    return items
 
 
 class FunctionTool(BodyObject):
@@ -113,7 +123,9 @@ class Reasoning(BodyObject):
 class ResponsesRequest(SamplingBody):
     """POST /v1/responses."""
 
-    input: Annotated[str, Field(min_length=1)] | InputItems
+    input: Annotated[
+        Annotated[str, Field(min_length=1)] | InputItems, BeforeValidator(_check_kinds)
+    ]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
     include: list[Name] | None = Field(None, max_length=64)
@@ -195,17 +207,3 @@ class ResponsesRequest(SamplingBody):
             raise unsupported("tools", "Calling tools is not served yet; tool_choice none is.")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise refusal("tool_choice", "Needs tools.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_items(cls, body: JsonObject) -> JsonObject:
-        """Items that are no messages are right, and not served: say that, and not that they are no messages."""
-        items = body.get("input") if isinstance(body, dict) else None
-        for item in items if isinstance(items, list) else ():
-            kind = item.get("type", "message") if isinstance(item, dict) else "message"
-            if kind != "message" and isinstance(kind, str):
-                context = {"param": "input", "kind": kind[:40]}
-                raise PydanticCustomError(
-                    UNSUPPORTED, "Items of type {kind} are not served.", context
-                )
-        return body

@@ -22,7 +22,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         self,
         status: control_pb2.StatusReply | None = None,
         explained: dict[str, control_pb2.ExplainReply] | None = None,
-        stories: dict[str, control_pb2.StoryReply] | None = None,
+        stories: dict[str, common_pb2.StoryReply] | None = None,
     ) -> None:
         self.status = status
         self._explained = explained or {}
@@ -44,7 +44,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         return self._explained.get(request.request_id, control_pb2.ExplainReply())
 
     def Story(self, request, context):  # noqa: N802
-        return self._stories.get(request.request_id, control_pb2.StoryReply())
+        return self._stories.get(request.request_id, common_pb2.StoryReply())
 
 
 @contextmanager

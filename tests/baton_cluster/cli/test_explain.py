@@ -6,6 +6,7 @@ import pytest
 from google.protobuf.json_format import Parse
 from rich.console import Console
 
+from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import control_pb2 as pb
 from baton_cluster.cli.explain import render
 from baton_cluster.cli.main import main
@@ -30,12 +31,19 @@ REPLY = pb.ExplainReply(
     predicted=pb.PredictedTimes(queue_s=0.25, prefill_s=0.125, tbt_s=0.02),
 )
 
-STORY = pb.StoryReply(
+STORY = common_pb2.StoryReply(
     entries=[
-        pb.StoryEntry(at_s=7.0, event="admitted", process="router"),
-        pb.StoryEntry(at_s=7.25, event="placed", actions=["SendLeg(leg_id=1)"], process="router"),
-        pb.StoryEntry(at_s=7.3, event="asked", process="h0"),
-    ]
+        common_pb2.StoryEntry(at_s=7.0, event="admitted", process="router", core="admission"),
+        common_pb2.StoryEntry(
+            at_s=7.25,
+            event="placed",
+            actions=["SendLeg(leg_id=1)", "Send", "Send"],
+            process="router",
+            core="dispatch",
+        ),
+        common_pb2.StoryEntry(at_s=7.3, event="asked", process="h0", core="leg"),
+    ],
+    now_s=8.0,
 )
 
 
@@ -87,22 +95,23 @@ def test_an_unknown_request_is_one_line(router, capsys):
 
 def test_a_story_is_told_event_by_event(router, capsys):
     assert main(["explain", "cmpl-1", "--story", "--runtime-dir", str(router.path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines] == [
-        ["router"],
-        ["0.0", "ms", "admitted"],
-        ["250.0", "ms", "placed"],
-        ["->", "SendLeg(leg_id=1)"],
-        ["h0"],
-        ["0.0", "ms", "asked"],
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("cmpl-1: from ")
+    assert head.endswith(" UTC on, in router, h0")
+    assert lines == [
+        "       0.0 ms  router  admission  admitted",
+        "     250.0 ms  router  dispatch   placed",
+        "                                  -> SendLeg(leg_id=1)",
+        "                                  -> Send, 2 times",
+        "     300.0 ms  h0      leg        asked",
     ]
 
 
 def test_a_story_as_json_is_the_message(router, capsys):
     main(["explain", "cmpl-1", "--story", "--json", "--runtime-dir", str(router.path)])
-    assert Parse(capsys.readouterr().out, pb.StoryReply()) == STORY
+    assert Parse(capsys.readouterr().out, common_pb2.StoryReply()) == STORY
 
 
 def test_the_story_of_an_unknown_request_is_one_line(router, capsys):
     assert main(["explain", "cmpl-2", "--story", "--runtime-dir", str(router.path)]) == 1
-    assert "does not know cmpl-2" in capsys.readouterr().err
+    assert "neither the router nor a worker knows cmpl-2" in capsys.readouterr().err

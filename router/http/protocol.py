@@ -1,0 +1,198 @@
+"""The HTTP server's protocol with bounds on what surrounds a request's body, and on how long it may take to come.
+
+The parser that uvicorn uses keeps request line, headers and trailers of any size, before the client is authorised, and takes trailers
+for headers; chunks may be as small as a client likes, requests sent ahead as many. uvicorn itself closes a connection for want of
+requests only if it has answered one and no byte came since.
+"""
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from baton.errors import BatonError, InvalidRequestError, disposition
+from router.http.connections import ConnectionLimit
+from router.http.errors import error_body
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Reached by what arrives after the first read of a connection, so that the real bound is one read more."""
+
+MAX_HEAD_S = 30.0
+"""From a request's first byte to the end of its headers."""
+
+MAX_HEADER_FIELDS = 256
+
+MAX_FRAMING_BYTES = 1024 * 1024
+"""Of one chunked body: sizes, extensions and line ends. A body of 8 MiB in chunks of 50 bytes has that much."""
+
+MAX_REQUESTS_AHEAD = 16
+"""Requests of one connection that wait for the reply to an earlier one."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Answers 400 and closes the connection of a client that sends what is beyond a bound; closes those on which no request comes
+    within `timeout_keep_alive`, or one whose headers take too long.
+
+    Args:
+        connections: All connections of the server.
+        probes_only: Answers in the application's place where there are too many connections.
+        on_refused: Told why a connection is closed: a word of a fixed set.
+        arguments: uvicorn's.
+    """
+
+    def __init__(
+        self,
+        *,
+        connections: ConnectionLimit,
+        probes_only: ASGIApp,
+        on_refused: Callable[[str], None],
+        **arguments: Any,
+    ) -> None:
+        super().__init__(**arguments)
+        self.url = b""
+        self._limit = connections
+        self._whole_app, self._probes_only = self.app, probes_only
+        self._on_refused = on_refused
+        self._in_head = False
+        self._head_bytes = 0
+        self._framing_bytes = 0
+        self._refused: tuple[str, str] | None = None
+        self._closing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A first request is waited for. Where there are too many connections, one that waits longest for a request is closed."""
+        super().connection_made(transport)
+        self._close_in(self.timeout_keep_alive)
+        given_up = self._limit.opened(self, self.loop.time())
+        if given_up is not None:
+            given_up.close()
+            self._on_refused("connections")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        self._limit.closed(self)
+        self._keep_open()
+        super().connection_lost(exc)
+
+    def close(self) -> None:
+        """Closes the connection: another one takes its place."""
+        self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Counts what is no body, and has the rest parsed."""
+        if self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()  # type: ignore[no-untyped-call,unused-ignore]
+        try:
+            if self._in_head:
+                self._head_bytes += len(data)
+                if self._head_bytes > MAX_HEAD_BYTES:
+                    self._refuse(
+                        "head_bytes",
+                        f"The request's headers have more than {MAX_HEAD_BYTES} bytes.",
+                    )
+            else:
+                self._framing_bytes += len(data)
+            self.parser.feed_data(data)
+            if not self._in_head and self._framing_bytes > MAX_FRAMING_BYTES:
+                self._refuse(
+                    "framing_bytes",
+                    f"The sizes and extensions of the body's chunks have more than {MAX_FRAMING_BYTES} bytes.",
+                )
+        except _BeyondBound:
+            pass
+        except httptools.HttpParserUpgrade:
+            pass  # answered as a request for the resource; what follows it is not read
+        except httptools.HttpParserError:
+            if self._refused is None:
+                self._refused = ("malformed", "This is not an HTTP request.")
+        if self._refused is not None:
+            self._answer_refused(*self._refused)
+
+    def on_message_begin(self) -> None:
+        """A request line begins."""
+        if len(self.pipeline) >= MAX_REQUESTS_AHEAD:
+            self._refuse(
+                "requests_ahead", f"More than {MAX_REQUESTS_AHEAD} requests wait on one connection."
+            )
+        self._in_head, self._head_bytes = True, 0
+        if self._idle():
+            self._close_in(MAX_HEAD_S)
+        super().on_message_begin()  # type: ignore[no-untyped-call,unused-ignore]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One field of the headers, or of the trailers."""
+        if not self._in_head:
+            self._refuse("trailers", "Trailers after a chunked body are not accepted.")
+        if len(self.headers) >= MAX_HEADER_FIELDS:
+            self._refuse(
+                "header_fields", f"The request has more than {MAX_HEADER_FIELDS} header fields."
+            )
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """What follows is the body, which has a bound of its own."""
+        self._in_head, self._framing_bytes = False, 0
+        self._keep_open()
+        served = self._limit.asked(self)
+        self.app = self._whole_app if served else self._probes_only
+        super().on_headers_complete()  # type: ignore[no-untyped-call,unused-ignore]
+        if not served:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._framing_bytes -= len(body)
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """The next request is waited for, if it is not here already. What is left of this one's body does not count."""
+        super().on_response_complete()  # type: ignore[no-untyped-call,unused-ignore]
+        if self._idle():
+            self._close_in(self.timeout_keep_alive)
+            self._limit.answered(self, self.loop.time())
+
+    def _refuse(self, reason: str, message: str) -> None:
+        """Ends the reading of this connection; also out of the parser's callbacks, whose exceptions it wraps."""
+        self._refused = (reason, message)
+        raise _BeyondBound
+
+    def _answer_refused(self, reason: str, message: str) -> None:
+        self._on_refused(reason)
+        if self._may_answer():
+            self.transport.write(_reply(InvalidRequestError(message), self.url.decode("latin-1")))
+        self.transport.close()
+
+    def _may_answer(self) -> bool:
+        """Whether no other reply is under way, nor due before this one."""
+        if self._in_head or self.cycle is None:
+            return self._idle()
+        return not self.pipeline and not self.cycle.response_started
+
+    def _idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _close_in(self, seconds: float) -> None:
+        self._keep_open()
+        self._closing = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def _keep_open(self) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+
+
+class _BeyondBound(Exception):  # noqa: N818  # leaves the parser's callback, nothing more
+    pass
+
+
+def _reply(error: BatonError, path: str) -> bytes:
+    status = HTTPStatus(disposition(error).http)
+    body = error_body(error, path)
+    head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
