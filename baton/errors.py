@@ -196,6 +196,14 @@ class LeaseExpiredError(TransferError):
     code = "lease_expired"
 
 
+class UnreachableError(TransferError):
+    """The way from one worker to another carries nothing now: to connect or to send failed, or took too long. The two may
+    reach each other later, and each may reach others now. What will never work is an `IncompatibleError`.
+    """
+
+    code = "unreachable"
+
+
 class CorruptKvError(TransferError):
     """Pages do not have the checksums that their sender computed; they are never decoded."""
 
@@ -283,6 +291,7 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     TransferError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     TicketError: _row(503, "PERMISSION_DENIED", "service_unavailable_error", retryable=True),
     LeaseExpiredError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
+    UnreachableError: _row(503, "UNAVAILABLE", "service_unavailable_error", retryable=True),
     CorruptKvError: _row(503, "DATA_LOSS", "service_unavailable_error", retryable=True),
     IncompatibleError: _row(503, "FAILED_PRECONDITION", "service_unavailable_error"),
     StaleIncarnationError: _row(

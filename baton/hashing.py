@@ -67,3 +67,18 @@ def narrow_scope(scope: str, salt: str | None) -> str:
         return f"{len(scope)}:{scope}/{salt}"
     # Another separator than above: a short salt never has the scope of a long one.
     return f"{len(scope)}:{scope}#{blake3(salt.encode()).hexdigest()}"
+
+
+def parse_block_key(text: str) -> BlockKey:
+    """A block's key from its hexadecimal digits, as operators are shown it.
+
+    Raises:
+        ValueError: It is none; says what one looks like.
+    """
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a block's key is {2 * KEY_BYTES} hexadecimal digits, not {text[:64]!r}")
+    return BlockKey(key)

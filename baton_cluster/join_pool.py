@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.clock import MonotonicClock
 from baton.layout import SPARE_BLOCKS, KvLayout
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello
 from baton_cluster.launch.assignment import Assignment
 from baton_worker.metrics import WorkerMetrics
@@ -43,6 +44,7 @@ def join_pool(
     hello: WorkerHello,
     memory: WorkerMemory,
     metrics: WorkerMetrics,
+    credentials: ClusterCredentials,
 ) -> WorkerPool | None:
     """None where there is no pool, or where the engine shares no blocks. `memory` is the engine's arena."""
     from kvpool.client.pooled_engine import PooledEngine, PoolPromptStore, PromptKeys
@@ -51,7 +53,7 @@ def join_pool(
     if not (config.pool.enabled and address and config.engine.enable_prefix_caching):
         return None
     agent = PoolAgent(
-        partial(GrpcPoolClient, address, hello.identity, layout),
+        partial(GrpcPoolClient, address, hello.identity, layout, credentials=credentials),
         _pages(memory.span, layout, hello.num_blocks + SPARE_BLOCKS),
         host.generation,
         config=config.pool,

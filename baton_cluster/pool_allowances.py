@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from baton.config.schema import TenantsConfig
-from baton.redis_link import open_redis
+from baton.config.schema import BatonConfig
+from baton.redis_link import RefusedValues, open_redis
 from kvpool.messages import Allowance
 from router.tenants.document import TenantsDocument, tenant_of
 from router.tenants.sources import FileSource, RedisSource, TenantSource
@@ -45,20 +45,23 @@ def allowances_of(document: TenantsDocument, usual_bytes: int | None) -> dict[st
 
 @asynccontextmanager
 async def open_allowances(
-    config: TenantsConfig, usual_bytes: int | None
+    config: BatonConfig, refused: RefusedValues
 ) -> AsyncIterator[DocumentAllowances | None]:
     """The document that the configuration names, None where it names none.
 
     Raises:
         ConfigError: The URL of Redis is wrong.
     """
-    if config.source == "redis":
-        redis = open_redis(config.redis_url, config.redis_timeout_s)
+    tenants, usual_bytes = config.tenants, config.pool.tenant_bytes
+    if tenants.source == "redis":
+        redis = open_redis(tenants.redis_url, tenants.redis_timeout_s)
+        secret = bytes.fromhex(config.cluster.secret)
+        source = RedisSource(redis, tenants.redis_prefix, secret, refused)
         try:
-            yield DocumentAllowances(RedisSource(redis, config.redis_prefix), usual_bytes)
+            yield DocumentAllowances(source, usual_bytes)
         finally:
             await redis.aclose()
-    elif config.file:
-        yield DocumentAllowances(FileSource(Path(config.file)), usual_bytes)
+    elif tenants.file:
+        yield DocumentAllowances(FileSource(Path(tenants.file)), usual_bytes)
     else:
         yield None

@@ -18,7 +18,9 @@ from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, WorkerConfig
 from baton.ids import BlockId, Role, WorkerId, WorkerIdentity
 from baton.layout import SPARE_BLOCKS
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello
+from baton.rpc.identity import PeerRole
 from baton.telemetry.otel import open_tracer
 from baton.telemetry.tracing import Tracer
 from baton.version import version
@@ -31,6 +33,7 @@ from baton_worker.metrics import WorkerMetrics
 from baton_worker.server import WorkerServer
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.memory.arena import WorkerMemory
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.page_hash import Hashing, ways_to_hash
 from kv_transfer.memory.region_server import Admission
 from kv_transfer.session.handshake import SessionEndpoint
@@ -62,11 +65,16 @@ async def run_router(child: Child) -> None:
 
 async def run_pool(child: Child) -> None:
     """The pool's node: the blocks that this host's workers share."""
+    from prometheus_client import CollectorRegistry
+
+    from baton.redis_link import RefusedValues
     from baton_cluster.pool_allowances import open_allowances
     from kvpool import service
 
     config, part = child.assignment.config, child.assignment.part
-    async with open_allowances(config.tenants, config.pool.tenant_bytes) as allowances:
+    registry = CollectorRegistry()
+    refused = RefusedValues(registry)
+    async with open_allowances(config, refused) as allowances:
         await service.run(
             config,
             identity=WorkerIdentity(worker_id=WorkerId(part.name), incarnation=part.incarnation),
@@ -75,6 +83,8 @@ async def run_pool(child: Child) -> None:
             region_path=part.region_path,
             peer_region_path=part.peer_region_path,
             allowances=allowances,
+            registry=registry,
+            refused=refused,
             ready=child.ready,
             stop=child.stop,
         )
@@ -128,7 +138,9 @@ async def _serve_engine(
     """Serves an engine until the child is to stop. `kernels` move its pages where they lie on a GPU."""
     config, worker = child.assignment.config, _worker_of(child)
     metrics, hello = _metrics(built), _hello(child, built)
-    pool = join_pool(child.assignment, built.host, hello, memory, metrics)
+    credentials = ClusterCredentials.from_config(config.cluster, PeerRole.WORKER, worker.worker_id)
+    metrics.registry.register(credentials.counts)
+    pool = join_pool(child.assignment, built.host, hello, memory, metrics, credentials)
     parts = _Parts(
         config=config,
         worker=worker,
@@ -137,6 +149,7 @@ async def _serve_engine(
         memory=memory,
         kernels=kernels,
         office=TicketOffice(bytes.fromhex(config.cluster.secret)),
+        credentials=credentials,
         sink=sink,
         metrics=metrics,
         tracer=open_tracer(config.trace, worker.worker_id, MonotonicClock()),
@@ -147,6 +160,7 @@ async def _serve_engine(
         engine=built.host,
         service=_service(parts),
         metrics=parts.metrics,
+        credentials=credentials,
         version=version(),
         model=config.model.served_model_name[0],
     )
@@ -172,6 +186,7 @@ class _Parts:
     memory: WorkerMemory
     kernels: "PageKernels | None"
     office: TicketOffice
+    credentials: ClusterCredentials
     sink: "TransferSink"
     metrics: WorkerMetrics
     tracer: Tracer
@@ -186,6 +201,12 @@ class _Parts:
     def secret(self) -> bytes:
         """The cluster's."""
         return bytes.fromhex(self.config.cluster.secret)
+
+    @property
+    def listening(self) -> Listening:
+        """Where its transports listen."""
+        worker = self.worker
+        return Listening.at(worker.address, self.config.transfer.ports, worker.advertise_address)
 
     def hashes(self) -> Hashing:
         """How its pages are hashed."""
@@ -228,7 +249,12 @@ def _service(parts: _Parts) -> "WorkerService":
 
     hello, legs, hashes = parts.hello, WorkerLegTable(), parts.hashes()
     backends = parts.config.transfer.backends
-    here = SessionEndpoint(identity=hello.identity, layout=hello.layout, office=parts.office)
+    here = SessionEndpoint(
+        identity=hello.identity,
+        layout=hello.layout,
+        office=parts.office,
+        credentials=parts.credentials,
+    )
     sender = PageSender(
         here=here,
         legs=legs,
@@ -238,6 +264,7 @@ def _service(parts: _Parts) -> "WorkerService":
             parts.memory.place,
             num_blocks=parts.region_blocks,
             secret=parts.secret,
+            listening=parts.listening,
             mover=parts.kernels.mover if parts.kernels is not None else None,
         ),
         hashes=hashes,
@@ -259,6 +286,7 @@ def _service(parts: _Parts) -> "WorkerService":
             num_blocks=parts.region_blocks,
             admission=Admission(
                 secret=parts.secret,
+                listening=parts.listening,
                 refused=lambda reason: parts.metrics.connection_refused(reason.value),
             ),
         ),

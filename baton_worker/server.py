@@ -4,6 +4,7 @@ It knows the engine only as something that makes progress or has failed.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,6 +17,7 @@ from baton.errors import BatonError, DrainingError, EngineError, disposition
 from baton.generation import WorkerLoad
 from baton.ids import RequestId, Role
 from baton.rpc.channel import bind, new_server
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello, identity_to_proto, role_from_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
 from baton.rpc.stories import story_to_proto
@@ -28,9 +30,12 @@ from baton.telemetry.scrape import ScrapeServer
 from baton_worker.metrics import WorkerMetrics
 
 CHECK_INTERVAL_S = 0.1
+LIVE_PATH, READY_PATH = "/live", "/ready"
+"""The same over HTTP, beside the metrics."""
 LIVE = "live"
 """The name under which health tells whether the process should go on; under no name, whether it takes new work."""
 
+_CHECKED_WITHIN_S = 5.0
 _STOP_GRACE_S = 0.5
 
 _log = get_logger(__name__)
@@ -121,6 +126,7 @@ class WorkerServer:
         engine: EngineProgress,
         service: Service,
         metrics: WorkerMetrics,
+        credentials: ClusterCredentials | None = None,
         version: str = "",
         model: str = "",
     ) -> None:
@@ -129,10 +135,12 @@ class WorkerServer:
         self._service = service
         self._metrics = metrics
         self._scraped: ScrapeServer | None = None
-        self._server = new_server()
+        self._credentials = credentials
+        self._server = new_server(credentials)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._control = _Control(self, version=version, model=model)
         self._draining = False
+        self._seen: tuple[WorkerState, float] | None = None
         self._changing_role = asyncio.Lock()
         self._checking: asyncio.Task[None] | None = None
         self._checked = asyncio.Event()
@@ -149,9 +157,13 @@ class WorkerServer:
         self._service.add_to(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         control_pb2_grpc.add_ControlServicer_to_server(self._control, self._server)
-        bind(self._server, self._config.address)
+        bind(self._server, self._config.address, self._credentials)
         if self._config.metrics_address:
-            self._scraped = ScrapeServer(self._config.metrics_address, self._metrics.registry)
+            self._scraped = ScrapeServer(
+                self._config.metrics_address,
+                self._metrics.registry,
+                {LIVE_PATH: self._probed_alive, READY_PATH: self._probed_ready},
+            )
         await self._set_health(self.state())
         await self._server.start()
         self._checking = asyncio.create_task(self._check_forever(), name="worker-checks")
@@ -281,7 +293,18 @@ class WorkerServer:
             _log.error("the engine's loop died", cause=failure)
             self._fail(EngineError(f"the engine's loop died: {failure!r}"))
 
+    def _probed_alive(self) -> bool:
+        """On the thread that answers probes: an event loop that stands still does not look alive."""
+        if self._seen is None:
+            return False
+        state, seen_s = self._seen
+        return state.alive and time.monotonic() - seen_s < _CHECKED_WITHIN_S
+
+    def _probed_ready(self) -> bool:
+        return self._probed_alive() and self._seen is not None and self._seen[0].ready
+
     async def _set_health(self, state: WorkerState) -> None:
+        self._seen = state, time.monotonic()
         yes = health_pb2.HealthCheckResponse.SERVING
         no = health_pb2.HealthCheckResponse.NOT_SERVING
         await self._health.set("", yes if state.ready else no)

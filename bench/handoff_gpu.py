@@ -26,6 +26,7 @@ from kv_transfer.backends.cuda_ipc import PageMover
 from kv_transfer.backends.registry import BACKENDS, open_receivers, open_senders
 from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.cuda import Cuda, Rows, devices
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.region_server import Admission
 from kv_transfer.ports import KvWriter, RegionHandle
 
@@ -115,7 +116,9 @@ def _open(
     for label, (name, mover) in movers.items():
         here.send(name)
         handle = RegionHandle(backend=name, opaque=here.recv(), num_blocks=num_pages)
-        sender = open_senders([name], local, num_blocks=num_pages, secret=SECRET, mover=mover)[name]
+        sender = open_senders(
+            [name], local, num_blocks=num_pages, secret=SECRET, listening=Listening(), mover=mover
+        )[name]
         try:
             ways[label] = sender.connect(handle, layout)
         except TransferError as error:

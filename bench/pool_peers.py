@@ -19,13 +19,14 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from baton.config.schema import PoolConfig
 from baton.ids import BlockKey
-from baton.redis_link import open_redis
+from baton.redis_link import RefusedValues, open_redis
 from bench.harness.redis_server import redis_server
 from bench.harness.report import Report
-from bench.kvpool.hosts import Host, HostWorker, running
+from bench.kvpool.hosts import SECRET, Host, HostWorker, running
 from bench.pool_copy import BLOCK_BYTES, block_layout, memcpy
 from kv_transfer.backends.registry import BACKENDS
 from kv_transfer.memory.shared_region import SharedRegion
@@ -90,9 +91,15 @@ async def a_pair(backend: str, label: str, memory_bytes: int) -> AsyncIterator[P
                 Host(name=f"pool-{n}", folder=folder, pool=pool, backend=backend) for n in range(2)
             ]
             layout = block_layout(BLOCK_BYTES[label])
-            redis = open_redis(url, timeout_s=5.0, text=False)
+            redis = open_redis(url, timeout_s=5.0)
+            directory = RedisDirectory(
+                redis,
+                prefix=pool.redis_prefix,
+                secret=bytes.fromhex(SECRET),
+                refused=RefusedValues(CollectorRegistry()),
+            )
             async with running(hosts[0], layout) as here, running(hosts[1], layout) as there:
-                yield Pair(here, there, RedisDirectory(redis, prefix=pool.redis_prefix))
+                yield Pair(here, there, directory)
             await redis.aclose()
 
 

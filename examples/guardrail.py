@@ -10,7 +10,7 @@ The router calls `RedactAddresses()` once, at start. The contract is `router/gua
 
 import re
 
-from router.guardrails.ports import Ask, OutputGuard, Pass, Refuse, Replace
+from router.guardrails.ports import GuardrailInput, OutputGuard, Pass, Refuse, Replace
 
 _ADDRESS = re.compile(r"[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,4}")
 _REDACTED = "[address]"
@@ -21,14 +21,14 @@ _MAX_WORD = 400
 class RedactAddresses:
     """Replaces addresses in what is asked and in what is answered."""
 
-    async def check_input(self, ask: Ask) -> Pass | Replace | Refuse:
+    async def check_input(self, asked: GuardrailInput) -> Pass | Replace | Refuse:
         """The messages without their addresses."""
-        texts = tuple(_ADDRESS.sub(_REDACTED, text.text) for text in ask.texts)
-        if texts == tuple(text.text for text in ask.texts):
+        texts = tuple(_ADDRESS.sub(_REDACTED, text.text) for text in asked.texts)
+        if texts == tuple(text.text for text in asked.texts):
             return Pass()
         return Replace(texts=texts)
 
-    def watch_output(self, ask: Ask) -> OutputGuard:  # noqa: ARG002  # every answer is watched alike
+    def watch_output(self, asked: GuardrailInput) -> OutputGuard:  # noqa: ARG002  # every answer is watched alike
         """A watcher for one choice."""
         return _WordByWord()
 

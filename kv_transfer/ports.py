@@ -72,7 +72,9 @@ class KvWriter(Protocol):
     """A prefill worker's open connection to one peer's region."""
 
     def push(self, write: PageWrite, done: Done) -> None:
-        """Queues a write and returns at once. Pushes of one transfer complete in any order."""
+        """Queues a write and returns at once. Pushes of one transfer complete in any order. One that fails with an
+        `UnreachableError` is the last: the connection carries nothing more, and has to be opened anew.
+        """
 
     def close(self) -> None:
         """Waits until nothing more is written, then lets go of the region."""

@@ -46,7 +46,7 @@ class Directory(Protocol):
         Args:
             state: Of the node.
             lease_s: For how long.
-            flushes: How many flushes the node has carried out.
+            flushes: The number of the latest flush that the node has carried out; 0 for none.
 
         Returns:
             The later ones, for the node to carry out in its own memory, and whether the node has to publish all it holds.
@@ -59,7 +59,7 @@ class Directory(Protocol):
         """All replicas of this start of a node are void, at once."""
 
     async def flush(self, selection: Selection) -> int:
-        """Voids every replica that `selection` covers, on all nodes. Returns the number of flushes so far."""
+        """Voids every replica that `selection` covers, on all nodes. Returns the flush's number, above all before it."""
 
 
 class Peers(Protocol):

@@ -12,8 +12,10 @@ from prometheus_client import CollectorRegistry
 from baton.clock import MonotonicClock
 from baton.config.schema import BatonConfig, PoolConfig
 from baton.ids import WorkerIdentity
-from baton.redis_link import open_redis
+from baton.redis_link import RefusedValues, open_redis
 from baton.rpc.channel import bind, new_server
+from baton.rpc.credentials import ClusterCredentials
+from baton.rpc.identity import PeerRole
 from baton.rpc.v1 import pool_pb2_grpc
 from baton.telemetry.scrape import ScrapeServer
 from kvpool.directory.memory import MemoryDirectory
@@ -39,6 +41,8 @@ async def run(
     region_path: str,
     peer_region_path: str,
     allowances: AllowanceSource | None = None,
+    registry: CollectorRegistry,
+    refused: RefusedValues,
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
@@ -52,6 +56,8 @@ async def run(
         region_path: Unix socket that gives the slab's descriptor to workers.
         peer_region_path: The same for other nodes of this host.
         allowances: What tenants may keep; all the same where that is not said.
+        registry: For the node's metrics.
+        refused: Is told of what is not believed of Redis.
         ready: Called once it answers.
         stop: Set from outside.
 
@@ -59,17 +65,20 @@ async def run(
         OSError: The address cannot be bound.
         ConfigError: The directory or the disk cannot be used as configured.
     """
-    pool = config.pool
-    metrics = NodeMetrics(CollectorRegistry())
+    pool, secret = config.pool, bytes.fromhex(config.cluster.secret)
+    metrics = NodeMetrics(registry)
+    credentials = ClusterCredentials.from_config(config.cluster, PeerRole.POOL, identity.worker_id)
+    registry.register(credentials.counts)
     async with AsyncExitStack() as stack:
-        directory = await stack.enter_async_context(_directory(pool))
+        directory = await stack.enter_async_context(_directory(pool, secret, refused))
         plan = PeeringConfig(
             identity=identity,
             address=peer_address,
             gate_path=Path(peer_region_path),
-            secret=bytes.fromhex(config.cluster.secret),
+            secret=secret,
             pool=pool,
             transfer=config.transfer,
+            credentials=credentials,
             refused=lambda reason: metrics.connection_refused(reason.value),
         )
         join_peers = None
@@ -87,7 +96,16 @@ async def run(
             else None,
             join_peers=join_peers,
         )
-        await _serve(node, config, address, metrics, allowances=allowances, ready=ready, stop=stop)
+        await _serve(
+            node,
+            config,
+            address,
+            metrics,
+            credentials=credentials,
+            allowances=allowances,
+            ready=ready,
+            stop=stop,
+        )
 
 
 async def _serve(
@@ -96,6 +114,7 @@ async def _serve(
     address: str,
     metrics: NodeMetrics,
     *,
+    credentials: ClusterCredentials,
     allowances: AllowanceSource | None,
     ready: Callable[[], None],
     stop: asyncio.Event,
@@ -111,11 +130,11 @@ async def _serve(
         keeper = QuotaKeeper(allowances, node.allow, pause_s=config.tenants.reload_s)
         await keeper.look()  # before the first put
         beats.append(keeper.run)
-    server = new_server()
+    server = new_server(credentials)
     pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node, watchers), server)
     wellness = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
     health_pb2_grpc.add_HealthServicer_to_server(wellness, server)
-    bind(server, address)
+    bind(server, address, credentials)
     scraped = ScrapeServer(pool.metrics_address, metrics.registry) if pool.metrics_address else None
     await wellness.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
@@ -159,12 +178,14 @@ async def _register(node: PoolNode) -> None:
 
 
 @asynccontextmanager
-async def _directory(pool: PoolConfig) -> AsyncIterator[Directory]:
+async def _directory(
+    pool: PoolConfig, secret: bytes, refused: RefusedValues
+) -> AsyncIterator[Directory]:
     if pool.directory == "memory":
         yield MemoryDirectory(MonotonicClock())
         return
-    redis = open_redis(pool.redis_url, pool.redis_timeout_s, setting="pool.redis_url", text=False)
+    redis = open_redis(pool.redis_url, pool.redis_timeout_s, setting="pool.redis_url")
     try:
-        yield RedisDirectory(redis, prefix=pool.redis_prefix)
+        yield RedisDirectory(redis, prefix=pool.redis_prefix, secret=secret, refused=refused)
     finally:
         await redis.aclose()

@@ -35,6 +35,12 @@ class SendingMetrics:
             registry=registry,
         )
 
+        self._unreachable_peers = Counter(
+            "baton_kv_unreachable_peers",
+            "Sessions with receiving workers that did not come up or ended because the way there carried nothing",
+            registry=registry,
+        )
+
     def observe(self, *, refused: int, fenced: int) -> None:
         """So many messages were refused, and so many writes not made, since the start."""
         self._refused.set(refused)
@@ -44,6 +50,10 @@ class SendingMetrics:
     def unreachable(self, backend: str) -> None:
         """A backend does not work to some receiving worker; backends are a closed set."""
         self._unreachable.labels(backend).inc()
+
+    def peer_unreachable(self) -> None:
+        """A receiving worker cannot be reached at all, or not any more."""
+        self._unreachable_peers.inc()
 
 
 class LinkMetrics(Collector):

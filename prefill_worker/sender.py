@@ -10,7 +10,7 @@ from functools import partial
 import grpc
 
 from baton.clock import Clock
-from baton.errors import BatonError, TransferError
+from baton.errors import BatonError, TransferError, UnreachableError
 from baton.ids import BlockId, SeqId, WorkerIdentity
 from baton.telemetry.logs import get_logger
 from baton_worker.legs import WorkerLegTable
@@ -168,6 +168,8 @@ class PageSender:
         field = refused_field(error)
         if field is not None:
             self._shared.handshake_refused(field)
+        if isinstance(error, UnreachableError):
+            self._metrics.peer_unreachable()
         self._letting_go = {session for session in self._letting_go if not session.over}
         self._letting_go.add(self._sessions.pop(peer))
         self._apply(PeerDown(peer=peer, error=error))

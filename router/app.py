@@ -7,6 +7,7 @@ the tokenizer and closes them after it.
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
@@ -15,8 +16,10 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.schema import RouterConfig
 from baton.telemetry.tracing import NotTraced, Tracer
 from router import openapi
-from router.anthropic.messages import Messages
+from router.anthropic.messages import MessageWriter, TokenCounting
 from router.anthropic.replies import CountedTokens
+from router.anthropic.requests import MessagesRequest
+from router.generation.endpoint import ConversationEndpoint
 from router.generation.model_catalog import ModelCatalog
 from router.generation.planner import RequestPlanner
 from router.generation.prompt_encoder import PromptEncoder
@@ -28,18 +31,20 @@ from router.http.auth import AuthMiddleware
 from router.http.body import BodyReader
 from router.http.errors import error_responses
 from router.openai import stored
-from router.openai.chat import ChatCompletions
+from router.openai.chat import ChatWriter
 from router.openai.completions import Completions
 from router.openai.models import Models
 from router.openai.replies import ModelCard, ModelList
-from router.openai.responses.endpoint import Responses
+from router.openai.requests import ChatCompletionRequest
+from router.openai.responses.requests import ResponsesRequest
+from router.openai.responses.writer import ResponseWriter
 from router.openai.tokenization import Detokenized, Tokenization, Tokenized
 from router.ports import Generator, RouterStatus
 from router.routing.explanation import DecisionLog
-from router.slo import SloBook
+from router.slo import SloClasses
 from router.telemetry.collectors import RouteDecisions
 from router.telemetry.metrics import RouterMetrics
-from router.tenancy import Tenancy, simple
+from router.tenancy import Tenancy, tenancy_of_keys
 from router.text.tokenizer import Tokenizer
 
 
@@ -86,10 +91,10 @@ def create_app(
         decisions: What routing remembers; admins may ask for it, /metrics counts it.
         tracer: Takes the spans of requests; none are recorded if None.
     """
-    tenancy = tenancy or simple(settings.router.api_keys, clock or MonotonicClock())
+    tenancy = tenancy or tenancy_of_keys(settings.router.api_keys, clock or MonotonicClock())
     metrics = RouterMetrics(registry, settings.model_names[0])
-    slo_book = SloBook(settings.router.slo_classes)
-    metrics.watch(status, slo_book.names)
+    slo_classes = SloClasses(settings.router.slo_classes)
+    metrics.watch(status, slo_classes.names)
     decisions = decisions or DecisionLog("")
     registry.register(RouteDecisions(decisions))
     app_clock = clock or MonotonicClock()
@@ -99,7 +104,7 @@ def create_app(
     planner = RequestPlanner(
         catalog,
         generator,
-        slo_book,
+        slo_classes,
         metrics,
         settings.defaults,
         timeout_s=settings.router.request_timeout_s,
@@ -115,7 +120,6 @@ def create_app(
         tracer or NotTraced(),
     )
     pieces = tokenizer.pieces
-    messages = Messages(bodies, catalog, planner, prompts, responder)
     app = FastAPI(
         title="Baton",
         version=settings.version,
@@ -126,18 +130,50 @@ def create_app(
     _add_auth(app, tenancy, metrics)
     errors.install(app)
     openapi.install(app, settings.model_names)
-    chat = ChatCompletions(bodies, planner, prompts, responder, pieces)
+    chat = ConversationEndpoint(
+        ChatCompletionRequest,
+        ChatCompletionRequest.as_conversation,
+        partial(ChatWriter, pieces=pieces),
+        "chatcmpl",
+        bodies=bodies,
+        planner=planner,
+        prompts=prompts,
+        responder=responder,
+    )
     completions = Completions(
         bodies, planner, prompts, responder, pieces, tokenizer, tenancy.guards
     )
-    responses = Responses(bodies, planner, prompts, responder, pieces)
+    responses = ConversationEndpoint(
+        ResponsesRequest,
+        ResponsesRequest.as_conversation,
+        partial(ResponseWriter, pieces=pieces),
+        "resp",
+        bodies=bodies,
+        planner=planner,
+        prompts=prompts,
+        responder=responder,
+    )
+    messages = ConversationEndpoint(
+        MessagesRequest,
+        MessagesRequest.as_conversation,
+        lambda context, _body, run: MessageWriter(context, run),
+        "msg",
+        bodies=bodies,
+        planner=planner,
+        prompts=prompts,
+        responder=responder,
+    )
     _add_generating(app, "/v1/chat/completions", chat, openapi.CHAT)
     _add_generating(app, "/v1/completions", completions, openapi.COMPLETION)
     _add_generating(app, "/v1/responses", responses, openapi.RESPONSE)
     _add_generating(app, "/v1/messages", messages, openapi.MESSAGE)
     stored.install(app)
     _add_models(app, models)
-    _add_counting(app, Tokenization(bodies, catalog, prompts, tokenizer), messages)
+    _add_counting(
+        app,
+        Tokenization(bodies, catalog, prompts, tokenizer),
+        TokenCounting(bodies, catalog, prompts),
+    )
     operations.install(app, status, settings.version, registry)
     return app
 
@@ -145,7 +181,7 @@ def create_app(
 def _add_auth(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
     rate_limiter = RateLimiter(
         tenancy.limiter,
-        tenancy.suspects,
+        tenancy.breakers,
         tenancy.clock,
         metrics,
         keep_content=tenancy.keep_content,
@@ -192,7 +228,7 @@ def _add_models(app: FastAPI, models: Models) -> None:
         return await models.card(name, request)
 
 
-def _add_counting(app: FastAPI, tokenization: Tokenization, messages: Messages) -> None:
+def _add_counting(app: FastAPI, tokenization: Tokenization, counting: TokenCounting) -> None:
     into, back = openapi.TOKENIZE, openapi.DETOKENIZE
 
     @app.post("/tokenize", openapi_extra=into.openapi_extra, responses=into.responses)
@@ -211,4 +247,4 @@ def _add_counting(app: FastAPI, tokenization: Tokenization, messages: Messages) 
         responses=counted.responses,
     )
     async def post_count_tokens(request: Request) -> CountedTokens:
-        return await messages.count_tokens(request)
+        return await counting(request)

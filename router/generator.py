@@ -20,6 +20,7 @@ from router.dispatch.actions import (
     Emit,
     Fail,
     Finish,
+    PairSuspected,
     RefuseWorker,
     SendAction,
     WorkerSuspected,
@@ -249,6 +250,15 @@ class ClusterGenerator:
                     "worker fell silent, its requests continue elsewhere",
                     worker=str(action.worker),
                     silent_s=round(action.silent_s, 1),
+                )
+            case PairSuspected():
+                _log.warning(
+                    "two workers cannot hand KV over, other pairs or the decode worker alone take their requests",
+                    prefill=str(action.prefill),
+                    decode=str(action.decode),
+                    code=action.error.code,
+                    reason=action.error.message,
+                    pause_s=round(action.pause_s, 1),
                 )
             case _:
                 self._commands.send(action)

@@ -14,8 +14,10 @@ import grpc
 from baton.backoff import Backoff
 from baton.errors import IncompatibleError
 from baton.ids import WorkerIdentity
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import open_channel, stranger
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import PROTOCOL_VERSION, identity_from_proto
+from baton.rpc.identity import PeerRole
 from baton.rpc.reports import blocks_from_proto
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
@@ -45,37 +47,56 @@ class PoolWatch:
         address: gRPC address of a pool node.
         pools: Told of nodes that come and go and what they hold, on the event loop.
         timing: How it waits.
+        credentials: Of this process.
 
     Attributes:
         node: The node that is there now; None while none is.
     """
 
     def __init__(
-        self, address: str, pools: PoolNodes, *, timing: WatchTiming | None = None
+        self,
+        address: str,
+        pools: PoolNodes,
+        *,
+        timing: WatchTiming | None = None,
+        credentials: ClusterCredentials | None = None,
     ) -> None:
         self.address = address
         self.node: WorkerIdentity | None = None
         self._pools = pools
         self._timing = timing or WatchTiming()
+        self._credentials = credentials
+        self._told = ""
 
     async def run(self) -> None:
         """Watches, and watches anew, until cancelled."""
         failures = 0
         while True:
             was_there = False
-            async with open_channel(self.address) as channel:
+            async with open_channel(self.address, self._credentials, PeerRole.POOL) as channel:
                 call = pool_pb2_grpc.PoolStub(channel).Watch(pb.WatchPoolRequest())
                 try:
                     await self._listen(call)
                 except IncompatibleError as error:
-                    _log.error("pool node cannot be used", address=self.address, cause=error)
-                except (grpc.aio.AioRpcError, TimeoutError) as error:
+                    self._refuse(error)
+                except grpc.aio.AioRpcError as error:
+                    foreign = stranger(error, self.address, self._credentials)
+                    if foreign is not None:
+                        self._refuse(foreign)
+                    else:
+                        _log.debug("pool node is away", address=self.address, reason=repr(error))
+                except TimeoutError as error:
                     _log.debug("pool node is away", address=self.address, reason=repr(error))
                 finally:
                     call.cancel()
                     was_there = self._part()
             failures = 1 if was_there else failures + 1
             await asyncio.sleep(self._timing.backoff.wait_s(failures))
+
+    def _refuse(self, error: IncompatibleError) -> None:
+        if error.message != self._told:  # not at every attempt
+            _log.error("pool node cannot be used", address=self.address, reason=error.message)
+            self._told = error.message
 
     async def _listen(
         self, call: "grpc.aio.UnaryStreamCall[pb.WatchPoolRequest, pb.PoolFrame]"
@@ -84,7 +105,7 @@ class PoolWatch:
         frames = aiter(call)
         node = self._greeted(await self._next(frames))
         self._pools.join(node, self.address)
-        self.node = node
+        self.node, self._told = node, ""
         _log.info("pool node watched", node=str(node), address=self.address)
         while True:
             frame = await self._next(frames)
@@ -125,10 +146,16 @@ class PoolWatch:
 
 @asynccontextmanager
 async def watching(
-    addresses: Sequence[str], pools: PoolNodes, *, timing: WatchTiming | None = None
+    addresses: Sequence[str],
+    pools: PoolNodes,
+    *,
+    timing: WatchTiming | None = None,
+    credentials: ClusterCredentials | None = None,
 ) -> AsyncIterator[tuple[PoolWatch, ...]]:
     """Watches the nodes at all `addresses` while inside."""
-    watches = tuple(PoolWatch(address, pools, timing=timing) for address in addresses)
+    watches = tuple(
+        PoolWatch(address, pools, timing=timing, credentials=credentials) for address in addresses
+    )
     tasks = [asyncio.create_task(watch.run(), name=f"watch {watch.address}") for watch in watches]
     for task in tasks:
         task.add_done_callback(_report)

@@ -19,7 +19,10 @@ from prometheus_client import CollectorRegistry
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import BatonConfig, RouterConfig
 from baton.errors import ConfigError
+from baton.redis_link import RefusedValues
 from baton.rpc.channel import bind, new_server
+from baton.rpc.credentials import ClusterCredentials
+from baton.rpc.identity import PeerRole
 from baton.rpc.v1 import control_pb2_grpc
 from baton.telemetry.logs import get_logger
 from baton.telemetry.metrics import new_registry
@@ -114,19 +117,24 @@ async def run(
     # All that has been loaded stays: going over it again and again for garbage would cost a few percent of every core.
     gc.freeze()
     gc.set_threshold(_GARBAGE_THRESHOLD)
-    parts = compose(config.router, worker_addresses, secret)
-    stories = RequestStories(parts.generator.story, parts.view, MonotonicClock())
+    credentials = ClusterCredentials.from_config(config.cluster, PeerRole.ROUTER, "router")
+    parts = compose(config.router, worker_addresses, secret, credentials=credentials)
+    stories = RequestStories(parts.generator.story, parts.view, MonotonicClock(), credentials)
     registry = new_registry()
+    registry.register(credentials.counts)
+    refused = RefusedValues(registry)
     refusals = server.ConnectionRefusals(registry)
     tracer = open_tracer(config.trace, "router", MonotonicClock())
     try:
         async with (
             running(parts),
-            open_tenancy(config, registry) as tenancy,
-            sharing(config.tenants, parts.admission),
-            watching(pool_addresses, parts.view.pools),
-            _control(config, parts, stories, control_address),
-            _admin(config, tenancy, PoolAdminClient(pool_addresses), stories, refusals),
+            open_tenancy(config, registry, refused) as tenancy,
+            sharing(config, parts.admission, refused),
+            watching(pool_addresses, parts.view.pools, credentials=credentials),
+            _control(config, parts, stories, control_address, credentials),
+            _admin(
+                config, tenancy, PoolAdminClient(pool_addresses, credentials), stories, refusals
+            ),
             _http(
                 _app(config, parts, loaded, registry, tenancy, tracer),
                 config,
@@ -171,6 +179,7 @@ def compose(
     worker_addresses: Sequence[str],
     secret: bytes,
     *,
+    credentials: ClusterCredentials | None = None,
     clock: Clock | None = None,
     retry_policy: RetryPolicy | None = None,
     link_timing: LinkTiming | None = None,
@@ -181,6 +190,7 @@ def compose(
         config: The router's section.
         worker_addresses: gRPC addresses of workers.
         secret: The cluster secret, 32 bytes.
+        credentials: Of this process; without them workers are reached by Unix sockets only.
         clock: Monotonic.
         retry_policy: Bounds of retrying and waiting; `config.max_attempts` holds unless given.
         link_timing: How links wait.
@@ -214,7 +224,7 @@ def compose(
     def hear(heard: Heard) -> None:  # links and generator call each other
         generator.hear(heard)
 
-    membership = WorkerLinks(worker_addresses, hear, timing=link_timing)
+    membership = WorkerLinks(worker_addresses, hear, timing=link_timing, credentials=credentials)
     generator = ClusterGenerator(
         dispatcher=dispatcher,
         admission=admission,
@@ -356,9 +366,13 @@ async def _admin(
 
 @asynccontextmanager
 async def _control(
-    config: BatonConfig, parts: RouterParts, stories: RequestStories, address: str
+    config: BatonConfig,
+    parts: RouterParts,
+    stories: RequestStories,
+    address: str,
+    credentials: ClusterCredentials,
 ) -> AsyncIterator[None]:
-    rpc = new_server()
+    rpc = new_server(credentials)
     control = RouterControl(
         view=parts.view,
         links=parts.membership.links,
@@ -370,7 +384,7 @@ async def _control(
         model=_names(config)[0],
     )
     control_pb2_grpc.add_ControlServicer_to_server(control, rpc)
-    bind(rpc, address)
+    bind(rpc, address, credentials)
     await rpc.start()
     try:
         yield

@@ -36,7 +36,7 @@ STANDARD = Slo()
 """The promise of a request without another."""
 
 
-class SloBook:
+class SloClasses:
     """The classes of one cluster.
 
     Args:

@@ -1,6 +1,6 @@
 """Everything that stands between a client and the endpoints: tenants, limits, guardrails, audit. Put together here.
 
-`simple` is what a router has without any of it: the keys of its configuration and no limits. `open_tenancy` is what the
+`tenancy_of_keys` is what a router has without any of it: the keys of its configuration and no limits. `open_tenancy` is what the
 router process runs with; it looks after reloads and leases in the background.
 """
 
@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from baton.clock import Clock, MonotonicClock
 from baton.config.schema import BatonConfig, TenantsConfig
 from baton.errors import UnavailableError
-from baton.redis_link import open_redis
+from baton.redis_link import RefusedValues, open_redis
 from baton.telemetry.logs import get_logger
 from router.guardrails.chain import GuardChain
 from router.guardrails.load import load_guardrails
@@ -45,7 +45,7 @@ class Tenancy:
         directory: Knows the tenants.
         limiter: Keeps their counts.
         clock: Of limits and circuits.
-        suspects: Knows whose requests break workers.
+        breakers: Knows whose requests break workers.
         guards: The operator's checks.
         audit: Where requests are recorded, if they are.
         keep_content: Whether every tenant's content is recorded.
@@ -55,21 +55,28 @@ class Tenancy:
     directory: TenantDirectory
     limiter: Limiter
     clock: Clock
-    suspects: TenantBreakers = field(default_factory=TenantBreakers)
+    breakers: TenantBreakers = field(default_factory=TenantBreakers)
     guards: GuardChain = field(default_factory=GuardChain)
     audit: AuditLog | None = None
     keep_content: bool = False
     reloader: TenantReloader | None = None
 
 
-def simple(api_keys: Sequence[str], clock: Clock) -> Tenancy:
+def tenancy_of_keys(api_keys: Sequence[str], clock: Clock) -> Tenancy:
     """One anonymous tenant without limits: every client with one of the keys, or every client if there are none."""
     return Tenancy(directory=TenantDirectory(api_keys), limiter=LocalLimiter(clock), clock=clock)
 
 
 @asynccontextmanager
-async def open_tenancy(config: BatonConfig, registry: CollectorRegistry) -> AsyncIterator[Tenancy]:
+async def open_tenancy(
+    config: BatonConfig, registry: CollectorRegistry, refused: RefusedValues
+) -> AsyncIterator[Tenancy]:
     """All that the configuration asks for, at work inside.
+
+    Args:
+        config: The whole configuration.
+        registry: For metrics.
+        refused: Is told of what is not believed of Redis.
 
     Raises:
         ConfigError: The tenants document, a guardrail or the URL of Redis is wrong, or an extra is not installed.
@@ -79,8 +86,8 @@ async def open_tenancy(config: BatonConfig, registry: CollectorRegistry) -> Asyn
     directory = TenantDirectory(config.router.api_keys, described=described)
     async with AsyncExitStack() as stack:
         redis = await _redis(config.tenants, stack)
-        limiter = await _limiter(config.tenants, redis, clock, registry, stack)
-        reloader = await _reloader(config, redis, directory, registry, stack)
+        limiter = await _limiter(config.tenants, redis, clock, registry, refused, stack)
+        reloader = await _reloader(config, redis, directory, registry, refused, stack)
         audit = None
         if config.audit.file:
             audit = AuditLog(Path(config.audit.file), registry)
@@ -126,11 +133,14 @@ async def _limiter(
     redis: "Redis | None",
     clock: Clock,
     registry: CollectorRegistry,
+    refused: RefusedValues,
     stack: AsyncExitStack,
 ) -> Limiter:
     if redis is None:
         return LocalLimiter(clock, share=1 / config.routers)
-    shared = RedisLimiter(redis, prefix=config.redis_prefix, lease_s=config.lease_s)
+    shared = RedisLimiter(
+        redis, prefix=config.redis_prefix, lease_s=config.lease_s, refused=refused
+    )
     limiter = DegradingLimiter(
         shared,
         clock=clock,
@@ -149,9 +159,10 @@ async def _reloader(
     redis: "Redis | None",
     directory: TenantDirectory,
     registry: CollectorRegistry,
+    refused: RefusedValues,
     stack: AsyncExitStack,
 ) -> TenantReloader | None:
-    source = _source(config.tenants, redis)
+    source = _source(config, redis, refused)
     if source is None:
         return None
     reloader = TenantReloader(
@@ -170,8 +181,12 @@ async def _reloader(
     return reloader
 
 
-def _source(config: TenantsConfig, redis: "Redis | None") -> TenantSource | None:
-    if config.source == "redis":
+def _source(
+    config: BatonConfig, redis: "Redis | None", refused: RefusedValues
+) -> TenantSource | None:
+    tenants = config.tenants
+    if tenants.source == "redis":
         assert redis is not None, "checked with the configuration"
-        return RedisSource(redis, config.redis_prefix)
-    return FileSource(Path(config.file)) if config.file else None
+        secret = bytes.fromhex(config.cluster.secret)
+        return RedisSource(redis, tenants.redis_prefix, secret, refused)
+    return FileSource(Path(tenants.file)) if tenants.file else None

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 from fakeredis import TcpFakeServer
+from prometheus_client import CollectorRegistry
+
+from baton.redis_link import RefusedValues
 
 REDIS_SERVER = shutil.which("redis-server")
 
@@ -25,6 +28,11 @@ KINDS = [
     ),
 ]
 """For `pytest.mark.parametrize`."""
+
+
+def no_refusals() -> RefusedValues:
+    """For tests that do not look at what was refused."""
+    return RefusedValues(CollectorRegistry())
 
 
 @contextlib.asynccontextmanager

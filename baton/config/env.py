@@ -63,6 +63,11 @@ def child_environment(*, num_threads: int, import_path: str | None = None) -> di
     return inherited
 
 
+def quiet_grpc() -> None:
+    """Keeps gRPC's core from a line on standard error for every connection that fails its handshake. It reads this when it is imported."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
 def _ours(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     sections = tuple(f"{PREFIX}{section.upper()}_" for section in SECTIONS)
     for name, value in sorted(environ.items()):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.config.ports import MIN_PORTS, is_wildcard, parse_ports, port_of
 from baton.config.schema import BatonConfig
 from baton.ids import Role
 
@@ -159,10 +160,20 @@ RULES: tuple[Rule, ...] = (
         holds=lambda v: bool(v) and set(v) <= set(BACKENDS),
         demand=f"must name at least one of: {', '.join(BACKENDS)}",
     ),
+    Rule(
+        path="transfer.ports",
+        holds=lambda v: v == "" or len(parse_ports(v) or ()) >= MIN_PORTS,
+        demand=f"must be the first and the last of at least {MIN_PORTS} ports, as 7100-7199",
+    ),
     _one_of("pool.eviction", EVICTIONS),
     _one_of("pool.ssd_eviction", EVICTIONS),
     _one_of("pool.directory", DIRECTORIES),
     Rule(path="pool.redis_prefix", holds=bool, demand="must not be empty"),
+    Rule(
+        path="pool.failure_domain",
+        holds=lambda v: len(v) <= 256,
+        demand="must have at most 256 characters",
+    ),
     *(
         Rule(path=path, holds=lambda v: 0 < v <= 1, demand="must be above 0 and at most 1")
         for path in ("pool.high_watermark", "pool.low_watermark")
@@ -231,6 +242,8 @@ def contradiction(config: BatonConfig) -> str | None:
         return "admin.port needs admin.api_keys: operators are known by their keys"
     if config.tenants.source == "redis" and not config.tenants.redis_url:
         return "tenants.source is redis, which needs tenants.redis_url"
+    if config.tenants.source == "redis" and not cluster.secret:
+        return "tenants.source is redis, which needs cluster.secret: the document is sealed with it"
     pool = config.pool
     if pool.directory == "redis" and not pool.redis_url:
         return "pool.directory is redis, which needs pool.redis_url"
@@ -241,10 +254,18 @@ def contradiction(config: BatonConfig) -> str | None:
     named = [name for name in of_one if getattr(pool, name)]
     if pool.nodes > 1 and named:
         return f"pool.{named[0]} is of one node, but pool.nodes is {pool.nodes}"
+    if pool.peer_address and is_wildcard(pool.advertise_address or pool.peer_address):
+        return f"pool.peer_address: others cannot reach {pool.advertise_address or pool.peer_address}; set pool.advertise_address to host:port"
+    if (taken := _in_transfer_ports(config)) is not None:
+        return f"transfer.ports is {config.transfer.ports}, which holds the port of {taken}"
     if pool.low_watermark > pool.high_watermark:
         return "pool.low_watermark must not be above pool.high_watermark"
     if bool(pool.ssd_dir) != bool(pool.ssd_bytes):
         return "pool.ssd_dir and pool.ssd_bytes belong together"
+    tls = ("tls_certificate", "tls_key", "tls_authority")
+    missing = [name for name in tls if not getattr(cluster, name)]
+    if missing and len(missing) < len(tls):
+        return f"cluster.{missing[0]} is not set: cluster.tls_certificate, tls_key and tls_authority belong together"
     if cluster.restart_backoff_max_s < cluster.restart_backoff_s:
         return "cluster.restart_backoff_max_s must not be below cluster.restart_backoff_s"
     started_here = cluster.prefill_workers + cluster.decode_workers + cluster.hybrid_workers
@@ -260,3 +281,17 @@ def contradiction(config: BatonConfig) -> str | None:
             f" and {cluster.hybrid_workers} hybrid"
         )
     return None
+
+
+def _in_transfer_ports(config: BatonConfig) -> str | None:
+    """A setting whose port transports might take before it is bound."""
+    ports = parse_ports(config.transfer.ports) or range(0)
+    named: dict[str, int | None] = {
+        "router.port": config.router.port,
+        "admin.port": config.admin.port,
+        "cluster.metrics_port": config.cluster.metrics_port,
+        "pool.address": port_of(config.pool.address),
+        "pool.peer_address": port_of(config.pool.peer_address),
+        "pool.metrics_address": port_of(config.pool.metrics_address),
+    }
+    return next((path for path, port in named.items() if port in ports), None)

@@ -228,6 +228,8 @@ class TransferConfig:
     Attributes:
         backends: Allowed backends, preferred first; those that are not installed, or do not reach the arena's memory, are not
             offered.
+        ports: First and last TCP port on which peers of other hosts are let in to KV memory, as `7100-7199`; empty for any that
+            is free. Every pair of workers takes one on each side, and every backend one; 16 at least.
         expect_timeout_s: How long a decode worker waits for an announced transfer; covers queueing at the prefill worker.
         reserve_timeout_s: How long a decode worker may leave a reservation unanswered for lack of room.
         quiesce_timeout_s: How long an aborted transfer may stay unacknowledged before its peer is fenced.
@@ -239,6 +241,7 @@ class TransferConfig:
     """
 
     backends: tuple[str, ...] = ("cuda_ipc", "shm", "nixl", "ucx")
+    ports: str = ""
     expect_timeout_s: float = 600.0
     reserve_timeout_s: float = 60.0
     quiesce_timeout_s: float = 5.0
@@ -356,6 +359,10 @@ class ClusterConfig:
         runtime_dir: Directory of this cluster's sockets; empty for one named after the HTTP port, in the machine's
             directory for temporary files. Made at start and removed at the end.
         secret: Cluster secret in hex (32 bytes); empty draws a new one at start.
+        tls_certificate: File with the certificate of this process (PEM, with those between it and the authority); empty for
+            one that is issued in memory from `secret`. Needs `tls_key` and `tls_authority`.
+        tls_key: File with its private key.
+        tls_authority: File with the certificate by which those of the other processes are signed.
         restart_backoff_s: First wait before a dead process is started again; doubles up to `restart_backoff_max_s`.
         restart_backoff_max_s: Longest such wait.
         startup_timeout_s: How long a process may take to become ready without showing progress.
@@ -372,6 +379,9 @@ class ClusterConfig:
     pool_nodes: tuple[str, ...] = ()
     runtime_dir: str = ""
     secret: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_authority: str = ""
     restart_backoff_s: float = 0.5
     restart_backoff_max_s: float = 30.0
     startup_timeout_s: float = 300.0

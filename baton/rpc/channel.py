@@ -1,12 +1,28 @@
-"""gRPC channels and servers with the settings that every process shares."""
+"""gRPC channels and servers with the settings that every process shares.
+
+TCP connections are mutual TLS with the cluster's certificates (`credentials.py`). Unix sockets are not: their mode lets in
+processes of this user only.
+"""
+
+import os
+import stat
 
 import grpc
 
-_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+from baton.errors import ConfigError, IncompatibleError
+from baton.rpc.admission import RoleAdmission
+from baton.rpc.connections import HANDSHAKE_S
+from baton.rpc.credentials import ClusterCredentials
+from baton.rpc.identity import PeerRole
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Of a worker's stream and its sessions: a snapshot of all block keys, a prompt's checksums."""
+
+_UNIX = "unix:"
 
 _OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A peer that vanished without closing its socket is noticed within seconds.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -26,28 +42,107 @@ _OPTIONS: list[tuple[str, int | str]] = [
 ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `unix:/path` or `host:port`; connects in the background. The caller closes it."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+_SERVER_OPTIONS: list[tuple[str, int | str]] = [
+    *_OPTIONS,
+    # Until a connection has proven its cluster and greeted. gRPC's default is two minutes.
+    ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
+    # Of each listening address, unproven ones too. Routers and workers hold one or two each; more are refused at once.
+    ("grpc.max_allowed_incoming_connections", 512),
+    ("grpc.max_concurrent_streams", 1024),
+]
+
+# BoringSSL's words for a certificate of another authority, and gRPC's for one of another role.
+_OTHER_CLUSTER = ("CERTIFICATE_VERIFY_FAILED", "certificate signature failure")
+_OTHER_ROLE = "Hostname Verification Check failed"
+_NO_TLS = "WRONG_VERSION_NUMBER"
 
 
-def new_server() -> grpc.aio.Server:
-    """A server without services or ports yet."""
-    return grpc.aio.server(options=_OPTIONS)
+def open_channel(
+    address: str,
+    credentials: ClusterCredentials | None = None,
+    peer: PeerRole = PeerRole.WORKER,
+) -> grpc.aio.Channel:
+    """A channel to `unix:/path` or `host:port`; connects in the background. The caller closes it.
+
+    Args:
+        address: Where.
+        credentials: Of this process; a TCP address needs them.
+        peer: What the process there has to be.
+
+    Raises:
+        ConfigError: A TCP address without credentials.
+    """
+    if address.startswith(_UNIX):
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    options = [*_OPTIONS, ("grpc.ssl_target_name_override", peer.host_name)]
+    own = _needed(credentials, address).for_channel()
+    return grpc.aio.secure_channel(address, own, options=options)
 
 
-def bind(server: grpc.aio.Server, address: str) -> str:
+def new_server(
+    credentials: ClusterCredentials | None = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Server:
+    """A server without services or ports yet. `max_message_bytes`: of a message that it takes."""
+    interceptors = [] if credentials is None else [RoleAdmission(credentials.counts)]
+    options = [*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+    return grpc.aio.server(interceptors=interceptors, options=options)
+
+
+def bind(
+    server: grpc.aio.Server, address: str, credentials: ClusterCredentials | None = None
+) -> str:
     """Binds `unix:/path` or `host:port` (port 0: any free one) and returns the address with the real port.
+
+    Args:
+        server: Made with the same credentials.
+        address: Where.
+        credentials: Of this process; a TCP address needs them.
 
     Raises:
         OSError: The address is taken or cannot be bound.
+        ConfigError: A TCP address without credentials.
     """
     try:
-        port = server.add_insecure_port(address)
+        if address.startswith(_UNIX):
+            server.add_insecure_port(address)
+        else:
+            own = _needed(credentials, address).for_server()
+            port = server.add_secure_port(address, own)
     except RuntimeError as error:  # grpc's word for a failed bind
         raise OSError(f"cannot bind {address}: {error}") from error
-    if address.startswith("unix:"):
+    if address.startswith(_UNIX):
+        os.chmod(address.removeprefix(_UNIX), stat.S_IRUSR | stat.S_IWUSR)
         return address
     if port == 0:
         raise OSError(f"cannot bind {address}")
     return f"{address.rpartition(':')[0]}:{port}"
+
+
+def stranger(
+    error: grpc.aio.AioRpcError, address: str, credentials: ClusterCredentials | None
+) -> IncompatibleError | None:
+    """What is wrong with the process at `address` if it is not the one meant; None if `error` has another cause.
+
+    Connecting again does not help: the process there, or this one, has to be started with the cluster's secret.
+    """
+    details = error.details() or ""
+    if any(words in details for words in _OTHER_CLUSTER):
+        what = f"cluster.secret: the process at {address} does not have that of this cluster"
+    elif _OTHER_ROLE in details:
+        what = f"role: the process at {address} is of this cluster, but has another role"
+    elif _NO_TLS in details:
+        what = f"protocol: the process at {address} does not speak TLS"
+    else:
+        return None
+    if credentials is not None:
+        credentials.counts.strangers += 1
+    return IncompatibleError(what)
+
+
+def _needed(credentials: ClusterCredentials | None, address: str) -> ClusterCredentials:
+    if credentials is None:
+        raise ConfigError(
+            f"cluster.secret is not set, and {address} is reached over TCP: its peers have to prove that they have it",
+            param="cluster.secret",
+        )
+    return credentials

@@ -1,27 +1,59 @@
-"""Serves one registry over HTTP, for Prometheus to scrape a worker that has no HTTP surface of its own."""
+"""Serves one registry over HTTP, for Prometheus to scrape a worker that has no HTTP surface of its own, and its probes.
 
-from prometheus_client import CollectorRegistry, start_http_server
+An orchestrator's probes have no certificate of the cluster, so that they cannot ask over gRPC.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from baton.errors import ConfigError
 
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+_TIMEOUT_S = 2.0
+"""For a request to come; each connection has a thread."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:  # the library's name
+        """Scrapes are not worth a line."""
+
 
 class ScrapeServer:
-    """A small HTTP server in a thread of its own.
+    """A small HTTP server in a thread of its own: metrics, and for each probe 200 or 503.
 
     Args:
         address: `host:port` to bind.
         registry: What is served.
+        probes: By path, such as `/live`: whether all is well. Asked on the server's threads.
 
     Raises:
         ConfigError: The address is malformed.
         OSError: It is taken.
     """
 
-    def __init__(self, address: str, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        address: str,
+        registry: CollectorRegistry,
+        probes: Mapping[str, Callable[[], bool]] | None = None,
+    ) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"not host:port: {address!r}", param="metrics_address")
-        self._server, self._thread = start_http_server(int(port), host, registry)
+        self._metrics = make_wsgi_app(registry)
+        self._probes = dict(probes or {})
+        self._server = make_server(host, int(port), self._answer, ThreadingWSGIServer, _Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:
@@ -29,3 +61,14 @@ class ScrapeServer:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+    def _answer(
+        self, environ: "WSGIEnvironment", start_response: "StartResponse"
+    ) -> Iterable[bytes]:
+        probe = self._probes.get(str(environ.get("PATH_INFO")))
+        if probe is None:
+            shown: Iterable[bytes] = self._metrics(environ, start_response)
+            return shown
+        status = "200 OK" if probe() else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "text/plain")])
+        return [b""]

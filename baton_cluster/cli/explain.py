@@ -1,10 +1,11 @@
 """`baton explain REQUEST_ID`: why a running cluster's router sent a request where it did, and how it went; with `--story`, what
-the router and its workers did about it, event by event.
+the router and its workers did about it, event by event, or what happened to a process of the cluster.
 """
 
 import argparse
 import asyncio
 import sys
+from pathlib import Path
 
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
@@ -16,6 +17,8 @@ from baton.rpc.v1.control_pb2 import ExplainReply, ExplainRequest, StoryRequest
 from baton_cluster.cli import router_control
 from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask
 from baton_cluster.cli.story import story_text
+from baton_cluster.launch import child_stories
+from baton_cluster.launch.runtime_dir import ROUTER_SOCKET
 
 _PARTS = (
     ("queue on prefill", "queue_s"),
@@ -37,7 +40,11 @@ _KINDS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which request of which cluster, and in what form."""
-    parser.add_argument("request_id", metavar="REQUEST_ID", help="the `id` of the reply")
+    parser.add_argument(
+        "request_id",
+        metavar="REQUEST_ID",
+        help="the `id` of the reply; with --story also a process, such as decode-0",
+    )
     parser.add_argument(
         "--story", action="store_true", help="what router and workers did about it, event by event"
     )
@@ -46,11 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Explains one request."""
-    address = router_control.router_address(arguments)
     if arguments.story:
-        told = asyncio.run(fetch_story(address, arguments.request_id))
+        cluster = router_control.cluster_dir(arguments)
+        told = asyncio.run(fetch_story(cluster, arguments.request_id))
         sys.stdout.write(story_text(told, arguments.request_id, as_json=arguments.json))
         return 0
+    address = router_control.router_address(arguments)
     reply = asyncio.run(fetch(address, arguments.request_id))
     if arguments.json:
         text = MessageToJson(reply, preserving_proto_field_name=True)
@@ -76,19 +84,22 @@ async def fetch(address: str, request_id: str) -> ExplainReply:
     return reply
 
 
-async def fetch_story(address: str, request_id: str) -> StoryReply:
-    """Asks the router at `address` what happened to a request.
+async def fetch_story(cluster: Path, name: str) -> StoryReply:
+    """Asks the launcher of the cluster at `cluster` about a process of that name, and its router about a request.
 
     Raises:
-        UnavailableError: It does not answer.
-        InvalidRequestError: It does not know the request, or not any more.
+        UnavailableError: The router does not answer.
+        InvalidRequestError: There is no such process, and no such request, or not any more.
     """
-    asked = StoryRequest(request_id=request_id)
+    if (cluster / child_stories.SOCKET).exists():
+        of_child = await child_stories.ask_story(cluster, name)
+        if of_child.entries:
+            return of_child
+    asked = StoryRequest(request_id=name)
+    address = f"unix:{cluster / ROUTER_SOCKET}"
     reply = await ask(address, lambda router: router.Story(asked, timeout=ANSWER_WAIT_S))
     if not reply.entries:
-        raise InvalidRequestError(
-            f"neither the router nor a worker knows {request_id}, or not any more"
-        )
+        raise InvalidRequestError(f"neither the router nor a worker knows {name}, or not any more")
     return reply
 
 

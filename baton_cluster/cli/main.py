@@ -9,9 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol
 
+from baton.config import env
 from baton.errors import BatonError, ConfigError
 from baton.version import version
-from baton_cluster.cli import (
+
+env.quiet_grpc()  # before any of these imports grpc
+
+from baton_cluster.cli import (  # noqa: E402
     chat,
     demo,
     doctor,

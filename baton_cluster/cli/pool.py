@@ -1,4 +1,4 @@
-"""`baton pool top` and `baton pool flush`: what the pool's node of this host holds, and how to make it forget."""
+"""`baton pool top`, `story` and `flush`: what the pool's node of this host holds, what happened to a block, how to make it forget."""
 
 import argparse
 import asyncio
@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.config.sizes import format_size
-from baton.errors import ConfigError
-from baton.rpc.v1.pool_pb2 import FlushPoolRequest
+from baton.errors import ConfigError, InvalidRequestError
+from baton.hashing import parse_block_key
+from baton.rpc.v1.pool_pb2 import BlockStoryRequest, FlushPoolRequest
 from baton_cluster.cli import router_control
 from baton_cluster.cli.pool_usage import (
     HotPrefix,
@@ -25,6 +26,8 @@ from baton_cluster.cli.pool_usage import (
     ask,
     fetch,
 )
+from baton_cluster.cli.router_control import ANSWER_WAIT_S
+from baton_cluster.cli.story import story_text
 
 _WATCH_INTERVAL_S = 1.0
 _FLUSH_WAIT_S = 30.0
@@ -38,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     top.add_argument("--watch", action="store_true", help="every second, until Ctrl-C")
     top.add_argument(
         "--hottest", type=int, default=_HOTTEST, metavar="N", help="prefixes; default: %(default)s"
+    )
+    story = _action(actions, "story", _story, "show what happened to one block of this node")
+    story.add_argument(
+        "key", metavar="KEY", help="32 hexadecimal digits, as `baton pool top` shows"
     )
     flush = _action(actions, "flush", _flush, "forget blocks, in all tiers, while serving goes on")
     flush.add_argument("--tenant", default="", metavar="NAME", help="only this tenant's")
@@ -98,6 +105,21 @@ async def _write(address: str, hottest: int, *, again: bool) -> None:
 def _write_json(usage: PoolUsage) -> None:
     sys.stdout.write(msgspec.json.encode(asdict(usage)).decode() + "\n")
     sys.stdout.flush()
+
+
+def _story(arguments: argparse.Namespace) -> None:
+    key: str = arguments.key
+    try:
+        asked = BlockStoryRequest(key=parse_block_key(key))
+    except ValueError as error:
+        raise ConfigError(f"KEY: {error}") from error
+    address = address_in(router_control.cluster_dir(arguments))
+    told = asyncio.run(ask(address, lambda pool: pool.Story(asked, timeout=ANSWER_WAIT_S)))
+    if not told.entries:
+        raise InvalidRequestError(
+            f"the pool's node here does not know block {key}, or not any more"
+        )
+    sys.stdout.write(story_text(told, key, as_json=arguments.json))
 
 
 def _flush(arguments: argparse.Namespace) -> None:

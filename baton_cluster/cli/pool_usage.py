@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 
 from baton.errors import UnavailableError
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import open_channel, stranger
+from baton.rpc.identity import PeerRole
 from baton.rpc.v1.pool_pb2 import PoolUsageReply, PoolUsageRequest
 from baton.rpc.v1.pool_pb2_grpc import PoolStub
-from baton_cluster.cli.router_control import ANSWER_WAIT_S
+from baton_cluster.cli.router_control import ANSWER_WAIT_S, operator_credentials
 from baton_cluster.launch.runtime_dir import pool_address
 
 if TYPE_CHECKING:
@@ -92,11 +93,12 @@ async def ask(address: str, question: Callable[["PoolAsyncStub"], Awaitable[_Rep
     Raises:
         UnavailableError: It does not.
     """
-    async with open_channel(address) as channel:
+    own = operator_credentials()
+    async with open_channel(address, own, PeerRole.POOL) as channel:
         try:
             return await question(PoolStub(channel))
         except grpc.aio.AioRpcError as error:
-            raise UnavailableError(
+            raise stranger(error, address, own) or UnavailableError(
                 f"the pool does not answer at {address}: {error.details()}"
             ) from error
 

@@ -11,12 +11,12 @@ import grpc
 
 from baton.errors import InvalidRequestError, UnavailableError
 from baton.ids import Role
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import open_channel, stranger
 from baton.rpc.hello import role_from_proto, role_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1.control_pb2_grpc import ControlStub
 from baton_cluster.cli import router_control
-from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask
+from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask, operator_credentials
 
 _TIMEOUT_S = 300.0
 
@@ -67,8 +67,11 @@ async def change(router: str, name: str, role: Role, *, timeout_s: float) -> pb.
         known = ", ".join(sorted(filter(None, addresses)))
         raise InvalidRequestError(f"there is no worker {name} here; there are {known}")
     request = pb.SetRoleRequest(role=role_to_proto(role), timeout_s=timeout_s)
-    async with open_channel(address) as channel:
+    own = operator_credentials()
+    async with open_channel(address, own) as channel:
         try:
             return await ControlStub(channel).SetRole(request, timeout=timeout_s + ANSWER_WAIT_S)
         except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"{name} did not change: {error.details()}") from error
+            raise stranger(error, address, own) or UnavailableError(
+                f"{name} did not change: {error.details()}"
+            ) from error

@@ -1,14 +1,19 @@
 """The line to the router of a running cluster, for commands that ask it something over its own Unix socket."""
 
 import argparse
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
+from baton.config import env
+from baton.config.load import load
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import open_channel
+from baton.rpc.credentials import ClusterCredentials
+from baton.rpc.identity import PeerRole
 from baton.rpc.v1.control_pb2_grpc import ControlStub
 from baton_cluster.launch.runtime_dir import ROUTER_SOCKET, default_dir, is_alive, running_clusters
 
@@ -27,6 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--runtime-dir", type=Path, metavar="DIRECTORY", help="where its sockets are"
     )
+
+
+def operator_credentials() -> ClusterCredentials | None:
+    """What an operator proves itself with to processes that are reached over TCP: by BATON_CLUSTER_SECRET or BATON_CLUSTER_TLS_*."""
+    cluster = load(environment=env.settings()).cluster
+    if not cluster.secret:
+        return None
+    return ClusterCredentials.from_config(cluster, PeerRole.OPERATOR, f"uid-{os.getuid()}")
 
 
 def router_address(arguments: argparse.Namespace) -> str:

@@ -16,6 +16,7 @@ import msgspec
 
 from baton.config import env
 from baton.config.load import load
+from baton.config.ports import is_wildcard, parse_ports, port_of
 from baton.config.schema import BatonConfig, WorkerConfig
 from baton.config.setting import Setting
 from baton.errors import ConfigError
@@ -38,7 +39,7 @@ _SIMULATED_FLAGS = {
     ),
     "--step-s": ("simulated.step_s", "seconds of a simulated worker's step"),
 }
-_LISTEN = "127.0.0.1:7001"  # commands are not authenticated: other interfaces must be named
+_LISTEN = "127.0.0.1:7001"  # other interfaces must be named
 
 _log = logs.get_logger(__name__)
 
@@ -142,6 +143,26 @@ def _check(config: BatonConfig, alone: Alone) -> None:
             raise _missing("pool.enabled", "without it no worker uses the node")
     elif config.pool.enabled and not config.pool.address:
         raise _missing("pool.address", "a worker alone does not know where its host's node is")
+    if alone.role not in (ROUTER, POOL):
+        _check_addresses(config, alone)
+
+
+def _check_addresses(config: BatonConfig, alone: Alone) -> None:
+    """Other workers have to find this one, and its own ports have to be left for it."""
+    reached = alone.advertise or alone.listen
+    if is_wildcard(reached):
+        flag = "--advertise" if alone.advertise else "--listen"
+        raise ConfigError(
+            f"{flag} {reached} names every address of this host and none that others could use:"
+            " add --advertise HOST:PORT",
+            param="--advertise",
+        )
+    ports = parse_ports(config.transfer.ports) or range(0)
+    for flag, address in (("--listen", alone.listen), ("--metrics", alone.metrics)):
+        if port_of(address) in ports:
+            raise ConfigError(
+                f"{flag} {address} lies within transfer.ports ({config.transfer.ports})", param=flag
+            )
 
 
 def _missing(path: str, why: str) -> ConfigError:

@@ -12,7 +12,7 @@ from baton.errors import ConfigError
 from baton.redis_link import open_redis
 from router.tenants.document import parse
 from router.tenants.keys import check_strength, hash_key, new_key
-from router.tenants.sources import RedisSource
+from router.tenants.sources import publish
 
 _TIMEOUT_S = 10.0
 
@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _action(actions, "hash-key", _hash_key, "print the hash of the key on standard input")
     check = _action(actions, "check", _check, "say whether a tenants document is in order")
     check.add_argument("document", type=Path, metavar="DOCUMENT")
-    publish = _action(
+    publishing = _action(
         actions, "publish", _publish, "put a tenants document into Redis, for all routers"
     )
-    publish.add_argument("document", type=Path, metavar="DOCUMENT")
-    publish.add_argument("-f", "--file", type=Path, metavar="FILE", help="configuration, YAML")
+    publishing.add_argument("document", type=Path, metavar="DOCUMENT")
+    publishing.add_argument("-f", "--file", type=Path, metavar="FILE", help="configuration, YAML")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,17 +67,23 @@ def _check(arguments: argparse.Namespace) -> str:
 
 
 def _publish(arguments: argparse.Namespace) -> str:
-    config = load(arguments.file, environment=env.settings()).tenants
-    if not config.redis_url:
+    config = load(arguments.file, environment=env.settings())
+    tenants, secret = config.tenants, bytes.fromhex(config.cluster.secret)
+    if not tenants.redis_url:
         raise ConfigError("there is no Redis to publish to: tenants.redis_url is not set")
-    version = asyncio.run(_put(config.redis_url, config.redis_prefix, _read(arguments.document)))
+    if not secret:
+        raise ConfigError(
+            "cluster.secret is not set: routers believe a document that is sealed with theirs"
+        )
+    text = _read(arguments.document)
+    version = asyncio.run(_put(tenants.redis_url, tenants.redis_prefix, secret, text))
     return f"published as version {version}"
 
 
-async def _put(url: str, prefix: str, text: str) -> int:
+async def _put(url: str, prefix: str, secret: bytes, text: str) -> int:
     redis = open_redis(url, _TIMEOUT_S)
     try:
-        return await RedisSource(redis, prefix).publish(text)
+        return await publish(redis, prefix, secret, text)
     finally:
         await redis.aclose()
 

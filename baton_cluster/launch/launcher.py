@@ -22,6 +22,7 @@ from baton.errors import BatonError, UnavailableError
 from baton.ids import Incarnation, new_incarnation
 from baton_cluster.launch import listener
 from baton_cluster.launch.child_process import ChildProcess
+from baton_cluster.launch.child_stories import serve_stories
 from baton_cluster.launch.machine import own_cores, usable_cores
 from baton_cluster.launch.plan import (
     ChildPlan,
@@ -227,6 +228,7 @@ class LocalCluster:
         return Supervisor(members, policy, new_incarnation=new_incarnation, now_s=time.monotonic())
 
     async def _supervise(self) -> None:
+        stories = await serve_stories(self._runtime.path, self._core.story)
         try:
             while not self._core.finished:
                 event = await self._next_event()
@@ -234,6 +236,7 @@ class LocalCluster:
                 for action in self._core.handle(event, time.monotonic()):
                     await self._act(action)
         finally:
+            stories.close()
             self._stop_listening()
             self._runtime.release()
 

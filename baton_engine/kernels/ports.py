@@ -131,9 +131,13 @@ class BatchInvariant(KernelSet, Protocol):
     """
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """`x @ weight.T + bias` of `x` `[num_tokens, in]`, `weight` `[out, in]` and `bias` `[out]`."""
+        """`x @ weight.T + bias` of `x` `[num_tokens, in]`, `weight` `[out, in]` and `bias` `[out]`, of `out_dtype` or else that of `x`."""
 
 
 def _expect(

@@ -131,12 +131,17 @@ def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
-def linear_by_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_by_row(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """See `row_matmul.row_matmul`: each row of `x` multiplied by itself, as if there were no others."""
     wide = weight.float()
     rows = [wide.mv(row.float()) for row in x]
     product = torch.stack(rows) if rows else wide.new_empty(0, weight.shape[0])
-    return (product if bias is None else product + bias.float()).to(x.dtype)
+    return (product if bias is None else product + bias.float()).to(out_dtype or x.dtype)
 
 
 def quantise_columns(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

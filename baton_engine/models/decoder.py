@@ -37,13 +37,16 @@ class LanguageHead:
 
     With tied embeddings its weights are those of the embedding; where products want them packed, a second copy of them,
     since a packed matrix gives no single row: that memory buys about half the time of the product in decode.
+
+    Attributes:
+        project: Gives float32 (`pack_head`): nothing is rounded between the last norm and the draw.
     """
 
     project: Projection
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[num_rows, vocab]` float32 of the rows that sample, and of no others."""
-        return self.project(hidden).float()
+        return self.project(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

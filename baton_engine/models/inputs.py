@@ -44,7 +44,8 @@ class InputBuilder:
         device: Where the tensors go.
         split_rule: How the kernels want the contexts of decodes to be cut, if they do.
         one_by_one: Give each token a row of its own, as if it were decoded: which tokens are computed together then changes
-            nothing for any of them.
+            nothing for any of them. Otherwise only tokens that were generated before have one, where `split_rule` is None:
+            a text that goes on after a preemption, or elsewhere, is attended as it was when it was decoded.
     """
 
     def __init__(
@@ -94,11 +95,14 @@ class InputBuilder:
             np.arange(row.num_scored) + starts[i] for i, row in enumerate(rows) if row.num_scored
         ]
         wanted = np.concatenate((np.array(last, np.int64), *scored))
-        if self._one_by_one:
-            contexts = np.where(slots < 0, 0, positions + 1).astype(np.int32)
-            tables = np.repeat(tables, lengths, axis=0)
-            lengths = np.ones(len(tokens), np.int64)
-            starts = np.arange(len(tokens) + 1, dtype=np.int32)
+        alone = [self._num_alone(row) for row in rows]
+        if any(alone):
+            lengths, own_rows = _split(rows, alone, padding)
+            tables = np.repeat(tables, own_rows, axis=0)
+            starts = np.zeros(len(lengths) + 1, np.int32)
+            np.cumsum(lengths, out=starts[1:])
+            ends = starts[1:] - 1
+            contexts = np.where(slots[ends] < 0, 0, positions[ends] + 1).astype(np.int32)
         pieces = self._pieces(lengths, contexts)
         places = () if unseen is None else (np.array(unseen.places, np.int64),)
         sent = self._staging.send_arrays(
@@ -119,6 +123,16 @@ class InputBuilder:
             ),
             logit_tokens=sent[6],
         )
+
+    def _num_alone(self, row: Row) -> int:
+        """How many of the row's last tokens get a row of their own."""
+        if row.num_tokens == 1:
+            return 0
+        if self._one_by_one:
+            return row.num_tokens
+        if self._split_rule is not None:
+            return 0  # decodes go through another kernel, and stand first in a step
+        return max(0, min(row.num_tokens, row.start + row.num_tokens - row.seq.prompt_len))
 
     def _pieces(
         self, lengths: NDArray[np.int64], contexts: NDArray[np.int32]
@@ -174,6 +188,20 @@ class InputBuilder:
     ) -> NDArray[np.int64]:
         blocks = tables[row_of, positions // self._block_tokens].astype(np.int64)
         return blocks * self._block_tokens + positions % self._block_tokens
+
+
+def _split(
+    rows: Sequence[Row], alone: Sequence[int], padding: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """`rows` with the last `alone` tokens of each as rows of one: the lengths of all, and of how many each row now consists."""
+    lengths: list[NDArray[np.int64]] = []
+    for row, count in zip(rows, alone, strict=True):
+        together = row.num_tokens - count
+        lengths.append(np.array([together] if together else [], np.int64))
+        lengths.append(np.ones(count, np.int64))
+    own_rows = [count + (row.num_tokens > count) for row, count in zip(rows, alone, strict=True)]
+    lengths.append(np.ones(padding, np.int64))
+    return np.concatenate(lengths), np.array(own_rows + [1] * padding, np.int64)
 
 
 def _grown(buffer: NDArray[_Integer], size: int) -> NDArray[_Integer]:

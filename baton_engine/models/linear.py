@@ -1,5 +1,6 @@
-"""Matrix products with explicit weights: as torch stores them, or repacked for the CPU, where `pack` chooses; and such whose rows do not
-depend on how many there are, for engines that give a request the same bits in any batch.
+"""Matrix products with explicit weights: as torch stores them, or repacked for the CPU, where `pack` chooses; such whose rows do not
+depend on how many there are, for engines that give a request the same bits in any batch; and the output head's, which are not rounded
+to the dtype of the weights.
 """
 
 from collections.abc import Callable
@@ -8,7 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from baton_engine.kernels.cpu.matmul import BFloat16Panels, Int8Panels, streams_bfloat16
+from baton_engine.kernels.cpu.matmul import (
+    BFloat16Panels,
+    Int8Panels,
+    reads_bfloat16,
+    streams_bfloat16,
+)
 from baton_engine.kernels.ports import BatchInvariant, KernelSet
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
@@ -102,10 +108,11 @@ class KernelRows:
 
     linear: Linear
     kernels: BatchInvariant
+    out_dtype: torch.dtype | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps `[num_tokens, in]` to `[num_tokens, out]`."""
-        return self.kernels.linear(x, self.linear.weight, self.linear.bias)
+        """Maps `[num_tokens, in]` to `[num_tokens, out]`, of `out_dtype` or else of the dtype of `x`."""
+        return self.kernels.linear(x, self.linear.weight, self.linear.bias, self.out_dtype)
 
 
 def pack_fixed(linear: Linear, quantization: str, kernels: KernelSet) -> Projection:
@@ -126,3 +133,55 @@ def fix_rows(product: Projection) -> Projection:
     if isinstance(product, BFloat16Panels | Int8Panels):
         return product
     return FixedRows(product=product)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideProduct:
+    """A product that gives float32 because it is given float32: widening a row is exact."""
+
+    product: Projection
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[num_tokens, in]` to `[num_tokens, out]` float32."""
+        return self.product(x.float())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideOutput:
+    """A GPU's product of 16 bits that is summed, and given, in float32."""
+
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[num_tokens, in]` to `[num_tokens, out]` float32."""
+        return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+
+
+def pack_head(
+    weight: torch.Tensor, quantization: str, kernels: KernelSet, *, fixed_rows: bool
+) -> Projection:
+    """The fastest product with the output head's `weight` `[vocab, hidden]` that sums in float32 and gives float32.
+
+    Logits that are rounded to bfloat16, which has 8 significant bits, are equal to the bit again and again: which of the two best is
+    drawn then depends on the last bit of what the layers computed.
+
+    Args:
+        weight: As `pack` takes it.
+        quantization: The same.
+        kernels: As `pack_fixed` takes them.
+        fixed_rows: Whether a row's result must not depend on the other rows.
+    """
+    linear = Linear(weight=weight)
+    if fixed_rows and isinstance(kernels, BatchInvariant):
+        return KernelRows(linear=linear, kernels=kernels, out_dtype=torch.float32)
+    if weight.device.type != "cpu" and weight.dtype != torch.float32:
+        wide_output = WideOutput(weight=weight)
+        return fix_rows(wide_output) if fixed_rows else wide_output
+    if weight.dtype == torch.bfloat16 and quantization == "none" and reads_bfloat16():
+        return WideProduct(product=BFloat16Panels.pack(weight, None))
+    if quantization == "none":
+        linear = Linear(weight=weight.float())  # no product here gives more bits than it is given
+    product = (
+        pack_fixed(linear, quantization, kernels) if fixed_rows else pack(linear, quantization)
+    )
+    return WideProduct(product=product)

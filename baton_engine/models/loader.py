@@ -26,7 +26,7 @@ from baton_engine.models.decoder import (
     RmsNorm,
 )
 from baton_engine.models.kv_scales import layer_scales
-from baton_engine.models.linear import Linear, Projection, pack, pack_fixed
+from baton_engine.models.linear import Linear, Projection, pack, pack_fixed, pack_head
 from baton_engine.models.rotary import RotaryEmbedding
 from baton_engine.models.whole_layers import whole_layers
 
@@ -71,8 +71,11 @@ def load_decoder(
             pack_fixed(linear, quantization, chosen) if fixed_rows else pack(linear, quantization)
         )
 
+    def hold_head(weight: torch.Tensor) -> Projection:
+        return pack_head(weight, quantization, chosen, fixed_rows=fixed_rows)
+
     with ExitStack() as files:
-        weights = _Weights(read_checkpoint(path), dtype, device, files, hold)
+        weights = _Weights(read_checkpoint(path), dtype, device, files, hold, hold_head)
         scaled = kv_dtype == torch.float8_e4m3fn
         return _Assembly(spec, weights, chosen, scaled=scaled).decoder(progress or _ignore)
 
@@ -91,12 +94,14 @@ class _Weights:
         device: torch.device,
         files: ExitStack,
         hold: Callable[[Linear], Projection],
+        hold_head: Callable[[torch.Tensor], Projection],
     ) -> None:
         self._checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
         self._files = files
         self._hold = hold
+        self._hold_head = hold_head
         self._stay_narrow = device.type == "cpu" and dtype == torch.float32 and streams_bfloat16()
         self._open: dict[Path, OpenFile] = {}
 
@@ -121,9 +126,13 @@ class _Weights:
         biased = self._stack(biases, (), self.dtype) if bias else None
         return self._hold(Linear(weight=weight, bias=biased))
 
-    def tied_linear(self, name: str, weight: torch.Tensor) -> Projection:
-        """The product with a matrix that has been read already, as `weight`."""
-        return self._hold(Linear(weight=weight.to(self._held_in([name]))))
+    def head(self, name: str, outputs: int, inputs: int) -> Projection:
+        """The output head's product with one matrix."""
+        return self._hold_head(self._stack([(name, outputs)], (inputs,), self._held_in([name])))
+
+    def tied_head(self, name: str, weight: torch.Tensor) -> Projection:
+        """The same with a matrix that has been read already, as `weight`."""
+        return self._hold_head(weight.to(self._held_in([name])))
 
     def _held_in(self, names: list[str]) -> torch.dtype:
         tensors = self._checkpoint.tensors
@@ -253,8 +262,6 @@ class _Assembly:
 
     def _head(self, embedding: torch.Tensor) -> LanguageHead:
         if self._spec.tied_embeddings:
-            return LanguageHead(project=self._weights.tied_linear(_EMBEDDING, embedding))
-        part = ("lm_head", self._spec.vocab_size)
-        return LanguageHead(
-            project=self._weights.linear([part], self._spec.hidden_size, bias=False)
-        )
+            return LanguageHead(project=self._weights.tied_head(_EMBEDDING, embedding))
+        size = self._spec.vocab_size, self._spec.hidden_size
+        return LanguageHead(project=self._weights.head("lm_head.weight", *size))

@@ -15,7 +15,7 @@ from baton_engine.models.decoder import (
     PagedSelfAttention,
     RmsNorm,
 )
-from baton_engine.models.linear import KernelRows, Linear, Projection
+from baton_engine.models.linear import KernelRows, Linear, Projection, pack_head
 from baton_engine.models.rotary import RopeSpec, RotaryEmbedding
 
 _EPS = 1e-5
@@ -169,7 +169,8 @@ def random_decoder(
         )
 
     embedding = matrix(shape.vocab, shape.hidden)
-    head = product(embedding) if shape.tied else linear(shape.vocab, shape.hidden)
+    head = embedding if shape.tied else matrix(shape.vocab, shape.hidden)
+    fixed_rows = isinstance(kernels, BatchInvariant)
     spec = shape.spec(positions)
     return Decoder(
         spec=spec,
@@ -180,5 +181,5 @@ def random_decoder(
         rotary=RotaryEmbedding(spec.rope, shape.head_dim, device),
         layers=tuple(layer() for _ in range(shape.layers)),
         final_norm=norm(),
-        head=LanguageHead(project=head),
+        head=LanguageHead(project=pack_head(head, "none", kernels, fixed_rows=fixed_rows)),
     )

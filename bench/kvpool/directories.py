@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from prometheus_client import CollectorRegistry
+
 from baton.clock import MonotonicClock
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
-from baton.redis_link import open_redis
+from baton.redis_link import RefusedValues, open_redis
 from bench.harness.redis_server import redis_server
 from kvpool.directory.memory import MemoryDirectory
 from kvpool.directory.redis import RedisDirectory
@@ -55,9 +57,11 @@ async def _measure_both(chain_blocks: int, chains: int) -> dict[str, float]:
     memory = await _measure(MemoryDirectory(MonotonicClock()), keys)
     figures = _figures("memory", memory)
     with tempfile.TemporaryDirectory() as directory, redis_server(Path(directory)) as url:
-        async with open_redis(url, timeout_s=5.0, text=False) as redis:
+        async with open_redis(url, timeout_s=5.0) as redis:
             empty_bytes = (await redis.info("memory"))["used_memory"]
-            figures |= _figures("redis", await _measure(RedisDirectory(redis, prefix="b"), keys))
+            refused = RefusedValues(CollectorRegistry())
+            shared = RedisDirectory(redis, prefix="b", secret=bytes(32), refused=refused)
+            figures |= _figures("redis", await _measure(shared, keys))
             full_bytes = (await redis.info("memory"))["used_memory"]
     figures["redis_bytes_per_block"] = (full_bytes - empty_bytes) / (chains * chain_blocks)
     print(f"redis: {figures['redis_bytes_per_block']:.0f} bytes per block")

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+from prometheus_client import CollectorRegistry
 
 from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig, TransferConfig
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
+from baton.redis_link import RefusedValues
 from kv_transfer.memory.pages import Pages
 from kvpool.client.node_client import GrpcPoolClient
 from kvpool.messages import Owner, PutGrant
 from kvpool.service import run
 
+SECRET = "5a" * 32
 _OWNER = Owner(tenant="bench", scope="bench", model="bench")
 _START_S = 60.0
 
@@ -117,7 +120,7 @@ async def _run(host: Host) -> None:
     config = BatonConfig(
         pool=host.pool,
         transfer=TransferConfig(backends=(host.backend,)),
-        cluster=ClusterConfig(secret="5a" * 32),
+        cluster=ClusterConfig(secret=SECRET),
     )
     await run(
         config,
@@ -126,6 +129,8 @@ async def _run(host: Host) -> None:
         peer_address=f"unix:{host.folder}/{host.name}-peers.sock",
         region_path=f"{host.folder}/{host.name}.kv",
         peer_region_path=f"{host.folder}/{host.name}-peers.kv",
+        registry=(registry := CollectorRegistry()),
+        refused=RefusedValues(registry),
         ready=lambda: None,
         stop=asyncio.Event(),
     )

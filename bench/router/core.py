@@ -31,7 +31,7 @@ from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
-from router.slo import STANDARD, SloBook
+from router.slo import STANDARD, SloClasses
 from router.telemetry.metrics import RouterMetrics
 from router.tenants.tenant import ANONYMOUS, Caller
 from router.workers.frames import command_of, events_of
@@ -76,7 +76,7 @@ class RouterCore:
         self._planner = RequestPlanner(
             ModelCatalog(("bench",), generator),
             generator,
-            SloBook(config.slo_classes),
+            SloClasses(config.slo_classes),
             RouterMetrics(CollectorRegistry(), "bench"),
             SamplingDefaults(),
             timeout_s=config.request_timeout_s,

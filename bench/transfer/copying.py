@@ -26,6 +26,7 @@ from baton.layout import KvLayout
 from baton.pages import PageWrite
 from bench.transfer.perftools import TOOLS, Region
 from kv_transfer.backends.registry import open_receivers, open_senders
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.region_server import Admission
 from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import KvWriter, RegionHandle
@@ -180,7 +181,9 @@ def _writers(
         child.start()
         there.close()  # a child that dies is then an end of file, not a wait for ever
         try:
-            senders = open_senders(backends, local, num_blocks=num_pages, secret=SECRET)
+            senders = open_senders(
+                backends, local, num_blocks=num_pages, secret=SECRET, listening=Listening()
+            )
             opened: dict[str, KvWriter] = {}
             for name in backends:
                 here.send(name)

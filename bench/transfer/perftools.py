@@ -28,6 +28,7 @@ from baton.pages import PageWrite
 from kv_transfer.backends.nixl import load_nixl
 from kv_transfer.backends.ucx.ucp import Places
 from kv_transfer.backends.ucx.worker import UcxContext, UcxWorker
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.shared_region import SharedRegion
 
 _TAG = 1
@@ -119,7 +120,8 @@ def _ucx_loop(region: Region, push: PageWrite) -> Iterator[Callable[[], float] |
     )
     child.start()
     there.close()
-    worker = UcxWorker(UcxContext())
+    local, _ = socket.socketpair()  # stands for a peer of this host
+    worker = UcxWorker(UcxContext(Listening()), local)
     worker.connect(here.recv(), same_host=True)
     address = np.frombuffer(region.memory, dtype=np.uint8).ctypes.data
     places = _places(address, region.page_bytes, push.source)
@@ -147,7 +149,8 @@ def _receive(asked: Connection, size_bytes: int, page_bytes: int, push: PageWrit
     region = SharedRegion.create(size_bytes)
     address = np.frombuffer(region.memoryview, dtype=np.uint8).ctypes.data
     places = _places(address, page_bytes, push.target)
-    worker = UcxWorker(UcxContext())
+    local, _ = socket.socketpair()  # stands for a peer of this host
+    worker = UcxWorker(UcxContext(Listening()), local)
     asked.send(worker.address)
     while asked.recv():
         asked.send("ready")

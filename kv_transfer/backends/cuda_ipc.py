@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from baton.block_ids import Numbers
-from baton.errors import TransferError
+from baton.errors import TransferError, UnreachableError
 from baton.layout import KvLayout
 from baton.pages import PageWrite
 from baton.telemetry.logs import get_logger
@@ -301,8 +301,8 @@ def _fault(error: Exception) -> TransferError:
     return TransferError(f"copying pages failed: {error!r}")
 
 
-def _gone() -> TransferError:
-    return TransferError("the peer let go of its memory or died")
+def _gone() -> UnreachableError:
+    return UnreachableError("the peer let go of its memory or died")
 
 
 BACKEND = "cuda_ipc"

@@ -24,7 +24,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -33,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.block_ids import Numbers
-from baton.errors import TransferError
+from baton.errors import TransferError, UnreachableError
 from baton.layout import KvLayout
 from baton.pages import PageWrite
 from baton.telemetry.logs import get_logger
@@ -47,6 +48,7 @@ from kv_transfer.memory.attach import (
     read_reply,
     sign_reply,
 )
+from kv_transfer.memory.listening import Listening, PeerFilter
 from kv_transfer.memory.region_server import Admission, RegionServer
 from kv_transfer.plan import check_pages
 from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
@@ -61,10 +63,13 @@ class NixlAgent:
         arena: To register.
         own_thread: Whether NIXL drives its transport by itself, with a thread that never sleeps and costs a core. Otherwise
             something is done only while a write is polled, or calls `drive`.
+        listening: Where UCX's sockets may be.
     """
 
-    def __init__(self, arena: ArenaSpan, *, own_thread: bool = False) -> None:
+    def __init__(self, arena: ArenaSpan, *, listening: Listening, own_thread: bool = False) -> None:
         self.arena = arena
+        self._listening = listening
+        self._reached_by: PeerFilter | None = None
         self._own_thread = own_thread
         self._lock = threading.Lock()
         self._agent: Any = None
@@ -77,14 +82,26 @@ class NixlAgent:
         """
         with self._lock:
             if self._agent is None:
-                self._agent = self._make()
+                self._reached_by = PeerFilter(self._listening)
+                self._agent = self._make(self._reached_by)
             return self._agent
+
+    def admit(self, peer: socket.socket) -> Any:
+        """The agent, which the host of the peer at the other end of a connection can reach from now on.
+
+        Raises:
+            TransferError: As `get`.
+        """
+        agent = self.get()
+        assert self._reached_by is not None
+        self._reached_by.admit(peer)
+        return agent
 
     def drive(self) -> None:
         """Does what peers wait for."""
         self.get().get_new_notifs()
 
-    def _make(self) -> Any:
+    def _make(self, reached_by: PeerFilter) -> Any:
         try:
             nixl = load_nixl()
             config = nixl.nixl_agent_config(
@@ -93,12 +110,27 @@ class NixlAgent:
                 # Each peer has a thread of its own here, and all of them share the agent.
                 sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
             )
-            agent = nixl.nixl_agent(f"baton-{secrets.token_hex(8)}", config)
+            with reached_by.opening(), _variables(self._listening.ucx_settings()):
+                agent = nixl.nixl_agent(f"baton-{secrets.token_hex(8)}", config)
             whole = (self.arena.address, self.arena.size_bytes, self.arena.device or 0, "")
             agent.register_memory([whole], memory_kind(self.arena.device))
+        except TransferError:
+            raise
         except Exception as error:
             raise TransferError(f"NIXL cannot be used: {error!r}") from error
         return agent
+
+
+@contextmanager
+def _variables(settings: Mapping[str, str]) -> Iterator[None]:
+    """Settings for the UCX within NIXL, which takes them from the environment only; the one beside it is told its own."""
+    named = {f"UCX_{name}": value for name, value in settings.items()}
+    os.environ.update(named)
+    try:
+        yield
+    finally:
+        for name in named:
+            del os.environ[name]
 
 
 def load_nixl() -> ModuleType:
@@ -272,7 +304,7 @@ class NixlWriter:
     def push(self, write: PageWrite, done: Done) -> None:
         """Queues a write; `done` is called from the writer's thread."""
         if self._lost:
-            done(TransferError("the peer's memory has been let go"))
+            done(UnreachableError("the peer's memory has been let go"))
             return
         self._jobs.put((write, done))
 
@@ -323,7 +355,7 @@ class NixlWriter:
         except TransferError as error:
             done(error)
         except Exception as error:  # noqa: BLE001  # NIXL's errors have no base class
-            done(TransferError(f"NIXL refuses a write: {error!r}"))
+            done(UnreachableError(f"NIXL refuses a write: {error!r}"))
         else:
             if is_done:
                 self._pages.release(request)
@@ -348,13 +380,13 @@ class NixlWriter:
                     continue
                 error = None
             except Exception as fault:  # noqa: BLE001  # NIXL's errors have no base class
-                error = TransferError(f"a write failed: {fault!r}")
+                error = UnreachableError(f"a write failed: {fault!r}")
             self._pages.release(write.request)
             write.done(error)
         return len(self._in_flight) < before
 
     def _fail_all(self) -> None:
-        lost = TransferError("the peer let go of its memory or died")
+        lost = UnreachableError("the peer let go of its memory or died")
         while self._in_flight:
             write = self._in_flight.popleft()
             self._pages.release(write.request)
@@ -385,7 +417,7 @@ class NixlReceiver:
             OSError: The address cannot be bound.
         """
         self._driven = is_local(address)
-        self._agent = NixlAgent(arena, own_thread=not self._driven)
+        self._agent = NixlAgent(arena, listening=admission.listening, own_thread=not self._driven)
         self._num_blocks = num_blocks
         self._closed = threading.Event()
         self._driver: threading.Thread | None = None
@@ -411,7 +443,7 @@ class NixlReceiver:
         arena = self._agent.arena
         device = _HOST if arena.device is None else arena.device
         place = _REPLY.pack(arena.address, arena.size_bytes, device)
-        reply = place + self._agent.get().get_agent_metadata()
+        reply = place + self._agent.admit(peer).get_agent_metadata()
         if self._driven and self._driver is None:
             self._driver = threading.Thread(target=self._drive, name="kv-receiver", daemon=True)
             self._driver.start()
@@ -429,8 +461,13 @@ class NixlReceiver:
 class NixlSender:
     """A prefill worker's arena, registered as the source of writes."""
 
-    def __init__(self, arena: ArenaSpan, *, num_blocks: int, secret: bytes) -> None:
-        self._agent = NixlAgent(arena)
+    def __init__(
+        self, arena: ArenaSpan, *, num_blocks: int, secret: bytes, listening: Listening
+    ) -> None:
+        self._arena = arena
+        self._listening = listening
+        self._agents: dict[str, NixlAgent] = {}  # by the address from which peers are reached
+        self._lock = threading.Lock()
         self._num_blocks = num_blocks
         self._secret = secret
 
@@ -452,19 +489,27 @@ class NixlSender:
         if handle.backend != BACKEND:
             raise TransferError("not a handle of the nixl backend")
         token = AttachToken.unpack(handle.opaque, _MAGIC)
-        self._agent.arena.check_holds(layout, self._num_blocks)
+        self._arena.check_holds(layout, self._num_blocks)
         attached = attach(token, self._secret)
         connection = attached.connection
         try:
             reply = read_reply(attached)
             target = _parse(reply, there.region_bytes(handle.num_blocks))
-            here = Side(arena=self._agent.arena, layout=layout, num_blocks=self._num_blocks)
+            here = Side(arena=self._arena, layout=layout, num_blocks=self._num_blocks)
             far = Side(arena=target, layout=there, num_blocks=handle.num_blocks)
-            pages = NixlPages(self._agent.get(), reply[_REPLY.size :], here, far, plan)
+            agent = self._agent(connection).admit(connection)
+            pages = NixlPages(agent, reply[_REPLY.size :], here, far, plan)
         except TransferError:
             connection.close()
             raise
         return NixlWriter(pages, connection, lease)
+
+    def _agent(self, connection: socket.socket) -> NixlAgent:
+        listening = self._listening.towards(connection)
+        with self._lock:
+            if listening.host not in self._agents:
+                self._agents[listening.host] = NixlAgent(self._arena, listening=listening)
+            return self._agents[listening.host]
 
 
 def _parse(reply: bytes, size_bytes: int) -> ArenaSpan:

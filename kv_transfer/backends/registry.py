@@ -15,6 +15,7 @@ import psutil
 from baton.errors import ConfigError
 from baton.layout import KvLayout
 from kv_transfer.memory.arena import ArenaSpan
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.region_server import Admission
 from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import KvReceiver, KvSender
@@ -91,6 +92,7 @@ def open_senders(
     *,
     num_blocks: int,
     secret: bytes,
+    listening: Listening,
     mover: "PageMover | None" = None,
 ) -> dict[str, KvSender]:
     """A sender per backend that moves pages of the arena in `region`, in the order of `names`.
@@ -100,13 +102,17 @@ def open_senders(
         region: That holds the arena.
         num_blocks: Its pages.
         secret: The cluster's, which peers on other hosts want proven.
+        listening: Where transports may listen.
         mover: Copies pages on a GPU faster than its driver; None without.
 
     Raises:
         ConfigError: As `usable`.
     """
     arena = _span(region)
-    return {name: _sender(name, arena, num_blocks, secret, mover) for name in _moving(names, arena)}
+    return {
+        name: _sender(name, arena, num_blocks, secret, listening, mover)
+        for name in _moving(names, arena)
+    }
 
 
 def needed(
@@ -148,7 +154,7 @@ def open_receivers(
             a path.
         layout: Of the arena.
         num_blocks: Its pages.
-        admission: Which peers may attach over TCP.
+        admission: Which peers may attach over TCP, and where transports may listen.
 
     Raises:
         ConfigError: As `usable`.
@@ -182,7 +188,12 @@ def _span(region: SharedRegion | ArenaSpan) -> ArenaSpan:
 
 
 def _sender(
-    name: str, arena: ArenaSpan, num_blocks: int, secret: bytes, mover: "PageMover | None"
+    name: str,
+    arena: ArenaSpan,
+    num_blocks: int,
+    secret: bytes,
+    listening: Listening,
+    mover: "PageMover | None",
 ) -> KvSender:
     match name:
         case "cuda_ipc":
@@ -194,11 +205,11 @@ def _sender(
         case "nixl":
             from kv_transfer.backends.nixl import NixlSender
 
-            return NixlSender(arena, num_blocks=num_blocks, secret=secret)
+            return NixlSender(arena, num_blocks=num_blocks, secret=secret, listening=listening)
         case "ucx":
             from kv_transfer.backends.ucx.sender import UcxSender
 
-            return UcxSender(arena, num_blocks=num_blocks, secret=secret)
+            return UcxSender(arena, num_blocks=num_blocks, secret=secret, listening=listening)
         case _:
             from kv_transfer.backends.shm import ShmSender
 

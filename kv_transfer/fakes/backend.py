@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.errors import TransferError
+from baton.errors import TransferError, UnreachableError
 from baton.layout import KvLayout
 from baton.pages import PageWrite
 from kv_transfer.backends.shm import copy_pages
@@ -140,7 +140,7 @@ class FakeWriter:
         check_lease(self._lease)
         found = self._fabric.regions.get(self._handle.opaque)
         if self.broken:
-            raise TransferError("the connection is broken")
+            raise UnreachableError("the connection is broken")
         if found is None:
             raise TransferError("the region was taken back")
         memory, num_blocks = found

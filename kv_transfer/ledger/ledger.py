@@ -18,6 +18,7 @@ from baton.errors import (
     CancelledByPeerError,
     CorruptKvError,
     TransferError,
+    UnreachableError,
     WorkerLostError,
 )
 from baton.ids import WorkerIdentity, XferId
@@ -210,9 +211,9 @@ class TransferLedger:
         """Checks every lease and deadline; call it at least a few times per second, whether or not there is new work."""
         actions: list[LedgerAction] = []
         for session in self._leases.expired(now_s):
-            silent = WorkerLostError("the prefill worker gave no sign of life within its lease")
+            silent = UnreachableError("the prefill worker gave no sign of life within its lease")
             actions += self._cut_off(session, silent)
-            actions += self._session_lost(SessionLost(session=session), now_s)
+            actions += self._session_lost(SessionLost(session=session), now_s, silent)
         for transfer in self._open_transfers():
             actions += self._check_deadlines(transfer, now_s)
         self._forget_ended(now_s)
@@ -361,7 +362,9 @@ class TransferLedger:
         link, ours = self._links[event.session], transfer.permit.source == event.peer
         return transfer.needs(event.session, link, ours=ours)
 
-    def _session_lost(self, event: SessionLost | PeerFenced, now_s: float) -> list[LedgerAction]:
+    def _session_lost(
+        self, event: SessionLost | PeerFenced, now_s: float, error: BatonError | None = None
+    ) -> list[LedgerAction]:
         """Of parts that were committed all that their sender had to say is here; the others are lost."""
         session = event.session
         self._leases.end(session)
@@ -371,7 +374,7 @@ class TransferLedger:
             transfer.parts.disconnected(session)
             part = transfer.parts.of(session)
             if part is not None and part.commit is None and transfer.waits_for_peers:
-                told = transfer.sender_lost(session, WorkerLostError(LOST), now_s)
+                told = transfer.sender_lost(session, error or WorkerLostError(LOST), now_s)
                 actions += self._kept(transfer, event, told, now_s)
         return actions
 

@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass
 from typing import Self
 
-from baton.errors import TransferError
+from baton.errors import TransferError, UnreachableError
 from kv_transfer.memory.proof import (
     CHALLENGE_BYTES,
     NONCE_BYTES,
@@ -22,7 +22,7 @@ TOKEN_BYTES = 32
 DETACH = b"detach"
 """What a peer says once it writes no more, where its connection's end alone proves nothing (`region_server.py`)."""
 UNIX = "unix:"
-_CONNECT_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 5.0
 _LENGTH = struct.Struct(">I")
 _MAX_REPLY_BYTES = 1 << 20
 _MAC_BYTES = 32
@@ -76,19 +76,20 @@ def attach(token: AttachToken, secret: bytes = b"") -> Attached:
         secret: The cluster's; not needed on a Unix socket, where the kernel tells the server who it talks to.
 
     Raises:
-        TransferError: No process serves there, it refuses the token, or it does not know it.
+        UnreachableError: No process serves there, or not in time.
+        TransferError: It refuses the token, or does not know it.
     """
     try:
         connection = _connect(token.address)
     except (OSError, ValueError, OverflowError) as error:
-        raise TransferError(
+        raise UnreachableError(
             f"the peer's memory at {token.address} cannot be reached: {error}"
         ) from error
     try:
         key = _prove(connection, token, attach_key(secret))
     except OSError as error:
         connection.close()
-        raise TransferError(f"the peer at {token.address} hung up: {error}") from error
+        raise UnreachableError(f"the peer at {token.address} hung up: {error}") from error
     except TransferError:
         connection.close()
         raise
@@ -127,6 +128,7 @@ def read_reply(attached: Attached) -> bytes:
     """The peer's side of `sign_reply`: bytes that come, whole, from the process that made the token.
 
     Raises:
+        UnreachableError: Nothing came in time, or the connection broke.
         TransferError: The token was refused, or the message is not what the receiver sent.
     """
     connection = attached.connection
@@ -136,7 +138,7 @@ def read_reply(attached: Attached) -> bytes:
             raise TransferError(f"a reply of {length} bytes")
         blob, mac = _read(connection, length), _read(connection, _MAC_BYTES)
     except OSError as error:
-        raise TransferError(f"the peer did not answer: {error}") from error
+        raise UnreachableError(f"the peer did not answer: {error}") from error
     if not hmac.compare_digest(mac, _mac(blob, attached.key)):
         raise TransferError("the peer's reply is not the receiver's")
     return blob

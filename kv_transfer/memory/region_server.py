@@ -28,6 +28,7 @@ from pathlib import Path
 from baton.errors import TransferError
 from baton.telemetry.logs import get_logger
 from kv_transfer.memory.attach import DETACH, TOKEN_BYTES, UNIX, keep_alive
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.proof import (
     ANSWER_BYTES,
     NONCE_BYTES,
@@ -72,10 +73,12 @@ class Admission:
 
     Attributes:
         secret: The cluster's, which peers prove to know beside their token. Empty on a Unix socket, where the kernel tells the user.
+        listening: Where its socket on TCP is bound, and what peers are told of that.
         refused: Told, on the server's thread, of each connection that was closed before its peer attached.
     """
 
     secret: bytes = b""
+    listening: Listening = field(default_factory=Listening)
     refused: Callable[[Refused], None] = _not_counted
 
 
@@ -115,7 +118,7 @@ class RegionServer:
         """Binds and starts serving.
 
         Args:
-            address: `unix:/path`, or `host:port` where port 0 takes a free one.
+            address: `unix:/path`, or `host:port` where port 0 takes a free one of those that it may.
             on_attach: Gives a peer that attaches what it needs.
             admission: Which peers may; on TCP it has the cluster's secret.
             must_detach: Whether peers say `DETACH` once they write no more, so that without it their process has to end. On Unix
@@ -133,8 +136,10 @@ class RegionServer:
         self._key = attach_key(admission.secret)
         self._must_detach = must_detach
         self._path = address.removeprefix(UNIX) if address.startswith(UNIX) else None
-        self._listener = _bind_unix(self._path) if self._path is not None else _bind_tcp(address)
-        self.address = address if self._path is not None else _tcp_address(self._listener)
+        if self._path is not None:
+            self._listener, self.address = _bind_unix(self._path), address
+        else:
+            self._listener, self.address = _bind_tcp(address, admission.listening)
         self._listener.listen(_MAX_UNPROVEN)
         self._listener.setblocking(False)
         self._wake, self._woken = socket.socketpair()
@@ -367,17 +372,14 @@ class RegionServer:
         peer.close()
 
 
-def _bind_tcp(address: str) -> socket.socket:
+def _bind_tcp(address: str, listening: Listening) -> tuple[socket.socket, str]:
+    """A socket that listens, and where peers are told that it does."""
     host, _, port = address.rpartition(":")
-    listener = socket.create_server((host, int(port)))
+    listener = socket.create_server((host, int(port))) if int(port) else listening.bind(host)
     # Connections inherit it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-    return listener
-
-
-def _tcp_address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"{host}:{port}"
+    bound, taken = listener.getsockname()[:2]
+    return listener, f"{listening.advertised_host or bound}:{taken}"
 
 
 def _bind_unix(path: str) -> socket.socket:

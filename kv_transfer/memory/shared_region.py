@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from baton.errors import OutOfMemoryError, TransferError
+from baton.errors import OutOfMemoryError, TransferError, UnreachableError
 from kv_transfer.memory.attach import AttachToken, attach
 from kv_transfer.memory.region_server import RegionServer
 
@@ -204,7 +204,7 @@ def attach_region(path: str, token: bytes, size_bytes: int) -> Attachment:
         region = SharedRegion.attach(fds[0], size_bytes)
     except OSError as error:
         connection.close()
-        raise TransferError(f"the peer's region at {path} cannot be reached: {error}") from error
+        raise UnreachableError(f"the peer's region at {path} cannot be reached: {error}") from error
     except TransferError:
         connection.close()
         raise

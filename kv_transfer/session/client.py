@@ -7,15 +7,17 @@ stream's end. What a message means is decided by `ledger.py` and `outbox.py`.
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import grpc
 
 from baton.clock import Clock
-from baton.errors import BatonError, TransferError, WorkerLostError
+from baton.errors import BatonError, TransferError, UnreachableError, WorkerLostError
 from baton.ids import BlockId, WorkerIdentity
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import open_channel, stranger
+from baton.rpc.identity import PeerRole
 from baton.rpc.reports import failure_from_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import transfer_pb2 as pb
@@ -30,7 +32,11 @@ from kv_transfer.session.handshake import Accepted, SessionEndpoint, greet, read
 from kv_transfer.session.seal import SessionSeal
 from kv_transfer.ticket import region_digest
 
-_HANDSHAKE_TIMEOUT_S = 10.0
+_HANDSHAKE_TIMEOUT_S = 5.0
+_MAP_TIMEOUT_S = 10.0
+"""For all backends together: prompts wait for it that another prefill worker, or the peer itself, could compute meanwhile."""
+
+Call = grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
 
 
 class SessionListener(Protocol):
@@ -83,8 +89,15 @@ class PeerSession:
         self._address = address
         self._senders = senders
         self._connection = PeerConnection(
-            peer=peer, layout=here.layout, senders=senders, hashes=hashes, spare=spare
+            peer=peer,
+            layout=here.layout,
+            senders=senders,
+            hashes=hashes,
+            spare=spare,
+            on_lost=self._on_link_lost,
         )
+        self._loop = asyncio.get_running_loop()
+        self._link_lost: asyncio.Future[UnreachableError] = self._loop.create_future()
         self._listener = listener
         self._clock = clock
         self._number = number
@@ -115,15 +128,18 @@ class PeerSession:
 
     async def _run(self) -> None:
         error: BatonError = WorkerLostError(f"the session with {self._peer} was closed")
-        channel = open_channel(self._address)
+        own = self._here.credentials
+        # Workers hand off to workers, pool nodes to pool nodes.
+        channel = open_channel(self._address, own, own.identity.role if own else PeerRole.WORKER)
         try:
-            await self._talk(pb_grpc.TransferStub(channel).Session(self._requests()))
+            call: Call = pb_grpc.TransferStub(channel).Session()  # type: ignore[call-arg]
+            await self._talk(call)
         except BatonError as fault:
             error = fault
         except grpc.aio.AioRpcError as fault:
-            error = WorkerLostError(f"the session with {self._peer} broke: {fault.details()}")
+            error = stranger(fault, self._address, own) or self._broken_by(fault)
         except TimeoutError:
-            error = WorkerLostError(f"{self._peer} did not answer at {self._address}")
+            error = UnreachableError(f"{self._peer} did not answer at {self._address}")
         finally:
             self._letting_go = True
             if self._lease is not None:
@@ -133,45 +149,56 @@ class PeerSession:
             self._listener.on_lost(self._peer, error)
             await asyncio.shield(self._let_go(channel))
 
+    def _broken_by(self, fault: grpc.aio.AioRpcError) -> BatonError:
+        """A peer that never answered may be alive, and serve others; one whose connection ended has probably died."""
+        if self._lease is None and fault.code() is grpc.StatusCode.UNAVAILABLE:
+            return UnreachableError(
+                f"{self._peer} cannot be reached at {self._address}: {fault.details()}"
+            )
+        return WorkerLostError(f"the session with {self._peer} broke: {fault.details()}")
+
     async def _let_go(self, channel: grpc.aio.Channel) -> None:
         await self._connection.close()
         await channel.close(None)
 
-    async def _requests(self) -> AsyncIterator[common_pb2.Signed]:
-        hello = greet(self._here, self._peer, list(self._senders), self._number)
-        yield self._here.office.seal_opening(pb.TransferRequest(open=hello))
-        while True:
-            yield self._seal.seal(await self._outgoing.get())
-
-    async def _talk(
-        self, call: grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
-    ) -> None:
+    async def _talk(self, call: Call) -> None:
         asked_s = self._clock.now_s()
-        replies = self._unsealed(call)
+        writing = asyncio.create_task(self._write(call))
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
-                reply = await anext(replies, None)
+                reply = await self._read(call)
             if reply is None:
                 raise WorkerLostError(f"{self._peer} hung up before it answered")
             self._offers.put_nowait(self._agreed(reply, asked_s))
-            await self._keep_up(replies)
+            await self._keep_up(call)
         finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
             call.cancel()
 
-    async def _unsealed(
-        self, call: grpc.aio.StreamStreamCall[common_pb2.Signed, common_pb2.Signed]
-    ) -> AsyncIterator[pb.TransferReply]:
-        async for signed in call:
-            yield self._seal.open(signed, pb.TransferReply())
+    async def _write(self, call: Call) -> None:
+        # Not a request iterator: grpc leaves the task that reads one behind when the call fails.
+        hello = greet(self._here, self._peer, list(self._senders), self._number)
+        with suppress(asyncio.InvalidStateError):  # the call is over; who reads is told why
+            await call.write(self._here.office.seal_opening(pb.TransferRequest(open=hello)))
+            while True:
+                await call.write(self._seal.seal(await self._outgoing.get()))
 
-    async def _keep_up(self, replies: AsyncIterator[pb.TransferReply]) -> None:
-        """Maps the region, renews the lease and listens, all at once, until one of them fails.
+    async def _read(self, call: Call) -> pb.TransferReply | None:
+        """What the peer says next; None at the end."""
+        signed = await call.read()
+        if not isinstance(signed, common_pb2.Signed):  # grpc's mark of the end
+            return None
+        return self._seal.open(signed, pb.TransferReply())
+
+    async def _keep_up(self, call: Call) -> None:
+        """Maps the region, renews the lease and listens, all at once, until one of them fails or the way to the region is lost.
 
         Beats do not wait for the region: mapping it, by one backend or another, may take longer than a lease.
         """
         tasks = [
             asyncio.create_task(part)
-            for part in (self._connect(), self._beat(), self._listen(replies))
+            for part in (self._connect(), self._beat(), self._listen(call), self._watch_link())
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -186,7 +213,7 @@ class PeerSession:
         """One heartbeat for everything that this session writes.
 
         Raises:
-            WorkerLostError: The peer has not answered for a whole lease.
+            UnreachableError: The peer has not answered for a whole lease.
         """
         assert self._lease is not None
         for number in itertools.count(1):
@@ -194,7 +221,7 @@ class PeerSession:
             self.send(Heartbeat(number=number))
             await asyncio.sleep(self._lease.beat_interval_s)
             if self._lease.expired():
-                raise WorkerLostError(f"{self._peer} does not answer heartbeats")
+                raise UnreachableError(f"{self._peer} does not answer heartbeats")
 
     def _answered(self, number: int) -> None:
         assert self._lease is not None
@@ -203,9 +230,9 @@ class PeerSession:
             self._lease.renew(sent_s)
             self._beats = {n: s for n, s in self._beats.items() if n > number}
 
-    async def _listen(self, replies: AsyncIterator[pb.TransferReply]) -> None:
+    async def _listen(self, call: Call) -> None:
         assert self._terms is not None
-        async for reply in replies:
+        while (reply := await self._read(call)) is not None:
             match reply.WhichOneof("reply"):
                 case "heartbeat":
                     self._answered(reply.heartbeat.number)
@@ -239,18 +266,41 @@ class PeerSession:
         """Tries one backend after the other, as the peer offers them.
 
         Raises:
-            IncompatibleError: None works.
+            IncompatibleError: The two do not fit.
+            UnreachableError: None works, or none in time.
         """
+        try:
+            async with asyncio.timeout(_MAP_TIMEOUT_S):
+                opened = await self._first_that_works()
+        except TimeoutError as error:
+            raise UnreachableError(f"no backend reached {self._peer} in time") from error
+        self._listener.on_open(self._peer, opened)
+
+    async def _first_that_works(self) -> OpenedSession:
         assert self._lease is not None
         while True:
             accepted = await self._offers.get()
             try:
-                opened = await self._connection.open(accepted, self._lease)
+                return await self._connection.open(accepted, self._lease)
             except TransferError as error:
                 self._report_unreachable(accepted.handle.backend, error)
-            else:
-                self._listener.on_open(self._peer, opened)
-                return
+
+    async def _watch_link(self) -> None:
+        """Ends a session whose messages still pass while pages do not: the next one opens the way anew.
+
+        Raises:
+            UnreachableError: Pages cannot be written to the peer any more.
+        """
+        raise await self._link_lost
+
+    def _on_link_lost(self, error: UnreachableError) -> None:
+        """From any thread; a loop that is closed needs it no more."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end_link, error)
+
+    def _end_link(self, error: UnreachableError) -> None:
+        if not self._link_lost.done():
+            self._link_lost.set_result(error)
 
     def _report_unreachable(self, backend: str, error: TransferError) -> None:
         self._listener.on_unreachable(self._peer, backend, error)

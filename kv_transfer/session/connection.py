@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from baton.errors import IncompatibleError, TransferError
+from baton.errors import IncompatibleError, TransferError, UnreachableError
 from baton.ids import BlockId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.pages import PageWrite
@@ -37,15 +37,23 @@ class PageWriter:
         lease: No push begins once it is over.
         link: What is written of each page.
         hashes: Of the local arena; None where the session does without checksums.
+        on_lost: Called from any thread when the connection carries nothing more.
     """
 
     def __init__(
-        self, writer: KvWriter, *, lease: WriteLease, link: LinkPlan, hashes: PageHashes | None
+        self,
+        writer: KvWriter,
+        *,
+        lease: WriteLease,
+        link: LinkPlan,
+        hashes: PageHashes | None,
+        on_lost: Callable[[UnreachableError], None],
     ) -> None:
         self._writer = writer
         self._lease = lease
         self._parts = () if link.whole_pages else tuple(part.source for part in link.slices)
         self._hashes = hashes
+        self._on_lost = on_lost
         self._jobs: queue.SimpleQueue[tuple[PageWrite, Pushed] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="kv-hasher", daemon=True)
         self._thread.start()
@@ -79,7 +87,13 @@ class PageWriter:
         if self._hashes is not None:
             write.await_ready()
             hashes = self._hashes.of_layer(write.layer_index, write.source, self._parts)
-        self._writer.push(write, lambda error: done(error, None if error else hashes))
+
+        def landed(error: TransferError | None) -> None:
+            done(error, None if error else hashes)
+            if isinstance(error, UnreachableError):
+                self._on_lost(error)
+
+        self._writer.push(write, landed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +126,7 @@ class PeerConnection:
         senders: Mapping[str, KvSender],
         hashes: Hashing,
         spare: BlockId | None,
+        on_lost: Callable[[UnreachableError], None],
     ) -> None:
         """Nothing is mapped yet.
 
@@ -121,12 +136,14 @@ class PeerConnection:
             senders: Backends by name.
             hashes: Of the local arena, by every rule that it can be hashed by.
             spare: A page of it to try the link with; without one it is measured on real pages only.
+            on_lost: Called from any thread when the connection, once it was open, carries nothing more.
         """
         self._peer = peer
         self._layout = layout
         self._senders = senders
         self._hashes = hashes
         self._spare = spare
+        self._on_lost = on_lost
         self._tried: list[str] = []
         self._connecting: asyncio.Task[KvWriter] | None = None
         self._writer: PageWriter | None = None
@@ -135,7 +152,8 @@ class PeerConnection:
         """Maps the region and probes the connection.
 
         Raises:
-            IncompatibleError: The peer offers a backend again that did not work: it has no other.
+            IncompatibleError: The layouts cannot be matched, or the local arena cannot be hashed as the peer wants.
+            UnreachableError: The peer offers a backend again that did not work: it has no other.
             TransferError: The region cannot be mapped, or the connection carries nothing.
         """
         backend = accepted.handle.backend
@@ -160,6 +178,7 @@ class PeerConnection:
             lease=lease,
             link=accepted.link,
             hashes=hashes,
+            on_lost=self._on_lost,
         )
         return OpenedSession(
             writer=self._writer,

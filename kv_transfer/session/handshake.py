@@ -12,9 +12,15 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 
-from baton.errors import BatonError, IncompatibleError, StaleIncarnationError
+from baton.errors import (
+    BatonError,
+    IncompatibleError,
+    StaleIncarnationError,
+    UnreachableError,
+)
 from baton.ids import BlockId, WorkerIdentity
 from baton.layout import KvLayout
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import (
     PROTOCOL_VERSION,
     identity_from_proto,
@@ -46,11 +52,15 @@ _FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEndpoint:
-    """A worker at the handshake: its identity, its layout, and the keys that prove them."""
+    """A worker at the handshake: its identity, its layout, and the keys that prove them.
+
+    `credentials` are what it dials peers over TCP with; without them it reaches Unix sockets only.
+    """
 
     identity: WorkerIdentity
     layout: KvLayout
     office: TicketOffice
+    credentials: ClusterCredentials | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,9 +233,9 @@ def read_accepted(
     )
 
 
-def no_backend_works(tried: Collection[str]) -> IncompatibleError:
-    """None of the backends that both have works between the two."""
-    return _misfit("backends", f"none works between the two workers: {', '.join(tried)}")
+def no_backend_works(tried: Collection[str]) -> UnreachableError:
+    """None of the backends that both have works between the two now; that they have some shows that they fit."""
+    return UnreachableError(f"no backend works between the two workers: {', '.join(tried)}")
 
 
 def no_hash(rule: Checksum, known: Iterable[Checksum]) -> IncompatibleError:

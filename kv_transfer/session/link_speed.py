@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from baton.errors import TransferError
+from baton.errors import TransferError, UnreachableError
 from baton.ids import BlockId, XferId
 from baton.pages import PageWrite
 from kv_transfer.heads import LinkPlan
@@ -103,7 +103,8 @@ def probe_link(
         timeout_s: How long a link may take that is any good.
 
     Raises:
-        TransferError: The connection carries nothing, or not in time.
+        UnreachableError: The connection carries nothing, or not in time.
+        TransferError: The peer refuses what is written.
     """
     deadline_s = time.monotonic() + timeout_s
     layer = next(n for n, there in enumerate(plan.target_layers) if there is not None)
@@ -134,6 +135,6 @@ def _carry_out(writer: KvWriter, write: PageWrite, deadline_s: float) -> None:
 
     writer.push(write, done)
     if not came.wait(max(deadline_s - time.monotonic(), 0.0)):
-        raise TransferError("the link carried nothing in time")
+        raise UnreachableError("the link carried nothing in time")
     if errors[0] is not None:
         raise errors[0]

@@ -202,9 +202,8 @@ class ServedSession:
         self._tried.append(unreachable.backend)
         left = [name for name in self._agreed.backends if name not in self._tried]
         if not left:
-            error = no_backend_works(self._tried)
-            tell_refused(self._host, error)
-            self._outgoing.put_nowait(pb.TransferReply(refused=failure_to_proto(error)))
+            refused = failure_to_proto(no_backend_works(self._tried))
+            self._outgoing.put_nowait(pb.TransferReply(refused=refused))
             return
         self._revoke()
         self._handle = self._receivers[left[0]].handle()

@@ -14,7 +14,9 @@ from baton.errors import BatonError, PoolUnavailableError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.channel import open_channel
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import identity_from_proto, identity_to_proto, layout_to_proto
+from baton.rpc.identity import PeerRole
 from baton.rpc.reports import failure_from_proto
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.rpc.v1 import pool_pb2_grpc
@@ -48,15 +50,23 @@ class GrpcPoolClient:
         worker: The worker that attaches.
         layout: Of the worker's pages.
         on_slab: Told of slabs that come and go.
+        credentials: Of this process; None where the node is reached by a Unix socket only.
     """
 
     def __init__(
-        self, address: str, worker: WorkerIdentity, layout: KvLayout, on_slab: OnSlab
+        self,
+        address: str,
+        worker: WorkerIdentity,
+        layout: KvLayout,
+        on_slab: OnSlab,
+        *,
+        credentials: ClusterCredentials | None = None,
     ) -> None:
         self._address = address
         self._worker = identity_to_proto(worker)
         self._layout = layout
         self._on_slab = on_slab
+        self._credentials = credentials
         self._node: pb.AttachPoolReply | None = None
         self._slab: list[Pages] | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -64,7 +74,7 @@ class GrpcPoolClient:
 
     async def start(self) -> None:
         """Begins to look for the node; returns at once."""
-        self._channel = open_channel(self._address)
+        self._channel = open_channel(self._address, self._credentials, PeerRole.POOL)
         self._stub = pool_pb2_grpc.PoolStub(self._channel)
         self._attaching = asyncio.create_task(self._stay_attached(), name="pool-client")
 

@@ -1,5 +1,5 @@
 -- Replicas of the leading blocks of a chain that living nodes hold.
--- ARGV: prefix, keys (16 bytes each). Returns: entries, each as long as a record with one replica, in the order of the chain;
+-- ARGV: prefix, keys (16 bytes each). Returns: what was refused, entries, each as long as a record with one replica, in the order of the chain;
 -- which blocks have several of them (number of the block from 0, and how many: 4 bytes each); and for each node number that may
 -- stand in an entry the node's state.
 -- Most records have one replica and were written since the last flush. Those are passed on as they are, so that a long chain takes
@@ -64,11 +64,11 @@ for first = 0, num_keys - 1, BATCH do
   if not all then break end
 end
 
-local reply = { table.concat(found), table.concat(several) }
+local reply = { refused, table.concat(found), table.concat(several) }
 for node, living in pairs(lives_by_number) do
   if living then
     reply[#reply + 1] = node
-    reply[#reply + 1] = redis.call('GET', prefix .. ':n:' .. node)
+    reply[#reply + 1] = redis.call('GETRANGE', prefix .. ':n:' .. node, 0, MOST_STATE)
   end
 end
 return reply

@@ -1,11 +1,10 @@
 -- Takes a node's changes.
 -- ARGV: prefix, node name, removed keys (16 bytes each), stored blocks (16 bytes of key, then tenant, scope, model, tier
--- and epoch as in a record). Returns 0 where the node has no lease: nothing is taken then.
-local node = redis.call('HGET', prefix .. ':nodes', ARGV[2])
-if not node or not lives(node) then return 0 end
+-- and epoch as in a record). Nothing is taken of a node without a lease. Returns what was refused.
+local node = redis.call('HGET', nodes, ARGV[2])
+if not node or not lives(node) then return { refused } end
 local removed, stored = ARGV[3], ARGV[4]
 local NEW = 16 + OWNER + 7
-local MOST = 8
 local BATCH = 250
 
 -- Keys and records of a batch of pieces of `size` bytes.
@@ -46,4 +45,4 @@ for first = 1, #stored / NEW, BATCH do
   end
   apply('HSET', written)
 end
-return 1
+return { refused }

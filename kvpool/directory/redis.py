@@ -7,21 +7,25 @@ A node has a number there for as long as its lease holds; when it ends, all its 
 The other nodes' renewals sweep their records out by and by; where no node renews at all, everything goes after a week.
 
 The scripts make their keys' names from the prefix, so the directory lies on one Redis, not spread over a cluster of them.
+
+Others may write there. What a node says of itself, of tenants and of flushes is sealed with the cluster's secret: nodes connect to its
+addresses and drop blocks for it. Records of blocks are not, for their size: a false one costs a question to a node that knows better,
+and whoever reads a block verifies its bytes. Whatever else is wrong is counted, passed over and, where it is in the way, removed.
 """
 
-import json
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from importlib import resources
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from baton.errors import PoolUnavailableError, UnavailableError
-from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
-from baton.redis_link import asked
+from baton.ids import BlockKey, WorkerIdentity
+from baton.redis_link import RefusedValues, asked
+from kvpool.directory.statements import Flush, Statements, missed_flushes
 from kvpool.messages import (
     DirectoryChanges,
     NodeState,
@@ -29,7 +33,6 @@ from kvpool.messages import (
     Replica,
     Selection,
     Stored,
-    TenantPart,
     Tier,
 )
 
@@ -40,11 +43,12 @@ Replicas = tuple[Replica, ...]
 
 _CODE_OF_TIER = {Tier.DRAM: b"\x00", Tier.SSD: b"\x01"}
 _LIFE_MS = 7 * 24 * 3600 * 1000
-_REMEMBERED_FLUSHES = 64
 _MOST_AT_ONCE = 1024
 """Blocks per script: Redis serves no other client meanwhile."""
 
-_Reply = TypeVar("_Reply")
+_MOST_REPLICAS = 8
+_FLUSH_TRIES = 5
+
 _Args = list[str | bytes | int]
 
 
@@ -52,15 +56,20 @@ class FoundChain(Sequence[Replicas]):
     """The replicas of the leading blocks of a chain, none of them empty.
 
     Args:
-        entries: One per replica, in the chain's order, as `lookup.lua` packs them.
-        several: Pairs of four bytes each: a block, and how many replicas it has. The others have one.
-        nodes: By the numbers that stand in the entries.
+        entries: One per replica, in the chain's order.
+        begins: Where each block's entries begin, `[num_blocks + 1]`; the last one is where they all end.
+        nodes: By the numbers that stand in the entries; none is missing.
     """
 
-    def __init__(self, entries: bytes, several: bytes, nodes: Mapping[int, WorkerIdentity]) -> None:
+    def __init__(
+        self,
+        entries: npt.NDArray[np.void],
+        begins: npt.NDArray[np.int64],
+        nodes: Mapping[int, WorkerIdentity],
+    ) -> None:
         self._nodes = nodes
-        self._entries = np.frombuffer(entries, dtype=_ENTRY)
-        self._begins = _begins(len(self._entries), np.frombuffer(several, dtype="<u4"))
+        self._entries = entries
+        self._begins = begins
 
     def __len__(self) -> int:
         return len(self._begins) - 1
@@ -96,10 +105,16 @@ class RedisDirectory:
     Args:
         redis: Whose replies are bytes.
         prefix: Of all keys; clusters that share a Redis need different ones.
+        secret: Of the cluster: what others seal with it is believed.
+        refused: Is told of what is not.
     """
 
-    def __init__(self, redis: "Redis", *, prefix: str) -> None:
-        self._prefix = f"{prefix}:pool"
+    def __init__(
+        self, redis: "Redis", *, prefix: str, secret: bytes, refused: RefusedValues
+    ) -> None:
+        self._prefix = f"{prefix}:pool2"  # 2: what nodes say is sealed
+        self._statements = Statements(secret, self._prefix)
+        self._refused = refused
         self._lookup = redis.register_script(_script("lookup.lua"))
         self._publish = redis.register_script(_script("publish.lua"))
         self._renew = redis.register_script(_script("renew.lua"))
@@ -115,58 +130,127 @@ class RedisDirectory:
             removed = b"".join(changes.removed[turn])
             stored = b"".join(map(_stored_bytes, changes.stored[turn]))
             args: _Args = [self._prefix, _name(node), removed, stored]
-            await _answer(self._publish(args=args))
+            self._note("pool_publish", await _answer(self._publish(args=args)), [])
 
     async def lookup(self, keys: Sequence[BlockKey]) -> FoundChain:
         """See `Directory`."""
         args: _Args = [self._prefix, b"".join(keys)]
-        entries, several, *states = await _answer(self._lookup(args=args))
+        reply, faults = await _answer(self._lookup(args=args)), list[str]()
+        packed, several, *said = _texts(reply, 1, least=2)
         nodes = {
-            int.from_bytes(number, "little"): _state(state).node
-            for number, state in zip(states[::2], states[1::2], strict=True)
+            int.from_bytes(number, "little"): state.node
+            for number, sealed in zip(said[::2], said[1::2], strict=False)
+            if (state := self._state(sealed, faults)) is not None
         }
-        return FoundChain(entries, several, nodes)
+        found = found_chain(packed, several, len(keys), nodes, faults)
+        self._note("pool_lookup", reply, faults)
+        return found
 
     async def renew(self, state: NodeState, lease_s: float, flushes: int) -> Renewal:
         """See `Directory`."""
-        said, parts = _state_bytes(state), _parts_bytes(state)
         args: _Args = [
             self._prefix,
             _name(state.node),
-            said,
+            self._statements.seal_state(state, lease_s),
             _ms(lease_s),
-            flushes,
+            flushes.to_bytes(8, "little"),
             _LIFE_MS,
-            parts,
+            self._statements.seal_parts(state, lease_s),
         ]
-        anew, count, missed, *words = await _answer(self._renew(args=args))
-        selections = tuple(_selection(word) for word in reversed(words))
-        if missed > len(selections):
-            selections = (Selection(),)
-        return Renewal(anew=bool(anew), flushes=count, selections=selections)
+        reply, faults = await _answer(self._renew(args=args)), list[str]()
+        told = self._told(_texts(reply, 2), faults)
+        latest, selections = missed_flushes(told, flushes)
+        self._note("pool_renew", reply, faults)
+        return Renewal(anew=bool(reply[1]), flushes=latest, selections=selections)
 
     async def nodes(self) -> tuple[NodeState, ...]:
         """See `Directory`."""
-        said = await _answer(self._nodes(args=[self._prefix]))
-        return tuple(map(_state, said[::2], said[1::2]))
+        reply, faults = await _answer(self._nodes(args=[self._prefix])), list[str]()
+        said = _texts(reply, 1)
+        states = [
+            self._with_parts(state, parts, faults)
+            for sealed, parts in zip(said[::2], said[1::2], strict=False)
+            if (state := self._state(sealed, faults)) is not None
+        ]
+        self._note("pool_nodes", reply, faults)
+        return tuple(states)
 
     async def retire(self, node: WorkerIdentity) -> None:
         """See `Directory`."""
-        await _answer(self._retire(args=[self._prefix, _name(node)]))
+        args: _Args = [self._prefix, _name(node)]
+        self._note("pool_retire", await _answer(self._retire(args=args)), [])
 
     async def flush(self, selection: Selection) -> int:
-        """See `Directory`."""
+        """See `Directory`. Tries again where another node flushes at the same moment.
+
+        Raises:
+            InvalidRequestError: A name in the selection is longer than any is.
+        """
         hashes = b"".join(map(_hash, (selection.tenant, selection.scope, selection.model)))
-        words = json.dumps([selection.tenant, selection.scope, selection.model])
-        args: _Args = [self._prefix, hashes, words, _REMEMBERED_FLUSHES]
-        return int(await _answer(self._flush(args=args)))
+        words = list[bytes]()
+        for _ in range(_FLUSH_TRIES):
+            faults = list[str]()
+            previous = max((flush.number for flush in self._told(words, faults)), default=0)
+            sealed = self._statements.seal_flush(selection, previous)
+            args: _Args = [self._prefix, hashes, sealed, words[0] if words else b""]
+            reply = await _answer(self._flush(args=args))
+            words = _texts(reply, 2)
+            self._note("pool_flush", reply, faults)
+            if reply[1]:
+                return self._statements.open_flush(sealed).number
+        raise PoolUnavailableError("the pool's directory: others flush at the same time")
+
+    def _state(self, sealed: bytes, faults: list[str]) -> NodeState | None:
+        try:
+            return self._statements.open_state(sealed)
+        except ValueError as error:
+            faults.append(f"a node's state: {error}")
+            return None
+
+    def _with_parts(self, state: NodeState, sealed: bytes, faults: list[str]) -> NodeState:
+        try:
+            return self._statements.open_parts(state, sealed)
+        except ValueError as error:
+            faults.append(f"what tenants have on a node: {error}")
+            return state
+
+    def _told(self, words: Sequence[bytes], faults: list[str]) -> list[Flush]:
+        told = []
+        for sealed in words:
+            try:
+                told.append(self._statements.open_flush(sealed))
+            except ValueError as error:
+                faults.append(f"a flush: {error}")
+        return told
+
+    def _note(self, reader: str, reply: Sequence[object], faults: list[str]) -> None:
+        """What the script refused, and what was refused here."""
+        refused = reply[0]
+        assert isinstance(refused, int), "_answer has seen to it"
+        self._refused.note(reader, [*faults, *["a key or record of another form"] * refused])
 
 
-async def _answer(reply: Awaitable[_Reply]) -> _Reply:
+async def _answer(reply: Awaitable[object]) -> list[object]:
+    """What a script of ours returns: a list that begins with how much it refused."""
     try:
-        return await asked(reply)
+        answer = await asked(reply)
     except UnavailableError as error:
         raise PoolUnavailableError(f"the pool's directory: {error.message}") from error
+    if isinstance(answer, list) and answer and isinstance(answer[0], int):
+        return answer
+    raise _no_reply()
+
+
+def _texts(reply: Sequence[object], numbers: int, least: int = 0) -> list[bytes]:
+    """What comes after so many numbers."""
+    texts = [text for text in reply[numbers:] if isinstance(text, bytes)]
+    if len(texts) != len(reply) - numbers or len(texts) < least:
+        raise _no_reply()
+    return texts
+
+
+def _no_reply() -> PoolUnavailableError:
+    return PoolUnavailableError("the pool's directory: the answer is not that of its scripts")
 
 
 def _script(name: str) -> str:
@@ -203,48 +287,6 @@ def _stored_bytes(stored: Stored) -> bytes:
     )
 
 
-def _state_bytes(state: NodeState) -> bytes:
-    node = state.node
-    said = {
-        "worker_id": node.worker_id,
-        "incarnation": node.incarnation,
-        "address": state.address,
-        "failure_domain": state.failure_domain,
-        "free_bytes": state.free_bytes,
-        "capacity_bytes": state.capacity_bytes,
-        "sick": state.sick,
-    }
-    return json.dumps(said).encode()
-
-
-def _parts_bytes(state: NodeState) -> bytes:
-    if not state.parts:
-        return b""
-    said = [(part.tenant, part.size_bytes, part.active) for part in state.parts]
-    return json.dumps(said).encode()
-
-
-def _state(packed: bytes, parts: bytes = b"") -> NodeState:
-    said = json.loads(packed)
-    node = WorkerIdentity(
-        worker_id=WorkerId(said.pop("worker_id")), incarnation=Incarnation(said.pop("incarnation"))
-    )
-    said_parts = json.loads(parts) if parts else ()
-    return NodeState(
-        node=node,
-        parts=tuple(
-            TenantPart(tenant=tenant, size_bytes=size_bytes, active=active)
-            for tenant, size_bytes, active in said_parts
-        ),
-        **said,
-    )
-
-
-def _selection(word: bytes) -> Selection:
-    tenant, scope, model = json.loads(word)
-    return Selection(tenant=tenant, scope=scope, model=model)
-
-
 _ENTRY = np.dtype(
     [
         ("head", "V16"),
@@ -259,11 +301,45 @@ _ENTRY = np.dtype(
 _TIER_OF_CODE = (Tier.DRAM, Tier.SSD)
 
 
-def _begins(num_entries: int, several: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    """Where each block's entries begin, `[num_blocks + 1]`; the last one is where they all end."""
-    if not len(several):
-        return np.arange(num_entries + 1)
-    blocks, counts = several[::2].astype(np.int64), several[1::2].astype(np.int64)
-    sizes = np.ones(num_entries - int((counts - 1).sum()), dtype=np.int64)
+def found_chain(
+    packed: bytes,
+    several: bytes,
+    num_keys: int,
+    nodes: Mapping[int, WorkerIdentity],
+    faults: list[str],
+) -> FoundChain:
+    """The chain up to the first block of which no replica is right.
+
+    Args:
+        packed: One entry per replica, in the chain's order, as `lookup.lua` packs them.
+        several: Pairs of four bytes each: a block, and how many replicas it has. The others have one.
+        num_keys: Blocks that were asked for.
+        nodes: By their numbers; replicas on others are passed over.
+        faults: What was wrong is added.
+    """
+    entries = np.frombuffer(packed[: len(packed) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
+    pairs = np.frombuffer(several[: len(several) // 8 * 8], dtype="<u4").reshape(-1, 2)
+    sizes = _sizes(len(entries), pairs.astype(np.int64))
+    if sizes is None or len(sizes) > num_keys:
+        faults.append("an answer about blocks of another length")
+        return FoundChain(entries[:0], np.zeros(1, dtype=np.int64), nodes)
+    begins = np.concatenate(([0], np.cumsum(sizes)))
+    right = np.isin(entries["node"], list(nodes)) & (entries["tier"] < len(_TIER_OF_CODE))
+    if right.all():
+        return FoundChain(entries, begins, nodes)
+    faults.append("a replica on no node, or in no tier")
+    sizes = np.add.reduceat(right, begins[:-1], dtype=np.int64)
+    held = int(np.append(sizes, 0).argmin())
+    begins = np.concatenate(([0], np.cumsum(sizes[:held])))
+    return FoundChain(entries[right][: begins[-1]], begins, nodes)
+
+
+def _sizes(num_entries: int, several: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """How many entries each block has; None where that does not come out."""
+    blocks, counts = several[:, 0], several[:, 1]
+    num_blocks = num_entries - int((counts - 1).sum())
+    if (counts < 2).any() or (counts > _MOST_REPLICAS).any() or (blocks >= num_blocks).any():
+        return None
+    sizes = np.ones(max(num_blocks, 0), dtype=np.int64)
     sizes[blocks] = counts
-    return np.concatenate(([0], np.cumsum(sizes)))
+    return sizes if sizes.sum() == num_entries else None

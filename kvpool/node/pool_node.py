@@ -15,6 +15,7 @@ from baton.config.schema import PoolConfig
 from baton.errors import IncompatibleError
 from baton.ids import BlockKey, WorkerIdentity
 from baton.layout import KvLayout
+from baton.story import StoryEntry
 from baton.telemetry.logs import get_logger
 from kvpool.messages import (
     Allowance,
@@ -264,6 +265,11 @@ class PoolNode:
         """What each tenant takes, may take, and found of what it asked for. There may be thousands: not for every tick."""
         held = () if self._store is None else self._store.ledger.owners()
         return self.tenants.complete(held)
+
+    def story(self, key: BlockKey) -> tuple[Sequence[StoryEntry], float]:
+        """What is remembered of a block, oldest first, and the time now on the same clock."""
+        told = () if self._store is None else self._store.ledger.story(key.hex())
+        return told, self._clock.now_s()
 
     def status(self, hottest: int) -> NodeStatus:
         """All that operators are told, with at most `hottest` of the first blocks that were asked for most often."""

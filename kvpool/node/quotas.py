@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.ids import WorkerIdentity
 from baton.telemetry.logs import get_logger
 from kvpool.messages import Allowance, NodeState, OwnerUsage, TenantPart
@@ -201,14 +201,18 @@ class QuotaKeeper:
         self._source = source
         self._allow = allow
         self._pause_s = pause_s
+        self._answered = True
 
     async def look(self) -> bool:
         """Takes over what is new; whether anything was. Raises nothing that an operator can cause."""
         try:
             allowances = await self._source.next()
         except BatonError as error:
-            _log.warning("what tenants may keep in the pool stays as it was", why=error.message)
+            if self._answered or isinstance(error, ConfigError):
+                _log.warning("what tenants may keep in the pool stays as it was", why=error.message)
+            self._answered = isinstance(error, ConfigError)
             return False
+        self._answered = True
         if allowances is None:
             return False
         self._allow(allowances)

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import grpc
 
 from baton.blocks import BlockChanges
-from baton.errors import BatonError, StaleIncarnationError, disposition
-from baton.ids import WorkerIdentity
+from baton.errors import BatonError, InvalidRequestError, StaleIncarnationError, disposition
+from baton.hashing import KEY_BYTES
+from baton.ids import BlockKey, WorkerIdentity
 from baton.rpc.block_feed import HEARTBEAT_S, MAX_KEYS_WAITING, BlockFeed, HeldBlocks
 from baton.rpc.hello import (
     PROTOCOL_VERSION,
@@ -22,6 +23,7 @@ from baton.rpc.hello import (
     layout_from_proto,
 )
 from baton.rpc.reports import blocks_to_proto, failure_to_proto
+from baton.rpc.stories import story_to_proto
 from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
 from baton.telemetry.logs import get_logger
@@ -248,6 +250,19 @@ class PoolService(pool_pb2_grpc.PoolServicer):
         """How the node is used."""
         del context
         return status_to_proto(self._node.status(min(request.hottest, _MAX_HOTTEST)))
+
+    @_typed
+    async def Story(  # noqa: N802
+        self, request: pb.BlockStoryRequest, context: _Context
+    ) -> common_pb2.StoryReply:
+        """What happened to one block here."""
+        del context
+        if len(request.key) != KEY_BYTES:
+            raise InvalidRequestError(
+                f"key: a block's has {KEY_BYTES} bytes, not {len(request.key)}", param="key"
+            )
+        told, now_s = self._node.story(BlockKey(request.key))
+        return story_to_proto(self._node.identity.worker_id, told, now_s=now_s)
 
     def _check_node(self, named: common_pb2.WorkerIdentity) -> None:
         if identity_from_proto(named) != self._node.identity:

@@ -15,7 +15,9 @@ from blake3 import blake3
 from google.protobuf.message import DecodeError, Message
 
 from baton.errors import PoolUnavailableError, TicketError
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import open_channel, stranger
+from baton.rpc.credentials import ClusterCredentials
+from baton.rpc.identity import PeerRole
 from baton.rpc.reports import failure_from_proto
 from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
@@ -93,11 +95,19 @@ class PeerClient:
 
     Args:
         seal: Of the cluster.
+        credentials: Of this process.
         max_channels: That are kept open while no question is pending on them.
     """
 
-    def __init__(self, seal: PeerSeal, *, max_channels: int = _MAX_CHANNELS) -> None:
+    def __init__(
+        self,
+        seal: PeerSeal,
+        credentials: ClusterCredentials | None = None,
+        *,
+        max_channels: int = _MAX_CHANNELS,
+    ) -> None:
         self._seal = seal
+        self._credentials = credentials
         self._max_channels = max_channels
         self._channels: OrderedDict[str, _Channel] = OrderedDict()
 
@@ -106,6 +116,7 @@ class PeerClient:
 
         Raises:
             PoolUnavailableError: It does not, or not in time.
+            IncompatibleError: The process there is not of this cluster.
             TicketError: The answer does not carry the cluster's seal.
             BatonError: What the node refuses with.
         """
@@ -129,7 +140,8 @@ class PeerClient:
         try:
             return await pool_pb2_grpc.PoolPeersStub(line.channel).Ask(signed, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise PoolUnavailableError(
+            foreign = stranger(error, address, self._credentials)
+            raise foreign or PoolUnavailableError(
                 f"the pool node at {address} gave no answer: {error.code().name} {error.details()}"
             ) from error
         finally:
@@ -139,7 +151,9 @@ class PeerClient:
     def _channel(self, address: str) -> _Channel:
         line = self._channels.get(address)
         if line is None:
-            line = self._channels[address] = _Channel(open_channel(address))
+            line = self._channels[address] = _Channel(
+                open_channel(address, self._credentials, PeerRole.POOL)
+            )
         self._channels.move_to_end(address)
         return line
 

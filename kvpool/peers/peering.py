@@ -17,8 +17,10 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.schema import PoolConfig, TransferConfig
 from baton.errors import ConfigError
 from baton.ids import BlockKey, WorkerIdentity
+from baton.rpc.credentials import ClusterCredentials
 from baton.telemetry.logs import get_logger
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.region_server import Admission, Refused
 from kv_transfer.ports import KvReceiver
 from kv_transfer.session.handshake import SessionEndpoint
@@ -46,6 +48,7 @@ class PeeringConfig:
         address: Where its service for other nodes is bound: `unix:/path` or `host:port`.
         gate_path: Unix socket that lets nodes of the same host map the slab.
         secret: Of the cluster.
+        credentials: Of this process; None where it is reached by Unix sockets only.
         pool: Bounds.
         transfer: Backends and durations.
         refused: Told of connections to the slab that were closed before their peer had proven itself; from any thread.
@@ -58,6 +61,12 @@ class PeeringConfig:
     pool: PoolConfig
     transfer: TransferConfig
     refused: Callable[[Refused], None]
+    credentials: ClusterCredentials | None = None
+
+    @property
+    def listening(self) -> Listening:
+        """Where its transports listen."""
+        return Listening.at(self.address, self.transfer.ports, self.pool.advertise_address)
 
     @property
     def advertised(self) -> str:
@@ -91,7 +100,10 @@ class Peering:
         slab, pool = store.slab, plan.pool
         layout = slab_layout(slab.slot_bytes)
         here = SessionEndpoint(
-            identity=plan.identity, layout=layout, office=TicketOffice(plan.secret)
+            identity=plan.identity,
+            layout=layout,
+            office=TicketOffice(plan.secret),
+            credentials=plan.credentials,
         )
         self._store = store
         self._inbound = PeerReceiver(
@@ -108,12 +120,13 @@ class Peering:
                 slab.region,
                 num_blocks=slab.num_slots,
                 secret=plan.secret,
+                listening=plan.listening,
             ),
             sent=self._sent,
             timeout_s=pool.fetch_timeout_s,
             clock=clock,
         )
-        client = PeerClient(PeerSeal(plan.secret))
+        client = PeerClient(PeerSeal(plan.secret), plan.credentials)
         self._neighbours = PeerTable(plan.identity, directory, client, clock)
         parts = PartFetcher(
             here,
@@ -183,7 +196,7 @@ async def serve_peers(
     Raises:
         OSError: The address cannot be bound.
     """
-    service = PeerServer(PeerSeal(plan.secret))
+    service = PeerServer(PeerSeal(plan.secret), plan.credentials)
     bound = replace(plan, address=await service.start(plan.address))
 
     def join(store: NodeStorage) -> Peering | None:
@@ -207,7 +220,7 @@ def _receivers(plan: PeeringConfig, store: NodeStorage) -> dict[str, KvReceiver]
         server_address=lambda backend: _server_address(plan, backend),
         layout=slab_layout(slab.slot_bytes),
         num_blocks=slab.num_slots,
-        admission=Admission(secret=plan.secret, refused=plan.refused),
+        admission=Admission(secret=plan.secret, listening=plan.listening, refused=plan.refused),
     )
 
 

@@ -17,6 +17,7 @@ from baton.errors import (
 )
 from baton.ids import WorkerIdentity
 from baton.rpc.channel import bind, new_server
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import identity_from_proto
 from baton.rpc.reports import failure_to_proto
 from baton.rpc.v1 import common_pb2, pool_pb2_grpc, transfer_pb2_grpc
@@ -166,13 +167,15 @@ class PeerServer(pool_pb2_grpc.PoolPeersServicer, transfer_pb2_grpc.TransferServ
 
     Args:
         seal: Of the cluster.
+        credentials: Of this process.
     """
 
-    def __init__(self, seal: PeerSeal) -> None:
+    def __init__(self, seal: PeerSeal, credentials: ClusterCredentials | None = None) -> None:
         self._seal = seal
         self._supplier: PeerRequestHandler | None = None
         self._inbound: PeerReceiver | None = None
-        self._server = new_server()
+        self._credentials = credentials
+        self._server = new_server(credentials)
         pool_pb2_grpc.add_PoolPeersServicer_to_server(self, self._server)
         transfer_pb2_grpc.add_TransferServicer_to_server(self, self._server)
 
@@ -182,7 +185,7 @@ class PeerServer(pool_pb2_grpc.PoolPeersServicer, transfer_pb2_grpc.TransferServ
         Raises:
             OSError: It cannot be bound.
         """
-        bound = bind(self._server, address)
+        bound = bind(self._server, address, self._credentials)
         await self._server.start()
         return bound
 

@@ -13,7 +13,7 @@ from router.admin.pool_client import PoolAdminClient
 from router.admin.pool_routes import add_pool
 from router.admin.replies import Reloaded, TenantReply, TenantUsage, tenant_reply, usage_reply
 from router.admin.stories import RequestStories
-from router.admin.story_routes import add_story
+from router.admin.story_routes import add_block_story, add_story
 from router.http import errors
 from router.http.auth import credential_of
 from router.tenancy import Tenancy
@@ -65,7 +65,9 @@ def create_admin_app(
     app.add_middleware(AdminAuthMiddleware, keys=keys)
     errors.install(app)
     _add_tenants(app, tenancy)
-    add_pool(app, pool or PoolAdminClient(()))
+    nodes = pool or PoolAdminClient(())
+    add_pool(app, nodes)
+    add_block_story(app, nodes)
     if stories is not None:
         add_story(app, stories)
 
@@ -85,7 +87,7 @@ def _add_tenants(app: FastAPI, tenancy: Tenancy) -> None:
     async def get_tenant(tenant_id: str) -> TenantUsage:
         tenant = _find(tenancy, tenant_id)
         usage = await tenancy.limiter.usage(tenant)
-        circuit = tenancy.suspects.circuit(tenant.tenant_id, tenancy.clock.now_s())
+        circuit = tenancy.breakers.circuit(tenant.tenant_id, tenancy.clock.now_s())
         return usage_reply(tenant, usage, circuit)
 
     @app.post("/admin/reload", responses=openapi.ERRORS)

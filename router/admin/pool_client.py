@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import grpc
 
-from baton.rpc.channel import open_channel
+from baton.ids import BlockKey
+from baton.rpc.channel import open_channel, stranger
+from baton.rpc.credentials import ClusterCredentials
+from baton.rpc.identity import PeerRole
+from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
-from baton.rpc.v1 import pool_pb2_grpc
 
 if TYPE_CHECKING:
     from baton.rpc.v1.pool_pb2_grpc import PoolAsyncStub  # exists for type checkers only
@@ -40,10 +43,14 @@ class PoolAdminClient:
 
     Args:
         addresses: gRPC addresses of the nodes.
+        credentials: Of this process.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(
+        self, addresses: Sequence[str], credentials: ClusterCredentials | None = None
+    ) -> None:
         self.addresses = tuple(addresses)
+        self._credentials = credentials
 
     async def usage(self) -> list[PoolNodeAnswer[pb.PoolUsageReply]]:
         """What each node holds, and for which tenants."""
@@ -54,20 +61,24 @@ class PoolAdminClient:
         """Has every node give up what `asked` covers, while serving."""
         return await self._ask_all(lambda node: node.Flush(asked, timeout=_FLUSH_WAIT_S))
 
+    async def story(self, key: BlockKey) -> list[PoolNodeAnswer[common_pb2.StoryReply]]:
+        """What each node remembers of a block."""
+        asked = pb.BlockStoryRequest(key=key)
+        return await self._ask_all(lambda node: node.Story(asked, timeout=_USAGE_WAIT_S))
+
     async def _ask_all(
         self, question: Callable[["PoolAsyncStub"], Awaitable[Reply]]
     ) -> list[PoolNodeAnswer[Reply]]:
-        return await asyncio.gather(*(_ask(address, question) for address in self.addresses))
+        return await asyncio.gather(*(self._ask(address, question) for address in self.addresses))
 
-
-async def _ask(
-    address: str, question: Callable[["PoolAsyncStub"], Awaitable[Reply]]
-) -> PoolNodeAnswer[Reply]:
-    async with open_channel(address) as channel:
-        try:
-            reply = await question(pool_pb2_grpc.PoolStub(channel))
-        except grpc.aio.AioRpcError as error:
-            return PoolNodeAnswer(
-                address=address, reply=None, why=f"{error.code().name}: {error.details()}"
-            )
-    return PoolNodeAnswer(address=address, reply=reply)
+    async def _ask(
+        self, address: str, question: Callable[["PoolAsyncStub"], Awaitable[Reply]]
+    ) -> PoolNodeAnswer[Reply]:
+        async with open_channel(address, self._credentials, PeerRole.POOL) as channel:
+            try:
+                reply = await question(pool_pb2_grpc.PoolStub(channel))
+            except grpc.aio.AioRpcError as error:
+                foreign = stranger(error, address, self._credentials)
+                why = foreign.message if foreign else f"{error.code().name}: {error.details()}"
+                return PoolNodeAnswer(address=address, reply=None, why=why)
+        return PoolNodeAnswer(address=address, reply=reply)

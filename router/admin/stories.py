@@ -8,6 +8,7 @@ import grpc
 from baton.clock import Clock
 from baton.ids import RequestId
 from baton.rpc.channel import open_channel
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.stories import story_to_proto
 from baton.rpc.v1 import common_pb2, control_pb2
 from baton.rpc.v1.control_pb2_grpc import ControlStub
@@ -24,14 +25,20 @@ class RequestStories:
         own: What this router remembers of a request.
         view: The connected workers.
         clock: Of what this router remembers.
+        credentials: Of this process.
     """
 
     def __init__(
-        self, own: Callable[[RequestId], Sequence[StoryEntry]], view: ClusterView, clock: Clock
+        self,
+        own: Callable[[RequestId], Sequence[StoryEntry]],
+        view: ClusterView,
+        clock: Clock,
+        credentials: ClusterCredentials | None = None,
     ) -> None:
         self._own = own
         self._view = view
         self._clock = clock
+        self._credentials = credentials
 
     async def tell(self, request_id: RequestId) -> common_pb2.StoryReply:
         """What this router and the workers remember, in order of time on this router's clock; empty where none knows the request.
@@ -47,7 +54,7 @@ class RequestStories:
         return common_pb2.StoryReply(entries=entries, now_s=self._clock.now_s())
 
     async def _ask(self, address: str, request_id: RequestId) -> Sequence[common_pb2.StoryEntry]:
-        async with open_channel(address) as channel:
+        async with open_channel(address, self._credentials) as channel:
             asked = control_pb2.StoryRequest(request_id=request_id)
             try:
                 await asyncio.wait_for(channel.channel_ready(), _WORKER_WAIT_S)

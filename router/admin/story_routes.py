@@ -1,16 +1,23 @@
-"""The story of a request on the operators' surface: what the router's and the workers' cores did about it, event by event."""
+"""Stories on the operators' surface: what the router's and the workers' cores did about a request, and the pool's nodes about a block,
+event by event.
+"""
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from baton.errors import RouteNotFoundError
+from baton.errors import InvalidRequestError, RouteNotFoundError
+from baton.hashing import parse_block_key
 from baton.ids import RequestId
+from baton.rpc.v1 import common_pb2
 from router import openapi
+from router.admin.pool_client import PoolAdminClient
 from router.admin.stories import RequestStories
 
 
 class StoryEntryReply(BaseModel):
-    """One event of a core of `process` (`router`, or a worker's id) and what it came to; `at_s` is on the router's monotonic clock."""
+    """One event of a core of `process` (`router`, or a worker's id) and what it came to; `at_s` is on the router's monotonic clock, a pool
+    node's on its own.
+    """
 
     process: str
     core: str
@@ -26,8 +33,40 @@ class StoryReply(BaseModel):
     entries: list[StoryEntryReply]
 
 
+class BlockStoryReply(BaseModel):
+    """What happened to a block on one node of the pool, oldest first; `error` says why the node did not answer."""
+
+    address: str
+    error: str | None
+    entries: list[StoryEntryReply]
+
+
+def add_block_story(app: FastAPI, pool: PoolAdminClient) -> None:
+    """Adds the route of a block's story to the operators' application."""
+
+    @app.get("/debug/block/{key}", responses=openapi.ERRORS)
+    async def get_block_story(key: str) -> list[BlockStoryReply]:
+        try:
+            asked = parse_block_key(key)
+        except ValueError as error:
+            raise InvalidRequestError(f"key: {error}", param="key") from error
+        answers = await pool.story(asked)
+        told = [
+            BlockStoryReply(
+                address=answer.address,
+                error=answer.why or None,
+                entries=[] if answer.reply is None else _entries(answer.reply),
+            )
+            for answer in answers
+            if answer.reply is None or answer.reply.entries
+        ]
+        if not told:
+            raise RouteNotFoundError(f"No node of the pool knows block {key}, or not any more.")
+        return told
+
+
 def add_story(app: FastAPI, stories: RequestStories) -> None:
-    """Adds the story's route to the operators' application."""
+    """Adds the route of a request's story to the operators' application."""
 
     @app.get("/debug/story/{request_id}", responses=openapi.ERRORS)
     async def get_story(request_id: str) -> StoryReply:
@@ -36,16 +75,17 @@ def add_story(app: FastAPI, stories: RequestStories) -> None:
             raise RouteNotFoundError(
                 f"No router or worker here knows {request_id[:64]!r}, or not any more."
             )
-        return StoryReply(
-            request_id=request_id,
-            entries=[
-                StoryEntryReply(
-                    process=entry.process,
-                    core=entry.core,
-                    at_s=entry.at_s,
-                    event=entry.event,
-                    actions=list(entry.actions),
-                )
-                for entry in told.entries
-            ],
+        return StoryReply(request_id=request_id, entries=_entries(told))
+
+
+def _entries(told: common_pb2.StoryReply) -> list[StoryEntryReply]:
+    return [
+        StoryEntryReply(
+            process=entry.process,
+            core=entry.core,
+            at_s=entry.at_s,
+            event=entry.event,
+            actions=list(entry.actions),
         )
+        for entry in told.entries
+    ]

@@ -5,13 +5,15 @@ What a tenant is given elsewhere counts here as if it had been given here: its d
 the exchange: without it every router is fair by itself.
 """
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 
 from router.admission.queue import Charge, QueuedRequest
 from router.tenants.tenant import TenantId
 
-_MAX_ACCOUNTS = 4096
+MAX_ACCOUNTS = 4096
+_PRIORITY = re.compile(r"-?[0-9]{1,9}")
 _MAX_TOKENS = 1e8
 """No router admits more between two messages; a message that says so is not believed."""
 
@@ -36,7 +38,7 @@ class AdmittedTotals:
         account = f"{request.slo.priority}/{request.tenant.tenant_id}"
         self._totals[account] = self._totals.get(account, 0.0) + request.cost
         self._totals.move_to_end(account)
-        if len(self._totals) > _MAX_ACCOUNTS:
+        if len(self._totals) > MAX_ACCOUNTS:
             self._totals.popitem(last=False)
 
     def hear(self, others: Mapping[str, Totals]) -> list[Charge]:
@@ -60,6 +62,6 @@ class AdmittedTotals:
 def _charge(account: str, tokens: float) -> Charge | None:
     """None for what is no account: Redis is a hint, and may hold anything."""
     priority, slash, tenant_id = account.partition("/")
-    if not slash or not priority.lstrip("-").isdigit():
+    if not slash or not _PRIORITY.fullmatch(priority):
         return None
     return Charge(priority=int(priority), tenant_id=TenantId(tenant_id), tokens=tokens)

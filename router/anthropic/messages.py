@@ -1,9 +1,8 @@
-"""POST /v1/messages and /v1/messages/count_tokens: a conversation in Anthropic's words."""
+"""The replies of POST /v1/messages, and POST /v1/messages/count_tokens: a conversation in Anthropic's words."""
 
 from collections.abc import Sequence
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
@@ -20,12 +19,11 @@ from router.anthropic.replies import (
     StopReason,
     TextContent,
 )
-from router.anthropic.requests import CountTokensRequest, MessagesRequest
+from router.anthropic.requests import CountTokensRequest
 from router.generation.generation_run import Delta, GenerationRun
 from router.generation.model_catalog import ModelCatalog
-from router.generation.planner import RequestContext, RequestPlanner
+from router.generation.planner import RequestContext
 from router.generation.prompt_encoder import PromptEncoder
-from router.generation.responder import Responder
 from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.errors import anthropic_error
@@ -35,44 +33,22 @@ from router.ports import Timing
 _DELTA = b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%b}}'
 
 
-class Messages:
-    """The endpoints of messages, and of how many tokens one has.
+class TokenCounting:
+    """The endpoint that says how many tokens a conversation has.
 
     Args:
         bodies: Reads what was sent.
         catalog: The served model.
-        planner: Takes the request, and plans what is generated.
         prompts: Makes token ids of what was sent.
-        responder: Runs it and replies.
     """
 
-    def __init__(
-        self,
-        bodies: BodyReader,
-        catalog: ModelCatalog,
-        planner: RequestPlanner,
-        prompts: PromptEncoder,
-        responder: Responder,
-    ) -> None:
+    def __init__(self, bodies: BodyReader, catalog: ModelCatalog, prompts: PromptEncoder) -> None:
         self._bodies = bodies
         self._catalog = catalog
-        self._planner = planner
         self._prompts = prompts
-        self._responder = responder
 
-    async def __call__(self, request: Request) -> Response:
-        """Answers one conversation."""
-        body = await self._bodies.read(request, MessagesRequest)
-        context = await self._planner.take(request, body, "msg")
-        prompt = await self._prompts.of_conversation(body.as_conversation(), context)
-        (run,) = self._responder.runs(body, self._planner.plan(context, body, [prompt]))
-        writer = MessageWriter(context, run)
-        return await self._responder.respond(
-            request, context.account, [run], writer, stream=body.stream
-        )
-
-    async def count_tokens(self, request: Request) -> CountedTokens:
-        """How many tokens a conversation has."""
+    async def __call__(self, request: Request) -> CountedTokens:
+        """Counts the tokens of one."""
         body = await self._bodies.read(request, CountTokensRequest)
         self._catalog.require_name(body.model, account_of(request))
         model = await self._catalog.require_model()

@@ -70,6 +70,13 @@ class Thinking(BodyObject):
     type: Literal["disabled", "enabled", "adaptive"]
 
 
+class OutputConfig(BodyObject):
+    """How much effort an answer is worth, and the form that it is to have."""
+
+    effort: Name | None = None
+    format: JsonObject | None = None
+
+
 class RequestMetadata(BodyObject):
     """The end user on whose behalf the client asks."""
 
@@ -89,6 +96,9 @@ class ConversationBody(BodyObject):
     tools: list[ToolDefinition] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoiceParam | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # What follows does not change the answer of this server, and is ignored.
+    cache_control: JsonObject | None = None
 
     def as_conversation(self) -> Conversation:
         """The conversation, the system's word first. A last message of the assistant is the beginning of its answer."""
@@ -106,6 +116,8 @@ class ConversationBody(BodyObject):
             raise refusal("tool_choice", "Needs tools.")
         if self.thinking is not None:
             only("thinking", self.thinking.type, "disabled")
+        if self.output_config is not None and self.output_config != OutputConfig():
+            raise unsupported("output_config", "Neither effort nor format is served yet.")
         return self
 
 

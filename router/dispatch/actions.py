@@ -89,6 +89,16 @@ class WorkerSuspected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairSuspected:
+    """Two workers could not hand KV over; they are left alone as a pair for so long, infinitely if they do not fit. To be logged."""
+
+    prefill: WorkerIdentity
+    decode: WorkerIdentity
+    error: BatonError
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RefuseWorker:
     """The worker that joined at `address` cannot be used: disconnect from it."""
 
@@ -97,4 +107,4 @@ class RefuseWorker:
 
 
 SendAction = SendLeg | SendReassign | SendCancel | AskForSnapshot
-Action = SendAction | Emit | Finish | Fail | RefuseWorker | WorkerSuspected
+Action = SendAction | Emit | Finish | Fail | RefuseWorker | WorkerSuspected | PairSuspected

@@ -21,6 +21,7 @@ from baton.errors import (
     OverloadedError,
     StaleIncarnationError,
     TransferError,
+    UnreachableError,
     WorkerLostError,
     WrongRoleError,
 )
@@ -31,6 +32,7 @@ from router.dispatch.actions import (
     Action,
     AskForSnapshot,
     Emit,
+    PairSuspected,
     RefuseWorker,
     WorkerSuspected,
 )
@@ -64,6 +66,9 @@ from router.routing.view import ClusterView, WorkerView
 _STALL_S = 1.0
 """After such a pause between two ticks this router cannot tell which worker was silent: it read from none."""
 
+_HEARD_S = 1.5
+"""A worker that said something in this time is there: one that is well reports twice per second."""
+
 _HANDOFF_OPEN = (AttemptState.PREFILLING, AttemptState.HANDING_OFF)
 """States in which another P may still take over."""
 
@@ -95,6 +100,7 @@ _NO_WORKERS_FAULT = (
     DrainingError,
     InvalidRequestError,
     OverloadedError,
+    UnreachableError,
     WrongRoleError,
 )
 """Errors of a leg that say nothing about the health of its worker."""
@@ -454,6 +460,8 @@ class Dispatcher:
         leg.worker.breaker.succeeded(now_s)
         if attempt.decode is not None:
             leg.handed_to(attempt.decode.worker, event)
+            decode = attempt.decode.worker.identity
+            self._view.broken_pairs.succeeded(leg.worker.identity, decode)
         self._legs.close(leg)
         return self._continue_on_decode_only(attempt, now_s)
 
@@ -479,6 +487,8 @@ class Dispatcher:
         blamed: frozenset[WorkerIdentity] = frozenset()
         if attempt.prefill is not None:
             blamed = frozenset({attempt.prefill.worker.identity})
+            if isinstance(event.error, UnreachableError):
+                actions += self._pair_failed(attempt.prefill, event.error, now_s)
             actions.append(attempt.prefill.cancel())
             self._legs.close(attempt.prefill)
         return actions + self._retry.replace_prefill(attempt, event.error, blamed, now_s)
@@ -513,6 +523,8 @@ class Dispatcher:
 
     def _on_leg_failed(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
         attempt = leg.attempt
+        if leg.kind is LegKind.PREFILL and isinstance(error, UnreachableError | IncompatibleError):
+            return self._on_pair_failed(leg, error, now_s)
         suspected = _suspects(leg, error)
         blamed = frozenset(worker.identity for worker in suspected)
         if not isinstance(error, _NO_WORKERS_FAULT):
@@ -525,6 +537,30 @@ class Dispatcher:
         return self._recover_attempt(
             attempt, error, blamed, now_s, reservation_intact=reservation_intact
         )
+
+    def _on_pair_failed(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
+        """P cannot reach D, or the two do not fit. As long as D is heard here neither is at fault: another P can write to the pages that
+        D keeps, and D can compute the prompt itself.
+        """
+        attempt = leg.attempt
+        actions = self._pair_failed(leg, error, now_s)
+        self._legs.close(leg)
+        decode = None if attempt.decode is None else attempt.decode.worker
+        heard = decode is not None and not decode.silent(now_s, _HEARD_S)
+        blamed = frozenset() if decode is None or heard else frozenset({decode.identity})
+        return actions + self._recover_attempt(
+            attempt, error, blamed, now_s, reservation_intact=heard
+        )
+
+    def _pair_failed(self, leg: Leg, error: BatonError, now_s: float) -> list[Action]:
+        """Leaves P and D alone as a pair for a while."""
+        if leg.attempt.decode is None:
+            return []
+        prefill, decode = leg.worker.identity, leg.attempt.decode.worker.identity
+        pause_s = self._view.broken_pairs.failed(prefill, decode, error, now_s)
+        if pause_s is None:
+            return []
+        return [PairSuspected(prefill=prefill, decode=decode, error=error, pause_s=pause_s)]
 
     def _recover_attempt(
         self,

@@ -1,7 +1,7 @@
 """Places an attempt on workers: hashes the prompt, asks the prefix index, lets the policy choose, logs the choice."""
 
 from array import array
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from functools import lru_cache
 from hashlib import blake2b
 from random import Random
@@ -78,11 +78,11 @@ class Placement:
             self.log.refused()
             return Unavailable(reason="no worker is available")
         demand = self._demand(request, prompt, now_s)
-        chosen = self._policy.pair(usable, demand, self._rng)
+        chosen = self._connected_pair(usable, demand)
         if isinstance(chosen, Pair) and not self._has_capacity(chosen.decode, request, prompt):
             # The best of all workers, if it has capacity, is the best of those that have it: nearly always no other need be asked.
             full = self._full(request, prompt, usable)
-            chosen = self._policy.pair(usable, replace(demand, full=full), self._rng)
+            chosen = self._connected_pair(usable, replace(demand, full=full))
         if isinstance(chosen, Pair):
             self._remember(request, chosen, demand)
         else:
@@ -112,6 +112,7 @@ class Placement:
             and worker is not decode
             and worker.layout_group == decode.layout_group
             and worker.can_prefill
+            and self._view.broken_pairs.allows(worker.identity, decode.identity, now_s)
         ]
         if not usable:
             return None
@@ -154,6 +155,22 @@ class Placement:
             num_blocks=layout.num_blocks_for(prompt.num_tokens),
         )
         return self._office.issue(permit)
+
+    def _connected_pair(
+        self, workers: Collection[WorkerView], demand: Demand
+    ) -> Pair | Unavailable:
+        """The policy's choice of the pairs that can hand KV over: a prefill worker that cannot reach the chosen decode worker is left
+        out. With none left the decode worker computes the prompt.
+        """
+        broken = self._view.broken_pairs
+        chosen = self._policy.pair(workers, demand, self._rng)
+        while isinstance(chosen, Pair) and not chosen.local:
+            prefill = chosen.prefill
+            if broken.allows(prefill.identity, chosen.decode.identity, demand.now_s):
+                break
+            workers = [worker for worker in workers if worker is not prefill]
+            chosen = self._policy.pair(workers, demand, self._rng)
+        return chosen
 
     def _full(
         self, request: RequestState, prompt: Prompt, workers: Sequence[WorkerView]
@@ -206,6 +223,9 @@ class Placement:
         self.log.decided(request.request_id, pair, demand)
         self._decisions += 1
         pair.prefill.last_pick = pair.decode.last_pick = self._decisions
+        if not pair.local:
+            prefill, decode = pair.prefill.identity, pair.decode.identity
+            self._view.broken_pairs.chosen(prefill, decode, demand.now_s)
         if self._policy.uses_prefix:
             worker = pair.prefill
             chain = self._chain(request, worker.layout_group, worker.hello.layout)

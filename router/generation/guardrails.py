@@ -7,7 +7,7 @@ from dataclasses import replace
 from baton.errors import InvariantError
 from router.generation.generation_run import Delta
 from router.guardrails.chain import GuardChain, OutputChain
-from router.guardrails.ports import Ask, GuardedText
+from router.guardrails.ports import GuardedText, GuardrailInput
 from router.http.account import RequestAccount
 from router.templates.renderer import ChatMessage
 
@@ -65,14 +65,14 @@ async def checked_deltas(
         UnavailableError: A guardrail failed.
         InvariantError: What was asked never came past the guardrails.
     """
-    ask = account.ask
-    if guards.active and ask is None:
+    asked = account.guarded_input
+    if guards.active and asked is None:
         raise InvariantError("a request came past the guardrails unseen")
     watching: dict[int, OutputChain | None] = {}
     async with aclosing(batches):
         async for batch in batches:
-            if ask is not None:
-                batch = await _shown(batch, watching, guards, ask)
+            if asked is not None:
+                batch = await _shown(batch, watching, guards, asked)
             if account.keeps_content:
                 _keep(batch, account)
             if batch:
@@ -82,21 +82,23 @@ async def checked_deltas(
 async def _checked(
     texts: Sequence[GuardedText], guards: GuardChain, account: RequestAccount, param: str
 ) -> list[str]:
-    ask = Ask(tenant_id=account.tenant.tenant_id, model=account.model, texts=tuple(texts))
-    account.ask = await guards.check_input(ask, param)
-    return [text.text for text in account.ask.texts]
+    asked = GuardrailInput(
+        tenant_id=account.tenant.tenant_id, model=account.model, texts=tuple(texts)
+    )
+    account.guarded_input = await guards.check_input(asked, param)
+    return [text.text for text in account.guarded_input.texts]
 
 
 async def _shown(
     batch: Sequence[Delta],
     watching: dict[int, OutputChain | None],
     guards: GuardChain,
-    ask: Ask,
+    asked: GuardrailInput,
 ) -> list[Delta]:
     shown: list[Delta] = []
     for delta in batch:
         if delta.index not in watching:
-            watching[delta.index] = guards.watch_output(ask)
+            watching[delta.index] = guards.watch_output(asked)
         chain = watching[delta.index]
         passed = delta if chain is None else await _passed(delta, chain)
         if passed.text or passed.tokens or passed.finish is not None:

@@ -1,6 +1,6 @@
 """A request that may be worked on: its tenant, its class of service, its model; and the generation requests that it becomes.
 
-Every endpoint that generates takes a request (`RequestPlanner.take`), makes token ids of what it was sent
+Every endpoint that generates accepts a request (`RequestPlanner.accept`), makes token ids of what it was sent
 (`router.generation.prompt_encoder`), plans what is generated (`RequestPlanner.plan`) and replies with it (`router.generation.responder`).
 """
 
@@ -21,7 +21,7 @@ from router.generation.sampling import SamplingBody, SamplingDefaults, sampling_
 from router.http.account import RequestAccount, account_of
 from router.http.fields import MAX_PROMPT_LOGPROBS
 from router.ports import GenerationRequest, Generator, ServedModel
-from router.slo import Slo, SloBook
+from router.slo import Slo, SloClasses
 from router.telemetry.metrics import RouterMetrics
 
 _BYTES_PER_TOKEN = 4
@@ -48,12 +48,12 @@ class RequestContext:
 
 
 class RequestPlanner:
-    """Takes requests, or refuses them, before their prompt is looked at; and plans what is generated for them after.
+    """Accepts requests, or refuses them, before their prompt is looked at; and plans what is generated for them after.
 
     Args:
         catalog: The served model.
         generator: Knows whether there is room for another request.
-        slo_book: The classes of service.
+        slo_classes: The classes of service.
         metrics: Counts refusals.
         defaults: How tokens are drawn where a request says nothing.
         timeout_s: Deadline of a request.
@@ -63,7 +63,7 @@ class RequestPlanner:
         self,
         catalog: ModelCatalog,
         generator: Generator,
-        slo_book: SloBook,
+        slo_classes: SloClasses,
         metrics: RouterMetrics,
         defaults: SamplingDefaults,
         *,
@@ -71,13 +71,13 @@ class RequestPlanner:
     ) -> None:
         self._catalog = catalog
         self._generator = generator
-        self._slo_book = slo_book
+        self._slo_classes = slo_classes
         self._metrics = metrics
         self._defaults = defaults
         self._timeout_s = timeout_s
 
-    async def take(self, request: Request, body: SamplingBody, kind: str) -> RequestContext:
-        """The context of a request, whose reply's id begins with `kind`. What can be refused without looking at the prompt
+    async def accept(self, request: Request, body: SamplingBody, id_prefix: str) -> RequestContext:
+        """The context of a request, whose reply's id begins with `id_prefix`. What can be refused without looking at the prompt
         is refused here, before it costs anything.
 
         Raises:
@@ -89,7 +89,7 @@ class RequestPlanner:
         """
         account = account_of(request)
         self._catalog.require_name(body.model, account)
-        slo = self._slo_book.chosen(
+        slo = self._slo_classes.chosen(
             account.tenant.slo_class, service_tier=body.service_tier, priority=body.priority or 0
         )
         with self._metrics.counting_refusals(account.tenant.tenant_class):
@@ -98,7 +98,7 @@ class RequestPlanner:
             self._generator.check_capacity(account.tenant, slo)
         return RequestContext(
             account=account,
-            request_id=new_request_id(kind),
+            request_id=new_request_id(id_prefix),
             created=int(time.time()),
             slo=slo,
             model=await self._catalog.require_model(),

@@ -88,7 +88,7 @@ class PromptEncoder:
             for prompt in await self._guarded(prompts, context)
         ]
 
-    async def of_gap(
+    async def of_infill(
         self, prompt: str, suffix: str, context: RequestContext, *, add_special_tokens: bool
     ) -> list[int]:
         """Those that ask for what stands between `prompt` and `suffix`.

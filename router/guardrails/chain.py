@@ -10,7 +10,14 @@ from typing import TypeVar
 
 from baton.errors import BatonError, ContentRefusedError, UnavailableError
 from baton.telemetry.logs import get_logger
-from router.guardrails.ports import Ask, GuardedText, Guardrail, OutputGuard, Refuse, Replace
+from router.guardrails.ports import (
+    GuardedText,
+    Guardrail,
+    GuardrailInput,
+    OutputGuard,
+    Refuse,
+    Replace,
+)
 
 _Verdict = TypeVar("_Verdict")
 _log = get_logger(__name__)
@@ -33,11 +40,11 @@ class GuardChain:
         """Whether there are any."""
         return bool(self._guardrails)
 
-    async def check_input(self, ask: Ask, param: str) -> Ask:
-        """What goes on: `ask`, or what guardrails put in its place.
+    async def check_input(self, asked: GuardrailInput, param: str) -> GuardrailInput:
+        """What goes on: `asked`, or what guardrails put in its place.
 
         Args:
-            ask: What is asked.
+            asked: What is asked.
             param: The field that it stands in, for the error.
 
         Raises:
@@ -45,16 +52,16 @@ class GuardChain:
             UnavailableError: A guardrail failed.
         """
         for guardrail in self._guardrails:
-            verdict = await _asked(guardrail.check_input(ask), self._timeout_s)
+            verdict = await _asked(guardrail.check_input(asked), self._timeout_s)
             if isinstance(verdict, Refuse):
                 raise ContentRefusedError(verdict.message, param=param)
             if isinstance(verdict, Replace):
-                ask = _replaced(ask, verdict)
-        return ask
+                asked = _replaced(asked, verdict)
+        return asked
 
-    def watch_output(self, ask: Ask) -> "OutputChain | None":
+    def watch_output(self, asked: GuardrailInput) -> "OutputChain | None":
         """What watches one choice; None if no guardrail does."""
-        watching = [guardrail.watch_output(ask) for guardrail in self._guardrails]
+        watching = [guardrail.watch_output(asked) for guardrail in self._guardrails]
         guards = [guard for guard in watching if guard is not None]
         return OutputChain(guards, self._timeout_s) if guards else None
 
@@ -81,12 +88,12 @@ class OutputChain:
         return text
 
 
-def _replaced(ask: Ask, verdict: Replace) -> Ask:
-    if len(verdict.texts) != len(ask.texts):
+def _replaced(asked: GuardrailInput, verdict: Replace) -> GuardrailInput:
+    if len(verdict.texts) != len(asked.texts):
         _log.error("a guardrail gave another number of texts than it got")
         raise UnavailableError("A check of this request failed.")
-    texts = zip(ask.texts, verdict.texts, strict=True)
-    return replace(ask, texts=tuple(GuardedText(role=old.role, text=new) for old, new in texts))
+    texts = zip(asked.texts, verdict.texts, strict=True)
+    return replace(asked, texts=tuple(GuardedText(role=old.role, text=new) for old, new in texts))
 
 
 async def _asked(look: Awaitable[_Verdict], timeout_s: float) -> _Verdict:

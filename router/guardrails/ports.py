@@ -18,7 +18,7 @@ class GuardedText:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GuardrailInput:
     """What is asked, by which tenant, of which model."""
 
     tenant_id: str
@@ -55,8 +55,8 @@ class OutputGuard(Protocol):
 class Guardrail(Protocol):
     """One check."""
 
-    async def check_input(self, ask: Ask) -> Pass | Replace | Refuse:
+    async def check_input(self, asked: GuardrailInput) -> Pass | Replace | Refuse:
         """Looks at what is asked, before it is tokenized."""
 
-    def watch_output(self, ask: Ask) -> OutputGuard | None:
+    def watch_output(self, asked: GuardrailInput) -> OutputGuard | None:
         """What watches one choice of the answer; None if nothing needs to."""

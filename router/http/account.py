@@ -17,7 +17,7 @@ from starlette.types import Scope
 from baton.clock import Clock
 from baton.errors import BatonError, RateLimitedError
 from baton.generation import Prompt
-from router.guardrails.ports import Ask
+from router.guardrails.ports import GuardrailInput
 from router.limits.ports import GrantId, Level, Levels, Limiter, LimitKind, LimitRefused
 from router.ports import GenerationRequest, Timing
 from router.telemetry.metrics import RouterMetrics
@@ -61,7 +61,7 @@ class RequestAccount:
         model: The name by which it asked for the model; empty until that is known.
         runs: What is generated for it.
         error: Why it failed, if it did.
-        ask: What is asked, as the guardrails let it pass; None before that, and where there are none.
+        guarded_input: What is asked, as the guardrails let it pass; None before that, and where there are none.
         keeps_content: Whether what is asked and answered is kept for the audit.
         asked: The body as it came; only where that is kept.
         answered: The text of each choice; only there too.
@@ -77,7 +77,7 @@ class RequestAccount:
     model: str = ""
     runs: Sequence[Run] = ()
     error: BatonError | None = None
-    ask: Ask | None = None
+    guarded_input: GuardrailInput | None = None
     keeps_content: bool = False
     asked: str = ""
     answered: dict[int, str] = field(default_factory=dict)

@@ -82,6 +82,7 @@ class DegradingLimiter:
         self._pause_s = lease_s / _RENEWALS_PER_LEASE
         self._metrics = metrics
         self._breaker = Breaker(_ASK_AGAIN)
+        self._answered = True
         self._held: dict[Tenant, set[GrantId]] = {}
 
     @property
@@ -159,11 +160,16 @@ class DegradingLimiter:
         except UnavailableError as error:
             self._breaker.failed(self._clock.now_s())
             self._metrics.degraded(True)
-            _log.warning("limits are this router's own for now", why=error.message)
+            if self._answered:
+                _log.warning("limits are this router's own for now", why=error.message)
+            self._answered = False
             return None
         except BaseException:
             self._breaker.abandoned(self._clock.now_s())
             raise
         self._breaker.succeeded(self._clock.now_s())
         self._metrics.degraded(False)
+        if not self._answered:
+            _log.info("limits hold over all routers again")
+        self._answered = True
         return answer

@@ -6,7 +6,12 @@
 --          requests, the same of tokens, requests in flight; after them, for `renew`, the grants
 --
 -- Time is the server's, so that routers need not agree on theirs. If it is set back nothing is given until it has passed
--- again; if it is set forward a bucket is full at most.
+-- again, an hour at most; if it is set forward a bucket is full at most.
+--
+-- Others may have written here too. A key of another type goes; a level that is no number, or a debt that no request makes, is
+-- none, and such a bucket is full like an unknown one; times further ahead than a clock is set back do not count. The last field of
+-- each answer says how much of that there was.
+local FAR, MOST_DEBT = 3600 * 1000, 1e9
 local what, grant, amount, lease = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local sizes = {
   requests = { capacity = tonumber(ARGV[5]), rate = tonumber(ARGV[6]) },
@@ -16,12 +21,30 @@ local max_concurrency = tonumber(ARGV[9])
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
 
+local refused = 0
+for index, wanted in ipairs({ 'hash', 'zset' }) do
+  local kind = redis.call('TYPE', KEYS[index])
+  kind = kind.ok or kind
+  if kind ~= 'none' and kind ~= wanted then
+    redis.call('DEL', KEYS[index])
+    refused = refused + 1
+  end
+end
+
+-- What was stored, or `otherwise` where it is not between `least` and `most`; NaN is between none.
+local function within(text, least, most, otherwise)
+  local value = text and tonumber(text)
+  if value and value >= least and value <= most then return value end
+  if text then refused = refused + 1 end
+  return otherwise
+end
+
 local stored = redis.call('HMGET', KEYS[1], 'requests', 'tokens', 'at')
-local elapsed = math.max(0, now - (tonumber(stored[3]) or now))
+local elapsed = math.max(0, now - within(stored[3], 0, now + FAR, now))
 local levels = {}
 for index, name in ipairs({ 'requests', 'tokens' }) do
   local size = sizes[name]
-  local level = tonumber(stored[index]) or size.capacity
+  local level = within(stored[index], -MOST_DEBT, MOST_DEBT * 1e6, size.capacity)
   levels[name] = math.min(level + elapsed * size.rate, size.capacity)
 end
 
@@ -38,12 +61,12 @@ local function save()
     end
   end
   redis.call('HSET', KEYS[1], 'requests', number(levels.requests), 'tokens', number(levels.tokens), 'at', now)
-  redis.call('PEXPIRE', KEYS[1], math.ceil(rest) + 1000)
+  redis.call('PEXPIRE', KEYS[1], math.min(math.ceil(rest) + 1000, 1e13))
 end
 
 local function answer(granted, kind, wait)
   local running = redis.call('ZCARD', KEYS[2])
-  return { granted, kind, number(wait), number(levels.requests), number(levels.tokens), running }
+  return { granted, kind, number(wait), number(levels.requests), number(levels.tokens), running, refused }
 end
 
 -- Milliseconds to wait for `wanted`, or 0 and it is taken. What can never be there is given when the bucket is full.
@@ -66,7 +89,9 @@ local function hold(name)
   redis.call('PEXPIRE', KEYS[2], 2 * lease)
 end
 
+if refused > 0 then save() end
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+refused = refused + redis.call('ZREMRANGEBYSCORE', KEYS[2], now + lease + FAR, '+inf')
 
 if what == 'enter' then
   if redis.call('ZSCORE', KEYS[2], grant) then

@@ -1,14 +1,20 @@
 """Limits that hold over all routers: the counts lie in Redis, one script per step (`limits.lua`).
 
 Every request in flight has a lease there, renewed while its router lives; those of a router that died run out. Unused
-buckets expire.
+buckets expire. What lies in Redis may be false: the scripts repair what no router can have written, and a reply that is
+still not right counts as none.
 """
 
 from collections.abc import Iterable
 from importlib import resources
-from typing import TYPE_CHECKING
+from math import isfinite
+from typing import TYPE_CHECKING, Annotated
 
-from baton.redis_link import asked
+import msgspec
+from msgspec import Meta
+
+from baton.errors import UnavailableError
+from baton.redis_link import RefusedValues, asked
 from router.limits.local import CONCURRENCY_RETRY_S, BucketSize
 from router.limits.ports import (
     GrantId,
@@ -25,6 +31,23 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 _NO_GRANT = GrantId("")
+_MOST_ROUTERS = 1024
+_MOST_DEBT = 1e12
+"""Of a bucket, in requests or tokens, and of a wait in seconds: no router's."""
+
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class _Reply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What `limits.lua` returns; numbers that are not whole are text."""
+
+    granted: Annotated[int, Meta(ge=0, le=1)]
+    kind: bytes
+    wait_ms: bytes
+    requests: bytes
+    tokens: bytes
+    in_flight: _Count
+    refused: _Count
 
 
 class RedisLimiter:
@@ -34,9 +57,13 @@ class RedisLimiter:
         redis: Where the counts lie.
         prefix: Of all keys; clusters that share a Redis need different ones.
         lease_s: How long a request stays counted after its router was last heard of.
+        refused: Is told of what is not believed.
     """
 
-    def __init__(self, redis: "Redis", *, prefix: str, lease_s: float) -> None:
+    def __init__(
+        self, redis: "Redis", *, prefix: str, lease_s: float, refused: RefusedValues
+    ) -> None:
+        self._refused = refused
         self._prefix = prefix
         self._lease_ms = round(lease_s * 1000)
         self._limits = redis.register_script(_script("limits.lua"))
@@ -75,7 +102,15 @@ class RedisLimiter:
         """Says that this router is here, or leaves, and how many there are."""
         lease_ms = 0 if leaving else self._lease_ms
         keys = [f"{self._prefix}:routers"]
-        return int(await asked(self._routers(keys=keys, args=[router_id, lease_ms])))
+        reply = await asked(self._routers(keys=keys, args=[router_id, lease_ms]))
+        try:
+            routers, refused = msgspec.convert(reply, tuple[_Count, _Count])
+            if routers > _MOST_ROUTERS:
+                raise ValueError(f"more than {_MOST_ROUTERS} routers")
+        except ValueError as error:
+            raise self._refuse("limits_routers", error) from error
+        self._refused.note("limits_routers", ["no router's lease"] * refused)
+        return routers
 
     async def _run(
         self,
@@ -89,20 +124,48 @@ class RedisLimiter:
         most = tenant.limits.max_concurrency
         arguments: list[str | float] = [what, grant, amount, self._lease_ms]
         arguments += [*_numbers(requests), *_numbers(tokens), -1 if most is None else most, *grants]
-        reply = await asked(self._limits(keys=self._keys(tenant.tenant_id), args=arguments))
-        granted, kind, wait_ms, request_level, token_level, in_flight = reply
-        levels = Levels(
-            requests=_level(requests, float(request_level)),
-            tokens=_level(tokens, float(token_level)),
-        )
-        if granted:
-            return LimitGranted(levels=levels), in_flight
-        wait_s = CONCURRENCY_RETRY_S if kind == "concurrency" else float(wait_ms) / 1000
-        return LimitRefused(kind=LimitKind(kind), retry_after_s=wait_s, levels=levels), in_flight
+        answer = await asked(self._limits(keys=self._keys(tenant.tenant_id), args=arguments))
+        try:
+            reply = msgspec.convert(answer, _Reply)
+            decision = _decision(reply, requests, tokens)
+        except ValueError as error:
+            raise self._refuse("limits", error) from error
+        self._refused.note("limits", ["a bucket or lease that no router wrote"] * reply.refused)
+        return decision, reply.in_flight
+
+    def _refuse(self, reader: str, error: ValueError) -> UnavailableError:
+        self._refused.note(reader, [str(error)])
+        return UnavailableError(f"Redis gave no answer that can be right: {error}")
 
     def _keys(self, tenant_id: TenantId) -> list[str]:
         """Both with the tenant as their hash tag, so that a Redis cluster keeps them in one place."""
         return [f"{self._prefix}:{{{tenant_id}}}:{part}" for part in ("buckets", "in_flight")]
+
+
+def _decision(
+    reply: _Reply, requests: BucketSize | None, tokens: BucketSize | None
+) -> LimitGranted | LimitRefused:
+    """Raises `ValueError` where the reply is none."""
+    levels = Levels(
+        requests=_level(requests, _number(reply.requests)),
+        tokens=_level(tokens, _number(reply.tokens)),
+    )
+    if reply.granted:
+        return LimitGranted(levels=levels)
+    kind = LimitKind(reply.kind.decode())
+    wait_s = _number(reply.wait_ms) / 1000
+    if kind is LimitKind.CONCURRENCY:
+        wait_s = CONCURRENCY_RETRY_S
+    elif wait_s <= 0 or (requests if kind is LimitKind.REQUESTS else tokens) is None:
+        raise ValueError("a refusal for nothing")
+    return LimitRefused(kind=kind, retry_after_s=wait_s, levels=levels)
+
+
+def _number(text: bytes) -> float:
+    value = float(text)
+    if not isfinite(value) or abs(value) > _MOST_DEBT * 1000:
+        raise ValueError("a number that is not finite, or of no bucket")
+    return value
 
 
 def _script(name: str) -> str:
@@ -124,5 +187,6 @@ def _numbers(size: BucketSize | None) -> tuple[float, float]:
 def _level(size: BucketSize | None, remaining: float) -> Level | None:
     if size is None:
         return None
+    remaining = min(remaining, size.capacity)
     reset_s = (size.capacity - remaining) / size.rate_per_s
     return Level(limit=size.capacity, remaining=remaining, reset_s=reset_s)

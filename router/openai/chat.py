@@ -1,17 +1,12 @@
-"""POST /v1/chat/completions: a conversation in, the assistant's next message out."""
+"""The replies of POST /v1/chat/completions: the assistant's next message, whole or in chunks."""
 
 from collections.abc import Sequence
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from baton.errors import BatonError
 from router.generation.generation_run import Delta, GenerationRun, token_ids
-from router.generation.planner import RequestContext, RequestPlanner
-from router.generation.prompt_encoder import PromptEncoder
-from router.generation.responder import Responder
-from router.http.body import BodyReader
+from router.generation.planner import RequestContext
 from router.http.streaming import fault_event
 from router.openai.chunks import CUT, Chunks, TextEvents, prompt_ids_field, token_ids_field
 from router.openai.logprobs import PromptScores, chat_logprobs, prompt_scores
@@ -25,43 +20,6 @@ from router.openai.replies import (
 from router.openai.requests import ChatCompletionRequest
 from router.ports import Timing
 from router.text.token_bytes import PieceTable
-
-
-class ChatCompletions:
-    """The endpoint.
-
-    Args:
-        bodies: Reads what was sent.
-        planner: Takes the request, and plans what is generated.
-        prompts: Makes token ids of what was sent.
-        responder: Runs it and replies.
-        pieces: What single tokens spell.
-    """
-
-    def __init__(
-        self,
-        bodies: BodyReader,
-        planner: RequestPlanner,
-        prompts: PromptEncoder,
-        responder: Responder,
-        pieces: PieceTable,
-    ) -> None:
-        self._bodies = bodies
-        self._planner = planner
-        self._prompts = prompts
-        self._responder = responder
-        self._pieces = pieces
-
-    async def __call__(self, request: Request) -> Response:
-        """Answers one conversation."""
-        body = await self._bodies.read(request, ChatCompletionRequest)
-        context = await self._planner.take(request, body, "chatcmpl")
-        prompt = await self._prompts.of_conversation(body.as_conversation(), context)
-        (run,) = self._responder.runs(body, self._planner.plan(context, body, [prompt]))
-        writer = ChatWriter(context, body, run, self._pieces)
-        return await self._responder.respond(
-            request, context.account, [run], writer, stream=body.stream
-        )
 
 
 class ChatWriter:

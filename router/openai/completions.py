@@ -75,7 +75,7 @@ class Completions:
             body = await self._bodies.parse(raw, CompletionRequest)
         else:
             body = read_completion(raw)
-        context = await self._planner.take(request, body, "cmpl")
+        context = await self._planner.accept(request, body, "cmpl")
         planned = self._planner.plan(context, body, await self._token_ids(body, context))
         runs = self._responder.runs(body, planned)
         echoes = await self._echoes(body, planned)
@@ -90,7 +90,7 @@ class Completions:
         special = body.add_special_tokens
         if body.suffix and isinstance(body.prompt, str):
             asked = (body.prompt, body.suffix, context)
-            return [await self._prompts.of_gap(*asked, add_special_tokens=special)]
+            return [await self._prompts.of_infill(*asked, add_special_tokens=special)]
         return await self._prompts.of_prompts(body.prompts, context, add_special_tokens=special)
 
     async def _echoes(

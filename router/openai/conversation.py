@@ -42,7 +42,7 @@ class Message(BaseModel):
     def _check_content(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise PydanticCustomError(REFUSED, "A message of this role needs content.")
-        for name in ("tool_calls", "function_call", "audio"):
+        for name in ("tool_calls", "function_call", "audio", "refusal"):
             if (self.model_extra or {}).get(name):
                 raise PydanticCustomError(
                     UNSUPPORTED, "This server does not support {name}.", {"name": name}

@@ -13,6 +13,7 @@ from baton.rpc.hello import WorkerHello
 from router.breaker import Breaker
 from router.routing.forecast import Fleet, Forecast
 from router.routing.index import PrefixIndex, ReportOutcome
+from router.routing.pairs import BrokenPairs
 from router.routing.pools import NO_SLOT, PoolNodes
 
 _READY = "ready"
@@ -223,6 +224,7 @@ class ClusterView:
         self._groups: dict[KvLayout, int] = {}
         self._layouts: dict[int, KvLayout] | None = None
         self._fleet = Fleet()
+        self.broken_pairs = BrokenPairs()
         self.pools = PoolNodes(index, self._workers.values)
 
     @property
@@ -275,6 +277,7 @@ class ClusterView:
             return None
         worker.forecast.retire()
         self._index.retire(identity)
+        self.broken_pairs.forget(identity)
         del self._workers[identity.worker_id]
         self._leaving.discard(worker)
         self._count_workers()

@@ -64,6 +64,7 @@ class TenantReloader:
         self._metrics = metrics
         self._pause_s = pause_s
         self._slo_classes = slo_classes
+        self._answered = True
 
     async def load(self) -> bool:
         """Takes over what is new; whether anything was.
@@ -86,12 +87,24 @@ class TenantReloader:
     async def look(self) -> bool:
         """The same, but what is wrong is only said and counted."""
         try:
-            return await self.load()
+            loaded = await self.load()
+        except ConfigError as error:
+            self._metrics.failed()
+            _log.warning(
+                "the tenants document is wrong, the last good one holds", why=error.message
+            )
+            return False
         except BatonError as error:
             self._metrics.failed()
-            what = "is wrong" if isinstance(error, ConfigError) else "cannot be looked at"
-            _log.warning(f"the tenants document {what}, the last good one holds", why=error.message)
+            if self._answered:
+                why = error.message
+                _log.warning(
+                    "the tenants document cannot be looked at, the last one holds", why=why
+                )
+            self._answered = False
             return False
+        self._answered = True
+        return loaded
 
     async def run(self) -> None:
         """Looks until cancelled."""

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from baton.errors import ConfigError
-from baton.redis_link import asked
+from baton.redis_link import RefusedValues, asked
+from baton.seal import HEAD_BYTES, Seal, SealError
 from router.tenants.document import TenantsDocument, parse
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
-_DOCUMENT = "tenants:{document}:text"
-_VERSION = "tenants:{document}:version"
-# One hash tag, so that a Redis cluster keeps both in one place.
+_DOCUMENT = "tenants:document"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,42 +78,72 @@ class FileSource:
 
 
 class RedisSource:
-    """Two keys: the document, and a version that grows whenever it is published.
+    """One key: the document, sealed with the cluster's secret. What others put there, an older document or none at all changes nothing.
 
     Args:
-        redis: Where they are.
+        redis: Where it is.
         prefix: Of all keys.
+        secret: Of the cluster.
+        refused: Is told of a document that is not believed.
     """
 
-    def __init__(self, redis: "Redis", prefix: str) -> None:
+    def __init__(self, redis: "Redis", prefix: str, secret: bytes, refused: RefusedValues) -> None:
         self._redis = redis
-        self._document_key = f"{prefix}:{_DOCUMENT}"
-        self._version_key = f"{prefix}:{_VERSION}"
-        self._version: str | None = ""
+        self._key = f"{prefix}:{_DOCUMENT}"
+        self._seal = Seal(secret, _DOCUMENT)
+        self._refused = refused
+        self._seen: bytes | None = None
+        self._sealed_ms = 0
+        """Of the document that holds: an older one may still let in who was shut out since."""
 
     async def next_edition(self) -> Edition | None:
-        """See `TenantSource`. Asks for the version first."""
-        if await asked(self._redis.get(self._version_key)) == self._version:
+        """See `TenantSource`. Asks for the head of what is there first."""
+        head = await _text(self._redis, self._key, HEAD_BYTES)
+        if head == self._seen:
             return None
-        keys = [self._document_key, self._version_key]
-        text, version = await asked(self._redis.mget(keys))
-        self._version = None if version is None else str(version)
-        source = f"redis: {self._document_key}"
-        return await asyncio.to_thread(_edition, str(text or ""), source)
+        sealed = await _text(self._redis, self._key, HEAD_BYTES + MAX_DOCUMENT_BYTES)
+        self._seen = sealed[: HEAD_BYTES + 1]
+        source = f"redis: {self._key}"
+        if not sealed and not self._sealed_ms:
+            return await asyncio.to_thread(_edition, "", source)
+        try:
+            opened = self._seal.open(self._key, sealed, MAX_DOCUMENT_BYTES)
+            if opened.sealed_ms < self._sealed_ms:
+                raise SealError("older than the one that holds")
+            text = opened.content.decode()
+        except ValueError as error:
+            self._refused.note("tenants", [str(error)])
+            raise ConfigError(f"{source}: {error}") from error
+        self._refused.note("tenants", [])
+        self._sealed_ms = opened.sealed_ms
+        return await asyncio.to_thread(_edition, text, source)
 
-    async def publish(self, text: str) -> int:
-        """Puts a document there, for all routers; its version.
 
-        Raises:
-            ConfigError: It is wrong; what was there stays.
-            UnavailableError: Redis gives no answer.
-        """
-        parse(text, "the document")
-        async with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.set(self._document_key, text)
-            pipeline.incr(self._version_key)
-            _, version = await asked(pipeline.execute())
-        return int(version)
+async def publish(redis: "Redis", prefix: str, secret: bytes, text: str) -> int:
+    """Puts a document into Redis, for all routers and pool nodes; its version, which grows.
+
+    Raises:
+        ConfigError: It is wrong; what was there stays.
+        UnavailableError: Redis gives no answer.
+    """
+    parse(text, "the document")
+    key, seal = f"{prefix}:{_DOCUMENT}", Seal(secret, _DOCUMENT)
+    before = await _text(redis, key, HEAD_BYTES + MAX_DOCUMENT_BYTES)
+    try:
+        least_ms = seal.open(key, before, MAX_DOCUMENT_BYTES).sealed_ms + 1
+    except SealError:
+        least_ms = 0
+    sealed_ms = max(seal.now_ms(), least_ms)
+    await asked(redis.set(key, seal.close(key, text.encode(), sealed_ms)))
+    return sealed_ms
+
+
+async def _text(redis: "Redis", key: str, end: int) -> bytes:
+    """What lies there, its first `end + 1` bytes at most; nothing where it is no text."""
+    async with redis.pipeline(transaction=True) as pipeline:
+        pipeline.getrange(key, 0, end)
+        (value,) = await asked(pipeline.execute(raise_on_error=False))
+    return value if isinstance(value, bytes) else b""
 
 
 def _edition(text: str, source: str) -> Edition:

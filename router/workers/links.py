@@ -13,7 +13,8 @@ import grpc
 
 from baton.backoff import Backoff
 from baton.errors import BatonError, IncompatibleError, WorkerLostError
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import open_channel, stranger
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import PROTOCOL_VERSION, WorkerHello, hello_from_proto
 from baton.rpc.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.telemetry.logs import get_logger
@@ -33,6 +34,8 @@ class LinkState(Enum):
     CONNECTING = "connecting"
     READY = "ready"
     LOST = "lost"
+    REFUSED = "refused"
+    """Not of this cluster, or of another version; its log line says which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +60,24 @@ class WorkerLink:
         address: gRPC address of a worker.
         sink: Takes events; called on the event loop, must not block.
         timing: How it waits.
+        credentials: Of this process.
     """
 
     def __init__(
-        self, address: str, sink: Callable[[Heard], None], *, timing: LinkTiming | None = None
+        self,
+        address: str,
+        sink: Callable[[Heard], None],
+        *,
+        timing: LinkTiming | None = None,
+        credentials: ClusterCredentials | None = None,
     ) -> None:
         self.address = address
         self.state = LinkState.CONNECTING
         self.hello: WorkerHello | None = None
         self._sink = sink
         self._timing = timing or LinkTiming()
+        self._credentials = credentials
+        self._told = ""
         self._queue: asyncio.Queue[worker_pb2.Command] = asyncio.Queue()
         self._broken: asyncio.Future[None] | None = None
 
@@ -77,7 +88,10 @@ class WorkerLink:
             try:
                 joined = await self._connect_and_serve()
             except IncompatibleError as error:
-                _log.error("worker cannot be used", address=self.address, reason=error.message)
+                self.state = LinkState.REFUSED
+                if error.message != self._told:  # not at every attempt
+                    _log.error("worker cannot be used", address=self.address, reason=error.message)
+                    self._told = error.message
                 joined = False
             failures = 1 if joined else failures + 1
             await asyncio.sleep(self._timing.backoff.wait_s(failures))
@@ -102,10 +116,16 @@ class WorkerLink:
 
     async def _connect_and_serve(self) -> bool:
         """One connection from greeting to loss; whether the worker greeted."""
-        async with open_channel(self.address) as channel:
+        async with open_channel(self.address, self._credentials) as channel:
             try:
                 hello, call = await self._greet(channel)
-            except (grpc.aio.AioRpcError, TimeoutError) as error:
+            except grpc.aio.AioRpcError as error:
+                foreign = stranger(error, self.address, self._credentials)
+                if foreign is not None:
+                    raise foreign from error
+                _log.debug("no worker", address=self.address, reason=_reason(error))
+                return False
+            except TimeoutError as error:
                 _log.debug("no worker", address=self.address, reason=_reason(error))
                 return False
             try:
@@ -125,7 +145,7 @@ class WorkerLink:
     async def _serve(self, hello: WorkerHello, call: Call) -> Exception:
         """Reads the stream until it breaks; returns why."""
         self._broken = asyncio.get_running_loop().create_future()
-        self.hello, self.state = hello, LinkState.READY
+        self.hello, self.state, self._told = hello, LinkState.READY, ""
         pumps: list[asyncio.Future[None]] = [
             asyncio.create_task(self._read(hello, call)),
             asyncio.create_task(_write(call, self._queue)),
@@ -196,6 +216,7 @@ class WorkerLinks:
         addresses: gRPC addresses of workers, with or without a worker at the moment.
         sink: Takes the links' events, on the event loop.
         timing: How links wait.
+        credentials: Of this process.
     """
 
     def __init__(
@@ -204,8 +225,12 @@ class WorkerLinks:
         sink: Callable[[Heard], None],
         *,
         timing: LinkTiming | None = None,
+        credentials: ClusterCredentials | None = None,
     ) -> None:
-        self.links = tuple(WorkerLink(address, sink, timing=timing) for address in addresses)
+        self.links = tuple(
+            WorkerLink(address, sink, timing=timing, credentials=credentials)
+            for address in addresses
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:

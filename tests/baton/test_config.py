@@ -77,6 +77,18 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(clus
             "transfer: {backends: [pigeon]}",
             "transfer.backends: must name at least one of: cuda_ipc, shm, nixl, ucx",
         ),
+        ("transfer: {ports: 7100}", "transfer.ports: expected str"),
+        ("transfer: {ports: 7100-7110}", "must be the first and the last of at least 16 ports"),
+        ("transfer: {ports: 7199-7100}", "must be the first and the last of at least 16 ports"),
+        ("transfer: {ports: 65500-65536}", "must be the first and the last of at least 16 ports"),
+        (
+            "transfer: {ports: 7990-8010}",
+            "transfer.ports is 7990-8010, which holds the port of router.port",
+        ),
+        (
+            "pool: {directory: redis, redis_url: 'redis://x', peer_address: '0.0.0.0:7002'}",
+            "others cannot reach 0.0.0.0:7002; set pool.advertise_address to host:port",
+        ),
         ("log: {level: loud}", "log.level: must be debug, info, warning or error, not 'loud'"),
         ("router: {port: 1\n", "cluster.yaml:2: expected ',' or '}', but got '<stream end>'"),
         ("a: !!python/object:os.system x", "could not determine a constructor"),

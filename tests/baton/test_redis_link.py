@@ -2,11 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from baton.clock import ManualClock
 from baton.errors import UnavailableError
-from baton.redis_link import asked, open_redis
+from baton.redis_link import RefusedValues, asked, open_redis
 from tests.redis_servers import fake_redis
 
 Sent = asyncio.Future[None]
@@ -62,3 +65,23 @@ async def test_a_redis_that_is_away_is_a_fault_of_its_own_kind() -> None:
     async with open_redis(url, 5.0) as redis:
         with pytest.raises(UnavailableError, match="ConnectionError"):
             await asked(redis.ping())
+
+
+def test_what_is_refused_is_counted_always_and_logged_once_per_change(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    clock, registry = ManualClock(), CollectorRegistry()
+    refused = RefusedValues(registry, clock)
+    refused.note("one", [])
+    for _ in range(3):
+        refused.note("one", ["malformed", "too long"])
+        clock.advance(59)
+        refused.note("one", [])
+    refused.note("two", ["malformed"])
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    clock.advance(2)
+    refused.note("one", [])
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
+    counted = partial(registry.get_sample_value, "baton_redis_refused_values_total")
+    assert [counted({"reader": reader}) for reader in ("one", "two")] == [6, 1]

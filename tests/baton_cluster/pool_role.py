@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from prometheus_client import CollectorRegistry
+
 from baton.config.schema import BatonConfig
 from baton.ids import WorkerIdentity
+from baton.redis_link import RefusedValues
 from baton_cluster.roles import main
 from kvpool.ports import AllowanceSource
 
@@ -25,10 +28,12 @@ async def serve(
     region_path: str,
     peer_region_path: str,
     allowances: AllowanceSource | None,  # the real one
+    registry: CollectorRegistry,
+    refused: RefusedValues,
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
-    del peer_address, peer_region_path
+    del peer_address, peer_region_path, registry, refused
     record = Path(config.cluster.runtime_dir).with_suffix(".pool")
     facts = {
         "identity": str(identity),

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.schema import TenantsConfig
+from baton.config.schema import BatonConfig, PoolConfig, TenantsConfig
 from baton.errors import ConfigError
 from baton_cluster.pool_allowances import open_allowances
 from kvpool.messages import Allowance
+from tests.redis_servers import no_refusals
 
 pytestmark = pytest.mark.alone
 
@@ -22,7 +23,9 @@ tenants:
 async def test_quotas_and_weights_come_from_the_document_and_follow_it(tmp_path: Path):
     file = tmp_path / "tenants.yaml"
     file.write_text(DOCUMENT)
-    async with open_allowances(TenantsConfig(file=str(file)), 1000) as source:
+    tenants, pool = TenantsConfig(file=str(file)), PoolConfig(tenant_bytes=1000)
+    config = BatonConfig(tenants=tenants, pool=pool)
+    async with open_allowances(config, no_refusals()) as source:
         assert source is not None
         assert await source.next() == {
             "anna": Allowance(max_bytes=64 << 20, weight=2.0),
@@ -38,5 +41,5 @@ async def test_quotas_and_weights_come_from_the_document_and_follow_it(tmp_path:
 
 
 async def test_without_a_document_there_is_nothing_to_follow():
-    async with open_allowances(TenantsConfig(), None) as source:
+    async with open_allowances(BatonConfig(), no_refusals()) as source:
         assert source is None

@@ -1,6 +1,6 @@
 """The same request, the same bits: tokens and log-probabilities compared exactly, over everything that may happen around it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event
 
 import pytest
@@ -199,6 +199,40 @@ def test_the_prompts_own_probabilities(engines):
         found.append(engine.scores(ASKED))
     assert len(found[0]) == 59
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("had", [1, 30, 70])
+def test_without_the_mode_a_text_that_goes_on_elsewhere_has_the_bits_of_one_left_alone(
+    tmp_path, kind: str, had: int
+):
+    """Where products give a row the same bits whatever their number: what was generated before is attended as when it was decoded."""
+    chosen = KINDS[kind]
+    if not _products_keep_rows_apart(chosen):
+        pytest.skip("this processor's products depend on the number of rows")
+    path = make_model(tmp_path, "llama", dtype=chosen.stored)
+    wanted = asking(text(75, 1), max_tokens=80)
+
+    def run(asked: Prompt, *commands: Generate) -> tuple[TokenSample, ...]:
+        engine = WholeEngine(
+            path, deterministic=False, dtype=chosen.dtype, quantization=chosen.quantization
+        )
+        engine.tell(Generate(seq_id=ASKED, prompt=asked), *commands)
+        engine.run()
+        return engine.tokens(ASKED)
+
+    calm = run(wanted, *others(2))
+    before = tuple(token.token for token in calm[:had])
+    assert run(replace(wanted, output_tokens=before)) == calm[had:]
+
+
+def _products_keep_rows_apart(kind: Kind) -> bool:
+    if kind.quantization == "int8":
+        return multiplies_int8()
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(kind.dtype)
+    product, x = pack(Linear(weight=weight)), torch.randn(200, 64).to(kind.dtype)
+    whole = product(x)
+    return all(torch.equal(product(x[:rows]), whole[:rows]) for rows in (1, 2, 8, 20, 100))
 
 
 def test_without_the_mode_bits_do_depend_on_the_batch(tmp_path):

@@ -50,6 +50,16 @@ def test_greedy_takes_the_highest_and_the_lowest_id_among_equals():
     assert draw(logits_of(t7=2.0, t9=2.0), row(greedy())) == [[7]]
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"logprobs": 2}, {"logit_bias": {3: -1.0}}, {"presence_penalty": 0.5}],
+    ids=["figures", "bias", "penalty"],
+)
+def test_equals_are_told_apart_alike_where_more_is_asked_than_the_likeliest(params):
+    logits = logits_of(t9=2.0, t7=2.0, t8=2.0)
+    assert draw(logits, row(greedy(**params))) == [[7]]
+
+
 def test_draws_follow_the_distribution():
     logits = torch.full((1, VOCAB), float("-inf"))
     logits[0, [10, 20, 30]] = torch.tensor([0.5, 0.3, 0.2]).log()

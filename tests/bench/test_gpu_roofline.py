@@ -114,9 +114,13 @@ def test_products_that_are_to_keep_rows_apart_and_do_not_are_not_timed():
 
     class Mixed(Apart):
         def linear(
-            self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+            self,
+            x: torch.Tensor,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None,
+            out_dtype: torch.dtype | None = None,
         ) -> torch.Tensor:
-            return linear_by_row(x + x.sum() * 1e-6, weight, bias)
+            return linear_by_row(x + x.sum() * 1e-6, weight, bias, out_dtype)
 
     assert verify(Apart(), TINY, CPU, torch.float32, 16)["linear"] == 0
     with pytest.raises(SystemExit, match="depend on the others"):

@@ -188,7 +188,7 @@ async def speak_too_late(both: Pair) -> None:
     )
     with pytest.raises((grpc.aio.AioRpcError, EOFError)):
         await peer.hear()
-    assert await both.failed(both.to_d, 1) == "worker_lost"
+    assert await both.failed(both.to_d, 1) == "unreachable"
     await both.to_d.until(lambda: both.d.pages_in_use() == 0)
     await peer.close()
 

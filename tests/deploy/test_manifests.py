@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from baton.config.load import load
+from baton.config.ports import parse_ports
 from baton_cluster.cli.main import main
-from baton_worker.server import LIVE
+from baton_worker.server import LIVE_PATH, READY_PATH
 from router.http.auth import OPEN_PATHS
 from tests.deploy.manifests import (
     BASE,
@@ -133,19 +134,19 @@ def test_probes_ask_what_is_there(container):
     for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
         probe = container.spec.get(kind, {})
         if "httpGet" in probe:
-            assert probe["httpGet"]["path"] in OPEN_PATHS
+            paths = (LIVE_PATH, READY_PATH) if probe["httpGet"]["port"] == "metrics" else OPEN_PATHS
+            assert probe["httpGet"]["path"] in paths
             assert probe["httpGet"]["port"] in ports
         if "tcpSocket" in probe:
             assert probe["tcpSocket"]["port"] in ports
-        if "grpc" in probe:
-            assert probe["grpc"]["port"] in ports.values()
-            assert f":{probe['grpc']['port']}" in " ".join(container.spec["args"])
+        assert "grpc" not in probe, "kubelet has no certificate of the cluster"
 
 
 @each(containers(init=False))
 def test_whoever_drains_is_not_restarted_for_it(container):
     probe = container.spec["livenessProbe"]
-    assert "grpc" not in probe or probe["grpc"]["service"] == LIVE
+    asked = probe.get("httpGet", {})
+    assert asked.get("port") != "metrics" or asked["path"] == LIVE_PATH
 
 
 def test_the_pool_runs_wherever_workers_do():
@@ -229,6 +230,20 @@ def test_workers_find_the_nodes_socket_where_the_node_makes_it(config_file):
     assert len(set(hosts.values())) == 1
     pool = next(one for one in OURS if one.label == "pool/pool")
     assert environment(pool)["BATON_CLUSTER_RUNTIME_DIR"] == folder
+
+
+def test_network_policies_open_the_ports_of_transports(config_file):
+    ports = parse_ports(load(config_file, environment=[], flags=[]).transfer.ports)
+    opened = {
+        policy["metadata"]["name"]: range(port["port"], port["endPort"] + 1)
+        for policy in of_kind("NetworkPolicy")
+        for rule in policy["spec"].get("ingress", ())
+        for port in rule.get("ports", ())
+        if "endPort" in port
+    }
+    assert opened == dict.fromkeys(
+        ["prefill-to-decode", "decode-to-prefill", "pool-to-pool"], ports
+    )
 
 
 def test_nodes_of_the_pool_have_names_and_addresses_of_their_own(config_file):

@@ -7,6 +7,7 @@ import sys
 import threading
 
 from kv_transfer.backends.registry import open_receivers
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.region_server import Admission
 from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import RegionHandle
@@ -30,7 +31,7 @@ def main() -> None:
         server_address=lambda _name: address,
         layout=LAYOUT,
         num_blocks=RECEIVER_BLOCKS,
-        admission=Admission(secret=SECRET),
+        admission=Admission(secret=SECRET, listening=Listening.at(address, "", "")),
     )[backend]
     handles: dict[bytes, RegionHandle] = {}
     gone: dict[bytes, threading.Event] = {}

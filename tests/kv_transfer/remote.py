@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kv_transfer.backends.cuda_ipc import PageMover
 from kv_transfer.backends.registry import open_senders
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import RegionHandle
 from tests.kv_transfer.conformance import (
@@ -122,7 +123,12 @@ class Remote:
         arena = self._region or (self._gpu.span if self._gpu is not None else None)
         assert arena is not None
         senders = open_senders(
-            [backend], arena, num_blocks=SENDER_BLOCKS, secret=SECRET, mover=mover
+            [backend],
+            arena,
+            num_blocks=SENDER_BLOCKS,
+            secret=SECRET,
+            listening=Listening.at(address, "", ""),
+            mover=mover,
         )
         self._sender = senders[backend]
         self._children: list[Child] = []

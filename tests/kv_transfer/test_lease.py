@@ -92,6 +92,7 @@ class Way:
             lease=self.lease,
             link=plan_link(LAYOUT, LAYOUT),
             hashes=Stopped(self.clock) if stopped else self.hashes,
+            on_lost=lambda error: None,
         )
         self.outcomes: list[tuple[TransferError | None, Hashes | None]] = []
         self._came = threading.Semaphore(0)

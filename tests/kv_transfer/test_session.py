@@ -1,6 +1,7 @@
 """The handshake between two workers over real gRPC, with fake memory."""
 
 import asyncio
+import gc
 import itertools
 import threading
 from collections.abc import AsyncIterator
@@ -13,7 +14,13 @@ import grpc
 import pytest
 
 from baton.clock import MonotonicClock
-from baton.errors import BatonError, IncompatibleError, TicketError, TransferError
+from baton.errors import (
+    BatonError,
+    IncompatibleError,
+    TicketError,
+    TransferError,
+    UnreachableError,
+)
 from baton.ids import BlockId, Incarnation, LayerName, WorkerId, WorkerIdentity, XferId
 from baton.layout import KvLayout
 from baton.pages import PageWrite
@@ -30,7 +37,7 @@ from kv_transfer.messages import Heartbeat, PagesGranted, Reserve, SessionId, To
 from kv_transfer.plan import Grant
 from kv_transfer.ports import Done, KvWriter, Lease, RegionHandle
 from kv_transfer.session.client import PeerSession
-from kv_transfer.session.connection import OpenedSession
+from kv_transfer.session.connection import OpenedSession, PageWriter
 from kv_transfer.session.handshake import (
     Accepted,
     SessionEndpoint,
@@ -63,11 +70,12 @@ class Heard:
     events: asyncio.Queue[tuple[str, object]] = field(default_factory=asyncio.Queue)
     link: LinkPlan | None = None
     speed: LinkSpeed | None = None
+    writer: PageWriter | None = None
     fields: list[str] = field(default_factory=list)
     beats: int = 0
 
     def on_open(self, peer: WorkerIdentity, opened: OpenedSession) -> None:
-        self.link, self.speed = opened.link, opened.speed
+        self.link, self.speed, self.writer = opened.link, opened.speed, opened.writer
         self.events.put_nowait(("open", opened.region_blocks))
 
     def on_unreachable(self, peer: WorkerIdentity, backend: str, error: TransferError) -> None:
@@ -114,6 +122,7 @@ class Serving:
     receiver: FakeReceiver
     source: memoryview
     target: memoryview
+    server: grpc.aio.Server
 
     def dial(
         self, *, peer=D, layout=LAYOUT, backend="fake", senders=None, spare=None
@@ -158,7 +167,7 @@ async def serving(
     address = bind(server, f"unix:{folder}/d.sock")
     await server.start()
     sender = FakeSender(fabric, source, num_blocks=SENDER_BLOCKS)
-    yield Serving(
+    here = Serving(
         service=service,
         at_d=at_d,
         at_p=Heard(),
@@ -167,8 +176,12 @@ async def serving(
         receiver=receiver,
         source=source,
         target=target,
+        server=server,
     )
-    await server.stop(0)
+    try:
+        yield here
+    finally:
+        await here.server.stop(0)
 
 
 async def test_messages_travel_both_ways_and_the_end_is_told_on_both_sides(tmp_path: Path):
@@ -373,16 +386,68 @@ async def test_a_backend_that_does_not_work_gives_way_to_the_next_that_both_have
         assert await both.at_d.next() == ("fenced", SessionId(1))
 
 
-async def test_a_pair_without_any_way_between_them_is_refused_by_name(tmp_path: Path):
+async def test_a_pair_without_any_way_between_them_now_is_unreachable_and_not_incompatible(
+    tmp_path: Path,
+):
     async with serving(tmp_path, backends=("best", "fake")) as both:
         both.dial(senders={"best": Unreachable(), "fake": Unreachable()})
         assert await both.at_p.next() == ("unreachable", "best")
         assert await both.at_p.next() == ("unreachable", "fake")
         what, error = await both.at_p.next()
         assert what == "lost"
-        assert isinstance(error, BatonError)
-        assert refused_field(error) == "backends"
-        assert both.at_d.fields == ["backends"]
+        assert type(error) is UnreachableError
+        assert refused_field(error) is None
+        assert both.at_d.fields == []
+
+
+class Hanging:
+    """A backend that finds neither the peer nor an end."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def connect(
+        self,
+        handle: RegionHandle,
+        layout: KvLayout,
+        peer: KvLayout | None = None,
+        lease: Lease | None = None,
+    ) -> KvWriter:
+        assert self.may_end.wait(TIMEOUT_S)
+        raise TransferError("no such device")
+
+
+async def test_a_backend_that_does_not_end_is_given_up_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kv_transfer.session.client._MAP_TIMEOUT_S", 0.05)
+    async with serving(tmp_path) as both:
+        hanging = Hanging()
+        session = both.dial(senders={"fake": hanging})
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert type(error) is UnreachableError
+        hanging.may_end.set()
+        await session.close()
+
+
+async def test_a_session_whose_pages_do_not_pass_any_more_ends_and_the_next_one_works(
+    tmp_path: Path,
+):
+    async with serving(tmp_path) as both:
+        both.dial()
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
+        assert both.at_p.writer is not None
+        both.sender.writers[0].broken = True
+        both.at_p.writer.push(push(0, [3], [4]), lambda error, hashes: None)
+        what, error = await both.at_p.next()
+        assert what == "lost"
+        assert type(error) is UnreachableError
+        assert await both.at_d.next() == ("session lost", SessionId(1))
+        assert await both.at_d.next() == ("fenced", SessionId(1))
+        again = both.dial()
+        assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
+        await again.close()
 
 
 async def test_a_link_is_tried_on_the_spare_page_before_it_is_used(tmp_path: Path):
@@ -460,14 +525,76 @@ def _no_error(error: BatonError | None) -> None:
     assert error is None
 
 
-async def test_nobody_at_the_address_is_told_as_a_loss(tmp_path: Path):
+async def test_nobody_at_the_address_is_told_as_unreachable(tmp_path: Path):
     async with serving(tmp_path) as both:
         both.address = f"unix:{tmp_path}/nobody.sock"
         both.dial()
         what, error = await both.at_p.next()
         assert what == "lost"
         assert isinstance(error, BatonError)
-        assert error.code == "worker_lost"
+        assert error.code == "unreachable"
+
+
+class Silent(pb_grpc.TransferServicer):
+    """A decode worker that hears the greeting, and breaks off or says nothing."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        self._breaks = breaks
+        self.greeted = asyncio.Event()
+
+    async def Session(self, request_iterator, context):  # noqa: N802  # the stub's name
+        await anext(aiter(request_iterator))
+        self.greeted.set()
+        if self._breaks:
+            await context.abort(grpc.StatusCode.INTERNAL, "broken")
+        await asyncio.Event().wait()
+        yield Signed()
+
+
+@pytest.mark.parametrize(
+    "end", ["refused", "nobody", "broken", "silent", "cut off", "server gone", "link lost"]
+)
+async def test_however_a_session_ends_it_leaves_no_task_behind(
+    tmp_path: Path, end: str, caplog: pytest.LogCaptureFixture
+):
+    async with serving(tmp_path) as both:
+        before = asyncio.all_tasks()
+        silent = Silent(breaks=end == "broken")
+        if end == "nobody":
+            both.address = f"unix:{tmp_path}/nobody.sock"
+        elif end in ("broken", "silent"):
+            await both.server.stop(0)
+            both.server = new_server()
+            pb_grpc.add_TransferServicer_to_server(silent, both.server)
+            both.address = bind(both.server, f"unix:{tmp_path}/silent.sock")
+            await both.server.start()
+        session = both.dial(peer=replace(D, incarnation=Incarnation(3)) if end == "refused" else D)
+        if end in ("cut off", "server gone", "link lost"):
+            assert await both.at_p.next() == ("open", RECEIVER_BLOCKS)
+        match end:
+            case "silent":
+                await asyncio.wait_for(silent.greeted.wait(), TIMEOUT_S)
+                await session.close()
+            case "cut off":
+                both.service.end(SessionId(1), TransferError("enough"))
+            case "server gone":
+                await both.server.stop(0)
+            case "link lost":
+                both.sender.writers[0].broken = True
+                assert both.at_p.writer is not None
+                both.at_p.writer.push(push(0, [3], [4]), lambda error, hashes: None)
+        assert (await both.at_p.next())[0] == "lost"
+        await session.close()
+        await both.server.stop(0)
+        for _ in range(100):
+            left = asyncio.all_tasks() - before
+            if not left:
+                break
+            await asyncio.sleep(0.01)
+        assert not left
+        gc.collect()
+        await asyncio.sleep(0)
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_a_session_that_does_not_begin_with_open_is_refused(tmp_path: Path):

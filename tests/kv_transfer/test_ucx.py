@@ -26,7 +26,8 @@ def test_opening_ucx_leaves_no_settings_behind_for_others_in_the_process():
     asked = (
         "import os; before = dict(os.environ)\n"
         "from kv_transfer.backends.ucx.worker import UcxContext\n"
-        "UcxContext(); assert dict(os.environ) == before, set(os.environ) - set(before)"
+        "from kv_transfer.memory.listening import Listening\n"
+        "UcxContext(Listening()); assert dict(os.environ) == before, set(os.environ) - set(before)"
     )
     subprocess.run([sys.executable, "-c", asked], check=True, timeout=60)
 

@@ -1,5 +1,6 @@
 """One peer's session at the receiver, with a sender in the same process that can stop, or misbehave, at any point."""
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from kv_transfer.backends.ucx.receiver import UcxSession
 from kv_transfer.backends.ucx.ucp import UcpRequest, load_turns, places_of
 from kv_transfer.backends.ucx.worker import UcxContext, UcxWorker, body_tag, head_tag
 from kv_transfer.heads import plan_link
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.pages import layer_pages
 
 BACKEND = BACKENDS["ucx"]
@@ -44,8 +46,8 @@ TIMEOUT_S = 30
 class Watched(UcxWorker):
     """Can be told to wait before a message until the sender has stopped."""
 
-    def __init__(self, context: UcxContext) -> None:
-        super().__init__(context)
+    def __init__(self, context: UcxContext, peer: socket.socket) -> None:
+        super().__init__(context, peer)
         self._left = 0
         self.reached, self.sender_stopped, self.begun = (threading.Event() for _ in range(3))
 
@@ -112,8 +114,8 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
 
 
 def connected() -> Iterator[Both]:
-    context = UcxContext()
-    sender, receiver = UcxWorker(context), Watched(context)
+    context, (near, far) = UcxContext(Listening()), socket.socketpair()
+    sender, receiver = UcxWorker(context, near), Watched(context, far)
     memory = [np.zeros(LAYOUT.region_bytes(BLOCKS), np.uint8) for _ in range(2)]
     memory[0][:] = np.random.default_rng(0).integers(0, 256, len(memory[0]), np.uint8)
     reader = HeadReader(
@@ -129,6 +131,8 @@ def connected() -> Iterator[Both]:
     session.end(lambda: None)
     session.join()
     sender.close()
+    near.close()
+    far.close()
 
 
 def test_a_frame_lands_and_is_answered(both: Both):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from prometheus_client import CollectorRegistry
 
 from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig, TransferConfig
 from baton.ids import BlockKey, Incarnation, LayerName, WorkerId, WorkerIdentity
@@ -25,6 +26,7 @@ from kvpool.directory.redis import RedisDirectory
 from kvpool.messages import BlockLease, Owner, PutGrant
 from kvpool.ports import AllowanceSource
 from kvpool.service import run
+from tests.redis_servers import no_refusals
 
 LAYOUT = KvLayout(
     model_fingerprint="m",
@@ -99,6 +101,8 @@ class Node:
                 region_path=f"{self.folder}/{self.name}.kv",
                 peer_region_path=f"{self.folder}/{self.name}-peers.kv",
                 allowances=self.allowances,
+                registry=CollectorRegistry(),
+                refused=no_refusals(),
                 ready=ready.set,
                 stop=stop,
             )
@@ -227,9 +231,14 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def directory(self) -> AsyncIterator[RedisDirectory]:
-        redis = open_redis(self.node.pool.redis_url, timeout_s=5.0, text=False)
+        redis = open_redis(self.node.pool.redis_url, timeout_s=5.0)
         try:
-            yield RedisDirectory(redis, prefix=self.node.pool.redis_prefix)
+            yield RedisDirectory(
+                redis,
+                prefix=self.node.pool.redis_prefix,
+                secret=bytes.fromhex(self.node.secret),
+                refused=no_refusals(),
+            )
         finally:
             await redis.aclose()
 

@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import xxhash
+from prometheus_client import CollectorRegistry
 
 from baton.config.schema import BatonConfig, PoolConfig, TenantsConfig
 from baton.errors import PoolUnavailableError
@@ -19,13 +20,14 @@ from baton.ids import BlockKey, Incarnation, LayerName, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.channel import open_channel
 from baton.rpc.hello import identity_to_proto, layout_to_proto
+from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
-from baton.rpc.v1 import pool_pb2_grpc
 from kv_transfer.memory.pages import Pages
 from kvpool.client.node_client import GrpcPoolClient
 from kvpool.messages import Allowance, Owner, PutGrant, PutRefusalReason, PutRefused
 from kvpool.ports import AllowanceSource
 from kvpool.service import run
+from tests.redis_servers import no_refusals
 
 LAYOUT = KvLayout(
     model_fingerprint="m",
@@ -74,6 +76,8 @@ class Node:
                 region_path=self._region_path,
                 peer_region_path="",
                 allowances=self._allowances,
+                registry=CollectorRegistry(),
+                refused=no_refusals(),
                 ready=ready.set,
                 stop=self._stop,
             )
@@ -158,6 +162,25 @@ async def test_what_one_worker_puts_another_reads_in_the_same_memory(node: Node)
         assert (said.hit_blocks, said.missed_blocks, said.leases) == (3, 1, 0)
         assert [(prefix.key, prefix.hits) for prefix in said.hottest] == [(keys(1)[0], 1)]
         assert [(owner.tenant, owner.blocks) for owner in said.owners] == [("anna", 3)]
+
+
+async def test_the_story_of_a_block_is_told_by_its_key(node: Node) -> None:
+    async def story(key: bytes) -> common_pb2.StoryReply:
+        async with open_channel(node.address) as channel:
+            return await pool_pb2_grpc.PoolStub(channel).Story(pb.BlockStoryRequest(key=key))
+
+    (put,) = keys(1)
+    assert not (await story(put)).entries
+    async with a_worker(node, "prefill-0") as writer:
+        await writer.attached()
+        await writer.put(1)
+    told = await story(put)
+    assert [entry.event.split()[0] for entry in told.entries] == ["reserved", "committed"]
+    assert {(entry.process, entry.core) for entry in told.entries} == {("pool-0", "pool")}
+    assert told.entries[-1].at_s <= told.now_s
+    with pytest.raises(grpc.aio.AioRpcError, match="key: a block's has 16 bytes, not 3") as refused:
+        await story(b"abc")
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_block_that_is_held_or_being_put_is_not_granted_again(node: Node) -> None:

@@ -16,7 +16,7 @@ from router.limits.local import LocalLimiter
 from router.limits.ports import GrantId
 from router.routing.index import PrefixIndex
 from router.routing.view import ClusterView
-from router.tenancy import Tenancy, simple
+from router.tenancy import Tenancy, tenancy_of_keys
 from router.tenants.directory import TenantDirectory
 from router.tenants.keys import hash_key
 from router.tenants.reload import ReloadMetrics, TenantReloader
@@ -103,7 +103,7 @@ async def test_a_reload_is_done_at_once_or_says_what_is_wrong(tmp_path):
 
 
 async def test_without_a_document_there_is_one_tenant_and_nothing_to_reload():
-    tenancy = simple(("k",), ManualClock())
+    tenancy = tenancy_of_keys(("k",), ManualClock())
     async with client_of(tenancy) as client:
         (anonymous,) = (await client.get("/admin/tenants", headers=OPERATOR)).json()
         assert anonymous["id"] == "anonymous"

@@ -12,7 +12,7 @@ from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
 from router.admin.app import create_admin_app
 from router.admin.pool_client import PoolAdminClient
-from router.tenancy import simple
+from router.tenancy import tenancy_of_keys
 
 OPERATOR = {"Authorization": "Bearer operator"}
 USAGE = pb.PoolUsageReply(
@@ -30,6 +30,12 @@ class FakeNode(pool_pb2_grpc.PoolServicer):
 
     async def Usage(self, request, context) -> pb.PoolUsageReply:  # noqa: N802
         return USAGE
+
+    async def Story(self, request, context) -> common_pb2.StoryReply:  # noqa: N802
+        if request.key != bytes(16):
+            return common_pb2.StoryReply()
+        told = common_pb2.StoryEntry(at_s=2.5, event="evicted", process="pool-0", core="pool")
+        return common_pb2.StoryReply(entries=[told], now_s=3.0)
 
     async def Flush(self, request, context) -> pb.FlushPoolReply:  # noqa: N802
         self.flushes.append(request)
@@ -53,7 +59,9 @@ async def nodes(folder, count: int) -> AsyncIterator[tuple[list[FakeNode], list[
 
 @contextlib.asynccontextmanager
 async def operator(addresses: list[str]) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_admin_app(simple((), ManualClock()), ("operator",), PoolAdminClient(addresses))
+    app = create_admin_app(
+        tenancy_of_keys((), ManualClock()), ("operator",), PoolAdminClient(addresses)
+    )
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(
         transport=transport, base_url="http://admin", headers=OPERATOR
@@ -118,3 +126,18 @@ async def test_without_a_pool_there_is_nothing_to_ask(tmp_path):
     async with operator([]) as client:
         assert (await client.get("/admin/pool")).status_code == 404
         assert (await client.post("/admin/pool/flush", json={"all": True})).status_code == 404
+
+
+async def test_the_story_of_a_block_is_told_by_each_node_that_knows_it(tmp_path):
+    async with nodes(tmp_path, 2) as (_, addresses), operator(addresses) as client:
+        told = (await client.get(f"/debug/block/{bytes(16).hex()}")).json()
+        assert [node["address"] for node in told] == addresses
+        assert told[0]["error"] is None
+        assert told[0]["entries"] == [
+            {"process": "pool-0", "core": "pool", "at_s": 2.5, "event": "evicted", "actions": []}
+        ]
+        unknown = await client.get(f"/debug/block/{'11' * 16}")
+        assert unknown.status_code == 404
+        malformed = await client.get("/debug/block/xyz")
+        assert malformed.status_code == 400
+        assert "32 hexadecimal digits" in malformed.json()["error"]["message"]

@@ -117,6 +117,8 @@ async def test_a_fault_in_mid_stream_is_the_streams_last_event():
         {"tool_choice": {"type": "any"}},
         {"thinking": {"type": "enabled", "budget_tokens": 5}},
         {"mcp_servers": [{}]},
+        {"output_config": {"effort": "low"}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
         {"n": 2},
         {"prompt_logprobs": 1},
     ],
@@ -127,6 +129,13 @@ async def test_a_bad_field_is_refused_by_its_name_in_anthropics_shape(fields):
         error = AnthropicErrorReply.model_validate_json(reply.content, strict=True).error
         assert (reply.status_code, error.type) == (400, "invalid_request_error")
         assert error.message.startswith(next(iter(fields)))
+
+
+@pytest.mark.parametrize("config", [None, {}, {"effort": None, "format": None}])
+async def test_an_output_config_that_asks_for_nothing_is_taken(config):
+    async with serve() as served:
+        served.says("x")
+        assert (await ask(served, output_config=config)).status_code == 200
 
 
 async def test_tools_that_may_not_be_used_disturb_nothing():

@@ -9,7 +9,7 @@ import pytest
 from baton.errors import ConfigError
 from router.guardrails.chain import GuardChain
 from router.guardrails.load import load_guardrails
-from router.guardrails.ports import Ask, Guardrail, OutputGuard, Pass, Refuse, Replace
+from router.guardrails.ports import Guardrail, GuardrailInput, OutputGuard, Pass, Refuse, Replace
 from tests.router.served import Served, serve
 
 
@@ -17,17 +17,17 @@ class Censor:
     """Refuses `forbidden`, replaces `secret`, in both directions; output is held back to its end of word."""
 
     def __init__(self) -> None:
-        self.asks: list[Ask] = []
+        self.asked: list[GuardrailInput] = []
 
-    async def check_input(self, ask: Ask) -> Pass | Replace | Refuse:
-        self.asks.append(ask)
-        if any("forbidden" in text.text for text in ask.texts):
+    async def check_input(self, asked: GuardrailInput) -> Pass | Replace | Refuse:
+        self.asked.append(asked)
+        if any("forbidden" in text.text for text in asked.texts):
             return Refuse(message="Not here.")
-        if any("secret" in text.text for text in ask.texts):
-            return Replace(texts=tuple(t.text.replace("secret", "[gone]") for t in ask.texts))
+        if any("secret" in text.text for text in asked.texts):
+            return Replace(texts=tuple(t.text.replace("secret", "[gone]") for t in asked.texts))
         return Pass()
 
-    def watch_output(self, ask: Ask) -> OutputGuard | None:
+    def watch_output(self, asked: GuardrailInput) -> OutputGuard | None:
         return _Watch()
 
 
@@ -48,10 +48,10 @@ class _Watch:
 class Broken:
     """Fails."""
 
-    async def check_input(self, ask: Ask) -> Pass | Replace | Refuse:
-        raise RuntimeError(f"could not check {ask.texts}")
+    async def check_input(self, asked: GuardrailInput) -> Pass | Replace | Refuse:
+        raise RuntimeError(f"could not check {asked.texts}")
 
-    def watch_output(self, ask: Ask) -> OutputGuard | None:
+    def watch_output(self, asked: GuardrailInput) -> OutputGuard | None:
         return None
 
 
@@ -89,9 +89,9 @@ async def test_a_guardrail_knows_who_asks_what_of_which_model():
     guard = Censor()
     async with serve(parts=with_guard(guard)) as served:
         await served.chat(messages=_said("hello"))
-        (ask,) = guard.asks
-        assert (ask.tenant_id, ask.model) == ("anonymous", "tiny")
-        assert [(t.role, t.text) for t in ask.texts] == [("system", "be good"), ("user", "hello")]
+        (asked,) = guard.asked
+        assert (asked.tenant_id, asked.model) == ("anonymous", "tiny")
+        assert [(t.role, t.text) for t in asked.texts] == [("system", "be good"), ("user", "hello")]
 
 
 async def test_what_is_asked_can_be_refused_before_any_work():
@@ -159,7 +159,7 @@ async def test_a_guardrail_that_fails_lets_nothing_past_and_tells_nothing(caplog
 
 async def test_a_guardrail_that_does_not_answer_in_time_lets_nothing_past():
     class Silent(Broken):
-        async def check_input(self, ask: Ask) -> Pass | Replace | Refuse:
+        async def check_input(self, asked: GuardrailInput) -> Pass | Replace | Refuse:
             await asyncio.Event().wait()
             return Pass()
 
@@ -171,7 +171,7 @@ async def test_one_guardrail_sees_what_the_one_before_it_put_there():
     first, second = Censor(), Censor()
     async with serve(parts={"guards": GuardChain([first, second])}) as served:
         await served.chat(messages=_said("secret"))
-        assert [ask.texts[-1].text for ask in second.asks] == ["[gone]"]
+        assert [asked.texts[-1].text for asked in second.asked] == ["[gone]"]
 
 
 def test_guardrails_are_loaded_by_their_names():

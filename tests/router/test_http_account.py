@@ -33,7 +33,7 @@ def parts(limits: str) -> dict[str, Any]:
         "directory": directory,
         "limiter": LocalLimiter(clock),
         "clock": clock,
-        "suspects": TenantBreakers(),
+        "breakers": TenantBreakers(),
     }
 
 
@@ -154,7 +154,7 @@ async def _broken(served: Served, times: int) -> list[int]:
 async def test_a_tenant_whose_requests_keep_breaking_workers_is_slowed():
     made = parts("weight: 1")
     for _ in range(5):  # others fare well
-        made["suspects"].finished(TenantId("another"), None, made["clock"].now_s())
+        made["breakers"].finished(TenantId("another"), None, made["clock"].now_s())
     async with serve(parts=made) as served:
         served.generator.fault = WorkerLostError("lost")
         assert await _broken(served, 5) == [503] * 5

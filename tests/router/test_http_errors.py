@@ -149,6 +149,7 @@ _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"moderation": {"model": "m", "policy": {"input": {"mode": "block"}}}}, "moderation"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"messages": [{"role": "assistant", "refusal": "no"}]}, "messages[0]"),
         ({"echo": True}, "echo"),
     ],
 )
@@ -167,6 +168,9 @@ async def test_what_is_right_but_not_served_is_refused_as_such(fields: dict[str,
         ("/v1/chat/completions", {"messages": HELLO, "stop_sequences": ["a"]}, "stop_sequences"),
         ("/v1/responses", {"input": "x", "max_tokens": 5}, "max_tokens"),
         ("/v1/responses", {"input": "x", "n": 2}, "n"),
+        ("/v1/responses", {"input": "x", "reasoning": {"mode": "pro"}}, "reasoning"),
+        ("/v1/chat/completions", {"messages": HELLO, "reasoning": {"effort": "low"}}, "reasoning"),
+        ("/v1/completions", {"prompt": "x", "reasoning_effort": "low"}, "reasoning_effort"),
         ("/v1/responses", {"input": "x", "return_token_ids": True}, "return_token_ids"),
     ],
 )

@@ -13,7 +13,7 @@ from router.limits.local import LocalLimiter
 from router.limits.ports import GrantId, Limiter, LimitGranted, LimitKind, LimitRefused
 from router.limits.shared import RedisLimiter
 from router.tenants.tenant import Tenant, TenantId, TenantLimits
-from tests.redis_servers import KINDS, a_redis
+from tests.redis_servers import KINDS, a_redis, no_refusals
 
 LEASE_S = 600.0
 
@@ -49,7 +49,9 @@ class _Redis:
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self.limiter: Limiter = RedisLimiter(client, prefix="test", lease_s=LEASE_S)
+        self.limiter: Limiter = RedisLimiter(
+            client, prefix="test", lease_s=LEASE_S, refused=no_refusals()
+        )
 
     async def advance(self, seconds: float) -> None:
         for key in await self._client.keys("test:*:buckets"):

@@ -13,7 +13,7 @@ from router.limits.degrading import DegradingLimiter, LimitMetrics
 from router.limits.local import LocalLimiter
 from router.limits.ports import GrantId, LimitGranted, LimitRefused
 from router.tenants.tenant import Tenant
-from tests.redis_servers import REDIS_SERVER, real_redis
+from tests.redis_servers import REDIS_SERVER, no_refusals, real_redis
 from tests.router.test_limits_contract import grant, tenant
 
 
@@ -173,7 +173,7 @@ async def test_a_redis_that_is_killed_and_comes_back_costs_no_request(tmp_path):
         client = open_redis(server.url, 5.0)
         stack.push_async_callback(client.aclose)
         limiter = DegradingLimiter(
-            RedisLimiter(client, prefix="t", lease_s=30),
+            RedisLimiter(client, prefix="t", lease_s=30, refused=no_refusals()),
             clock=clock,
             router_id="r",
             routers=2,

@@ -3,14 +3,19 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from math import isfinite
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
-from baton.redis_link import open_redis
+from baton.errors import UnavailableError
+from baton.redis_link import RefusedValues, open_redis
 from router.limits.ports import LimitGranted, LimitRefused
 from router.limits.shared import RedisLimiter
-from tests.redis_servers import KINDS, a_redis
+from tests.redis_servers import KINDS, a_redis, no_refusals
 from tests.router.test_limits_contract import grant, tenant
 
 LEASE_S = 5.0
@@ -21,7 +26,16 @@ class Cluster:
 
     def __init__(self, clients: list[Any]) -> None:
         self.client = clients[0]
-        self.routers = [RedisLimiter(c, prefix="test", lease_s=LEASE_S) for c in clients]
+        self._registry = CollectorRegistry()
+        refused = RefusedValues(self._registry)
+        self.routers = [
+            RedisLimiter(c, prefix="test", lease_s=LEASE_S, refused=refused) for c in clients
+        ]
+
+    def refused(self, reader: str) -> float:
+        """How much was."""
+        labels = {"reader": reader}
+        return self._registry.get_sample_value("baton_redis_refused_values_total", labels) or 0.0
 
     async def advance(self, seconds: float) -> None:
         """Makes leases older."""
@@ -107,8 +121,8 @@ async def test_nothing_stays_in_redis_for_ever(cluster: Cluster):
 async def test_both_keys_of_a_tenant_have_its_name_as_their_hash_tag(cluster: Cluster):
     await cluster.routers[0].enter(tenant("acme", requests_per_minute=1), grant(0))
     assert set(await cluster.client.keys("*")) == {
-        "test:{acme}:buckets",
-        "test:{acme}:in_flight",
+        b"test:{acme}:buckets",
+        b"test:{acme}:in_flight",
     }
 
 
@@ -129,3 +143,145 @@ async def test_routers_are_counted_while_they_say_that_they_are_there(cluster: C
     await other.count_routers("other")
     await cluster.advance(LEASE_S + 1)
     assert await one.count_routers("one") == 1
+
+
+FALSE_NUMBERS = [
+    b"nan",
+    b"-nan",
+    b"inf",
+    b"-inf",
+    b"1e300",
+    b"-1e300",
+    b"0x7",
+    b"",
+    b"x" * 9000,
+    b"-5",
+]
+FAR_MS = b"99999999999999"
+
+
+def false_buckets() -> st.SearchStrategy[dict[str, bytes]]:
+    value = st.one_of(st.sampled_from([*FALSE_NUMBERS, FAR_MS]), st.binary(max_size=12))
+    return st.dictionaries(st.sampled_from(["requests", "tokens", "at", "more"]), value, min_size=1)
+
+
+async def test_a_tenant_gets_a_plain_answer_whatever_lies_in_its_bucket(cluster: Cluster):
+    asks = tenant(requests_per_minute=60, request_burst=5, tokens_per_minute=600, max_concurrency=9)
+    limiter, loop = cluster.routers[0], asyncio.get_running_loop()
+
+    async def tried(bucket: dict[str, bytes]) -> None:
+        await cluster.client.flushall()
+        await cluster.client.hset("test:{acme}:buckets", mapping=bucket)
+        for step in (
+            limiter.enter(asks, grant(0)),
+            limiter.charge(asks, grant(0), 20),
+            limiter.renew(asks, [grant(0)]),
+            limiter.leave(asks, grant(0), 10),
+        ):
+            await step
+        usage = await limiter.usage(asks)
+        for level in (usage.levels.requests, usage.levels.tokens):
+            assert level is not None
+            assert all(map(isfinite, (level.remaining, level.reset_s)))
+            assert level.remaining <= level.limit
+            assert level.wait_s(1) < 2e9 * level.reset_s + 1
+
+    @settings(max_examples=40, deadline=None, database=None)
+    @given(false_buckets())
+    @example({"requests": b"nan", "tokens": b"nan", "at": b"nan"})
+    @example({"requests": b"0", "tokens": b"0", "at": FAR_MS})
+    def every_example(bucket: dict[str, bytes]) -> None:
+        asyncio.run_coroutine_threadsafe(tried(bucket), loop).result(30)
+
+    await asyncio.to_thread(every_example)
+
+
+@pytest.mark.parametrize("bucket", [{"requests": "nan"}, {"requests": "-inf"}, {"at": FAR_MS}])
+async def test_a_false_bucket_is_repaired_and_counted(cluster: Cluster, bucket: dict[str, str]):
+    asks = tenant(requests_per_minute=60, request_burst=2)
+    await cluster.client.hset("test:{acme}:buckets", mapping={"at": 5, **bucket})
+    for n in range(2):
+        assert isinstance(await cluster.routers[0].enter(asks, grant(n)), LimitGranted)
+    assert isinstance(await cluster.routers[0].enter(asks, grant(2)), LimitRefused)
+    assert cluster.refused("limits") == 1
+
+
+async def test_an_empty_bucket_of_the_far_future_fills_again(cluster: Cluster):
+    asks = tenant(requests_per_minute=60_000, request_burst=1)
+    bucket = {"requests": "0", "tokens": "0", "at": FAR_MS}
+    await cluster.client.hset("test:{acme}:buckets", mapping=bucket)
+    async with asyncio.timeout(10):
+        while isinstance(await cluster.routers[0].enter(asks, grant(0)), LimitRefused):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("key", ["test:{acme}:buckets", "test:{acme}:in_flight", "test:routers"])
+async def test_a_key_of_another_type_is_replaced(cluster: Cluster, key: str):
+    asks = tenant(requests_per_minute=60, max_concurrency=1)
+    await cluster.client.set(key, "a text")
+    assert isinstance(await cluster.routers[0].enter(asks, grant(0)), LimitGranted)
+    assert isinstance(await cluster.routers[1].enter(asks, grant(1)), LimitRefused)
+    assert await cluster.routers[0].count_routers("one") == 1
+    assert cluster.refused("limits") + cluster.refused("limits_routers") == 1
+
+
+async def test_leases_that_never_end_are_none(cluster: Cluster):
+    asks = tenant(max_concurrency=1)
+    await cluster.client.zadd("test:{acme}:in_flight", {"x": float("inf"), "y": 1e15})
+    await cluster.client.zadd("test:routers", {"x": float("inf")})
+    assert isinstance(await cluster.routers[0].enter(asks, grant(0)), LimitGranted)
+    assert await cluster.routers[0].count_routers("one") == 1
+
+
+async def test_more_routers_than_there_are_do_not_shrink_a_tenants_part(cluster: Cluster):
+    now_s = (await cluster.client.time())[0]
+    false = {f"router-{n}": (now_s + 3) * 1000 for n in range(2000)}
+    await cluster.client.zadd("test:routers", false)
+    with pytest.raises(UnavailableError):
+        await cluster.routers[0].count_routers("one")
+
+
+class AnyReply:
+    """A Redis that answers every script with the same."""
+
+    def __init__(self, reply: object) -> None:
+        self._reply = reply
+
+    def register_script(self, _text: str) -> Any:
+        async def answer(keys: object, args: object) -> object:
+            return self._reply
+
+        return answer
+
+
+NUMBERS = st.sampled_from([b"1", b"-3.5", b"nan", b"inf", b"1e308", b"", b"x"])
+
+
+@given(
+    st.one_of(
+        st.none(),
+        st.integers(),
+        st.binary(),
+        st.lists(st.one_of(st.integers(-1, 2), NUMBERS), max_size=8),
+        st.tuples(
+            st.integers(-1, 2),
+            st.sampled_from([b"", b"requests", b"tokens", b"concurrency", b"\xff"]),
+            *[NUMBERS] * 3,
+            st.integers(-1, 2),
+            st.integers(-1, 2),
+        ).map(list),
+    )
+)
+@settings(deadline=None)
+def test_any_reply_of_a_false_redis_is_a_decision_or_none(reply: object):
+    async def asked() -> None:
+        redis: Any = AnyReply(reply)
+        limiter = RedisLimiter(redis, prefix="test", lease_s=LEASE_S, refused=no_refusals())
+        asks = tenant(requests_per_minute=60)
+        for step in (limiter.enter(asks, grant(0)), limiter.count_routers("one")):
+            with contextlib.suppress(UnavailableError):
+                decision = await step
+                if isinstance(decision, LimitRefused):
+                    assert 0 < decision.retry_after_s < 1e15
+
+    asyncio.run(asked())

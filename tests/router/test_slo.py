@@ -3,13 +3,13 @@ import pytest
 from baton.config.schema import RouterConfig, SloClass
 from baton.errors import ConfigError, InvalidRequestError
 from baton.generation import NO_SLO, SloTargets
-from router.slo import STANDARD, Slo, SloBook
+from router.slo import STANDARD, Slo, SloClasses
 
-BOOK = SloBook(RouterConfig().slo_classes)
+CLASSES = SloClasses(RouterConfig().slo_classes)
 
 
 def test_the_default_class_promises_nothing_so_that_nobody_is_refused_for_it():
-    slo = BOOK.named("standard")
+    slo = CLASSES.named("standard")
     assert (slo.ttft_s, slo.tbt_s) == (None, None)
 
 
@@ -21,12 +21,12 @@ def test_a_worker_is_promised_what_waiting_has_left():
 
 
 def test_classes_are_ordered_by_urgency():
-    assert BOOK.names == ("interactive", "standard", "batch")
+    assert CLASSES.names == ("interactive", "standard", "batch")
 
 
 def test_a_class_that_is_not_configured_is_no_class():
     with pytest.raises(ConfigError, match="interactive, standard, batch"):
-        BOOK.named("gold")
+        CLASSES.named("gold")
 
 
 @pytest.mark.parametrize(
@@ -45,17 +45,17 @@ def test_a_class_that_is_not_configured_is_no_class():
     ],
 )
 def test_a_request_gets_its_tenants_class_or_one_that_is_less_urgent(own, tier, priority, chosen):
-    assert BOOK.chosen(own, service_tier=tier, priority=priority).name == chosen
+    assert CLASSES.chosen(own, service_tier=tier, priority=priority).name == chosen
 
 
 @pytest.mark.parametrize("tier", ["interactive", "platinum"])
 def test_a_tier_above_the_tenants_or_of_no_class_is_refused_by_name(tier):
     with pytest.raises(InvalidRequestError) as refused:
-        BOOK.chosen("standard", service_tier=tier)
+        CLASSES.chosen("standard", service_tier=tier)
     assert refused.value.param == "service_tier"
 
 
 def test_an_operators_own_classes_replace_the_defaults():
-    book = SloBook({"gold": SloClass(ttft_s=0.5, priority=9), "standard": SloClass()})
-    assert book.names == ("gold", "standard")
-    assert book.chosen("gold").ttft_s == 0.5
+    classes = SloClasses({"gold": SloClass(ttft_s=0.5, priority=9), "standard": SloClass()})
+    assert classes.names == ("gold", "standard")
+    assert classes.chosen("gold").ttft_s == 0.5

@@ -14,7 +14,7 @@ from router.limits.degrading import DegradingLimiter
 from router.limits.local import LocalLimiter
 from router.tenancy import open_tenancy
 from router.tenants.keys import hash_key
-from tests.redis_servers import KINDS, a_redis
+from tests.redis_servers import KINDS, a_redis, no_refusals
 from tests.router.served import serve
 
 DOCUMENT = f"""
@@ -35,7 +35,7 @@ def configured(path: Path, **tenants: Any) -> BatonConfig:
 
 async def test_all_that_is_configured_is_at_work(tmp_path):
     config = configured(tmp_path / "t.yaml")
-    async with open_tenancy(config, new_registry()) as tenancy:
+    async with open_tenancy(config, new_registry(), no_refusals()) as tenancy:
         assert isinstance(tenancy.limiter, LocalLimiter)
         assert tenancy.guards.active
         assert tenancy.audit is not None
@@ -51,7 +51,7 @@ async def test_without_redis_tenants_that_are_there_are_let_in_by_nobody(tmp_pat
         tenants=TenantsConfig(source="redis", redis_url=f"unix://{tmp_path / 'no.sock'}")
     )
     registry = new_registry()
-    async with open_tenancy(config, registry) as tenancy:
+    async with open_tenancy(config, registry, no_refusals()) as tenancy:
         assert isinstance(tenancy.limiter, DegradingLimiter)
         assert registry.get_sample_value("baton_limits_degraded") == 1
         for credential in (None, "k"):
@@ -65,7 +65,9 @@ async def test_two_routers_give_out_one_tenants_limits_together(tmp_path, kind: 
         config = configured(tmp_path / "t.yaml", redis_url=url, redis_timeout_s=30.0)
         routers = []
         for _ in range(2):
-            tenancy = await stack.enter_async_context(open_tenancy(config, new_registry()))
+            tenancy = await stack.enter_async_context(
+                open_tenancy(config, new_registry(), no_refusals())
+            )
             made = {"directory": tenancy.directory, "limiter": tenancy.limiter}
             routers.append(await stack.enter_async_context(serve(parts=made)))
         flooding = [routers[n % 2].chat({"x-api-key": "flood"}) for n in range(20)]

@@ -12,77 +12,77 @@ BAD, GOOD = TenantId("bad"), TenantId("good")
 
 
 def _send(
-    suspects: TenantBreakers, who: TenantId, error: BatonError | None, times: int = 1
+    breakers: TenantBreakers, who: TenantId, error: BatonError | None, times: int = 1
 ) -> None:
     for _ in range(times):
-        if suspects.wait_s(who, 0.0) == 0:
-            suspects.started(who, 0.0)
-            suspects.finished(who, error, 0.0)
+        if breakers.wait_s(who, 0.0) == 0:
+            breakers.started(who, 0.0)
+            breakers.finished(who, error, 0.0)
 
 
 @pytest.mark.parametrize("error", [WorkerLostError("x"), EngineError("x")])
 def test_whose_requests_keep_breaking_workers_has_to_wait(error: BatonError):
-    suspects = TenantBreakers()
-    _send(suspects, GOOD, None, 20)
-    _send(suspects, BAD, error, 10)
-    assert suspects.wait_s(BAD, 0.0) > 0
-    assert suspects.wait_s(GOOD, 0.0) == 0
+    breakers = TenantBreakers()
+    _send(breakers, GOOD, None, 20)
+    _send(breakers, BAD, error, 10)
+    assert breakers.wait_s(BAD, 0.0) > 0
+    assert breakers.wait_s(GOOD, 0.0) == 0
 
 
 def test_whose_requests_are_only_wrong_does_not():
-    suspects = TenantBreakers()
-    _send(suspects, BAD, InvalidRequestError("x"), 100)
-    assert suspects.wait_s(BAD, 0.0) == 0
+    breakers = TenantBreakers()
+    _send(breakers, BAD, InvalidRequestError("x"), 100)
+    assert breakers.wait_s(BAD, 0.0) == 0
 
 
 def test_when_everybody_fails_nobody_is_to_blame():
-    suspects = TenantBreakers()
+    breakers = TenantBreakers()
     for _ in range(50):
-        _send(suspects, GOOD, WorkerLostError("x"))
-        _send(suspects, BAD, WorkerLostError("x"))
-    assert suspects.wait_s(GOOD, 0.0) == 0
-    assert suspects.wait_s(BAD, 0.0) == 0
+        _send(breakers, GOOD, WorkerLostError("x"))
+        _send(breakers, BAD, WorkerLostError("x"))
+    assert breakers.wait_s(GOOD, 0.0) == 0
+    assert breakers.wait_s(BAD, 0.0) == 0
 
 
 def test_who_is_alone_on_a_cluster_that_loses_workers_is_not_shut_out():
-    suspects = TenantBreakers()
-    _send(suspects, BAD, None, 200)
-    _send(suspects, BAD, WorkerLostError("x"), 50)
-    assert suspects.wait_s(BAD, 0.0) == 0
-    _send(suspects, GOOD, None, 20)
-    _send(suspects, BAD, WorkerLostError("x"), 300)
-    assert suspects.wait_s(BAD, 0.0) > 0
+    breakers = TenantBreakers()
+    _send(breakers, BAD, None, 200)
+    _send(breakers, BAD, WorkerLostError("x"), 50)
+    assert breakers.wait_s(BAD, 0.0) == 0
+    _send(breakers, GOOD, None, 20)
+    _send(breakers, BAD, WorkerLostError("x"), 300)
+    assert breakers.wait_s(BAD, 0.0) > 0
 
 
 def test_thousands_of_tenants_are_told_from_those_who_break_workers():
-    suspects = TenantBreakers()
-    _send(suspects, GOOD, None, 20)
-    _send(suspects, BAD, WorkerLostError("x"), 3)
+    breakers = TenantBreakers()
+    _send(breakers, GOOD, None, 20)
+    _send(breakers, BAD, WorkerLostError("x"), 3)
     for number in range(10_000):
-        _send(suspects, TenantId(f"t{number}"), None)
-    _send(suspects, BAD, WorkerLostError("x"), 2)
-    assert suspects.wait_s(BAD, 0.0) > 0
+        _send(breakers, TenantId(f"t{number}"), None)
+    _send(breakers, BAD, WorkerLostError("x"), 2)
+    assert breakers.wait_s(BAD, 0.0) > 0
 
 
 def test_what_went_well_still_counts_when_thousands_of_tenants_came_since():
-    suspects = TenantBreakers()
-    _send(suspects, GOOD, None, 200)
+    breakers = TenantBreakers()
+    _send(breakers, GOOD, None, 200)
     for number in range(10_000):
-        _send(suspects, TenantId(f"t{number}"), WorkerLostError("x"))
-    _send(suspects, GOOD, WorkerLostError("x"), 5)
-    assert suspects.wait_s(GOOD, 0.0) == 0
+        _send(breakers, TenantId(f"t{number}"), WorkerLostError("x"))
+    _send(breakers, GOOD, WorkerLostError("x"), 5)
+    assert breakers.wait_s(GOOD, 0.0) == 0
 
 
 def test_after_the_pause_one_request_is_tried_and_its_success_forgives():
-    suspects = TenantBreakers()
-    _send(suspects, GOOD, None, 20)
-    _send(suspects, BAD, WorkerLostError("x"), 10)
-    now_s = suspects.wait_s(BAD, 0.0)
-    assert suspects.wait_s(BAD, now_s) == 0
-    suspects.started(BAD, now_s)
-    assert suspects.wait_s(BAD, now_s) > 0
-    suspects.finished(BAD, None, now_s)
-    assert suspects.wait_s(BAD, now_s) == 0
+    breakers = TenantBreakers()
+    _send(breakers, GOOD, None, 20)
+    _send(breakers, BAD, WorkerLostError("x"), 10)
+    now_s = breakers.wait_s(BAD, 0.0)
+    assert breakers.wait_s(BAD, now_s) == 0
+    breakers.started(BAD, now_s)
+    assert breakers.wait_s(BAD, now_s) > 0
+    breakers.finished(BAD, None, now_s)
+    assert breakers.wait_s(BAD, now_s) == 0
 
 
 @given(
@@ -96,12 +96,12 @@ def test_after_the_pause_one_request_is_tried_and_its_success_forgives():
     )
 )
 def test_nobody_is_shut_out_for_ever(requests: list[tuple[TenantId, BatonError | None, float]]):
-    suspects, now_s = TenantBreakers(), 0.0
+    breakers, now_s = TenantBreakers(), 0.0
     for who, error, pause_s in requests:
         now_s += pause_s
-        if suspects.wait_s(who, now_s) == 0:
-            suspects.started(who, now_s)
-            suspects.finished(who, error, now_s)
-        suspects.check_integrity()
+        if breakers.wait_s(who, now_s) == 0:
+            breakers.started(who, now_s)
+            breakers.finished(who, error, now_s)
+        breakers.check_integrity()
     for who in (BAD, GOOD):
-        assert suspects.wait_s(who, now_s + suspects.wait_s(who, now_s) + 1e-6) == 0
+        assert breakers.wait_s(who, now_s + breakers.wait_s(who, now_s) + 1e-6) == 0

@@ -6,20 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from baton.errors import AuthenticationError, ConfigError, UnavailableError
-from baton.redis_link import open_redis
+from baton.redis_link import RefusedValues, open_redis
 from baton.telemetry.metrics import new_registry
 from router.tenants.directory import TenantDirectory
 from router.tenants.keys import hash_key
 from router.tenants.reload import ReloadMetrics, TenantReloader
-from router.tenants.sources import FileSource, RedisSource, TenantSource
-from tests.redis_servers import KINDS, a_redis
+from router.tenants.sources import FileSource, RedisSource, TenantSource, publish
+from tests.redis_servers import KINDS, a_redis, no_refusals
 from tests.router.test_tenants_web_tokens import jwks, token
 
 
 def document(*keys: str) -> str:
     return f"tenants: [{{id: acme, keys: [{', '.join(repr(hash_key(key)) for key in keys)}]}}]"
+
+
+SECRET = b"s" * 32
 
 
 class World:
@@ -125,22 +129,20 @@ async def redis_client(request, tmp_path) -> AsyncIterator[Any]:
 
 
 async def test_a_document_in_redis_is_followed_by_its_version(redis_client):
-    world = World(RedisSource(redis_client, "b"))
+    world = World(RedisSource(redis_client, "b", SECRET, no_refusals()))
     await world.reloader.look()
     assert not world.lets_in("one")
-    operator = RedisSource(redis_client, "b")
-    assert await operator.publish(document("one")) == 1
+    first = await publish(redis_client, "b", SECRET, document("one"))
     assert await world.reloader.look()
     assert not await world.reloader.look()
-    assert await operator.publish(document("two")) == 2
+    assert await publish(redis_client, "b", SECRET, document("two")) > first
     assert await world.reloader.look()
     assert [world.lets_in(key) for key in ("one", "two")] == [False, True]
 
 
 async def test_a_wrong_document_is_not_published(redis_client):
-    source = RedisSource(redis_client, "b")
     with pytest.raises(ConfigError, match=r"tenants\[0\]\.id"):
-        await source.publish("tenants: [{id: ''}]")
+        await publish(redis_client, "b", SECRET, "tenants: [{id: ''}]")
     assert await redis_client.keys("*") == []
 
 
@@ -154,3 +156,37 @@ async def test_without_redis_the_last_document_holds():
     assert world.failures() == 1
     with pytest.raises(AuthenticationError):
         world.directory.identify(None)
+
+
+async def test_a_document_that_the_cluster_did_not_seal_is_refused_once_and_counted(redis_client):
+    registry = CollectorRegistry()
+    source = RedisSource(redis_client, "b", SECRET, RefusedValues(registry))
+    world = World(source)
+    await publish(redis_client, "b", SECRET, document("one"))
+    assert await world.reloader.look()
+    for false in (document("two").encode(), b"", b"\xff" * 50, b"x" * 1000):
+        await redis_client.set("b:tenants:document", false)
+        assert not await world.reloader.look()
+        assert not await world.reloader.look()
+    await publish(redis_client, "b", b"t" * 32, document("two"))
+    assert not await world.reloader.look()
+    await redis_client.delete("b:tenants:document")
+    await redis_client.zadd("b:tenants:document", {"x": 1})
+    assert not await world.reloader.look()
+    assert [world.lets_in(key) for key in ("one", "two")] == [True, False]
+    labels = {"reader": "tenants"}
+    assert registry.get_sample_value("baton_redis_refused_values_total", labels) == 6
+    await publish(redis_client, "b", SECRET, document("two"))
+    assert await world.reloader.look()
+    assert world.lets_in("two")
+
+
+async def test_an_older_document_does_not_come_back(redis_client):
+    world = World(RedisSource(redis_client, "b", SECRET, no_refusals()))
+    await publish(redis_client, "b", SECRET, document("one"))
+    old = await redis_client.get("b:tenants:document")
+    await publish(redis_client, "b", SECRET, document("two"))
+    assert await world.reloader.look()
+    await redis_client.set("b:tenants:document", old)
+    assert not await world.reloader.look()
+    assert [world.lets_in(key) for key in ("one", "two")] == [False, True]

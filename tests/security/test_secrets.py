@@ -12,6 +12,7 @@ from baton.redis_link import open_redis
 from baton.telemetry.metrics import new_registry
 from router.http.audit import AuditLog
 from router.tenancy import open_tenancy
+from tests.redis_servers import no_refusals
 from tests.router.served import serve
 from tests.router.test_http_account import parts
 
@@ -68,5 +69,5 @@ async def test_a_tenants_document_that_cannot_be_read_lets_nobody_in(tmp_path: P
         log=LogConfig(),
     )
     with pytest.raises(ConfigError, match=r"missing\.yaml"):
-        async with open_tenancy(config, new_registry()):
+        async with open_tenancy(config, new_registry(), no_refusals()):
             pass

@@ -754,6 +754,27 @@ class PoolUsageReply(_message.Message):
 Global___PoolUsageReply: _TypeAlias = PoolUsageReply  # noqa: Y015
 
 @_typing.final
+class BlockStoryRequest(_message.Message):
+    """Of a block that this node holds or has held."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockStoryRequest: _TypeAlias = BlockStoryRequest  # noqa: Y015
+
+@_typing.final
 class PeerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -85,6 +85,11 @@ class PoolStub:
                 request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageRequest.SerializeToString,
                 response_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageReply.FromString,
                 _registered_method=True)
+        self.Story = channel.unary_unary(
+                '/baton.rpc.v1.Pool/Story',
+                request_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.BlockStoryRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_common__pb2.StoryReply.FromString,
+                _registered_method=True)
 
 
 class PoolServicer:
@@ -153,6 +158,12 @@ class PoolServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Story(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -205,6 +216,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Usage,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageRequest.FromString,
                     response_serializer=baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageReply.SerializeToString,
+            ),
+            'Story': grpc.unary_unary_rpc_method_handler(
+                    servicer.Story,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_pool__pb2.BlockStoryRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_common__pb2.StoryReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -477,6 +493,33 @@ class Pool:
             '/baton.rpc.v1.Pool/Usage',
             baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_pool__pb2.PoolUsageReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Story(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Pool/Story',
+            baton_dot_rpc_dot_v1_dot_pool__pb2.BlockStoryRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_common__pb2.StoryReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,7 @@ class PoolStub:
     Flush: _grpc.UnaryUnaryMultiCallable[_pool_pb2.FlushPoolRequest, _pool_pb2.FlushPoolReply]
     """For operators."""
     Usage: _grpc.UnaryUnaryMultiCallable[_pool_pb2.PoolUsageRequest, _pool_pb2.PoolUsageReply]
+    Story: _grpc.UnaryUnaryMultiCallable[_pool_pb2.BlockStoryRequest, _common_pb2.StoryReply]
 
 @_typing.type_check_only
 class PoolAsyncStub(PoolStub):
@@ -65,6 +66,7 @@ class PoolAsyncStub(PoolStub):
     Flush: _aio.UnaryUnaryMultiCallable[_pool_pb2.FlushPoolRequest, _pool_pb2.FlushPoolReply]  # type: ignore[assignment]
     """For operators."""
     Usage: _aio.UnaryUnaryMultiCallable[_pool_pb2.PoolUsageRequest, _pool_pb2.PoolUsageReply]  # type: ignore[assignment]
+    Story: _aio.UnaryUnaryMultiCallable[_pool_pb2.BlockStoryRequest, _common_pb2.StoryReply]  # type: ignore[assignment]
 
 class PoolServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -139,6 +141,13 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
         request: _pool_pb2.PoolUsageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.PoolUsageReply, _abc.Awaitable[_pool_pb2.PoolUsageReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Story(
+        self,
+        request: _pool_pb2.BlockStoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_common_pb2.StoryReply, _abc.Awaitable[_common_pb2.StoryReply]]: ...
 
 def add_PoolServicer_to_server(servicer: PoolServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -29,7 +29,12 @@ def streams_bfloat16() -> bool:
     bfloat16 by itself (oneDNN emulates that slowly), and the kernels built.
     """
     native = {"amx_bf16", "avx512_bf16"} & cpu_flags()
-    return not native and "avx512f" in cpu_flags() and load_library() is not None
+    return not native and reads_bfloat16()
+
+
+def reads_bfloat16() -> bool:
+    """Whether `BFloat16Panels` runs well here: a processor with AVX-512, and the kernels built."""
+    return "avx512f" in cpu_flags() and load_library() is not None
 
 
 def multiplies_int8() -> bool:

@@ -102,7 +102,11 @@ class InvariantTritonKernels(TritonKernels):
         return prefill_attention(query, pages, batch, scale, window, scales, uniform=True)
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See `BatchInvariant.linear`."""
-        return row_matmul.row_matmul(x, weight, bias)
+        return row_matmul.row_matmul(x, weight, bias, out_dtype)

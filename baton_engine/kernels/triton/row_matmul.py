@@ -129,16 +129,22 @@ def add_parts_kernel(
     tl.store(out + row * outputs + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def row_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def row_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """`x @ weight.T + bias`, summed in float32; the bits of a row depend on that row of `x`, on `weight` and on `bias` alone.
 
     Args:
         x: `[num_tokens, inputs]` float32, float16 or bfloat16; slow where 16 does not divide `inputs`, as it does in every model served.
         weight: `[outputs, inputs]` of the same dtype.
         bias: `[outputs]` of the same dtype; None for none.
+        out_dtype: What the sums are rounded to; None for the dtype of `x`.
 
     Returns:
-        `[num_tokens, outputs]` of the same dtype.
+        `[num_tokens, outputs]` of `out_dtype`.
 
     Raises:
         ValueError: A shape, dtype or device does not fit.
@@ -153,7 +159,7 @@ def row_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     expect("x", x, (rows, inputs), weight.dtype, weight.device)
     if bias is not None:
         expect("bias", bias, (outputs,), weight.dtype, weight.device)
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     if not rows:
         return out
     tile, pieces = tile_of(x.dtype), pieces_of(outputs, inputs, x.dtype)

@@ -179,6 +179,7 @@ class UcxReceiver:
         self._context: UcxContext | None = None
         self._sessions: dict[bytes, UcxSession] = {}  # by token; of peers that are attached
         self._closed = False
+        self._listening = admission.listening
         self._server = RegionServer(address, self._on_attach, admission)
 
     def handle(self) -> RegionHandle:
@@ -211,8 +212,8 @@ class UcxReceiver:
             if self._closed:
                 raise TransferError("the receiver is closed")
             if self._context is None:
-                self._context = UcxContext()
-            worker = UcxWorker(self._context)
+                self._context = UcxContext(self._listening)
+            worker = UcxWorker(self._context, peer)
             self._sessions[token] = UcxSession(
                 key,
                 worker,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from baton.errors import TransferError
+from baton.errors import TransferError, UnreachableError
 from baton.layout import KvLayout
 from baton.pages import PageWrite
 from kv_transfer.backends.ucx.frames import UcxFrame, frames_of, head_of, rows_of
@@ -26,6 +26,7 @@ from kv_transfer.backends.ucx.worker import (
 from kv_transfer.heads import LinkPlan, plan_link
 from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.attach import AttachToken, attach, is_local, read_reply
+from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.pages import Pages, layer_pages
 from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
 
@@ -38,10 +39,13 @@ _LOOK_AROUND_S = 0.5
 class UcxSender:
     """A prefill worker's arena, from which pages are sent."""
 
-    def __init__(self, arena: ArenaSpan, *, num_blocks: int, secret: bytes) -> None:
+    def __init__(
+        self, arena: ArenaSpan, *, num_blocks: int, secret: bytes, listening: Listening
+    ) -> None:
         self._arena = arena
         self._num_blocks = num_blocks
         self._secret = secret
+        self._listening = listening
 
     def connect(
         self,
@@ -65,7 +69,7 @@ class UcxSender:
         connection = attached.connection
         try:
             address = read_reply(attached)
-            worker = UcxWorker(UcxContext())
+            worker = UcxWorker(UcxContext(self._listening.towards(connection)), connection)
             worker.connect(address, same_host=is_local(token.address))
         except TransferError:
             connection.close()
@@ -127,7 +131,7 @@ class UcxWriter:
         self._heard = bytearray()
         self._number = 0
         self._give_up_at_s: float | None = None
-        self._lost: TransferError | None = None
+        self._lost: UnreachableError | None = None
         self._lock = threading.Lock()
         peer.connection.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kv-pusher", daemon=True)
@@ -262,8 +266,9 @@ class UcxWriter:
     def _end(self, error: TransferError) -> None:
         """The thread's last act: nothing is read or sent any more, and every push that is left fails."""
         self._peer.worker.close()
+        lost = UnreachableError(error.message)
         with self._lock:
-            self._lost = error
+            self._lost = lost
         waiting = {id(entry.job): entry.job for entry in self._in_flight.values()}
         if self._current is not None:
             waiting[id(self._current)] = self._current
@@ -272,7 +277,7 @@ class UcxWriter:
             if job is not None:
                 waiting[id(job)] = job
         for job in waiting.values():
-            job.done(error)
+            job.done(lost)
         self._peer.connection.close()
         os.close(self._wake)
 

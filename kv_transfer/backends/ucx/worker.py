@@ -22,6 +22,7 @@ import hashlib
 import importlib
 import os
 import select
+import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from typing import Any
 from baton.errors import TransferError
 from baton.telemetry.logs import get_logger
 from kv_transfer.backends.ucx.ucp import Found, Places, UcpMessages, UcpRequest
+from kv_transfer.memory.listening import Listening, PeerFilter
 
 _log = get_logger(__name__)
 
@@ -65,8 +67,11 @@ def body_tag(key: bytes) -> int:
 class UcxContext:
     """UCX's devices, opened once for several workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, listening: Listening) -> None:
         """Opens them, which takes a moment.
+
+        Args:
+            listening: Where workers may listen.
 
         Raises:
             TransferError: ucxx is not there, or UCX finds nothing to work with.
@@ -76,11 +81,14 @@ class UcxContext:
                 self.library: Any = importlib.import_module("ucxx._lib.libucxx")
             settings = {
                 key: value for key, value in TUNING.items() if f"UCX_{key}" not in os.environ
-            }
+            } | listening.ucx_settings()
             flags = (self.library.Feature.TAG, self.library.Feature.WAKEUP)
             self.context: Any = self.library.UCXContext(settings, feature_flags=flags)
+        except TransferError:
+            raise
         except Exception as error:
             raise TransferError(f"UCX cannot be used: {error!r}") from error
+        self.listening = listening
 
 
 @contextmanager
@@ -104,18 +112,29 @@ class UcxWorker:
     nowhere. Only `address` may be read from another thread.
     """
 
-    def __init__(self, context: UcxContext) -> None:
+    def __init__(self, context: UcxContext, peer: socket.socket) -> None:
         """Makes a worker.
+
+        Args:
+            context: UCX's devices.
+            peer: The connection to the peer that it is for; no other host reaches it.
 
         Raises:
             TransferError: UCX cannot.
         """
         self._ucx = context.library
+        reached_by = PeerFilter(context.listening)
+        reached_by.admit(peer)
         try:
-            self._worker: Any = self._ucx.UCXWorker(context.context)
+            with reached_by.opening():
+                self._worker: Any = self._ucx.UCXWorker(context.context)
             self._messages = UcpMessages(self._worker.handle)
+        except TransferError:
+            raise
         except Exception as error:
             raise TransferError(f"UCX cannot be used: {error!r}") from error
+        finally:
+            reached_by.close()
         self.address: bytes = self._worker.address.tobytes()
         self._endpoint: Any = None
 

@@ -115,9 +115,10 @@ class TextSettings(BodyObject):
 
 
 class Reasoning(BodyObject):
-    """How much the model is to think. Only the effort reaches it, through its template."""
+    """How much the model is to think. Only the effort reaches it, through its template; there are no summaries."""
 
     effort: Name | None = None
+    mode: Name | None = None
 
 
 class ResponsesRequest(SamplingBody):
@@ -140,13 +141,13 @@ class ResponsesRequest(SamplingBody):
     previous_response_id: Name | None = None
     conversation: Name | JsonObject | None = None
     prompt: JsonObject | None = None
+    context_management: list[JsonValue] | None = None
     # What follows does not change the answer of this server, and is ignored.
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
     store: bool | None = None
     stream_options: JsonObject | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    context_management: list[JsonValue] | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     prompt_cache_options: JsonObject | None = None
@@ -193,6 +194,9 @@ class ResponsesRequest(SamplingBody):
             if getattr(self, name) is not None:
                 raise unsupported(name, "Nothing is stored here: send the whole conversation.")
         only("background", self.background, False)
+        only("context_management", self.context_management, [])
+        if self.reasoning is not None:
+            only("reasoning", self.reasoning.mode, "standard")
         self._check_tools()
         check_template_arguments(self.chat_template_kwargs)
         check_moderation(self.moderation)

@@ -54,6 +54,14 @@ class FakePoolService(pool_pb2_grpc.PoolServicer):
     Attach = Reserve = Commit = Abandon = Lease = _unused
     Renew = Release = ReportCorrupt = Fetch = Watch = _unused
 
+    def Story(self, request, context):  # noqa: N802
+        if request.key != bytes(range(16)):
+            return common_pb2.StoryReply()
+        entry = common_pb2.StoryEntry(
+            at_s=2.0, event="reserved by a-p1", process="pool-0", core="pool"
+        )
+        return common_pb2.StoryReply(entries=[entry], now_s=3.0)
+
     def Usage(self, request, context):  # noqa: N802  # as gRPC names it
         if len(self.asked) == self.answers:
             context.abort(grpc.StatusCode.UNAVAILABLE, "gone")

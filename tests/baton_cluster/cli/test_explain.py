@@ -1,5 +1,7 @@
+import asyncio
 import io
 import json
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -8,8 +10,10 @@ from rich.console import Console
 
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import control_pb2 as pb
+from baton.story import StoryLog
 from baton_cluster.cli.explain import render
 from baton_cluster.cli.main import main
+from baton_cluster.launch.child_stories import serve_stories
 from baton_cluster.launch.runtime_dir import RuntimeDir
 from tests.baton_cluster.cli.fake_control import FakeControl, answering
 
@@ -115,3 +119,30 @@ def test_a_story_as_json_is_the_message(router, capsys):
 def test_the_story_of_an_unknown_request_is_one_line(router, capsys):
     assert main(["explain", "cmpl-2", "--story", "--runtime-dir", str(router.path)]) == 1
     assert "neither the router nor a worker knows cmpl-2" in capsys.readouterr().err
+
+
+def test_the_story_of_a_process_is_the_launchers(router, capsys):
+    log = StoryLog("supervisor")
+    log.record("decode-0", time.monotonic(), "ChildExited(returncode=-9)", ("AnnounceRestart",))
+
+    async def explain() -> int:
+        server = await serve_stories(router.path, log.story)
+        argv = ["explain", "decode-0", "--story", "--runtime-dir", str(router.path)]
+        async with server:
+            return await asyncio.to_thread(main, argv)
+
+    assert asyncio.run(explain()) == 0
+    head, exited, restart = capsys.readouterr().out.splitlines()
+    assert head.endswith("in supervisor")
+    assert exited.split() == ["0.0", "ms", *2 * ["supervisor"], "ChildExited(returncode=-9)"]
+    assert restart.strip() == "-> AnnounceRestart"
+
+
+def test_a_request_is_not_looked_for_among_the_processes_only(router, capsys):
+    async def explain() -> int:
+        argv = ["explain", "cmpl-1", "--story", "--runtime-dir", str(router.path)]
+        async with await serve_stories(router.path, StoryLog("supervisor").story):
+            return await asyncio.to_thread(main, argv)
+
+    assert asyncio.run(explain()) == 0
+    assert "SendLeg(leg_id=1)" in capsys.readouterr().out

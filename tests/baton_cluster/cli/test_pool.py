@@ -135,3 +135,21 @@ def test_a_node_that_does_not_answer_is_one_line(runtime, capsys):
     shown = capsys.readouterr().err
     assert shown.startswith("baton: error: the pool does not answer")
     assert shown.count("\n") == 1
+
+
+def test_the_story_of_a_block_is_told_event_by_event(pool, capsys):
+    key = bytes(range(16)).hex()
+    assert main(["pool", "story", key, *pool.where]) == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.startswith(f"{key}: from ")
+    assert line.split(maxsplit=4)[2:] == ["pool-0", "pool", "reserved by a-p1"]
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [("00" * 16, "does not know block 0000"), ("xyz", "32 hexadecimal digits, not 'xyz'")],
+    ids=["unknown", "none"],
+)
+def test_what_is_no_block_of_the_node_is_one_line(pool, capsys, key, said):
+    assert main(["pool", "story", key, *pool.where]) != 0
+    assert said in capsys.readouterr().err

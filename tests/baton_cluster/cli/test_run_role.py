@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig
+from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig, TransferConfig
 from baton.errors import ConfigError
 from baton.redis_link import open_redis
 from baton_cluster.cli.main import main
@@ -22,7 +22,7 @@ from baton_cluster.cli.run_role import Alone, decide
 from kvpool.directory.redis import RedisDirectory
 from kvpool.messages import NodeState
 from tests.e2e.served import eventually
-from tests.redis_servers import fake_redis
+from tests.redis_servers import fake_redis, no_refusals
 
 pytestmark = pytest.mark.alone
 
@@ -57,6 +57,26 @@ def test_a_check_says_what_would_be_started_and_starts_nothing(tmp_path, monkeyp
     said = capsys.readouterr().out
     assert "decode-3: decode worker at 0.0.0.0:7001, reached at decode-3.decode:7001" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:7001", "[::]:7001"])
+def test_an_address_that_no_other_host_could_use_is_asked_for(listen):
+    alone = Alone(role="decode", name="x", listen=listen)
+    config = replace(BatonConfig(), cluster=ClusterConfig(secret=SECRET))
+    with pytest.raises(ConfigError, match="add --advertise HOST:PORT"):
+        decide(config, alone)
+    with pytest.raises(ConfigError, match=r"--advertise 0\.0\.0\.0:1 names every address"):
+        decide(config, replace(alone, advertise="0.0.0.0:1"))
+
+
+@pytest.mark.parametrize("flag", ["listen", "metrics"])
+def test_a_workers_own_ports_are_not_those_of_transports(flag):
+    config = BatonConfig(
+        cluster=ClusterConfig(secret=SECRET), transfer=TransferConfig(ports="7100-7199")
+    )
+    alone = Alone(role="decode", name="x", **{flag: "10.0.0.1:7150"})
+    with pytest.raises(ConfigError, match=f"--{flag} .* lies within transfer.ports"):
+        decide(config, alone)
 
 
 def test_a_worker_is_reached_from_elsewhere_only_if_it_is_told_to(tmp_path, monkeypatch, capsys):
@@ -143,9 +163,11 @@ def test_four_processes_that_were_started_alone_serve_together(
 
 
 async def _pool_nodes(redis_url: str) -> tuple[NodeState, ...]:
-    redis = open_redis(redis_url, 5.0, setting="pool.redis_url", text=False)
+    redis = open_redis(redis_url, 5.0, setting="pool.redis_url")
     try:
-        return await RedisDirectory(redis, prefix=GOOD.pool.redis_prefix).nodes()
+        secret, refused = bytes.fromhex(SECRET), no_refusals()
+        prefix = GOOD.pool.redis_prefix
+        return await RedisDirectory(redis, prefix=prefix, secret=secret, refused=refused).nodes()
     finally:
         await redis.aclose()
 

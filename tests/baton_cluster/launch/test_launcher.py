@@ -17,6 +17,7 @@ from baton.config.load import load, to_json
 from baton.config.schema import BatonConfig
 from baton.config.setting import Setting
 from baton.errors import BatonError, ConfigError, ModelLoadError
+from baton_cluster.launch.child_stories import ask_story
 from baton_cluster.launch.launcher import LocalCluster
 from baton_cluster.launch.runtime_dir import pool_address
 from baton_cluster.launch.supervisor import (
@@ -104,6 +105,19 @@ async def test_a_cluster_is_entered_when_every_child_is_ready_and_left_when_all_
     assert recorder.announcements == [AnnounceReady()]
     assert ("prefill-0", "loading weights", 0.5) in recorder.progressed
     assert_nothing_is_left([c.pid for c in children.values()], cluster.url, cluster.runtime_dir)
+
+
+async def test_the_launcher_tells_the_story_of_a_child_that_was_killed(home):
+    recorder = Recorder()
+    async with fake_cluster(fake_config(home), recorder) as cluster:
+        cluster.kill("decode-0")
+        await recorder.until(AnnounceRecovered)
+        told = await ask_story(cluster.runtime_dir, "decode-0")
+        events = [entry.event.partition("(")[0] for entry in told.entries]
+        assert events == ["Tick", "ChildReady", "ChildExited", "Tick", "ChildReady"]
+        assert any("killed by signal 9" in action for action in told.entries[2].actions)
+        assert told.entries[-1].at_s <= told.now_s
+        assert not (await ask_story(cluster.runtime_dir, "decode-7")).entries
 
 
 async def test_every_child_is_the_leader_of_its_own_session(home):

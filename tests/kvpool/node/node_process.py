@@ -11,10 +11,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from baton.config.schema import BatonConfig, ClusterConfig, PoolConfig, TransferConfig
 from baton.ids import Incarnation, WorkerId, WorkerIdentity
 from kv_transfer.backends import shm
 from kvpool.service import run
+from tests.redis_servers import no_refusals
 
 
 def stall(path: Path) -> None:
@@ -50,6 +53,8 @@ async def main(said: dict[str, Any]) -> None:
         peer_address=said["peer_address"],
         region_path=f"{folder}/{name}.kv",
         peer_region_path=f"{folder}/{name}-peers.kv",
+        registry=CollectorRegistry(),
+        refused=no_refusals(),
         ready=lambda: print("ready", flush=True),
         stop=stop,
     )

@@ -5,15 +5,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
-from baton.config.schema import TenantsConfig
+from baton.config.schema import BatonConfig, ClusterConfig, TenantsConfig
 from baton.errors import UnavailableError
-from baton.redis_link import open_redis
+from baton.redis_link import RefusedValues, open_redis
 from router.admission.share_exchange import ShareExchange, sharing
-from tests.redis_servers import KINDS, a_redis, real_redis
+from tests.redis_servers import KINDS, a_redis, no_refusals, real_redis
 
 pytestmark = pytest.mark.timeout(60)
-KEY = "baton:given"
+KEY = "baton:admitted"
+SECRET = b"s" * 32
 
 
 @dataclass
@@ -37,8 +41,24 @@ class Books:
         self.news.set()
 
 
-def exchange(redis, name: str, books: Books, clock: Clock | None = None) -> ShareExchange:
-    return ShareExchange(redis, key=KEY, router_id=name, admission=books, clock=clock or Clock())
+def exchange(
+    redis,
+    name: str,
+    books: Books,
+    clock: Clock | None = None,
+    *,
+    secret: bytes = SECRET,
+    refused: RefusedValues | None = None,
+) -> ShareExchange:
+    return ShareExchange(
+        redis,
+        key=KEY,
+        router_id=name,
+        admission=books,
+        clock=clock or Clock(),
+        secret=secret,
+        refused=refused or no_refusals(),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,7 +84,7 @@ async def test_a_router_that_says_nothing_new_for_a_lease_is_taken_out(tmp_path)
         clock.at_s = 3.1
         await here.exchange()
         assert books.heard == [{"dead": {"1/a": 5.0}}, {"dead": {"1/a": 5.0}}, {}]
-        assert await redis.hkeys(KEY) == ["r1"]
+        assert await redis.hkeys(KEY) == [b"r1"]
 
 
 async def test_a_router_that_leaves_takes_its_word_back(tmp_path):
@@ -82,7 +102,65 @@ async def test_what_no_router_wrote_is_ignored_and_taken_out(rubbish, tmp_path):
         books = Books()
         await exchange(redis, "r1", books).exchange()
         assert books.heard == [{}]
-        assert await redis.hkeys(KEY) == ["r1"]
+        assert await redis.hkeys(KEY) == [b"r1"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_whatever_lies_in_the_hash_the_others_are_heard(kind, tmp_path):
+    async with a_redis(kind, tmp_path) as url, open_redis(url, 5.0) as redis:
+        loop = asyncio.get_running_loop()
+
+        async def tried(fields: dict[bytes, bytes], of_type: str) -> None:
+            await redis.flushall()
+            if of_type == "string":
+                await redis.set(KEY, b"a text")
+            elif of_type == "set":
+                await redis.sadd(KEY, b"a member")
+            else:
+                for name, value in fields.items():
+                    await redis.hset(KEY, name, value)
+            books, registry = Books({"1/a": 1.0}), CollectorRegistry()
+            here = exchange(redis, "r1", books, refused=RefusedValues(registry))
+            await here.exchange()
+            assert books.heard == [{}]
+            await exchange(redis, "r2", Books({"1/b": 2.0})).exchange()
+            await here.exchange()
+            assert books.heard[-1] == {"r2": {"1/b": 2.0}}
+            labels = {"reader": "shares"}
+            refused = registry.get_sample_value("baton_redis_refused_values_total", labels)
+            assert (refused or 0) == (len(fields) if of_type == "hash" else 1)
+
+        names = st.binary(max_size=70).filter(lambda name: name not in (b"r1", b"r2"))
+        messages = st.one_of(st.binary(max_size=99), st.just(b'{"beat": 1, "given": {"1/a": 1e9}}'))
+
+        @settings(max_examples=25, deadline=None, database=None)
+        @given(
+            st.dictionaries(names, messages, max_size=3),
+            st.sampled_from(["hash", "hash", "string", "set"]),
+        )
+        def every_example(fields: dict[bytes, bytes], of_type: str) -> None:
+            asyncio.run_coroutine_threadsafe(tried(fields, of_type), loop).result(30)
+
+        await asyncio.to_thread(every_example)
+
+
+async def test_a_message_of_another_cluster_or_from_before_is_not_heard(tmp_path):
+    async with a_redis("fakeredis", tmp_path) as url, open_redis(url, 5.0) as redis:
+        books, other = Books(), Books({"1/b": 2.0})
+        here, there = exchange(redis, "r1", books), exchange(redis, "r2", other)
+        await exchange(redis, "r3", Books({"1/c": 3.0}), secret=b"t" * 32).exchange()
+        await there.exchange()
+        old = await redis.hget(KEY, "r2")
+        other.admitted["1/b"] = 50.0
+        await there.exchange()
+        await here.exchange()
+        assert books.heard[-1] == {"r2": {"1/b": 50.0}}
+        await redis.hset(KEY, "r2", old)
+        await redis.hset(KEY, "r4", old)
+        for _ in range(2):
+            await here.exchange()
+            assert books.heard[-1] == {}
+            await redis.hset(KEY, "r2", old)
 
 
 async def test_without_redis_nothing_is_heard_and_that_is_said(tmp_path):
@@ -95,16 +173,17 @@ async def test_without_redis_nothing_is_heard_and_that_is_said(tmp_path):
 
 async def test_where_no_redis_is_configured_nothing_is_done():
     books = Books()
-    async with sharing(TenantsConfig(), books):
+    async with sharing(BatonConfig(), books, no_refusals()):
         assert books.heard == []
 
 
 @pytest.mark.redis
 async def test_while_redis_is_away_routers_go_on_and_hear_each_other_again_afterwards(tmp_path):
     async with real_redis(tmp_path) as server:
-        config = TenantsConfig(redis_url=server.url, redis_timeout_s=1.0)
+        tenants = TenantsConfig(redis_url=server.url, redis_timeout_s=1.0)
+        config = BatonConfig(tenants=tenants, cluster=ClusterConfig(secret="5a" * 32))
         one, other = Books({"1/a": 1.0}), Books({"1/b": 2.0})
-        async with sharing(config, one), sharing(config, other):
+        async with sharing(config, one, no_refusals()), sharing(config, other, no_refusals()):
             await _hears(one, {"1/b": 2.0})
             await server.kill()
             one.heard.clear()

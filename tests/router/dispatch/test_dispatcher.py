@@ -11,11 +11,13 @@ from baton.errors import (
     DeadlineError,
     DrainingError,
     EngineError,
+    IncompatibleError,
     InvariantError,
     OverloadedError,
     PromptTooLongError,
     TransferError,
     UnavailableError,
+    UnreachableError,
     WorkerLostError,
     disposition,
 )
@@ -33,6 +35,7 @@ from router.dispatch.actions import (
     Emit,
     Fail,
     Finish,
+    PairSuspected,
     RefuseWorker,
     SendCancel,
     SendLeg,
@@ -427,6 +430,119 @@ def test_a_transfer_error_makes_both_workers_suspect(core):
     actions = core(failed(p, TransferError("no answer")))
     assert sent(actions, LegKind.PREFILL).worker != p.worker
     assert sent(actions, LegKind.RECEIVE).worker != d.worker
+
+
+NO_WAY = UnreachableError("nothing passes")
+
+
+def test_where_p_cannot_reach_the_only_d_it_computes_the_prompt_itself(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    actions = core(failed(p, NO_WAY))
+    assert cancelled(actions) == {d.leg_id}
+    assert sent(actions, LegKind.GENERATE).worker == d.worker
+    told = sent(actions, PairSuspected)
+    assert (told.prefill, told.decode, told.error) == (p.worker, d.worker, NO_WAY)
+
+
+def test_where_p_cannot_reach_d_another_p_writes_to_the_pages_that_d_keeps(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    actions = core(failed(p, NO_WAY))
+    assert sent(actions, LegKind.PREFILL).worker != p.worker
+    assert sent(actions, SendReassign).leg_id == d.leg_id
+
+
+def test_a_partition_from_all_prefill_workers_costs_no_more_than_the_attempts(core):
+    core.join("p0", "p1", "d0")
+    p, d = start_pair(core)
+    other = sent(core(failed(p, NO_WAY)), LegKind.PREFILL)
+    local = sent(core(failed(other, NO_WAY)), LegKind.GENERATE)
+    assert local.worker == d.worker
+    core(decoded(local, *(drawn(0, index, 4) for index in range(4))))
+    core.assert_empty()
+
+
+def test_where_d_is_not_heard_here_either_it_is_d_that_is_left_out(core):
+    core.join("p0", "p1", "d0", "d1")
+    p, d = start_pair(core)
+    quiet = d.worker.worker_id
+    rest = {"p0", "p1", "d0", "d1"} - {quiet}
+    core.pass_time_hearing(3.0, *rest)
+    actions = core(failed(p, NO_WAY))
+    assert sent(actions, LegKind.RECEIVE).worker != d.worker
+
+
+def _end(core):
+    core(ClientGone(request_id=REQUEST))
+
+
+def test_a_pair_without_a_way_is_tried_again_by_one_request_after_pauses_that_grow(core):
+    core.join("p0", "d0")
+    for pause_s in (1.0, 2.0, 4.0):
+        p, _ = start_pair(core)
+        told = sent(core(failed(p, NO_WAY)), PairSuspected)
+        assert told.pause_s == pause_s
+        _end(core)
+        core.pass_time_hearing(pause_s - 0.5, "p0", "d0")
+        sent(core.submit(), LegKind.GENERATE)
+        _end(core)
+        core.pass_time_hearing(1.0, "p0", "d0")
+    p, _ = start_pair(core)
+    core(first_tokens(p, drawn(0, 0, 4)))
+    core(handed_off(p))
+    _end(core)
+    start_pair(core)
+    _end(core)
+    p, _ = start_pair(core)
+    assert sent(core(failed(p, NO_WAY)), PairSuspected).pause_s == 1.0
+
+
+def test_while_a_pair_is_tried_again_other_requests_do_not_wait_for_it(core):
+    core.join("p0", "d0")
+    p, _ = start_pair(core)
+    core(failed(p, NO_WAY))
+    _end(core)
+    core.pass_time_hearing(1.5, "p0", "d0")
+    p, _ = start_pair(core)
+    other = RequestId("cmpl-2")
+    job = GenerationRequest(
+        request_id=other, prompt=replace(p.prompt, samples=(0,)), timeout_s=60.0
+    )
+    sent(core(job), LegKind.GENERATE)
+
+
+def test_a_pair_that_does_not_fit_stays_apart_until_one_of_them_starts_anew(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    actions = core(failed(p, IncompatibleError("dtype: float32 here", param="dtype")))
+    assert sent(actions, LegKind.GENERATE).worker == d.worker
+    _end(core)
+    core.pass_time_hearing(200.0, "p0", "d0")
+    sent(core.submit(), LegKind.GENERATE)
+    _end(core)
+    core.join("p0", incarnation=2)
+    start_pair(core)
+
+
+def test_a_way_that_carries_nothing_is_no_mark_against_either_worker(core):
+    core.join("p0", "p1", "d0", "d1")
+    for _ in range(5):
+        actions = core.submit()
+        for prefill in legs_sent(actions, LegKind.PREFILL):
+            core(failed(prefill, NO_WAY))
+        _end(core)
+    assert len(core.view.usable(core.now_s)) == 4
+
+
+def test_a_p_that_d_does_not_hear_any_more_is_not_paired_with_it_for_a_while(core):
+    core.join("p0", "d0")
+    p, d = start_pair(core)
+    actions = core(LegWriterLost(worker=d.worker, leg_id=d.leg_id, attempt=1, error=NO_WAY))
+    assert sent(actions, PairSuspected).prefill == p.worker
+    assert sent(actions, LegKind.GENERATE).worker == d.worker
+    _end(core)
+    sent(core.submit(), LegKind.GENERATE)
 
 
 def test_attempts_are_bounded(core):

@@ -1,21 +1,14 @@
-"""POST /v1/responses: OpenAI's newer way to ask. Stateless: replies are not stored, so a request to see, delete or
-cancel a response by its id is answered that there is none.
-"""
+"""The replies of POST /v1/responses: one response with one message, whole or as the numbered events of its making."""
 
 from collections.abc import Sequence
 from itertools import count
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
 from router.generation.generation_run import Delta, GenerationRun, LoggedToken
-from router.generation.planner import RequestContext, RequestPlanner
-from router.generation.prompt_encoder import PromptEncoder
-from router.generation.responder import Responder
-from router.http.body import BodyReader
+from router.generation.planner import RequestContext
 from router.http.errors import error_details
 from router.http.streaming import json_text, model_event, named_event
 from router.openai.logprobs import chat_logprobs
@@ -37,43 +30,6 @@ from router.openai.responses.replies import (
 from router.openai.responses.requests import ResponsesRequest
 from router.ports import Timing
 from router.text.token_bytes import PieceTable
-
-
-class Responses:
-    """The endpoint.
-
-    Args:
-        bodies: Reads what was sent.
-        planner: Takes the request, and plans what is generated.
-        prompts: Makes token ids of what was sent.
-        responder: Runs it and replies.
-        pieces: What single tokens spell.
-    """
-
-    def __init__(
-        self,
-        bodies: BodyReader,
-        planner: RequestPlanner,
-        prompts: PromptEncoder,
-        responder: Responder,
-        pieces: PieceTable,
-    ) -> None:
-        self._bodies = bodies
-        self._planner = planner
-        self._prompts = prompts
-        self._responder = responder
-        self._pieces = pieces
-
-    async def __call__(self, request: Request) -> Response:
-        """Answers one conversation."""
-        body = await self._bodies.read(request, ResponsesRequest)
-        context = await self._planner.take(request, body, "resp")
-        prompt = await self._prompts.of_conversation(body.as_conversation(), context)
-        (run,) = self._responder.runs(body, self._planner.plan(context, body, [prompt]))
-        writer = ResponseWriter(context, body, run, self._pieces)
-        return await self._responder.respond(
-            request, context.account, [run], writer, stream=body.stream
-        )
 
 
 class ResponseWriter:

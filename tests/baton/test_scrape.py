@@ -1,0 +1,44 @@
+"""Metrics of a worker over HTTP, and who keeps the server waiting."""
+
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from baton.telemetry.scrape import ScrapeServer
+
+TIMEOUT_S = 10
+
+
+@pytest.fixture
+def server() -> Iterator[ScrapeServer]:
+    registry = CollectorRegistry()
+    Gauge("seen", "Once", registry=registry).set(1)
+    server = ScrapeServer("127.0.0.1:0", registry)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /met"])
+def test_who_does_not_ask_in_time_is_gone_and_others_are_answered(
+    server: ScrapeServer, said: bytes
+) -> None:
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as silent:
+        silent.sendall(said)
+        assert "seen 1.0" in httpx.get(f"http://{server.address}/metrics").text
+        assert silent.recv(1) == b""  # blocks until the server hangs up
+
+
+def test_probes_are_answered_beside_the_metrics() -> None:
+    well = {"/live": True, "/ready": False}
+    probes = {path: (lambda path=path: well[path]) for path in well}
+    server = ScrapeServer("127.0.0.1:0", CollectorRegistry(), probes)
+    try:
+        assert httpx.get(f"http://{server.address}/live", trust_env=False).status_code == 200
+        assert httpx.get(f"http://{server.address}/ready", trust_env=False).status_code == 503
+        assert httpx.get(f"http://{server.address}/metrics", trust_env=False).status_code == 200
+    finally:
+        server.close()
