@@ -146,6 +146,11 @@ class WorkerService:
         self._lifecycle.draining = True
         self._routers.report_load()
 
+    def take_new(self) -> None:
+        """Takes new legs again and tells the routers so."""
+        self._lifecycle.draining = False
+        self._routers.report_load()
+
     def narrow_role(self, role: Role) -> None:
         """Takes only those legs from now on that its role and `role` have in common, and tells the routers so.
 

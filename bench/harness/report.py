@@ -11,7 +11,12 @@ from pathlib import Path
 
 import psutil
 
+from baton import native
+from baton.cpu_features import cpu_flags
+
 _VERSIONS = ("torch", "transformers", "grpcio", "fastapi", "uvicorn", "numpy")
+
+_PRODUCTS = ("avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 Setting = str | int | float | bool | None | list[int] | list[str]
 
@@ -38,6 +43,7 @@ class Report:
             "settings": self.settings,
             "revision": _revision(),
             "hardware": _hardware(),
+            "kernels": _kernels(),
             "versions": {"python": sys.version.split()[0]}
             | {name: metadata.version(name) for name in _VERSIONS},
         }
@@ -64,6 +70,24 @@ def _hardware() -> dict[str, str | int | float]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpu": "none",
     }
+
+
+def _kernels() -> dict[str, str | bool]:
+    """Which compiled code a process takes here: the variant of each library, and what its processor multiplies by itself.
+
+    Of the CPU kernels' products of bfloat16, `streams_bfloat16` in `baton_engine.kernels.cpu.matmul` says which runs: those of the
+    library where the processor has neither AMX nor AVX-512 for bfloat16, torch's (oneDNN) elsewhere.
+    """
+    variants = {library.path.rpartition("/")[2]: _variant(library) for library in native.LIBRARIES}
+    return variants | {flag: flag in cpu_flags() for flag in _PRODUCTS}
+
+
+def _variant(library: native.Library) -> str:
+    try:
+        file = native.find(library)
+    except native.NotBuiltError:
+        return "not built"
+    return file.stem.removeprefix(f"{library.path.rpartition('/')[2]}_")
 
 
 def _cpu_name() -> str:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from baton.config.schema import BatonConfig, ClusterConfig, ModelConfig
+from baton.config.schema import BatonConfig, ClusterConfig, ModelConfig, RouterConfig
 from baton.errors import ModelLoadError
 from baton.ids import Role
 from baton.rpc.channel import open_channel
@@ -57,12 +57,15 @@ def listening() -> socket.socket:
     return sock
 
 
-def config(directory: Path, *, drain_timeout_s: float = 10.0) -> BatonConfig:
+def config(
+    directory: Path, *, drain_timeout_s: float = 10.0, router: RouterConfig | None = None
+) -> BatonConfig:
     model = directory / "model"
     if not model.exists():
         PreTrainedTokenizerFast(tokenizer_object=byte_level()).save_pretrained(model)
     return BatonConfig(
         model=ModelConfig(model=str(model), served_model_name=("tiny",)),
+        router=router or RouterConfig(),
         cluster=ClusterConfig(
             runtime_dir=str(directory), secret="5a" * 32, drain_timeout_s=drain_timeout_s
         ),
@@ -201,6 +204,42 @@ async def test_a_stop_ends_what_does_not_finish_with_a_typed_error(tmp_path):
         assert reply.json()["error"]["code"] == "draining"
         await workers["h0"].cancelled.get()
         await router.task
+
+
+async def test_idle_connections_are_kept_as_long_as_configured(tmp_path):
+    keep = RouterConfig(http_keep_alive_s=0.5)
+    async with (
+        running(tmp_path, h0=Role.HYBRID) as workers,
+        routing(workers, tmp_path, router=keep) as router,
+        idle_connection(router) as reader,
+        asyncio.timeout(4),
+    ):
+        assert await reader.read() == b""
+
+
+@pytest.mark.slow
+async def test_by_default_idle_connections_outlive_those_of_uvicorn(tmp_path):
+    async with (
+        running(tmp_path, h0=Role.HYBRID) as workers,
+        routing(workers, tmp_path) as router,
+        idle_connection(router) as reader,
+    ):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(8):
+                await reader.read()
+
+
+@asynccontextmanager
+async def idle_connection(router: Router):
+    """What comes on a connection after its first reply."""
+    port = router.http.base_url.port
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"}")
+        yield reader
+    finally:
+        writer.close()
 
 
 async def test_a_client_that_disconnects_cancels_both_legs(tmp_path):

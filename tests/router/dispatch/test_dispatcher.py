@@ -1007,6 +1007,24 @@ def test_the_story_tells_why_a_request_waited_and_failed():
     assert failed_.actions[-1].startswith("Fail(")
 
 
+def test_the_story_of_a_worker_tells_when_and_why_it_was_left_out(core):
+    core.join("h0")
+    worker = sent(core.submit(), LegKind.GENERATE).worker
+    core.pass_time_hearing(7.0)
+    core(LoadReported(worker=worker, load=WorkerLoad()))
+    core(LoadReported(worker=worker, load=WorkerLoad(draining=True)))
+    core(LoadReported(worker=worker, load=WorkerLoad(draining=True)))
+    core(WorkerLost(worker=worker, reason="it went away"))
+    told = [entry.event for entry in core.dispatcher.story(worker.worker_id)]
+    assert told == [
+        f"{worker} joined as hybrid",
+        f"worker {worker} was lost: silent for 5.5 s; 1 legs go on",
+        f"{worker} is usable again",
+        f"{worker} takes nothing new",
+        f"worker {worker} was lost: it went away; 1 legs go on",
+    ]
+
+
 def test_nothing_of_a_prompt_is_told(core):
     core.join("p0", "d0")
     p, d = start_pair(core, tokens=[31337, 31338, 31339])

@@ -1,0 +1,26 @@
+"""A report says on what it was measured."""
+
+import json
+
+from baton import native
+from baton.cpu_features import cpu_flags
+from bench.harness.report import Report
+
+
+def test_a_report_names_the_kernels_that_run_here(tmp_path):
+    path = tmp_path / "report.json"
+    Report(benchmark="some", settings={"n": 1}, figures={"x_ms": 1.5}).write(path)
+    kernels = json.loads(path.read_text())["kernels"]
+    assert kernels["amx_bf16"] == ("amx_bf16" in cpu_flags())
+    assert kernels["avx512_bf16"] == ("avx512_bf16" in cpu_flags())
+    names = {variant.name for variant in native.runnable_variants()} | {"not built"}
+    libraries = {library.path.split("/")[-1] for library in native.LIBRARIES}
+    assert libraries < kernels.keys()
+    assert {kernels[library] for library in libraries} <= names
+
+
+def test_a_library_that_is_not_built_is_said_to_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "ROOT", tmp_path)
+    path = tmp_path / "report.json"
+    Report(benchmark="some", settings={}).write(path)
+    assert json.loads(path.read_text())["kernels"]["kernels"] == "not built"
