@@ -16,6 +16,7 @@ from baton.config.schema import WorkerConfig
 from baton.errors import BatonError, DrainingError, EngineError, disposition
 from baton.generation import WorkerLoad
 from baton.ids import RequestId, Role
+from baton.rpc.admission import asker
 from baton.rpc.channel import bind, new_server
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import WorkerHello, identity_to_proto, role_from_proto, role_to_proto
@@ -74,6 +75,9 @@ class Service(Protocol):
     def refuse_new(self) -> None:
         """Takes no new legs from now on and tells the routers so."""
 
+    def take_new(self) -> None:
+        """Takes new legs again and tells the routers so."""
+
     def narrow_role(self, role: Role) -> None:
         """Takes only those legs from now on that its role and `role` have in common, and tells the routers so."""
 
@@ -104,6 +108,7 @@ class WorkerState:
     in_flight: int
     transfers_in_flight: int
     seconds_since_progress: float
+    drained_by: str
 
     @property
     def ready(self) -> bool:
@@ -139,7 +144,8 @@ class WorkerServer:
         self._server = new_server(credentials)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._control = _Control(self, version=version, model=model)
-        self._draining = False
+        self._draining = self._stopping = False
+        self._drained_by = ""
         self._seen: tuple[WorkerState, float] | None = None
         self._changing_role = asyncio.Lock()
         self._checking: asyncio.Task[None] | None = None
@@ -168,21 +174,44 @@ class WorkerServer:
         await self._server.start()
         self._checking = asyncio.create_task(self._check_forever(), name="worker-checks")
 
-    async def drain(self, timeout_s: float) -> bool:
+    async def drain(self, timeout_s: float, *, by: str = "") -> bool:
         """Refuses what is new and waits for what is here; whether all of it ended in time.
 
         A worker is drained only when everything that it prefilled for others is committed or cancelled.
+
+        Args:
+            timeout_s: How long it waits.
+            by: Who asked, where `undrain` may take it back; nobody if the process is to end.
         """
+        self._stopping = self._stopping or not by
         if not self._draining:
-            self._draining = True
+            self._draining, self._drained_by = True, by
+            _log.info("draining", by=by or "the end of the process")
             self._service.refuse_new()
             await self._set_health(self.state())
         try:
             async with asyncio.timeout(timeout_s):
-                await self.idle()
+                while self._draining and self.in_flight() and not self.failed.done():
+                    self._checked.clear()
+                    await self._checked.wait()
         except TimeoutError:
             _log.warning("drained too slowly", left=self.in_flight())
-        return self.in_flight() == 0
+        return self._draining and self.in_flight() == 0
+
+    async def undrain(self, *, by: str) -> None:
+        """Takes new work again.
+
+        Raises:
+            DrainingError: The process is about to end.
+        """
+        if self._stopping:
+            raise DrainingError("this worker is about to end")
+        if self._draining:
+            self._draining, self._drained_by = False, ""
+            self._service.take_new()
+            self._checked.set()
+            await self._set_health(self.state())
+            _log.info("takes new work again", by=by)
 
     async def set_role(self, role: Role, timeout_s: float) -> int:
         """Changes what this worker advertises, once it has finished what the new role does not take.
@@ -264,6 +293,7 @@ class WorkerServer:
             in_flight=self.in_flight(),
             transfers_in_flight=self._service.transfers_in_flight(),
             seconds_since_progress=waited_s or 0.0,
+            drained_by=self._drained_by,
         )
 
     async def _check_forever(self) -> None:
@@ -336,11 +366,23 @@ class _Control(control_pb2_grpc.ControlServicer):
     async def Drain(  # noqa: N802
         self,
         request: pb.DrainRequest,
-        context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainReply],  # noqa: ARG002
+        context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainReply],
     ) -> pb.DrainReply:
         """Drains, then answers."""
-        drained = await self._server.drain(request.timeout_s)
+        drained = await self._server.drain(request.timeout_s, by=asker(context, request.by))
         return pb.DrainReply(drained=drained, left=self._server.in_flight())
+
+    async def Undrain(  # noqa: N802
+        self,
+        request: pb.UndrainRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext[pb.UndrainRequest, pb.UndrainReply],
+    ) -> pb.UndrainReply:
+        """Takes new work again."""
+        try:
+            await self._server.undrain(by=asker(context))
+        except DrainingError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+        return pb.UndrainReply()
 
     async def SetRole(  # noqa: N802
         self,
@@ -387,4 +429,5 @@ def _status(state: WorkerState) -> pb.WorkerStatus:
         transfers_in_flight=state.transfers_in_flight,
         seconds_since_progress=state.seconds_since_progress,
         state=state.word,
+        drained_by=state.drained_by,
     )

@@ -23,7 +23,8 @@ from baton.telemetry.tracing import NotTraced, Tracer
 from baton_engine.messages import Start, StepEvents
 from baton_engine.ports import EnginePort
 from baton_worker.accounts import LegAccounts
-from baton_worker.legs import LegLifecycle, WorkerLegTable
+from baton_worker.legs import WorkerLegTable
+from baton_worker.lifecycle import LegLifecycle
 from baton_worker.messages import (
     KINDS_OF_ROLE,
     Connect,
@@ -143,6 +144,11 @@ class WorkerService:
     def refuse_new(self) -> None:
         """Refuses new legs and tells the routers that this worker is leaving."""
         self._lifecycle.draining = True
+        self._routers.report_load()
+
+    def take_new(self) -> None:
+        """Takes new legs again and tells the routers so."""
+        self._lifecycle.draining = False
         self._routers.report_load()
 
     def narrow_role(self, role: Role) -> None:

@@ -6,17 +6,25 @@ from typing import Protocol
 import grpc
 
 from baton.clock import Clock
-from baton.ids import RequestId
+from baton.ids import RequestId, WorkerIdentity
+from baton.rpc.admission import asker
+from baton.rpc.channel import open_channel
+from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.hello import identity_to_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
+from baton.telemetry.logs import get_logger
 from router.admin.stories import RequestStories
 from router.routing.explanation import DecisionLog
 from router.routing.view import ClusterView, WorkerView
 from router.telemetry.explain import explanation_to_proto
 from router.workers.links import WorkerLink
+
+_WORKER_WAIT_S = 5.0
+
+_log = get_logger(__name__)
 
 
 class RequestDrain(Protocol):
@@ -36,6 +44,7 @@ class RouterControl(pb_grpc.ControlServicer):
         view: The connected workers.
         links: One per configured address.
         requests: Counted and drained.
+        credentials: Of this process.
         stories: Tells what happened to requests.
         decisions: Why requests went where they did.
         clock: Monotonic; the view's.
@@ -49,6 +58,7 @@ class RouterControl(pb_grpc.ControlServicer):
         view: ClusterView,
         links: Sequence[WorkerLink],
         requests: RequestDrain,
+        credentials: ClusterCredentials | None = None,
         stories: RequestStories,
         decisions: DecisionLog,
         clock: Clock,
@@ -58,6 +68,8 @@ class RouterControl(pb_grpc.ControlServicer):
         self._view = view
         self._links = links
         self._requests = requests
+        self._credentials = credentials
+        self._drained_by: dict[WorkerIdentity, str] = {}
         self._stories = stories
         self._decisions = decisions
         self._clock = clock
@@ -80,11 +92,77 @@ class RouterControl(pb_grpc.ControlServicer):
     async def Drain(  # noqa: N802
         self,
         request: pb.DrainRequest,
-        context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainReply],  # noqa: ARG002
+        context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainReply],
     ) -> pb.DrainReply:
-        """Takes nothing new, waits, then answers."""
+        """Takes nothing new, or has a worker take nothing new; waits, then answers."""
+        if request.worker:
+            return await self._drain_worker(request, context)
         drained = await self._requests.drain(request.timeout_s)
         return pb.DrainReply(drained=drained, left=self._requests.in_flight())
+
+    async def _drain_worker(
+        self,
+        request: pb.DrainRequest,
+        context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainReply],
+    ) -> pb.DrainReply:
+        worker = self._named(request.worker)
+        if worker is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, self._nobody(request.worker))
+        lost = self._lost_without(worker)
+        if lost and not request.force:
+            why = f"without {request.worker} no worker would be left that {lost}; --force drains it"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+        by = asker(context, request.by)
+        self._drained_by = {one: who for one, who in self._drained_by.items() if self._here(one)}
+        self._drained_by[worker.identity] = by
+        _log.warning("a worker is drained", worker=str(worker.identity), by=by, force=request.force)
+        asked = pb.DrainRequest(timeout_s=request.timeout_s, by=by)
+        async with open_channel(worker.address, self._credentials) as channel:
+            try:
+                wait_s = request.timeout_s + _WORKER_WAIT_S
+                return await pb_grpc.ControlStub(channel).Drain(asked, timeout=wait_s)
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), f"{request.worker}: {error.details()}")
+
+    async def Undrain(  # noqa: N802
+        self,
+        request: pb.UndrainRequest,
+        context: grpc.aio.ServicerContext[pb.UndrainRequest, pb.UndrainReply],
+    ) -> pb.UndrainReply:
+        """Has a worker take new work again."""
+        worker = self._named(request.worker)
+        if worker is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, self._nobody(request.worker))
+        async with open_channel(worker.address, self._credentials) as channel:
+            try:
+                stub = pb_grpc.ControlStub(channel)
+                reply = await stub.Undrain(pb.UndrainRequest(), timeout=_WORKER_WAIT_S)
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), f"{request.worker}: {error.details()}")
+        self._drained_by.pop(worker.identity, None)
+        _log.info("a worker takes new work again", worker=str(worker.identity), by=asker(context))
+        return reply
+
+    def _named(self, name: str) -> WorkerView | None:
+        named = [one for one in self._view.workers if one.identity.worker_id == name]
+        return named[0] if named else None
+
+    def _nobody(self, name: str) -> str:
+        known = ", ".join(sorted(one.identity.worker_id for one in self._view.workers))
+        return f"there is no worker {name} here; there are {known or 'none'}"
+
+    def _here(self, identity: WorkerIdentity) -> bool:
+        return any(one.identity == identity for one in self._view.workers)
+
+    def _lost_without(self, worker: WorkerView) -> str:
+        """What none of the other workers that take new work does; empty where nothing is lost."""
+        others = [one for one in self._view.usable(self._clock.now_s()) if one is not worker]
+        roles, role = [one.hello.role for one in others], worker.hello.role
+        if role.decodes and not any(one.decodes for one in roles):
+            return "decodes"
+        if role.prefills_for_others and not any(one.prefills_for_others for one in roles):
+            return "prefills for others"
+        return ""
 
     async def SetRole(  # noqa: N802
         self,
@@ -132,4 +210,5 @@ class RouterControl(pb_grpc.ControlServicer):
             seconds_since_progress=now_s - worker.progress_s if worker.legs else 0.0,
             state=state,
             router_in_flight=worker.legs,
+            drained_by=self._drained_by.get(worker.identity, ""),
         )

@@ -377,6 +377,7 @@ async def _control(
         view=parts.view,
         links=parts.membership.links,
         requests=parts.generator,
+        credentials=credentials,
         stories=stories,
         decisions=parts.decisions,
         clock=parts.clock,

@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
 
 
+def asker(context: "Context", words: str = "") -> str:
+    """Who calls, for logs and operators: the process that its certificate names, then what it says of itself in `words`."""
+    proof = context.auth_context() or {}
+    uris = [uri.decode() for uri in proof.get("peer_uri", ())]
+    proven = uris[0] if uris else "a process of this user"
+    return f"{proven}: {words[:_MAX_WORDS]}" if words else proven
+
+
+_MAX_WORDS = 200
+
+
 class RoleAdmission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable when it runs
     """Checks each call once, before its handler; nothing is done per message.
 

@@ -19,6 +19,7 @@ from baton_cluster.cli import (  # noqa: E402
     chat,
     demo,
     doctor,
+    drain,
     explain,
     pool,
     role,
@@ -26,6 +27,7 @@ from baton_cluster.cli import (  # noqa: E402
     serve,
     status,
     tenants,
+    undrain,
 )
 
 
@@ -45,6 +47,11 @@ COMMANDS: Mapping[str, tuple[Subcommand, str]] = {
     "chat": (chat, "talk to any server that speaks OpenAI's API"),
     "status": (status, "show the workers of a running cluster"),
     "role": (role, "change what a worker of a running cluster takes: prefill, decode, or both"),
+    "drain": (
+        drain,
+        "have a worker of a running cluster take nothing new, and wait until it is empty",
+    ),
+    "undrain": (undrain, "have a drained worker take new work again"),
     "pool": (pool, "show what the KV pool holds, or make it forget"),
     "explain": (explain, "show why a request was sent where it was"),
     "tenants": (tenants, "make API keys, and check and publish the tenants document"),

@@ -10,7 +10,7 @@ import grpc
 
 from baton.config import env
 from baton.config.load import load
-from baton.errors import ConfigError, UnavailableError
+from baton.errors import ConfigError, InvalidRequestError, UnavailableError
 from baton.rpc.channel import open_channel
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from baton.rpc.v1.control_pb2_grpc import ControlAsyncStub  # exists for type checkers only
 
 ANSWER_WAIT_S = 5.0
+_REFUSALS = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION)
 _Reply = TypeVar("_Reply")
 
 
@@ -52,11 +53,14 @@ async def ask(address: str, question: Callable[["ControlAsyncStub"], Awaitable[_
 
     Raises:
         UnavailableError: It does not.
+        InvalidRequestError: It refuses.
     """
     async with open_channel(address) as channel:
         try:
             return await question(ControlStub(channel))
         except grpc.aio.AioRpcError as error:
+            if error.code() in _REFUSALS:
+                raise InvalidRequestError(error.details() or "refused") from error
             raise UnavailableError(f"the router does not answer: {error.details()}") from error
 
 

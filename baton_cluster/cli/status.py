@@ -41,6 +41,7 @@ class WorkerStatus:
     transfers_in_flight: int
     router_in_flight: int
     seconds_since_progress: float
+    drained_by: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     console = Console()
     console.print(render(status))
+    for worker in status.workers:
+        if worker.drained_by:
+            console.print(
+                Text(f"{worker.worker_id} is drained by {worker.drained_by}", style="yellow")
+            )
     if status.pool is not None:
         console.print(render_pool(status.pool))
     return 0
@@ -174,4 +180,5 @@ def _worker(message: WorkerStatusMessage) -> WorkerStatus:
         transfers_in_flight=message.transfers_in_flight,
         router_in_flight=message.router_in_flight,
         seconds_since_progress=message.seconds_since_progress,
+        drained_by=message.drained_by,
     )

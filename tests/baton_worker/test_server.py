@@ -62,6 +62,9 @@ class Service:
     def refuse_new(self) -> None:
         self.refusing = True
 
+    def take_new(self) -> None:
+        self.refusing = False
+
     def story_of(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
         return self.stories.get(request_id, ())
 

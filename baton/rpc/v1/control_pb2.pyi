@@ -47,6 +47,7 @@ class WorkerStatus(_message.Message):
     SECONDS_SINCE_PROGRESS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     ROUTER_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    DRAINED_BY_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     ready: _builtins.bool
     address: _builtins.str
@@ -56,6 +57,8 @@ class WorkerStatus(_message.Message):
     """one word: ready, draining, stalled, connecting, lost"""
     router_in_flight: _builtins.int
     """legs this router has on the worker"""
+    drained_by: _builtins.str
+    """who had it drained, as far as the process that answers knows"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -72,10 +75,11 @@ class WorkerStatus(_message.Message):
         seconds_since_progress: _builtins.float = ...,
         state: _builtins.str = ...,
         router_in_flight: _builtins.int = ...,
+        drained_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "identity", b"identity", "load", b"load", "ready", b"ready", "role", b"role", "router_in_flight", b"router_in_flight", "seconds_since_progress", b"seconds_since_progress", "state", b"state", "transfers_in_flight", b"transfers_in_flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "drained_by", b"drained_by", "identity", b"identity", "load", b"load", "ready", b"ready", "role", b"role", "router_in_flight", b"router_in_flight", "seconds_since_progress", b"seconds_since_progress", "state", b"state", "transfers_in_flight", b"transfers_in_flight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -115,19 +119,66 @@ class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     timeout_s: _builtins.float
+    worker: _builtins.str
+    """by name, asked of a router; empty: the process that is asked"""
+    by: _builtins.str
+    """who asks and why, in its own words"""
+    force: _builtins.bool
+    """also the last worker of its kind"""
     def __init__(
         self,
         *,
         timeout_s: _builtins.float = ...,
+        worker: _builtins.str = ...,
+        by: _builtins.str = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "force", b"force", "timeout_s", b"timeout_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class UndrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """as in DrainRequest"""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainRequest: _TypeAlias = UndrainRequest  # noqa: Y015
+
+@_typing.final
+class UndrainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainReply: _TypeAlias = UndrainReply  # noqa: Y015
 
 @_typing.final
 class DrainReply(_message.Message):

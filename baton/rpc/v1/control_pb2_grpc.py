@@ -45,6 +45,11 @@ class ControlStub:
                 request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/baton.rpc.v1.Control/Undrain',
+                request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.UndrainReply.FromString,
+                _registered_method=True)
         self.SetRole = channel.unary_unary(
                 '/baton.rpc.v1.Control/SetRole',
                 request_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.SetRoleRequest.SerializeToString,
@@ -72,7 +77,14 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Admit nothing new, finish what is here, then answer.
+        """Admit nothing new, finish what is here, then answer. A router drains the worker that is named, or itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Take new work again. A router tells the worker that is named; it cannot take back its own drain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,6 +125,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.DrainReply.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=baton_dot_rpc_dot_v1_dot_control__pb2.UndrainRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_v1_dot_control__pb2.UndrainReply.SerializeToString,
             ),
             'SetRole': grpc.unary_unary_rpc_method_handler(
                     servicer.SetRole,
@@ -184,6 +201,33 @@ class Control:
             '/baton.rpc.v1.Control/Drain',
             baton_dot_rpc_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
             baton_dot_rpc_dot_v1_dot_control__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Control/Undrain',
+            baton_dot_rpc_dot_v1_dot_control__pb2.UndrainRequest.SerializeToString,
+            baton_dot_rpc_dot_v1_dot_control__pb2.UndrainReply.FromString,
             options,
             channel_credentials,
             insecure,

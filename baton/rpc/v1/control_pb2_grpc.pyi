@@ -34,7 +34,9 @@ class ControlStub:
     def __new__(cls, channel: _aio.Channel) -> ControlAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.StatusReply]
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainReply]
-    """Admit nothing new, finish what is here, then answer."""
+    """Admit nothing new, finish what is here, then answer. A router drains the worker that is named, or itself."""
+    Undrain: _grpc.UnaryUnaryMultiCallable[_control_pb2.UndrainRequest, _control_pb2.UndrainReply]
+    """Take new work again. A router tells the worker that is named; it cannot take back its own drain."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetRoleRequest, _control_pb2.SetRoleReply]
     """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
     answer. Workers only.
@@ -51,7 +53,9 @@ class ControlAsyncStub(ControlStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.StatusReply]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainReply]  # type: ignore[assignment]
-    """Admit nothing new, finish what is here, then answer."""
+    """Admit nothing new, finish what is here, then answer. A router drains the worker that is named, or itself."""
+    Undrain: _aio.UnaryUnaryMultiCallable[_control_pb2.UndrainRequest, _control_pb2.UndrainReply]  # type: ignore[assignment]
+    """Take new work again. A router tells the worker that is named; it cannot take back its own drain."""
     SetRole: _aio.UnaryUnaryMultiCallable[_control_pb2.SetRoleRequest, _control_pb2.SetRoleReply]  # type: ignore[assignment]
     """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
     answer. Workers only.
@@ -77,7 +81,15 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainReply, _abc.Awaitable[_control_pb2.DrainReply]]:
-        """Admit nothing new, finish what is here, then answer."""
+        """Admit nothing new, finish what is here, then answer. A router drains the worker that is named, or itself."""
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _control_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.UndrainReply, _abc.Awaitable[_control_pb2.UndrainReply]]:
+        """Take new work again. A router tells the worker that is named; it cannot take back its own drain."""
 
     @_abc_1.abstractmethod
     def SetRole(

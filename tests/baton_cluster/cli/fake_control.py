@@ -34,6 +34,9 @@ class FakeControl(control_pb2_grpc.ControlServicer):
     def Drain(self, request, context):  # noqa: N802
         raise NotImplementedError
 
+    def Undrain(self, request, context):  # noqa: N802
+        raise NotImplementedError
+
     def SetRole(self, request, context):  # noqa: N802
         """As a worker with two legs that go on for longer than a second."""
         stays = request.timeout_s < 1.0
