@@ -38,7 +38,7 @@ from router.openai.replies import ModelCard, ModelList
 from router.openai.requests import ChatCompletionRequest
 from router.openai.responses.requests import ResponsesRequest
 from router.openai.responses.writer import ResponseWriter
-from router.openai.tokenization import Detokenized, Tokenization, Tokenized
+from router.openai.tokenization import Tokenization
 from router.ports import Generator, RouterStatus
 from router.routing.explanation import DecisionLog
 from router.slo import SloClasses
@@ -231,12 +231,22 @@ def _add_models(app: FastAPI, models: Models) -> None:
 def _add_counting(app: FastAPI, tokenization: Tokenization, counting: TokenCounting) -> None:
     into, back = openapi.TOKENIZE, openapi.DETOKENIZE
 
-    @app.post("/tokenize", openapi_extra=into.openapi_extra, responses=into.responses)
-    async def post_tokenize(request: Request) -> Tokenized:
+    @app.post(
+        "/tokenize",
+        response_model=None,
+        openapi_extra=into.openapi_extra,
+        responses=into.responses,
+    )
+    async def post_tokenize(request: Request) -> Response:
         return await tokenization.tokenize(request)
 
-    @app.post("/detokenize", openapi_extra=back.openapi_extra, responses=back.responses)
-    async def post_detokenize(request: Request) -> Detokenized:
+    @app.post(
+        "/detokenize",
+        response_model=None,
+        openapi_extra=back.openapi_extra,
+        responses=back.responses,
+    )
+    async def post_detokenize(request: Request) -> Response:
         return await tokenization.detokenize(request)
 
     counted = openapi.COUNT_TOKENS

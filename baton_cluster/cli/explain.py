@@ -11,7 +11,7 @@ from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from rich.table import Table
 
-from baton.errors import InvalidRequestError
+from baton.errors import InvalidRequestError, UnavailableError
 from baton.rpc.v1.common_pb2 import StoryReply
 from baton.rpc.v1.control_pb2 import ExplainReply, ExplainRequest, StoryRequest
 from baton_cluster.cli import router_control
@@ -85,22 +85,27 @@ async def fetch(address: str, request_id: str) -> ExplainReply:
 
 
 async def fetch_story(cluster: Path, name: str) -> StoryReply:
-    """Asks the launcher of the cluster at `cluster` about a process of that name, and its router about a request.
+    """Asks the launcher of the cluster at `cluster` about a process of that name, and its router about a request or worker.
 
     Raises:
-        UnavailableError: The router does not answer.
+        UnavailableError: The router does not answer, and `name` is no process that the launcher knows.
         InvalidRequestError: There is no such process, and no such request, or not any more.
     """
+    told = StoryReply()
     if (cluster / child_stories.SOCKET).exists():
-        of_child = await child_stories.ask_story(cluster, name)
-        if of_child.entries:
-            return of_child
+        told = await child_stories.ask_story(cluster, name)
     asked = StoryRequest(request_id=name)
     address = f"unix:{cluster / ROUTER_SOCKET}"
-    reply = await ask(address, lambda router: router.Story(asked, timeout=ANSWER_WAIT_S))
-    if not reply.entries:
+    try:
+        reply = await ask(address, lambda router: router.Story(asked, timeout=ANSWER_WAIT_S))
+    except UnavailableError:
+        if told.entries:
+            return told  # the router may be what it is about
+        raise
+    entries = sorted([*told.entries, *reply.entries], key=lambda entry: entry.at_s)
+    if not entries:
         raise InvalidRequestError(f"neither the router nor a worker knows {name}, or not any more")
-    return reply
+    return StoryReply(entries=entries, now_s=reply.now_s)
 
 
 def render(reply: ExplainReply, request_id: str) -> list[str | Table]:

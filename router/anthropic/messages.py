@@ -82,7 +82,10 @@ class MessageWriter:
             return b""
         return named_event("content_block_delta", _DELTA % json_text(delta.text))
 
-    def closing(self, timings: Sequence[Timing]) -> bytes:  # noqa: ARG002
+    async def before(self, deltas: Sequence[Delta]) -> None:
+        """Nothing."""
+
+    async def closing(self, timings: Sequence[Timing]) -> bytes:  # noqa: ARG002
         """The block and the message, both done."""
         assert self._last is not None
         stop = StopDelta(stop_reason=_stop_reason(self._last), stop_sequence=self._last.stop)
@@ -93,15 +96,16 @@ class MessageWriter:
         """An event with the error."""
         return named_event("error", anthropic_error(error))
 
-    def whole(
+    async def whole(
         self,
         choices: Sequence[Sequence[Delta]],
         timings: Sequence[Timing],  # noqa: ARG002  # no place for them here
-    ) -> MessageReply:
+    ) -> bytes:
         """The message with its one block."""
         (deltas,) = choices
         text = TextContent(text="".join(delta.text for delta in deltas))
-        return self._message([text], deltas[-1], _usage(self._run))
+        reply = self._message([text], deltas[-1], _usage(self._run))
+        return reply.model_dump_json().encode()
 
     def _message(
         self, content: list[TextContent], last: Delta | None, usage: MessageUsage

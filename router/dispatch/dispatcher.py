@@ -26,7 +26,7 @@ from baton.errors import (
     WrongRoleError,
 )
 from baton.generation import FinishReason, TokenSample, plain_token
-from baton.ids import LegId, LegKind, RequestId, WorkerIdentity
+from baton.ids import LegId, LegKind, RequestId, WorkerId, WorkerIdentity
 from baton.story import StoryEntry, StoryLog
 from router.dispatch.actions import (
     Action,
@@ -53,13 +53,13 @@ from router.dispatch.events import (
     SampleFinished,
     StepTokens,
     StopSample,
-    Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
 )
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryController, RetryCounters, RetryPolicy
+from router.ports import GenerationRequest
 from router.routing.pools import node_of
 from router.routing.view import ClusterView, WorkerView
 
@@ -155,9 +155,11 @@ class Dispatcher:
         """How often attempts were lost and made again."""
         return self._retry.counters
 
-    def story(self, request_id: RequestId) -> tuple[StoryEntry, ...]:
-        """What happened to a request, as far as it is remembered; plain tokens are left out."""
-        return self._story.story(request_id)
+    def story(self, about: RequestId | WorkerId) -> tuple[StoryEntry, ...]:
+        """What happened to a request, plain tokens left out, or to a worker: joined, lost, suspected, left out. As far as it is
+        remembered.
+        """
+        return self._story.story(about)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """What to do about `event`.
@@ -206,9 +208,7 @@ class Dispatcher:
     def request_of(self, event: Event) -> RequestId | None:
         """The request that `event` belongs to; None for events about workers and the clock, and for legs that are over."""
         match event:
-            case Submitted():
-                return event.request.request_id
-            case StopSample() | ClientGone():
+            case GenerationRequest() | StopSample() | ClientGone():
                 return event.request_id
             case TimePassed() | WorkerJoined() | WorkerLost() | RoleChanged():
                 return None
@@ -227,7 +227,7 @@ class Dispatcher:
         match event:
             case DecodeTokens():  # first, for there may be one for every token
                 return self._leg_event(event, now_s)
-            case Submitted():
+            case GenerationRequest():
                 return self._submit(event, now_s)
             case StopSample():
                 return self._stop_sample(event, now_s)
@@ -240,6 +240,7 @@ class Dispatcher:
                 return self._join(event, now_s)
             case RoleChanged():
                 self._view.change_role(event.worker, event.role)
+                self._story.record(event.worker.worker_id, now_s, event)
                 return self._retry.place_waiting(now_s)
             case WorkerLost():
                 return self._on_worker_lost(event.worker, event.reason, now_s)
@@ -252,10 +253,9 @@ class Dispatcher:
 
     # What clients and the clock say.
 
-    def _submit(self, event: Submitted, now_s: float) -> list[Action]:
-        actions = self._retry.begin(event.request, now_s)
-        deadline_s = now_s + event.request.remaining_s
-        heappush(self._deadlines, (deadline_s, event.request.request_id))
+    def _submit(self, asked: GenerationRequest, now_s: float) -> list[Action]:
+        actions = self._retry.begin(asked, now_s)
+        heappush(self._deadlines, (now_s + asked.remaining_s, asked.request_id))
         return actions
 
     def _stop_sample(self, event: StopSample, now_s: float) -> list[Action]:
@@ -300,15 +300,25 @@ class Dispatcher:
         try:
             self._view.join(event.hello, event.address, now_s)
         except IncompatibleError as error:
-            return [*actions, RefuseWorker(address=event.address, error=error)]
+            refusal = RefuseWorker(address=event.address, error=error)
+            self._story.record(identity.worker_id, now_s, f"{identity} joined", (refusal,))
+            return [*actions, refusal]
+        self._story.record(
+            identity.worker_id, now_s, f"{identity} joined as {event.hello.role.value}"
+        )
         return actions + self._retry.place_waiting(now_s)
 
     def _report(self, event: LoadReported, now_s: float) -> list[Action]:
         worker = self._view.find(event.worker.worker_id)
         if worker is None or worker.identity != event.worker:
             return []
-        was_unusable = worker.draining or self._view.suspected(worker, now_s)
+        was_draining = worker.draining
+        was_unusable = was_draining or self._view.suspected(worker, now_s)
         worker.report(event.load, now_s)
+        if was_unusable and not worker.draining:
+            self._story.record(event.worker.worker_id, now_s, f"{event.worker} is usable again")
+        elif worker.draining and not was_draining:
+            self._story.record(event.worker.worker_id, now_s, f"{event.worker} takes nothing new")
         self._view.pools.attach(worker)
         usable_again = was_unusable and not worker.draining
         return self._retry.place_waiting(now_s) if usable_again else []
@@ -339,8 +349,9 @@ class Dispatcher:
         identity = worker.identity
         error = WorkerLostError(f"worker {identity} was lost: {reason}")
         gone = self._legs.on_worker(worker)
+        self._story.record(identity.worker_id, now_s, f"{error.message}; {len(gone)} legs go on")
         if gone:
-            worker.breaker.failed(now_s)
+            self._blame(worker, now_s)
         for leg in gone:
             self._legs.close(leg)
         actions: list[Action] = []
@@ -350,6 +361,15 @@ class Dispatcher:
             self._story.record(attempt.request.request_id, now_s, error.message)
             actions += self._recover_attempt(attempt, error, frozenset({identity}), now_s)
         return actions
+
+    def _blame(self, worker: WorkerView, now_s: float) -> None:
+        """A leg of the worker failed: it may be left out for a while."""
+        before = worker.breaker.circuit(now_s)
+        worker.breaker.failed(now_s)
+        after = worker.breaker.circuit(now_s)
+        if after is not before:
+            told = f"{worker.identity}: its circuit is {after.value}"
+            self._story.record(worker.identity.worker_id, now_s, told)
 
     # What workers say of a leg.
 
@@ -532,7 +552,7 @@ class Dispatcher:
         blamed = frozenset(worker.identity for worker in suspected)
         if not isinstance(error, _NO_WORKERS_FAULT):
             for worker in suspected:
-                worker.breaker.failed(now_s)
+                self._blame(worker, now_s)
         if isinstance(error, DrainingError):
             leg.worker.draining = True
         self._legs.close(leg)

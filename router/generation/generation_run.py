@@ -15,7 +15,7 @@ from router.generation.sampling import SamplingBody
 from router.ports import GenerationRequest, Generator, Timing, Tokens
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request_span import RequestSpan
-from router.text.detokenizer import StopStrings
+from router.text.stop_strings import StopStrings, StopWatch
 from router.text.token_bytes import TokenDecoder
 
 _Item = TypeVar("_Item")
@@ -49,13 +49,16 @@ class Choice:
         decoder: Makes text of its tokens.
         body: What its client asked for: stop strings, and whether what ended the sample is shown. Where it asks for no token
             at all, the first one that is drawn ends the sample and is not shown.
+        stops: The request's stop strings, if it has any.
 
     Attributes:
         num_tokens: Tokens generated, hidden ones included.
         finish: Why it ended; None while it runs.
     """
 
-    def __init__(self, index: int, decoder: TokenDecoder, body: SamplingBody) -> None:
+    def __init__(
+        self, index: int, decoder: TokenDecoder, body: SamplingBody, stops: StopStrings | None
+    ) -> None:
         self.num_tokens = 0
         self.finish: FinishReason | None = None
         self._index = index
@@ -63,8 +66,7 @@ class Choice:
         self._silent = body.asked_tokens == 0
         self._shows_stop = bool(body.include_stop_str_in_output)
         self._min_tokens = body.min_tokens or 0
-        self._has_stops = bool(body.stops)
-        self._stops = StopStrings(body.stops, include=self._shows_stop)
+        self._stops = None if stops is None else StopWatch(stops, include=self._shows_stop)
         self._decoded_length = 0
         self._text = ""
         self._tokens: list[int] = []
@@ -90,8 +92,9 @@ class Choice:
             self._show(self._decoder.push(sample.token))
         if sample.finish is not None:
             self._show(self._decoder.finish())
-            self._text += self._stops.finish()
-        self.finish = FinishReason.STOP if self._stops.matched is not None else sample.finish
+            if self._stops is not None:
+                self._text += self._stops.finish()
+        self.finish = sample.finish if self._stop is None else FinishReason.STOP
 
     def take(self) -> Delta | None:
         """What may be shown now and was not before; None if there is nothing.
@@ -100,15 +103,18 @@ class Choice:
         """
         if not self._text and self.finish is None:
             return None
-        delta = Delta(
-            self._index, self._text, self._tokens, self._logged, self.finish, self._stops.matched
-        )
+        delta = Delta(self._index, self._text, self._tokens, self._logged, self.finish, self._stop)
         self._text, self._tokens, self._logged = "", [], []
         return delta
 
+    @property
+    def _stop(self) -> str | None:
+        """The stop string that ended it."""
+        return None if self._stops is None else self._stops.matched
+
     def _show(self, text: str) -> None:
         self._decoded_length += len(text)
-        if not self._has_stops:
+        if self._stops is None:
             self._text += text
             return
         watched = self.num_tokens > self._min_tokens

@@ -1,12 +1,11 @@
 """From what was planned to the HTTP reply, streamed or whole: what all endpoints that generate have in common."""
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Protocol
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,12 +24,16 @@ from router.routing.explanation import DecisionLog
 from router.telemetry.explain import EXPLAIN_HEADER, EXPLANATION_HEADER, explanations_json
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request_span import RequestSpan
+from router.text.stop_strings import StopStrings
 from router.text.tokenizer import Tokenizer
 
 TRACE_HEADER = "traceparent"
 TIMING_HEADER = "x-baton-timing"
 SESSION_HEADER = "x-baton-session"
 MAX_SESSION_NAME = 256
+_LOGGED_AT_ONCE = 16
+"""Deltas with log-probabilities that are written in one go."""
+
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a reply whose client has gone; it only shows in metrics."""
 
@@ -41,17 +44,20 @@ class ReplyWriter(Protocol):
     def opening(self) -> bytes:
         """What a stream begins with; asked for when its first delta is there."""
 
+    async def before(self, deltas: Sequence[Delta]) -> None:
+        """Writes in advance, with turns for others, what the pieces of these deltas hold of their prompts."""
+
     def piece(self, delta: Delta) -> bytes:
         """The event or events for one delta."""
 
-    def closing(self, timings: Sequence[Timing]) -> bytes:
+    async def closing(self, timings: Sequence[Timing]) -> bytes:
         """What a stream ends with; there are timings only where the client asked for them."""
 
     def fault(self, error: BatonError) -> bytes:
         """What a stream ends with that has begun and cannot go on."""
 
-    def whole(self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]) -> BaseModel:
-        """The reply that is not streamed; `choices` holds the deltas of each, in order."""
+    async def whole(self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]) -> bytes:
+        """The JSON of the reply that is not streamed, written with turns for others; `choices` holds the deltas of each, in order."""
 
 
 class Responder:
@@ -91,10 +97,11 @@ class Responder:
         """A run for each of a request's generation requests, with the choices numbered as OpenAI does: all of the first
         prompt, then the next. Nothing runs yet.
         """
+        stops = StopStrings(body.stops) if body.stops else None
         return [
             GenerationRun(
                 request,
-                self._choices(body, request, number),
+                self._choices(body, stops, request, number),
                 self._generator,
                 self._metrics,
                 self._clock,
@@ -103,7 +110,11 @@ class Responder:
         ]
 
     def _choices(
-        self, body: SamplingBody, request: GenerationRequest, number: int
+        self,
+        body: SamplingBody,
+        stops: StopStrings | None,
+        request: GenerationRequest,
+        number: int,
     ) -> dict[int, Choice]:
         samples = request.prompt.samples
         skip_special = body.skip_special_tokens is not False
@@ -112,6 +123,7 @@ class Responder:
                 number * len(samples) + place,
                 self._tokenizer.decoder(skip_special=skip_special),
                 body,
+                stops,
             )
             for place, sample in enumerate(samples)
         }
@@ -151,9 +163,9 @@ class Responder:
             )
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        reply = writer.whole(choices, _timings(runs) if with_timing else [])
+        reply = await writer.whole(choices, _timings(runs) if with_timing else [])
         headers = {} if explain is None else {EXPLANATION_HEADER: explain().decode()}
-        return Response(reply.model_dump_json(), headers=headers, media_type="application/json")
+        return Response(reply, headers=headers, media_type="application/json")
 
     def _span(self, request: Request, account: RequestAccount) -> RequestSpan:
         return RequestSpan(
@@ -190,10 +202,21 @@ async def _pieces(
         async for batch in batches:
             if head is None:
                 head = writer.opening()
-            yield head + b"".join([writer.piece(delta) for delta in batch])
-            head = b""
+            await writer.before(batch)
+            for some in _in_turns(batch):
+                yield head + b"".join([writer.piece(delta) for delta in some])
+                head = b""
     comment = b"" if explain is None else b": baton-explain " + explain() + b"\n\n"
-    yield comment + writer.closing(_timings(runs) if with_timing else [])
+    yield comment + await writer.closing(_timings(runs) if with_timing else [])
+
+
+def _in_turns(batch: list[Delta]) -> Iterator[list[Delta]]:
+    """The deltas of a batch; some at a time where they have many log-probabilities, and what is written of one is sent first."""
+    if len(batch) == 1 or not batch[0].logged:  # nearly always
+        yield batch
+        return
+    for begin in range(0, len(batch), _LOGGED_AT_ONCE):
+        yield batch[begin : begin + _LOGGED_AT_ONCE]
 
 
 def _deltas(runs: Sequence[GenerationRun]) -> AsyncGenerator[list[Delta], None]:

@@ -1,8 +1,9 @@
 """The client at the other end: whether it is still connected, and server-sent events to it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -122,6 +123,16 @@ def model_event(event: BaseModel) -> bytes:
     """The event that `event`, a model with a `type`, describes."""
     kind: str = getattr(event, "type")  # noqa: B009  # every event model has one of its own literal type
     return named_event(kind, event.model_dump_json().encode())
+
+
+async def json_array(elements: Iterable[object], at_once: int) -> bytes:
+    """The JSON array of what may be very many `elements`: the event loop runs after each `at_once` of them."""
+    written: list[bytes] = []
+    coming = iter(elements)
+    while some := list(islice(coming, at_once)):
+        written.append(msgspec.json.encode(some)[1:-1])
+        await asyncio.sleep(0)
+    return b"[" + b",".join(written) + b"]"
 
 
 def json_text(text: str) -> bytes:

@@ -7,19 +7,27 @@ import msgspec
 from baton.errors import BatonError
 from router.generation.generation_run import Delta, GenerationRun, token_ids
 from router.generation.planner import RequestContext
-from router.http.streaming import fault_event
-from router.openai.chunks import CUT, Chunks, TextEvents, prompt_ids_field, token_ids_field
-from router.openai.logprobs import PromptScores, chat_logprobs, prompt_scores
+from router.http.streaming import fault_event, json_array
+from router.openai.chunks import (
+    CUT,
+    IDS_AT_ONCE,
+    Chunks,
+    TextEvents,
+    prompt_ids_field,
+    token_ids_field,
+)
+from router.openai.logprobs import chat_entries, chat_logprobs, prompt_scores
 from router.openai.replies import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
-    ChatLogprobs,
     usage_of,
 )
 from router.openai.requests import ChatCompletionRequest
 from router.ports import Timing
 from router.text.token_bytes import PieceTable
+
+_LOGPROBS = b'{"content":%b,"refusal":null}'
 
 
 class ChatWriter:
@@ -72,7 +80,10 @@ class ChatWriter:
     def _event_around_text(self, index: int) -> bytes:
         return self._event(index, b'{"content":%b}' % CUT, b"null", b"null")
 
-    def closing(self, timings: Sequence[Timing]) -> bytes:
+    async def before(self, deltas: Sequence[Delta]) -> None:
+        """Nothing."""
+
+    async def closing(self, timings: Sequence[Timing]) -> bytes:
         """As every stream of chunks."""
         return self._chunks.end(timings)
 
@@ -80,28 +91,33 @@ class ChatWriter:
         """An event with the error."""
         return fault_event(error)
 
-    def whole(
-        self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]
-    ) -> ChatCompletion:
+    async def whole(self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]) -> bytes:
         """The reply with every choice's whole message."""
-        prompt = self._run.request.prompt
-        return ChatCompletion(
+        reply = ChatCompletion(
             id=self._context.request_id,
             created=self._context.created,
             model=self._context.account.model,
             choices=[self._choice(i, deltas) for i, deltas in enumerate(choices)],
             usage=usage_of([self._run]),
             service_tier=self._body.served_tier,
-            prompt_token_ids=list(prompt.prompt_tokens) if self._with_tokens else None,
-            prompt_logprobs=self._prompt_scores(),
             baton=timings[0] if timings else None,
-        )
+        ).model_dump()
+        for choice, deltas in zip(reply["choices"], choices, strict=True):
+            choice["logprobs"] = await self._logprobs(deltas)
+        if self._with_tokens:
+            tokens = self._run.request.prompt.prompt_tokens
+            reply["prompt_token_ids"] = msgspec.Raw(await json_array(tokens, IDS_AT_ONCE))
+        scores = await self._prompt_scores()
+        if scores is not None:
+            reply["prompt_logprobs"] = scores
+        return msgspec.json.encode(reply)
 
-    def _prompt_scores(self) -> PromptScores | None:
+    async def _prompt_scores(self) -> msgspec.Raw | None:
         count, scores = self._body.prompt_logprobs, self._run.prompt_logprobs
         if count is None or scores is None:
             return None
-        return prompt_scores(self._run.request.prompt.prompt_tokens, scores, count, self._pieces)
+        tokens = self._run.request.prompt.prompt_tokens
+        return msgspec.Raw(await prompt_scores(tokens, scores, count, self._pieces))
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
         finish = deltas[-1].finish
@@ -109,21 +125,24 @@ class ChatWriter:
         return ChatChoice(
             index=index,
             message=AssistantMessage(content="".join(delta.text for delta in deltas)),
-            logprobs=self._logprobs(deltas),
             finish_reason=finish.value,
             token_ids=token_ids(deltas) if self._with_tokens else None,
         )
 
-    def _logprobs(self, deltas: Sequence[Delta]) -> ChatLogprobs | None:
+    async def _logprobs(self, deltas: Sequence[Delta]) -> msgspec.Raw | None:
         count = self._body.num_logprobs
         if count is None:
             return None
-        logged = [token for delta in deltas for token in delta.logged]
-        return chat_logprobs(logged, count, self._pieces)
+        logged = (token for delta in deltas for token in delta.logged)
+        content = await chat_logprobs(logged, count, self._pieces)
+        return msgspec.Raw(_LOGPROBS % content)
 
     def _logprobs_json(self, delta: Delta) -> bytes:
-        logprobs = self._logprobs([delta])
-        return b"null" if logprobs is None else logprobs.model_dump_json().encode()
+        count = self._body.num_logprobs
+        if count is None:
+            return b"null"
+        entries = list(chat_entries(delta.logged, count, self._pieces))
+        return _LOGPROBS % msgspec.json.encode(entries)
 
     def _event(
         self, index: int, delta: bytes, logprobs: bytes, finish: bytes, more: bytes = b""

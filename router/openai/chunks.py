@@ -56,6 +56,10 @@ class Chunks:
         return counts + b"".join(comments) + b"data: [DONE]\n\n"
 
 
+IDS_AT_ONCE = 16_384
+"""Token ids that are written before the event loop runs again."""
+
+
 def token_ids_field(delta: Delta) -> bytes:
     """The member that a streamed choice ends with when its client asked for token ids."""
     return b',"token_ids":' + msgspec.json.encode(delta.tokens)

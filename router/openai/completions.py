@@ -1,12 +1,13 @@
 """POST /v1/completions: texts or token ids in, their continuations out."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequestError
 from baton.tokens import PackedTokens
 from router.generation.generation_run import Delta, GenerationRun, token_ids
 from router.generation.planner import RequestContext, RequestPlanner
@@ -14,12 +15,14 @@ from router.generation.prompt_encoder import PromptEncoder
 from router.generation.responder import Responder
 from router.guardrails.chain import GuardChain
 from router.http.body import LARGE_BYTES, BodyReader, parse_body
+from router.http.fields import MAX_REPEATED
 from router.http.large_body import token_array
-from router.http.streaming import fault_event
-from router.openai.chunks import CUT, Chunks, TextEvents, prompt_ids_field, token_ids_field
+from router.http.streaming import fault_event, json_array
+from router.openai.chunks import CUT, IDS_AT_ONCE, Chunks, TextEvents, token_ids_field
 from router.openai.logprobs import (
+    CompletionColumns,
     Echo,
-    PromptScores,
+    completion_entries,
     completion_logprobs,
     echo_logprobs,
     echo_of,
@@ -28,7 +31,6 @@ from router.openai.logprobs import (
 from router.openai.replies import (
     Completion,
     CompletionChoice,
-    CompletionLogprobs,
     usage_of,
 )
 from router.openai.requests import CompletionRequest
@@ -77,6 +79,7 @@ class Completions:
             body = read_completion(raw)
         context = await self._planner.accept(request, body, "cmpl")
         planned = self._planner.plan(context, body, await self._token_ids(body, context))
+        _check_repeated(body, planned)
         runs = self._responder.runs(body, planned)
         echoes = await self._echoes(body, planned)
         writer = CompletionWriter(context, body, runs, echoes, self._pieces)
@@ -108,6 +111,18 @@ class Completions:
         ]
 
 
+def _check_repeated(body: CompletionRequest, planned: Sequence[GenerationRequest]) -> None:
+    """What is said of a prompt is said with each of its choices: there may not be too much of it."""
+    tokens = sum(len(request.prompt.prompt_tokens) for request in planned)
+    scored = 0 if body.num_prompt_logprobs is None else 1 + body.num_prompt_logprobs
+    repeated = (bool(body.echo or body.return_token_ids) + scored) * tokens * (body.n or 1)
+    if (body.n or 1) > 1 and repeated > MAX_REPEATED:
+        raise InvalidRequestError(
+            f"n: the reply would repeat {repeated} tokens of prompts and figures about them, at most {MAX_REPEATED} are.",
+            param="n",
+        )
+
+
 def read_completion(raw: bytes) -> CompletionRequest:
     """The body of a request.
 
@@ -121,6 +136,15 @@ def read_completion(raw: bytes) -> CompletionRequest:
     body = parse_body(rest, CompletionRequest)
     body.prompt = tokens  # type: ignore[assignment]  # a list of token ids in all but type
     return body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WrittenPrompt:
+    """JSON of what is said of one prompt with each of its choices; None for what is not asked for."""
+
+    token_ids: bytes
+    logprobs: CompletionColumns | None
+    scores: bytes | None
 
 
 class CompletionWriter:
@@ -149,6 +173,7 @@ class CompletionWriter:
         self._pieces = pieces
         self._with_tokens = bool(body.return_token_ids)
         self._begun = set[int]()
+        self._written: dict[int, _WrittenPrompt] = {}
         self._has_head = bool(echoes) or self._with_tokens
         self._chunks = Chunks("text_completion", context, body, runs)
         more_than_text = body.logprobs is not None or self._has_head or body.usage_in_chunks
@@ -158,6 +183,12 @@ class CompletionWriter:
         """A stream begins with its first text."""
         return b""
 
+    async def before(self, deltas: Sequence[Delta]) -> None:
+        """Writes what stands before the first token of their choices."""
+        if self._has_head:
+            for delta in deltas:
+                await self._write_prompt(delta.index)
+
     def piece(self, delta: Delta) -> bytes:
         """One chunk with the text and, at the end, why it ended."""
         if self._text_event is not None and delta.finish is None:  # nearly always
@@ -165,11 +196,10 @@ class CompletionWriter:
         head = b""
         if self._has_head and delta.index not in self._begun:
             head = self._choice_head(delta.index)
-        logprobs = self._logprobs([delta])
         return head + self._event(
             delta.index,
             msgspec.json.encode(delta.text),
-            b"null" if logprobs is None else logprobs.model_dump_json().encode(),
+            self._logprobs_json(delta),
             msgspec.json.encode(delta.finish.value if delta.finish else None),
             token_ids_field(delta) if self._with_tokens else b"",
         )
@@ -177,12 +207,12 @@ class CompletionWriter:
     def _choice_head(self, index: int) -> bytes:
         """A chunk with what stands before a choice's own tokens: its prompt."""
         self._begun.add(index)
-        echo, logprobs = self._echo(index), self._echoed_logprobs(index)
-        ids = prompt_ids_field(self._run(index)) + b',"token_ids":[]'
+        echo, prompt = self._echo(index), self._written[index // self._body.num_samples]
+        ids = b',"prompt_token_ids":%b,"token_ids":[]' % prompt.token_ids
         return self._event(
             index,
             msgspec.json.encode(echo.text if echo else ""),
-            b"null" if logprobs is None else logprobs.model_dump_json().encode(),
+            b"null" if prompt.logprobs is None else prompt.logprobs.json(),
             b"null",
             ids if self._with_tokens else b"",
         )
@@ -194,7 +224,7 @@ class CompletionWriter:
         choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}'
         return self._chunks.chunk(choice % (index, text, logprobs, finish, more))
 
-    def closing(self, timings: Sequence[Timing]) -> bytes:
+    async def closing(self, timings: Sequence[Timing]) -> bytes:
         """As every stream of chunks."""
         return self._chunks.end(timings)
 
@@ -202,20 +232,41 @@ class CompletionWriter:
         """An event with the error."""
         return fault_event(error)
 
-    def whole(self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]) -> Completion:
+    async def whole(self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]) -> bytes:
         """The reply with every choice's whole text."""
         several = list(timings) if len(timings) > 1 else None
-        return Completion(
+        best = self._best(choices)
+        reply = Completion(
             id=self._context.request_id,
             created=self._context.created,
             model=self._context.account.model,
             choices=[
-                self._choice(number, index, choices[index])
-                for number, index in enumerate(self._best(choices))
+                self._choice(number, index, choices[index]) for number, index in enumerate(best)
             ],
             usage=usage_of(self._runs),
             baton=several or (timings[0] if timings else None),
-        )
+        ).model_dump()
+        for choice, index in zip(reply["choices"], best, strict=True):
+            prompt = await self._write_prompt(index)
+            choice["logprobs"] = await self._logprobs(choices[index], prompt)
+            if self._with_tokens:
+                choice["prompt_token_ids"] = msgspec.Raw(prompt.token_ids)
+            if prompt.scores is not None:
+                choice["prompt_logprobs"] = msgspec.Raw(prompt.scores)
+        return msgspec.json.encode(reply)
+
+    async def _write_prompt(self, index: int) -> "_WrittenPrompt":
+        """What is said of a choice's prompt, the same for all choices of that."""
+        place = index // self._body.num_samples
+        written = self._written.get(place)
+        if written is None:
+            tokens = self._runs[place].request.prompt.prompt_tokens
+            written = self._written[place] = _WrittenPrompt(
+                token_ids=await json_array(tokens, IDS_AT_ONCE) if self._with_tokens else b"[]",
+                logprobs=await self._echoed_logprobs(index),
+                scores=await self._prompt_scores(index),
+            )
+        return written
 
     def _best(self, choices: Sequence[Sequence[Delta]]) -> list[int]:
         """Which choices are shown: of each prompt's the `n` likeliest by the mean over their tokens."""
@@ -231,15 +282,12 @@ class CompletionWriter:
     def _choice(self, number: int, index: int, deltas: Sequence[Delta]) -> CompletionChoice:
         finish = deltas[-1].finish
         assert finish is not None
-        echo, prompt = self._echo(index), self._run(index).request.prompt
+        echo = self._echo(index)
         return CompletionChoice(
             index=number,
             text=(echo.text if echo else "") + "".join(delta.text for delta in deltas),
-            logprobs=_joined(self._echoed_logprobs(index), self._logprobs(deltas)),
             finish_reason=finish.value,
             token_ids=token_ids(deltas) if self._with_tokens else None,
-            prompt_token_ids=list(prompt.prompt_tokens) if self._with_tokens else None,
-            prompt_logprobs=self._prompt_scores(index),
         )
 
     def _run(self, index: int) -> GenerationRun:
@@ -248,26 +296,41 @@ class CompletionWriter:
     def _echo(self, index: int) -> Echo | None:
         return self._echoes[index // self._body.num_samples] if self._echoes else None
 
-    def _prompt_scores(self, index: int) -> PromptScores | None:
+    async def _prompt_scores(self, index: int) -> bytes | None:
         run, count = self._run(index), self._body.prompt_logprobs
         if count is None or run.prompt_logprobs is None:
             return None
         tokens = run.request.prompt.prompt_tokens
-        return prompt_scores(tokens, run.prompt_logprobs, count, self._pieces)
+        return await prompt_scores(tokens, run.prompt_logprobs, count, self._pieces)
 
-    def _echoed_logprobs(self, index: int) -> CompletionLogprobs | None:
+    async def _echoed_logprobs(self, index: int) -> CompletionColumns | None:
         echo, scores = self._echo(index), self._run(index).prompt_logprobs
         if echo is None or scores is None or self._body.logprobs is None:
             return None
-        return echo_logprobs(echo, scores, self._body.logprobs, self._pieces)
+        return await echo_logprobs(echo, scores, self._body.logprobs, self._pieces)
 
-    def _logprobs(self, deltas: Sequence[Delta]) -> CompletionLogprobs | None:
-        if self._body.logprobs is None:
+    async def _logprobs(
+        self, deltas: Sequence[Delta], prompt: "_WrittenPrompt"
+    ) -> msgspec.Raw | None:
+        count = self._body.logprobs
+        if count is None:
             return None
-        echo = self._echo(deltas[0].index)
         logged = [token for delta in deltas for token in delta.logged]
-        offset = len(echo.text) if echo else 0
-        return completion_logprobs(logged, self._body.logprobs, self._pieces, offset)
+        offset = self._text_before(deltas[0].index)
+        drawn = await completion_logprobs(logged, count, self._pieces, offset)
+        whole = drawn if prompt.logprobs is None else prompt.logprobs.followed_by(drawn)
+        return msgspec.Raw(whole.json())
+
+    def _logprobs_json(self, delta: Delta) -> bytes:
+        count = self._body.logprobs
+        if count is None:
+            return b"null"
+        offset = self._text_before(delta.index)
+        return completion_entries(delta.logged, count, self._pieces, offset).json()
+
+    def _text_before(self, index: int) -> int:
+        echo = self._echo(index)
+        return len(echo.text) if echo else 0
 
 
 def _mean_logprob(deltas: Sequence[Delta]) -> float:
@@ -278,19 +341,6 @@ def _mean_logprob(deltas: Sequence[Delta]) -> float:
         if token.sample.logprobs is not None
     ]
     return sum(logprobs) / max(1, len(logprobs))
-
-
-def _joined(
-    prompt: CompletionLogprobs | None, output: CompletionLogprobs | None
-) -> CompletionLogprobs | None:
-    if prompt is None or output is None:
-        return output
-    return CompletionLogprobs(
-        text_offset=prompt.text_offset + output.text_offset,
-        token_logprobs=prompt.token_logprobs + output.token_logprobs,
-        tokens=prompt.tokens + output.tokens,
-        top_logprobs=prompt.top_logprobs + output.top_logprobs,
-    )
 
 
 _WORTH_BYTES = 4096

@@ -1,34 +1,86 @@
 """Log-probabilities in the shapes that OpenAI's protocol has for them, of generated tokens and of an echoed prompt's."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
+
+import msgspec
 
 from baton.generation import TokenLogprobs, TokenSample
 from router.generation.generation_run import LoggedToken
-from router.openai.replies import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    CompletionLogprobs,
-    PromptTokenScore,
-    TopLogprob,
-)
+from router.http.streaming import json_array
 from router.text.token_bytes import PieceTable
 from router.text.tokenizer import Tokenizer
+
+Entry = dict[str, object]
+"""What one of the models in `router.openai.replies` describes."""
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
 
 
-def chat_logprobs(logged: Sequence[LoggedToken], count: int, pieces: PieceTable) -> ChatLogprobs:
-    """One entry per token, each with its `count` likeliest."""
-    return ChatLogprobs(content=[_chat_entry(token.sample, count, pieces) for token in logged])
+_AT_ONCE = 64
+"""Tokens that are written before the event loop runs again; each may list twenty others."""
 
 
-def completion_logprobs(
+def chat_entries(logged: Iterable[LoggedToken], count: int, pieces: PieceTable) -> Iterator[Entry]:
+    """One `ChatTokenLogprob` per token, each with its `count` likeliest."""
+    for token in logged:
+        known = _known(token.sample)
+        entry = _chat_token(token.sample.token, known.logprob, pieces)
+        entry["top_logprobs"] = [
+            _chat_token(i, logprob, pieces) for i, logprob in known.top[:count]
+        ]
+        yield entry
+
+
+async def chat_logprobs(logged: Iterable[LoggedToken], count: int, pieces: PieceTable) -> bytes:
+    """The JSON array of these."""
+    return await json_array(chat_entries(logged, count, pieces), _AT_ONCE)
+
+
+def _chat_token(token_id: int, logprob: float, pieces: PieceTable) -> Entry:
+    spelt = pieces.bytes_of(token_id)
+    text = spelt.decode(errors="replace")
+    return {"token": text, "logprob": finite(logprob), "bytes": list(spelt)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionColumns:
+    """The JSON of a `CompletionLogprobs`: an array for each of its fields."""
+
+    text_offset: bytes
+    token_logprobs: bytes
+    tokens: bytes
+    top_logprobs: bytes
+
+    def json(self) -> bytes:
+        """All of it."""
+        return b'{"text_offset":%b,"token_logprobs":%b,"tokens":%b,"top_logprobs":%b}' % (
+            self.text_offset,
+            self.token_logprobs,
+            self.tokens,
+            self.top_logprobs,
+        )
+
+    def followed_by(self, later: "CompletionColumns") -> "CompletionColumns":
+        """Those of these tokens and then of others."""
+        return CompletionColumns(
+            text_offset=_joined(self.text_offset, later.text_offset),
+            token_logprobs=_joined(self.token_logprobs, later.token_logprobs),
+            tokens=_joined(self.tokens, later.tokens),
+            top_logprobs=_joined(self.top_logprobs, later.top_logprobs),
+        )
+
+
+def _joined(first: bytes, later: bytes) -> bytes:
+    return first if later == b"[]" else later if first == b"[]" else first[:-1] + b"," + later[1:]
+
+
+def completion_entries(
     logged: Sequence[LoggedToken], count: int, pieces: PieceTable, offset: int = 0
-) -> CompletionLogprobs:
-    """Parallel lists. The drawn token is always among the tops, so that there may be `count + 1`.
+) -> CompletionColumns:
+    """The parallel lists of a few tokens. The drawn token is always among the tops, so that there may be `count + 1`.
 
     Args:
         logged: The tokens.
@@ -36,33 +88,37 @@ def completion_logprobs(
         pieces: What tokens spell.
         offset: Characters that stand before the first of the choice's own.
     """
-    lists = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-    for token in logged:
-        sample, known = token.sample, _known(token.sample)
-        drawn = {pieces.label_of(sample.token): finite(known.logprob)}
-        top = {pieces.label_of(i): finite(logprob) for i, logprob in known.top[:count]}
-        lists.text_offset.append(offset + token.text_offset)
-        lists.token_logprobs.append(finite(known.logprob))
-        lists.tokens.append(pieces.label_of(sample.token))
-        lists.top_logprobs.append(drawn | top)
-    return lists
-
-
-def _chat_entry(sample: TokenSample, count: int, pieces: PieceTable) -> ChatTokenLogprob:
-    known = _known(sample)
-    top = [_top_entry(i, logprob, pieces) for i, logprob in known.top[:count]]
-    drawn = _top_entry(sample.token, known.logprob, pieces)
-    return ChatTokenLogprob(
-        token=drawn.token, logprob=drawn.logprob, bytes=drawn.bytes, top_logprobs=top
+    encode = msgspec.json.encode
+    drawn = [(token.sample.token, _known(token.sample)) for token in logged]
+    return CompletionColumns(
+        text_offset=encode([offset + token.text_offset for token in logged]),
+        token_logprobs=encode([finite(known.logprob) for _, known in drawn]),
+        tokens=encode([pieces.label_of(token) for token, _ in drawn]),
+        top_logprobs=encode([_tops(token, known, count, pieces) for token, known in drawn]),
     )
 
 
-def _top_entry(token_id: int, logprob: float, pieces: PieceTable) -> TopLogprob:
-    return TopLogprob(
-        token=pieces.text_of(token_id),
-        logprob=finite(logprob),
-        bytes=list(pieces.bytes_of(token_id)),
+async def completion_logprobs(
+    logged: Sequence[LoggedToken], count: int, pieces: PieceTable, offset: int = 0
+) -> CompletionColumns:
+    """The same of what may be very many tokens."""
+    drawn = [(token.sample.token, _known(token.sample)) for token in logged]
+    return CompletionColumns(
+        text_offset=await json_array((offset + t.text_offset for t in logged), _LIGHT_AT_ONCE),
+        token_logprobs=await json_array((finite(k.logprob) for _, k in drawn), _LIGHT_AT_ONCE),
+        tokens=await json_array((pieces.label_of(t) for t, _ in drawn), _LIGHT_AT_ONCE),
+        top_logprobs=await json_array((_tops(t, k, count, pieces) for t, k in drawn), _AT_ONCE),
     )
+
+
+_LIGHT_AT_ONCE = 4096
+
+
+def _tops(token: int, known: TokenLogprobs, count: int, pieces: PieceTable) -> dict[str, float]:
+    tops = {pieces.label_of(token): finite(known.logprob)}
+    for i, logprob in known.top[:count]:
+        tops[pieces.label_of(i)] = finite(logprob)
+    return tops
 
 
 def _known(sample: TokenSample) -> TokenLogprobs:
@@ -73,9 +129,6 @@ def _known(sample: TokenSample) -> TokenLogprobs:
 def finite(logprob: float) -> float:
     """As JSON can write it."""
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # not a number is no more likely
-
-
-PromptScores = list[dict[int, PromptTokenScore] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,46 +154,40 @@ async def echo_of(text: str | None, tokens: Sequence[int], tokenizer: Tokenizer)
     return Echo(text=shown, tokens=tokens, offsets=offsets)
 
 
-def echo_logprobs(
+async def echo_logprobs(
     echo: Echo, scores: Sequence[TokenLogprobs], count: int, pieces: PieceTable
-) -> CompletionLogprobs:
+) -> CompletionColumns:
     """The prompt's part of a completion's log-probabilities; nothing stands before the first token, so it has none."""
-    labels = [pieces.label_of(token) for token in echo.tokens]
-    tops = [
-        {label: finite(score.logprob)}
-        | {pieces.label_of(i): finite(logprob) for i, logprob in score.top[:count]}
-        for label, score in zip(labels[1:], scores, strict=True)
-    ]
-    return CompletionLogprobs(
-        text_offset=list(echo.offsets),
-        token_logprobs=[None, *(finite(score.logprob) for score in scores)],
-        tokens=labels,
-        top_logprobs=[None, *tops],
+    scored = zip(echo.tokens[1:], scores, strict=True)
+    tops = (_tops(token, score, count, pieces) for token, score in scored)
+    logprobs = (finite(score.logprob) for score in scores)
+    return CompletionColumns(
+        text_offset=await json_array(echo.offsets, _LIGHT_AT_ONCE),
+        token_logprobs=await json_array(chain((None,), logprobs), _LIGHT_AT_ONCE),
+        tokens=await json_array((pieces.label_of(i) for i in echo.tokens), _LIGHT_AT_ONCE),
+        top_logprobs=await json_array(chain((None,), tops), _AT_ONCE),
     )
 
 
-def prompt_scores(
+async def prompt_scores(
     tokens: Sequence[int], scores: Sequence[TokenLogprobs], count: int, pieces: PieceTable
-) -> PromptScores:
+) -> bytes:
     """What vLLM's clients know as `prompt_logprobs`: per token null, or the token's and the likeliest tokens' by id."""
-    return [
-        None,
-        *(
-            _entry(token, score, count, pieces)
-            for token, score in zip(tokens[1:], scores, strict=True)
-        ),
-    ]
+    scored = zip(tokens[1:], scores, strict=True)
+    entries = (_entry(token, score, count, pieces) for token, score in scored)
+    return await json_array(chain((None,), entries), _AT_ONCE)
 
 
-def _entry(
-    token: int, score: TokenLogprobs, count: int, pieces: PieceTable
-) -> dict[int, PromptTokenScore]:
-    ranked = enumerate(score.top[:count], start=1)
-    likeliest = {
-        i: PromptTokenScore(logprob=finite(logprob), rank=rank, decoded_token=pieces.text_of(i))
-        for rank, (i, logprob) in ranked
-    }
-    own = PromptTokenScore(
-        logprob=finite(score.logprob), rank=score.rank, decoded_token=pieces.text_of(token)
-    )
-    return {token: own} | likeliest | {token: own}
+def _entry(token: int, score: TokenLogprobs, count: int, pieces: PieceTable) -> dict[int, Entry]:
+    """A `PromptTokenScore` each."""
+    own: Entry = {"logprob": finite(score.logprob), "rank": score.rank}
+    own["decoded_token"] = pieces.text_of(token)
+    entry = {token: own}
+    for rank, (i, logprob) in enumerate(score.top[:count], start=1):
+        if i != token:
+            entry[i] = {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": pieces.text_of(i),
+            }
+    return entry

@@ -4,6 +4,7 @@ from typing import Self
 
 from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
+from starlette.responses import Response
 
 from router.generation.model_catalog import ModelCatalog
 from router.generation.model_limits import check_text, check_vocabulary
@@ -11,6 +12,7 @@ from router.generation.prompt_encoder import PromptEncoder
 from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.fields import MAX_PROMPT_TOKENS, Body, Tokens, refusal
+from router.http.streaming import json_array
 from router.openai.conversation import (
     Messages,
     TemplateArguments,
@@ -20,6 +22,8 @@ from router.openai.conversation import (
 from router.ports import ServedModel
 from router.templates.renderer import Conversation
 from router.text.tokenizer import Tokenizer
+
+_WRITTEN_AT_ONCE = 16_384
 
 
 class TokenizeRequest(Body):
@@ -97,25 +101,29 @@ class Tokenization:
         self._prompts = prompts
         self._tokenizer = tokenizer
 
-    async def tokenize(self, request: Request) -> Tokenized:
+    async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt or a conversation."""
         body = await self._bodies.read(request, TokenizeRequest)
         if body.model is not None:
             self._catalog.require_name(body.model, account_of(request))
         model = await self._catalog.require_model()
         tokens = await self._token_ids(body, model)
-        texts = self._tokenizer.token_texts(tokens) if body.return_token_strs else None
-        return Tokenized(
-            count=len(tokens), max_model_len=model.max_model_len, tokens=tokens, token_strs=texts
-        )
+        texts = await self._tokenizer.token_texts(tokens) if body.return_token_strs else None
+        counts = Tokenized(count=len(tokens), max_model_len=model.max_model_len, tokens=[])
+        head = counts.model_dump_json(include={"count", "max_model_len"}).encode()[:-1]
+        listed = await json_array(tokens, _WRITTEN_AT_ONCE)
+        spelt = b"null" if texts is None else await json_array(texts, _WRITTEN_AT_ONCE)
+        reply = b'%b,"tokens":%b,"token_strs":%b}' % (head, listed, spelt)
+        return Response(reply, media_type="application/json")
 
-    async def detokenize(self, request: Request) -> Detokenized:
+    async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         body = await self._bodies.read(request, DetokenizeRequest)
         if body.model is not None:
             self._catalog.require_name(body.model, account_of(request))
         check_vocabulary(body.tokens, await self._catalog.require_model(), "tokens")
-        return Detokenized(prompt=await self._tokenizer.decode(body.tokens))
+        reply = Detokenized(prompt=await self._tokenizer.decode(body.tokens))
+        return Response(reply.model_dump_json(), media_type="application/json")
 
     async def _token_ids(self, body: TokenizeRequest, model: ServedModel) -> list[int]:
         if body.prompt is not None:

@@ -1,7 +1,5 @@
-"""Token ids back into text while they arrive: never half a character, never a character of a stop string.
-
-Two small machines per sample, one after the other. `Detokenizer` decodes a sliding window of tokens and gives out what
-is certain. `StopStrings` watches that text and keeps back what may yet turn out to be the beginning of a stop string.
+"""Token ids back into text while they arrive: never half a character. `Detokenizer` decodes a sliding window of tokens and gives
+out what is certain; `router.text.stop_strings` watches that text.
 """
 
 from collections.abc import Sequence
@@ -41,9 +39,18 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` makes certain; often of this token, sometimes none, sometimes of several."""
-        if token_id in self._skipped_ids or self._backend.id_to_token(token_id) is None:
+        return self.push_all((token_id,))
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The text that all of `token_ids` make certain, decoded together."""
+        known = [
+            i
+            for i in token_ids
+            if i not in self._skipped_ids and self._backend.id_to_token(i) is not None
+        ]
+        if not known:
             return ""
-        self._pending.append(token_id)
+        self._pending += known
         new_text = self._new_text(self._pending)
         if new_text.endswith(_INCOMPLETE):
             return self._push_settled() if len(self._pending) > _WINDOW_TOKENS else ""
@@ -83,54 +90,3 @@ class Detokenizer:
     def _decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
         return text
-
-
-class StopStrings:
-    """Cuts a stream of text before (or after) the first stop string, wherever the pieces of the stream end.
-
-    The match that ends first wins; of several that end together the longest. What is given out does not depend on how
-    the text was cut into pieces.
-    """
-
-    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._stops = tuple(sorted(set(stops), key=len, reverse=True))
-        self._include = include
-        self._held = ""
-        self.matched: str | None = None
-
-    def push(self, text: str) -> str:
-        """What may be shown of the text so far and was not before; nothing after a match."""
-        if self.matched is not None:
-            return ""
-        if not self._stops:
-            return text
-        buffer = self._held + text
-        if (match := self._first_match(buffer)) is not None:
-            start, stop = match
-            self.matched, self._held = stop, ""
-            return buffer[: start + len(stop)] if self._include else buffer[:start]
-        keep = self._held_length(buffer)
-        self._held = buffer[len(buffer) - keep :]
-        return buffer[: len(buffer) - keep]
-
-    def finish(self) -> str:
-        """What was held back, now that no more text comes."""
-        rest, self._held = self._held, ""
-        return rest
-
-    def _first_match(self, buffer: str) -> tuple[int, str] | None:
-        found = [(buffer.index(stop), stop) for stop in self._stops if stop in buffer]
-        return min(found, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
-
-    def _held_length(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` with which a stop string begins."""
-        return max(_overlap(buffer, stop) for stop in self._stops)
-
-
-def _overlap(buffer: str, stop: str) -> int:
-    start = max(0, len(buffer) - len(stop) + 1)
-    while (start := buffer.find(stop[0], start)) >= 0:
-        if stop.startswith(buffer[start:]):
-            return len(buffer) - start
-        start += 1
-    return 0

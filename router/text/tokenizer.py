@@ -6,7 +6,7 @@ Chat templates are rendered in processes of their own (`router.templates.rendere
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +21,10 @@ from router.templates.renderer import (
 from router.text.detokenizer import Detokenizer
 from router.text.pretrained import PretrainedTokenizer, read_tokenizer
 from router.text.token_bytes import ByteDecoder, ByteTable, PieceTable, TokenDecoder, is_byte_level
+
+_SHORT_TEXT = 4096
+"""Characters that are encoded in a millisecond or two."""
+_DECODED_AT_ONCE = 1024
 
 _Result = TypeVar("_Result")
 
@@ -62,6 +66,7 @@ class Tokenizer:
             else None
         )
         self._byte_table = ByteTable(backend, self.special_ids) if is_byte_level(backend) else None
+        self._decoding = asyncio.Lock()
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
 
     @classmethod
@@ -108,10 +113,14 @@ class Tokenizer:
         return await self._in_thread(lambda: self._decode_steps(token_ids))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included."""
-        return await self._in_thread(
-            lambda: self.backend.decode(list(token_ids), skip_special_tokens=False)
-        )
+        """The text of `token_ids`, special tokens included. Some are decoded at a time: the Rust decoder keeps every thread of
+        this process waiting."""
+        decoder, texts = Detokenizer(self.backend, frozenset()), []
+        async with self._decoding:
+            for begin in range(0, len(token_ids), _DECODED_AT_ONCE):
+                texts.append(decoder.push_all(token_ids[begin : begin + _DECODED_AT_ONCE]))
+                await asyncio.sleep(0)
+        return "".join([*texts, decoder.finish()])
 
     def decoder(self, *, skip_special: bool = True) -> TokenDecoder:
         """Turns the tokens of one sample into text while they come; special tokens have none unless they are wanted."""
@@ -121,9 +130,9 @@ class Tokenizer:
             return ByteDecoder(self._byte_table)
         return Detokenizer(self.backend, self.special_ids)
 
-    def token_texts(self, token_ids: Iterable[int]) -> list[str]:
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary spells it; an id without a token is empty."""
-        return [self.backend.id_to_token(i) or "" for i in token_ids]
+        return await self._in_thread(lambda: [self.backend.id_to_token(i) or "" for i in token_ids])
 
     def close(self) -> None:
         """Ends the threads and the renderer; what they have begun is finished."""
@@ -135,7 +144,12 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= _SHORT_TEXT:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the backend's ways to encode, that of batches alone lets other threads run meanwhile.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     def _decode_steps(self, token_ids: Sequence[int]) -> list[str]:
         detokenizer = self.decoder()

@@ -1,11 +1,10 @@
 from functools import cache
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.text.detokenizer import Detokenizer, StopStrings
+from router.text.detokenizer import Detokenizer
 from tests.router.tiny_tokenizers import byte_fallback, byte_level, token_id
 
 _level = cache(byte_level)
@@ -101,52 +100,3 @@ def _byte_id(byte: int) -> int:
     others = [b for b in range(256) if b not in printable]
     char = chr(byte) if byte in printable else chr(0x100 + others.index(byte))
     return token_id(tokenizer, char)
-
-
-_STOPS = st.lists(st.text("ab.", min_size=1, max_size=4), max_size=4)
-_PIECES = st.lists(st.text("ab.", max_size=4), max_size=12)
-
-
-def _expected(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
-    """Reads character by character: the first moment at which the text ends with a stop string."""
-    for end in range(1, len(text) + 1):
-        if ending := [s for s in stops if text[:end].endswith(s)]:
-            start = end - max(map(len, ending))
-            return (text[:end] if include else text[:start]), True
-    return text, False
-
-
-@given(_STOPS, _PIECES, st.booleans())
-def test_text_is_cut_at_the_first_stop_string_wherever_its_pieces_end(
-    stops: list[str], pieces: list[str], include: bool
-):
-    machine = StopStrings(stops, include=include)
-    shown = "".join([*map(machine.push, pieces), machine.finish()])
-    assert (shown, machine.matched is not None) == _expected("".join(pieces), stops, include)
-
-
-@given(_STOPS, _PIECES)
-def test_what_is_shown_early_is_never_taken_back(stops: list[str], pieces: list[str]):
-    machine = StopStrings(stops)
-    text = "".join(pieces)
-    final, _ = _expected(text, stops, include=False)
-    shown = ""
-    for piece in pieces:
-        shown += machine.push(piece)
-        assert final.startswith(shown)
-
-
-@given(_STOPS.filter(bool), _PIECES)
-def test_no_more_is_held_back_than_could_begin_a_stop_string(stops: list[str], pieces: list[str]):
-    machine = StopStrings(stops)
-    shown = "".join(map(machine.push, pieces))
-    if machine.matched is None:
-        held = "".join(pieces)[len(shown) :]
-        assert not held or any(stop.startswith(held) for stop in stops)
-
-
-@pytest.mark.parametrize("include", [False, True])
-def test_of_stop_strings_that_end_together_the_longest_wins(include: bool):
-    machine = StopStrings(["c", "bc"], include=include)
-    assert machine.push("abc") == ("abc" if include else "a")
-    assert machine.matched == "bc"

@@ -1,16 +1,20 @@
+import asyncio
 import contextlib
 import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import processors
 
 from baton.errors import InvalidRequestError, ModelLoadError
 from router.templates.renderer import Conversation
+from router.text.pretrained import PretrainedTokenizer
 from router.text.tokenizer import Tokenizer
+from tests.router.served import tiny_tokenizer
 from tests.router.tiny_tokenizers import byte_fallback, byte_level, save, token_id
 
 _USER = Conversation(messages=[{"role": "user", "content": "hello"}])
@@ -151,3 +155,41 @@ def test_a_router_process_reads_a_tokenizer_without_transformers_and_torch(direc
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+async def test_tokens_decoded_some_at_a_time_are_the_text_of_all_of_them(make, monkeypatch):
+    monkeypatch.setattr("router.text.tokenizer._DECODED_AT_ONCE", 3)
+    backend = make()
+    tokenizer = Tokenizer(
+        PretrainedTokenizer(backend=backend, special_tokens={}, chat_template=None), threads=1
+    )
+    ids = backend.encode("Schöne Grüße, 東京 🗼 and <|end|> x" * 9).ids
+    assert await tokenizer.decode(ids) == backend.decode(ids, skip_special_tokens=False)
+    assert await tokenizer.decode([]) == ""
+    tokenizer.close()
+
+
+async def test_the_loop_runs_while_many_tokens_are_decoded_and_a_second_list_waits(monkeypatch):
+    monkeypatch.setattr("router.text.tokenizer._DECODED_AT_ONCE", 10)
+    tokenizer = tiny_tokenizer()
+    first, second = (asyncio.ensure_future(tokenizer.decode([7] * 1000)) for _ in "12")
+    turns = 0
+    while not first.done():
+        turns += 1
+        assert not second.done()
+        await asyncio.sleep(0)
+    assert turns >= 100
+    assert await second == await first
+    tokenizer.close()
+
+
+async def test_a_long_text_is_encoded_by_the_way_that_lets_other_threads_run():
+    tokenizer = tiny_tokenizer()
+    text = "Schöne Grüße <|end|> " * 1000
+    backend = tokenizer.backend
+    tokenizer.backend = Mock(spec_set=["encode_batch_fast"])
+    tokenizer.backend.encode_batch_fast = backend.encode_batch_fast
+    ids = await tokenizer.encode(text, add_special_tokens=True)
+    assert ids == backend.encode(text, add_special_tokens=True).ids
+    tokenizer.close()

@@ -7,12 +7,11 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
-from router.generation.generation_run import Delta, GenerationRun, LoggedToken
+from router.generation.generation_run import Delta, GenerationRun
 from router.generation.planner import RequestContext
 from router.http.errors import error_details
 from router.http.streaming import json_text, model_event, named_event
-from router.openai.logprobs import chat_logprobs
-from router.openai.replies import ChatTokenLogprob
+from router.openai.logprobs import chat_entries, chat_logprobs
 from router.openai.responses.replies import (
     ErrorEvent,
     IncompleteDetails,
@@ -81,7 +80,8 @@ class ResponseWriter:
         self._said.append(delta)
         if not delta.text and not delta.logged:
             return b""
-        logged = [entry.model_dump() for entry in self._logprobs(delta.logged)]
+        count = self._body.num_logprobs
+        logged = [] if count is None else list(chat_entries(delta.logged, count, self._pieces))
         data = b'%b,"delta":%b,"logprobs":%b,"sequence_number":%d}' % (
             self._delta_head,
             json_text(delta.text),
@@ -90,9 +90,13 @@ class ResponseWriter:
         )
         return named_event("response.output_text.delta", data)
 
-    def closing(self, timings: Sequence[Timing]) -> bytes:
+    async def before(self, deltas: Sequence[Delta]) -> None:
+        """Nothing."""
+
+    async def closing(self, timings: Sequence[Timing]) -> bytes:  # noqa: ARG002
         """The text, its message and the response, all of them done."""
-        reply = self.whole([self._said], timings)
+        reply = self._done(self._said)
+        logprobs = await self._logprobs(self._said)
         (item,) = reply.output
         (part,) = item.content
         done = (
@@ -118,7 +122,7 @@ class ResponseWriter:
                 sequence_number=self._next(),
             ),
         )
-        return b"".join(map(model_event, done))
+        return b"".join(_with_logprobs(model_event(event), logprobs) for event in done)
 
     def fault(self, error: BatonError) -> bytes:
         """An event with the error."""
@@ -132,19 +136,21 @@ class ResponseWriter:
         )
         return model_event(event)
 
-    def whole(
+    async def whole(
         self,
         choices: Sequence[Sequence[Delta]],
         timings: Sequence[Timing],  # noqa: ARG002  # no place for them here
-    ) -> ResponseReply:
+    ) -> bytes:
         """The response with its one message."""
         (deltas,) = choices
+        reply = self._done(deltas).model_dump_json().encode()
+        return _with_logprobs(reply, await self._logprobs(deltas))
+
+    def _done(self, deltas: Sequence[Delta]) -> ResponseReply:
+        """The same without log-probabilities."""
         cut = deltas[-1].finish is FinishReason.LENGTH
         status: Status = "incomplete" if cut else "completed"
-        text = OutputText(
-            text="".join(delta.text for delta in deltas),
-            logprobs=self._logprobs([token for delta in deltas for token in delta.logged]),
-        )
+        text = OutputText(text="".join(delta.text for delta in deltas))
         item = OutputMessage(id=self._item_id, status=status, content=[text])
         return self._reply(status, [item], _usage(self._run))
 
@@ -172,12 +178,21 @@ class ResponseWriter:
             user=body.user,
         )
 
-    def _logprobs(self, logged: Sequence[LoggedToken]) -> list[ChatTokenLogprob]:
+    async def _logprobs(self, deltas: Sequence[Delta]) -> bytes:
         count = self._body.num_logprobs
-        return [] if count is None else chat_logprobs(logged, count, self._pieces).content
+        if count is None:
+            return b"[]"
+        logged = (token for delta in deltas for token in delta.logged)
+        return await chat_logprobs(logged, count, self._pieces)
 
     def _next(self) -> int:
         return next(self._numbers)
+
+
+def _with_logprobs(json: bytes, logprobs: bytes) -> bytes:
+    """`json` with log-probabilities in the place of their empty list. No text of a client's has that sign by sign: within JSON's
+    strings a quotation mark has a backslash before it."""
+    return json.replace(b'"logprobs":[]', b'"logprobs":' + logprobs, 1)
 
 
 def _usage(run: GenerationRun) -> ResponseUsage:

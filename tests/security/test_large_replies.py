@@ -1,0 +1,87 @@
+"""Large replies are written some tokens at a time, and what repeats a prompt with each choice is bounded."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from router.http import streaming
+from router.http.errors import ErrorReply
+from router.http.fields import MAX_REPEATED
+from tests.router.served import serve
+
+pytestmark = pytest.mark.timeout(30)
+
+
+async def test_an_array_is_written_with_turns_for_others():
+    writing = asyncio.ensure_future(streaming.json_array((i for i in range(1000)), 10))
+    turns = 0
+    while not writing.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns >= 100
+    assert await writing == str(list(range(1000))).replace(" ", "").encode()
+    assert await streaming.json_array([], 10) == b"[]"
+
+
+@pytest.fixture
+def most_at_once(monkeypatch):
+    """The largest number of log-probabilities' entries that were written in one go."""
+    counts: list[int] = []
+    encode = msgspec.json.encode
+
+    def counted(value: Any) -> bytes:
+        if isinstance(value, list):
+            counts.append(sum(isinstance(element, dict) for element in value))
+        return encode(value)
+
+    monkeypatch.setattr("msgspec.json.encode", counted)
+    return counts
+
+
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 5, "max_tokens": 300, "n": 3}),
+    ("/v1/completions", {"logprobs": 5, "max_tokens": 300, "n": 3, "echo": True}),
+    (
+        "/v1/responses",
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 5, "max_output_tokens": 300},
+    ),
+]
+
+
+@pytest.mark.parametrize(("route", "fields"), ASKED)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_many_tokens_are_written_some_at_a_time(
+    route: str, fields: dict[str, Any], stream: bool, most_at_once: list[int]
+):
+    async with serve() as served:
+        served.says(*["word " * 280] * 3)
+        said = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "input": "hi",
+            "prompt": "hi there",
+        }
+        own = {"chat": "messages", "comp": "prompt", "resp": "input"}[route[4:8]]
+        body = {"model": "tiny", own: said[own], "stream": stream, **fields}
+        reply = await served.http.post(route, json=body)
+        assert reply.status_code == 200, reply.text
+        assert reply.text.count('"logprob') > 1
+        assert sum(most_at_once) >= 280
+        assert max(most_at_once) <= 64
+
+
+@pytest.mark.parametrize(
+    "fields", [{"echo": True}, {"return_token_ids": True}, {"prompt_logprobs": 4}]
+)
+async def test_prompts_are_not_repeated_beyond_the_bound(fields: dict[str, Any], monkeypatch):
+    monkeypatch.setattr("router.openai.completions.MAX_REPEATED", 300)
+    async with serve() as served:
+        prompt = [7] * 100
+        for n, status in ((1, 200), (2, 200 if "prompt_logprobs" not in fields else 400), (4, 400)):
+            reply = await served.complete(prompt=prompt, n=n, max_tokens=1, **fields)
+            assert reply.status_code == status
+        error = ErrorReply.model_validate_json(reply.content).error
+        assert error.param == "n"
+        assert "300" in error.message
+    assert MAX_REPEATED >= 2**21, "a whole prompt's ids can always be returned"
