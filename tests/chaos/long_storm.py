@@ -11,6 +11,7 @@ work since its last restart, and then the memory and descriptors of every proces
 import argparse
 import asyncio
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -431,6 +432,9 @@ def main() -> int:
     if reason := why_not():
         print(reason, file=sys.stderr)
         return 2
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # hosts and processes are removed then too
     with (
         tempfile.TemporaryDirectory(prefix="bm-") as model,
         tempfile.TemporaryDirectory(prefix="bs-") as folder,
