@@ -10,7 +10,7 @@ PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine ex
 DEFAULT := 'not gpu and not slow and not chaos and not redis and not ray'
 TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile
 
-.PHONY: help install native transports triton demo serve test test-redis test-slow check format chaos bench proto clean
+.PHONY: help install native transports triton demo serve test test-redis test-slow check format chaos chaos-long bench proto clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -66,6 +66,9 @@ format: install ## Let ruff put the code in shape
 
 chaos: native ## Kill, stop, cut and swallow under load, and count what is lost
 	$(BIN)/python -m pytest -m chaos --capture=no
+
+chaos-long: native ## The storm at scale (root, network namespaces, `make transports`): 10,000 requests, into bench/results/
+	$(BIN)/python -m tests.chaos.long_storm --requests 10000 --json bench/results/chaos_long.json
 
 bench: native ## Throughput, latency and hand-off of a cluster on this machine, into bench/results/
 	$(BIN)/python -m bench.serving --json bench/results/serving.json

@@ -3,7 +3,7 @@
 from baton.errors import TicketError
 from baton.ids import SeqId
 from baton.telemetry.logs import get_logger
-from baton_worker.legs import LegLifecycle
+from baton_worker.lifecycle import LegLifecycle
 from baton_worker.messages import (
     FailedMessage,
     HandedOffMessage,

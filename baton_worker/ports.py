@@ -1,23 +1,70 @@
-"""What a worker needs from outside, beside its engine: the shells of its two halves, and the pool."""
+"""What a worker needs from outside, beside its engine: its two halves, which send pages and receive them, and the pool."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
 
+from baton.errors import BatonError
 from baton.generation import Prompt
-from baton.ids import BlockId
-from baton_worker.legs import HandOffs
+from baton.ids import BlockId, XferId
+from baton.story import StoryEntry
+from baton_engine.messages import SeqEvent
+from baton_worker.legs import WorkerLeg
 from baton_worker.messages import (
+    LegAsked,
     ReceivingAction,
     ReceivingEvent,
     SendingAction,
     SendingEvent,
+    WorkerAction,
     WorkerEvent,
 )
+from kv_transfer.ledger.outbox import FirstTokensDrawn
+from kv_transfer.ticket import Permit
 
 _Event = TypeVar("_Event", contravariant=True)
 _Action = TypeVar("_Action", contravariant=True)
+
+
+class HandOffs(Protocol[_Event]):
+    """The pure core of one half: the hand-offs of its legs, on the side that sends pages or on the one that receives them.
+
+    `LegLifecycle` tells it of legs; `handle`, of its peers. Where a hand-off decides what becomes of a leg, it moves the leg in
+    the worker's `WorkerLegTable`.
+    """
+
+    def refusal(self, permit: Permit) -> BatonError | None:
+        """Why a hand-off cannot begin; None where it can."""
+
+    def begin(self, leg: WorkerLeg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+        """A leg was admitted: has the engine, or its peer, begin."""
+
+    def advance(
+        self, leg: WorkerLeg, event: SeqEvent | FirstTokensDrawn, now_s: float
+    ) -> list[WorkerAction]:
+        """The engine said something about one of its legs: what follows for the hand-off."""
+
+    def withdraw(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:
+        """The leg of a hand-off ended, or never began: its peer has to stop."""
+
+    def handle(self, event: _Event, now_s: float) -> list[WorkerAction]:
+        """A peer, a push or the pool said something."""
+
+    def tick(self, now_s: float) -> list[WorkerAction]:
+        """Checks what waits, and every deadline."""
+
+    def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
+        """What is left of the events about one hand-off, over or not, oldest first."""
+
+    def in_flight(self) -> int:
+        """Hand-offs that are not over."""
+
+    def left_over(self) -> int:
+        """Those of them that have no leg any more, or none yet: neither routers nor the engine know of them."""
+
+    def check_integrity(self) -> None:
+        """Raises InvariantError if its hand-offs and the legs contradict each other."""
 
 
 class WorkerHalf(Protocol[_Event, _Action]):

@@ -23,7 +23,8 @@ from baton.telemetry.tracing import NotTraced, Tracer
 from baton_engine.messages import Start, StepEvents
 from baton_engine.ports import EnginePort
 from baton_worker.accounts import LegAccounts
-from baton_worker.legs import LegLifecycle, WorkerLegTable
+from baton_worker.legs import WorkerLegTable
+from baton_worker.lifecycle import LegLifecycle
 from baton_worker.messages import (
     KINDS_OF_ROLE,
     Connect,

@@ -3,14 +3,21 @@
 What a transfer may do and when its pages are freed is the ledger's business (kv_transfer/ledger/transfer.py).
 """
 
-from collections.abc import Mapping
-
 from baton.errors import BatonError, InvalidRequestError, InvariantError
 from baton.generation import TokenSample
 from baton.ids import XferId
 from baton.story import StoryEntry
-from baton_engine.messages import Abort, Failed, PrefillStarted, Receive, Released, Reserved, Start
-from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable, failed
+from baton_engine.messages import (
+    Abort,
+    Failed,
+    PrefillStarted,
+    Receive,
+    Released,
+    Reserved,
+    SeqEvent,
+    Start,
+)
+from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable
 from baton_worker.messages import (
     LegAsked,
     LegReassigned,
@@ -45,7 +52,7 @@ from kv_transfer.ticket import Permit
 
 
 class ReceivingHandOffs:
-    """Pure: no sockets, no clock, no engine (a `baton_worker.legs.HandOffs`). Not thread-safe: one owner.
+    """Pure: no sockets, no clock, no engine (a `baton_worker.ports.HandOffs`). Not thread-safe: one owner.
 
     Args:
         limits: Of the ledger, which this one alone tells what happens.
@@ -71,10 +78,7 @@ class ReceivingHandOffs:
         return self._handle(Expected(permit=asked.permit), asked.permit.xfer_id, now_s)
 
     def advance(
-        self,
-        leg: WorkerLeg,
-        event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
-        now_s: float,
+        self, leg: WorkerLeg, event: SeqEvent | FirstTokensDrawn, now_s: float
     ) -> list[WorkerAction]:
         """See `HandOffs`."""
         xfer_id = leg.xfer_id
@@ -111,10 +115,6 @@ class ReceivingHandOffs:
         """Checks every deadline."""
         return self._carry_out(self._ledger.tick(now_s))
 
-    def transfers(self) -> Mapping[XferId, WorkerLeg]:
-        """See `HandOffs`."""
-        return self._transfers
-
     def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
         """See `HandOffs`."""
         return self._ledger.story(xfer_id)
@@ -122,6 +122,11 @@ class ReceivingHandOffs:
     def in_flight(self) -> int:
         """See `HandOffs`: also those that no router has announced yet."""
         return self._ledger.in_flight()
+
+    def left_over(self) -> int:
+        """See `HandOffs`."""
+        held = self._legs.held()
+        return self._ledger.in_flight() - sum(leg in held for leg in self._transfers.values())
 
     @property
     def refused_messages(self) -> int:
@@ -151,7 +156,7 @@ class ReceivingHandOffs:
                 )
 
     def _handle(self, event: LedgerEvent, xfer_id: XferId, now_s: float) -> list[WorkerAction]:
-        """Tells the ledger of one transfer, which may be over then."""
+        """Applies an event of one transfer, which may be over then."""
         actions = self._carry_out(self._ledger.handle(event, now_s))
         self._forget(xfer_id)
         return actions
@@ -187,7 +192,7 @@ class ReceivingHandOffs:
 
     def _writer_lost(self, lost: WriterLost) -> list[WorkerAction]:
         leg = self._transfers.get(lost.xfer_id)
-        if leg is None or leg.over:
+        if leg is None or leg.ended:
             return []
         message = WriterLostMessage(
             stream=leg.stream, leg_id=leg.leg_id, attempt=lost.attempt, error=lost.error
@@ -197,10 +202,10 @@ class ReceivingHandOffs:
     def _failed(self, event: TransferFailed) -> list[WorkerAction]:
         leg = self._transfers[event.xfer_id]
         self._forget(event.xfer_id)
-        if leg.over:
+        if leg.ended:
             return []
         self._legs.end(leg, LegState.FAILED)
-        return [failed(leg, event.error)]
+        return [leg.failed(event.error)]
 
     def _forget(self, xfer_id: XferId) -> None:
         if self._ledger.state(xfer_id) is None:

@@ -6,7 +6,6 @@ told to have it fetched from there. Until the pool has all of it nothing changes
 written as ever.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.errors import BatonError, InvariantError, LeaseExpiredError, TransferError
@@ -22,9 +21,10 @@ from baton_engine.messages import (
     Release,
     Released,
     Reserved,
+    SeqEvent,
 )
 from baton_engine.ports import LayerReady, PageExport
-from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable, failed
+from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable
 from baton_worker.messages import (
     Connect,
     HandedOffMessage,
@@ -76,7 +76,7 @@ class _Outgoing:
 
 
 class SendingHandOffs:
-    """Pure: no sockets, no clock, no engine (a `baton_worker.legs.HandOffs`). Not thread-safe: one owner.
+    """Pure: no sockets, no clock, no engine (a `baton_worker.ports.HandOffs`). Not thread-safe: one owner.
 
     Args:
         layout: Of this worker's pages.
@@ -119,10 +119,7 @@ class SendingHandOffs:
         return [*connect, *opened, Prefill(seq_id=leg.seq_id, prompt=leg.prompt)]
 
     def advance(
-        self,
-        leg: WorkerLeg,
-        event: PrefillStarted | Reserved | FirstTokensDrawn | Released | Failed,
-        now_s: float,
+        self, leg: WorkerLeg, event: SeqEvent | FirstTokensDrawn, now_s: float
     ) -> list[WorkerAction]:
         """See `HandOffs`."""
         assert leg.xfer_id is not None
@@ -171,10 +168,6 @@ class SendingHandOffs:
                 actions.append(PutPrompt(seq_id=leg.seq_id, prompt=leg.prompt, blocks=blocks))
         return actions
 
-    def transfers(self) -> Mapping[XferId, WorkerLeg]:
-        """See `HandOffs`; here none outlives its leg."""
-        return {xfer_id: outgoing.leg for xfer_id, outgoing in self._outgoing.items()}
-
     def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
         """See `HandOffs`."""
         return self._outbox.story(xfer_id)
@@ -182,6 +175,10 @@ class SendingHandOffs:
     def in_flight(self) -> int:
         """See `HandOffs`: also those that are being stopped."""
         return self._outbox.in_flight()
+
+    def left_over(self) -> int:
+        """See `HandOffs`: those that are being stopped."""
+        return self._outbox.in_flight() - len(self._outgoing)
 
     @property
     def refused_messages(self) -> int:
@@ -193,7 +190,7 @@ class SendingHandOffs:
         self._outbox.check_integrity()
         for xfer_id, outgoing in self._outgoing.items():
             leg = outgoing.leg
-            if leg.over or leg.xfer_id != xfer_id or self._outbox.state(xfer_id) is None:
+            if leg.ended or leg.xfer_id != xfer_id or self._outbox.state(xfer_id) is None:
                 raise InvariantError(
                     f"hand-off {xfer_id} and its leg disagree: {leg!r}", story=self.story(xfer_id)
                 )
@@ -246,7 +243,7 @@ class SendingHandOffs:
                 case HandOffFailed():
                     leg = self._outgoing.pop(action.xfer_id).leg
                     self._legs.end(leg, LegState.FAILED)
-                    actions += [failed(leg, action.error), Abort(seq_id=leg.seq_id)]
+                    actions += [leg.failed(action.error), Abort(seq_id=leg.seq_id)]
                 case _:
                     actions.append(action)
         return actions

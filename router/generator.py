@@ -37,7 +37,6 @@ from router.dispatch.events import (
     Prefilled,
     StepTokens,
     StopSample,
-    Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
@@ -220,7 +219,7 @@ class ClusterGenerator:
 
     def _submit(self, request: GenerationRequest) -> None:
         started_s = self._clock.now_s()
-        self._feed(Submitted(request=request))
+        self._feed(request)
         self._placing_s[request.request_id] = self._clock.now_s() - started_s
 
     def _feed(self, event: Event) -> None:

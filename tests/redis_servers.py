@@ -14,6 +14,7 @@ from fakeredis import TcpFakeServer
 from prometheus_client import CollectorRegistry
 
 from baton.redis_link import RefusedValues
+from tests.waits import soon
 
 REDIS_SERVER = shutil.which("redis-server")
 
@@ -97,7 +98,7 @@ class RealRedis:
         """Ends it at once, with all that it held."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
-            await self._process.wait()
+            await soon(self._process.wait())
 
 
 @contextlib.asynccontextmanager

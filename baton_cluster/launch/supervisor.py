@@ -242,10 +242,11 @@ class Supervisor:
         return actions
 
     def _record(self, event: Event, actions: list[Action], now_s: float) -> None:
-        """Logs the event under each child that it or one of the actions names."""
+        """Logs the event under each child that it or one of the actions names, with the actions that name no other child."""
         about = {name: None for what in (event, *actions) if (name := getattr(what, "name", ""))}
         for name in about:
-            self._log.record(name, now_s, event, actions)
+            its = [action for action in actions if getattr(action, "name", name) == name]
+            self._log.record(name, now_s, event, its)
 
     def _decide(self, event: Event, now_s: float) -> list[Action]:
         match event:

@@ -16,7 +16,7 @@ from bench.router.reporting_workers import MODEL, SECRET, ReportingWorker
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.dispatch.actions import SendAction, SendLeg
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.events import ClientGone, LoadReported, StepTokens, Submitted, WorkerJoined
+from router.dispatch.events import ClientGone, LoadReported, StepTokens, WorkerJoined
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
 from router.fakes.generator import FakeGenerator
@@ -136,7 +136,7 @@ class RouterCore:
 
     def begin(self, request: GenerationRequest) -> list[bytes]:
         """The commands that begin a request, as bytes."""
-        actions = self.dispatcher.handle(Submitted(request=request), time.monotonic())
+        actions = self.dispatcher.handle(request, time.monotonic())
         return [_command(action) for action in actions]  # type: ignore[arg-type]
 
     def end(self, request: GenerationRequest) -> None:

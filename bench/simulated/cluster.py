@@ -28,7 +28,7 @@ from bench.simulated.prefill import PrefillWorker
 from kv_transfer.ticket import Permit
 from router.dispatch.actions import Action, Emit, Fail, Finish, SendLeg
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.events import BlocksReported, Event, Submitted, TimePassed, WorkerJoined
+from router.dispatch.events import BlocksReported, Event, TimePassed, WorkerJoined
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
 from router.ports import GenerationRequest
@@ -208,11 +208,7 @@ class _Run:
             prompt_tokens=request.tokens(),
             sampling=SamplingParams(max_tokens=request.output_tokens),
         )
-        self._feed(
-            Submitted(
-                request=GenerationRequest(request_id=request_id, prompt=prompt, timeout_s=_NEVER_S)
-            )
-        )
+        self._feed(GenerationRequest(request_id=request_id, prompt=prompt, timeout_s=_NEVER_S))
 
     def _report(self) -> None:
         for prefill in self._prefill.values():

@@ -1,7 +1,7 @@
 """The decode worker's side of all hand-offs: what was promised to prefill workers, and what may be freed when.
 
 Counterpart of `outbox.py`. Decides which transfer a message means, whether its sender may say it, and which session has been silent for
-too long; how one transfer goes on stands in `transfer.py`, with its states.
+too long; how one transfer goes on stands in `transfer.py`, with its states; who writes which bytes of it in `sender_parts.py`.
 
 Pages that a peer may be writing to are freed, or granted to another one, only once that peer said that it has stopped, or can
 write no more. What a lost peer was granted stays out of use until then.
@@ -356,7 +356,7 @@ class TransferLedger:
         if not current or not transfer.waits_for_peers or not self._is_needed(transfer, event):
             self.refused += 1
             return []
-        return self._kept(transfer, said, transfer.lost(event.session, error, now_s), now_s)
+        return self._kept(transfer, said, transfer.sender_lost(event.session, error, now_s), now_s)
 
     def _is_needed(self, transfer: Transfer, event: FromPeer) -> bool:
         link, ours = self._links[event.session], transfer.permit.source == event.peer
@@ -374,7 +374,7 @@ class TransferLedger:
             transfer.parts.disconnected(session)
             part = transfer.parts.of(session)
             if part is not None and part.commit is None and transfer.waits_for_peers:
-                told = transfer.lost(session, error or WorkerLostError(LOST), now_s)
+                told = transfer.sender_lost(session, error or WorkerLostError(LOST), now_s)
                 actions += self._kept(transfer, event, told, now_s)
         return actions
 
@@ -474,7 +474,7 @@ class TransferLedger:
     ) -> list[LedgerAction]:
         """What followed of an event, which is logged and may have been the transfer's last."""
         self._log.record_kinds(transfer.xfer_id, now_s, event, actions)
-        if transfer.over:
+        if transfer.ended:
             self._shut(transfer.xfer_id, transfer.error or TransferError(_OVER), now_s)
         return actions
 

@@ -1,7 +1,7 @@
 """One hand-off as the decode worker keeps it: from the first word on it until its pages have an owner again.
 
-Pages are reserved once two independent messages have arrived: the router's word that it is wanted (`request_pages`), and the prefill
-worker's request for pages (`join`). Then pages are taken for the whole prompt, all or nothing; nothing waits while holding part.
+Pages are reserved once two independent messages have arrived: the router's word that it is wanted (`Expected`), and the prefill
+worker's request for pages (`Reserve`). Then pages are taken for the whole prompt, all or nothing; nothing waits while holding part.
 
     (router) EXPECTED ─┐                      commit       checksums right
                        ├─ RESERVED ─ WRITING ──────── VERIFYING ──────── COMMITTED   pages belong to the running sequence
@@ -11,19 +11,11 @@ worker's request for pages (`join`). Then pages are taken for the whole prompt, 
            later attempt ◀─ ORPHANED   ABORTING ──────── QUIESCED ── engine has them ── FREE
                              └ no one came ┘  the writer stopped, or can write no more
 
-Mostly one session brings the pages; where ranks of a prefill worker share the heads out, each brings a part:
-
-    prefill worker, 2 ranks       decode worker, 1 rank
-
-    rank 0 ── first half ──┐
-                           ├──▶ pages       together they write every byte once
-    rank 1 ── second half ─┘
-
+Mostly one session brings the pages; where ranks of a prefill worker share the heads out, each brings a part (`sender_parts.py`).
 The first rank that asks makes the transfer RESERVED, the last one that commits makes it VERIFYING, and any that is lost makes it
 ORPHANED. Which transfer a message means, and whether its sender may say it, is decided by the ledger (`ledger.py`).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -40,6 +32,7 @@ from baton.generation import TokenSample
 from baton.ids import XferId
 from baton.story import StoryLog
 from kv_transfer.heads import LinkPlan
+from kv_transfer.ledger.sender_parts import SenderPart, SenderParts
 from kv_transfer.memory.checksum import checksum_bytes
 from kv_transfer.messages import AbortRequest, Commit, Committed, PagesGranted, SessionId, ToPrefill
 from kv_transfer.plan import Grant
@@ -187,124 +180,6 @@ LedgerAction = (
 
 
 @dataclass(slots=True, eq=False)
-class SenderPart:
-    """What one session brings in one attempt.
-
-    Attributes:
-        session: Of the sender.
-        attempt: That it is part of.
-        link: What it writes of each page.
-        may_write: Whether it was granted the pages, and has neither committed nor said that it stopped.
-        connected: Whether it can still be told something.
-        stop_asked_s: When it was asked to stop writing.
-        commit: What it said when its share of every page was written.
-        verified: Whether that share is what it sent.
-    """
-
-    session: SessionId
-    attempt: int
-    link: LinkPlan
-    may_write: bool = False
-    connected: bool = True
-    stop_asked_s: float | None = None
-    commit: Commit | None = None
-    verified: bool = False
-
-
-class SenderParts:
-    """The parts of one hand-off: those of the attempt that counts, and those of earlier ones that may still write."""
-
-    def __init__(self) -> None:
-        self._current: list[SenderPart] = []
-        self._leaving: list[SenderPart] = []
-
-    def __iter__(self) -> Iterator[SenderPart]:
-        """Over those of the attempt that counts."""
-        return iter(tuple(self._current))
-
-    def __bool__(self) -> bool:
-        """Whether a session has asked in the attempt that counts."""
-        return bool(self._current)
-
-    @property
-    def whole(self) -> bool:
-        """Whether every byte of a page has its sender."""
-        return bool(self._current) and (
-            sum(part.link.bytes_per_page for part in self._current)
-            == self._current[0].link.target_page_bytes
-        )
-
-    @property
-    def committed(self) -> bool:
-        """Whether every byte of every page is written, as their senders say."""
-        return self.whole and all(part.commit is not None for part in self._current)
-
-    @property
-    def verified(self) -> bool:
-        """Whether every byte is known to be right."""
-        return self.committed and all(part.verified for part in self._current)
-
-    def commits(self) -> list[tuple[SenderPart, Commit]]:
-        """The parts that are committed, each with its commit."""
-        return [(part, part.commit) for part in self._current if part.commit is not None]
-
-    def of(self, session: SessionId) -> SenderPart | None:
-        """The session's part in the attempt that counts."""
-        return next((part for part in self._current if part.session == session), None)
-
-    def writer(self, session: SessionId, attempt: int) -> SenderPart | None:
-        """The session's part in any attempt, if it may still write."""
-        named = (session, attempt)
-        return next(
-            (part for part in self.writers() if (part.session, part.attempt) == named), None
-        )
-
-    def writers(self) -> list[SenderPart]:
-        """Those of any attempt that may still write."""
-        return [part for part in (*self._leaving, *self._current) if part.may_write]
-
-    def left_over(self) -> bool:
-        """Whether a session of an attempt that is over may still write."""
-        return bool(self._leaving)
-
-    def fits(self, link: LinkPlan) -> bool:
-        """Whether no other part of this attempt writes what `link` does."""
-        return not any(part.link.overlaps(link) for part in self._current)
-
-    def join(self, part: SenderPart) -> None:
-        """A session asks for leave to bring a part."""
-        self._current.append(part)
-
-    def dismiss(self) -> None:
-        """The attempt is over; parts that may still write are remembered until they cannot."""
-        self._leaving += [part for part in self._current if part.may_write]
-        self._current.clear()
-
-    def stopped(self, part: SenderPart) -> None:
-        """It writes no more."""
-        part.may_write, part.stop_asked_s = False, None
-        if part in self._leaving:
-            self._leaving.remove(part)
-
-    def disconnected(self, session: SessionId) -> None:
-        """Nothing can be told to the session any more."""
-        for part in (*self._leaving, *self._current):
-            if part.session == session:
-                part.connected = False
-
-    def contradiction(self) -> str | None:
-        """What is wrong: two bring the same, or one is remembered for nothing."""
-        for index, part in enumerate(self._current):
-            if any(part.link.overlaps(other.link) for other in self._current[:index]):
-                return f"two senders write the same bytes: {self._current!r}"
-            if part.may_write and part.commit is not None:
-                return f"a sender that committed still writes: {part!r}"
-        if not all(part.may_write for part in self._leaving):
-            return f"a sender that stopped is still waited for: {self._leaving!r}"
-        return None
-
-
-@dataclass(slots=True, eq=False)
 class Transfer:
     """One transfer. Pure; methods return the actions that follow, in order. Changed by the ledger only.
 
@@ -343,7 +218,7 @@ class Transfer:
         return self.permit.attempt
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """Whether the ledger is done with its pages."""
         return self.state in ENDS
 
@@ -389,7 +264,7 @@ class Transfer:
         if self.state is _S.WRITING and self.grant is not None:
             return [self._grant_to(part, self.grant)]
         if self.state in (_S.EXPECTED, _S.ORPHANED):
-            return self._go_on(now_s)
+            return self._provide_pages(now_s)
         return []
 
     def request_pages(self, now_s: float) -> list[LedgerAction]:
@@ -451,7 +326,9 @@ class Transfer:
             return part.commit is None
         return ours and self.parts.fits(link)
 
-    def lost(self, session: SessionId, error: BatonError, now_s: float) -> list[LedgerAction]:
+    def sender_lost(
+        self, session: SessionId, error: BatonError, now_s: float
+    ) -> list[LedgerAction]:
         """A session that had a part to bring will not, and was not told by us; for states in which it waits for peers."""
         if self.state is _S.ASKED:
             return [*self._stop(error, now_s, but=session), *self._free_pages(error, now_s)]
@@ -470,7 +347,7 @@ class Transfer:
             case TransferState.ABORTING:
                 return self._free_pages(self.error or error, now_s)
             case _:
-                return self._go_on(now_s)
+                return self._provide_pages(now_s)
 
     def pages_released(self, error: BatonError | None, now_s: float) -> list[LedgerAction]:
         """The engine has the pages back: it was asked to, or it gave the sequence up with `error`.
@@ -549,7 +426,7 @@ class Transfer:
         state, writers = self.state, self.parts.writers()
         granted = state in (_S.WRITING, _S.ABORTING, _S.VERIFYING)
         consistent = (
-            not self.over
+            not self.ended
             and self.pages_held == self._should_hold_pages()
             and (self.grant is not None or not granted)
             and (self.grant is None or state is not _S.RESERVED)
@@ -567,7 +444,7 @@ class Transfer:
             return self.pages_held  # lost before or after it asked for pages
         return self.state not in (_S.EXPECTED, _S.ASKED)
 
-    def _go_on(self, now_s: float) -> list[LedgerAction]:
+    def _provide_pages(self, now_s: float) -> list[LedgerAction]:
         """Pages for the sessions that ask: new ones, or those of the attempt before as soon as no other writes there."""
         if self.parts.left_over() or not self.parts:
             return []

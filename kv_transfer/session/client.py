@@ -129,7 +129,7 @@ class PeerSession:
     async def _run(self) -> None:
         error: BatonError = WorkerLostError(f"the session with {self._peer} was closed")
         own = self._here.credentials
-        # Workers hand over to workers, pool nodes to pool nodes.
+        # Workers hand off to workers, pool nodes to pool nodes.
         channel = open_channel(self._address, own, own.identity.role if own else PeerRole.WORKER)
         try:
             call: Call = pb_grpc.TransferStub(channel).Session()  # type: ignore[call-arg]

@@ -34,6 +34,7 @@ from typing import BinaryIO
 
 import xxhash
 
+from baton.hashing import KEY_BYTES
 from baton.ids import BlockKey
 from baton.telemetry.logs import get_logger
 from kvpool.messages import DiskBlock, Owner
@@ -45,6 +46,9 @@ VERSION = 1
 _BEGINS, _HOLDS, _ERASED = 0, 1, 2
 _MAGIC = b"BATONSSD"
 _LONGEST_PART = 0xFFFF
+_LARGEST = (1 << 63) - 1
+"""Of all numbers in records that are not lengths."""
+
 
 _BEGIN_RECORD = struct.Struct("<B8sIQ16s")
 _HOLDS_HEAD = struct.Struct("<BQQQQ5H")
@@ -125,6 +129,8 @@ def decode(record: bytes) -> Record | None:
         return _decode_holds(record)
     if kind == _ERASED and len(record) == _ERASED_RECORD.size:
         _, extent, epoch = _ERASED_RECORD.unpack(record)
+        if max(extent, epoch) > _LARGEST:
+            return None
         return Erased(extent=extent, epoch=epoch)
     if kind == _BEGINS and len(record) == _BEGIN_RECORD.size:
         _, magic, version, slot_bytes, _ = _BEGIN_RECORD.unpack(record)
@@ -134,18 +140,24 @@ def decode(record: bytes) -> Record | None:
 
 def _decode_holds(record: bytes) -> DiskBlock | None:
     _, extent, epoch, size_bytes, position, *lengths = _HOLDS_HEAD.unpack_from(record)
-    if len(record) != _HOLDS_HEAD.size + sum(lengths):
+    if len(record) != _HOLDS_HEAD.size + sum(lengths) or lengths[0] != KEY_BYTES:
+        return None
+    if max(extent, epoch, size_bytes, position) > _LARGEST:
         return None
     parts, begin = [], _HOLDS_HEAD.size
     for length in lengths:
         parts.append(record[begin : begin + length])
         begin += length
     key, tenant, scope, model, checksums = parts
+    try:
+        owner = _owner(tenant, scope, model)
+    except UnicodeDecodeError:
+        return None
     return DiskBlock(
         extent=extent,
         epoch=epoch,
         key=BlockKey(key),
-        owner=_owner(tenant, scope, model),
+        owner=owner,
         size_bytes=size_bytes,
         position=position,
         checksums=checksums,
@@ -412,7 +424,8 @@ def recover(
     path = folder / "journal"
     found = _read(path, slot_bytes)
     path.with_suffix(".new").unlink(missing_ok=True)
-    held = _usable(found.blocks.values(), present, num_extents)
+    fitting = [block for block in found.blocks.values() if block.size_bytes <= slot_bytes]
+    held = _usable(fitting, present, num_extents)
     if found.last is None or len(held) < len(found.blocks):
         log = begin_log(path, slot_bytes, map(encode_holds, held))
     else:

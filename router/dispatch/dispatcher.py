@@ -53,13 +53,13 @@ from router.dispatch.events import (
     SampleFinished,
     StepTokens,
     StopSample,
-    Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
 )
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryController, RetryCounters, RetryPolicy
+from router.ports import GenerationRequest
 from router.routing.pools import node_of
 from router.routing.view import ClusterView, WorkerView
 
@@ -208,9 +208,7 @@ class Dispatcher:
     def request_of(self, event: Event) -> RequestId | None:
         """The request that `event` belongs to; None for events about workers and the clock, and for legs that are over."""
         match event:
-            case Submitted():
-                return event.request.request_id
-            case StopSample() | ClientGone():
+            case GenerationRequest() | StopSample() | ClientGone():
                 return event.request_id
             case TimePassed() | WorkerJoined() | WorkerLost() | RoleChanged():
                 return None
@@ -229,7 +227,7 @@ class Dispatcher:
         match event:
             case DecodeTokens():  # first, for there may be one for every token
                 return self._leg_event(event, now_s)
-            case Submitted():
+            case GenerationRequest():
                 return self._submit(event, now_s)
             case StopSample():
                 return self._stop_sample(event, now_s)
@@ -255,10 +253,9 @@ class Dispatcher:
 
     # What clients and the clock say.
 
-    def _submit(self, event: Submitted, now_s: float) -> list[Action]:
-        actions = self._retry.begin(event.request, now_s)
-        deadline_s = now_s + event.request.remaining_s
-        heappush(self._deadlines, (deadline_s, event.request.request_id))
+    def _submit(self, asked: GenerationRequest, now_s: float) -> list[Action]:
+        actions = self._retry.begin(asked, now_s)
+        heappush(self._deadlines, (now_s + asked.remaining_s, asked.request_id))
         return actions
 
     def _stop_sample(self, event: StopSample, now_s: float) -> list[Action]:

@@ -1,6 +1,6 @@
 """Events of the router's pure core (`router.dispatch.dispatcher`). What it does about them stands in `router.dispatch.actions`.
 
-Events come from clients (through `router.generator`) and from workers (through `router.workers.links`).
+Events come from clients (through `router.generator`: a `GenerationRequest` that was admitted is the first of them) and from workers (through `router.workers.links`).
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,6 @@ from baton.generation import FinishReason, TokenLogprobs, TokenSample, WorkerLoa
 from baton.ids import LegId, RequestId, Role, WorkerIdentity
 from baton.rpc.hello import WorkerHello
 from router.ports import GenerationRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submitted:
-    """A client's request was admitted."""
-
-    request: GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +174,7 @@ LegEvent = (
     Prefilled | HandedOff | Pooled | LegWriterLost | DecodeTokens | SampleFinished | LegFailed
 )
 Event = (
-    Submitted
+    GenerationRequest
     | StopSample
     | ClientGone
     | TimePassed

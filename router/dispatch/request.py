@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from baton.errors import InvariantError
 from baton.generation import Prompt, TokenLogprobs, TokenSample
-from baton.ids import RequestId
 from router.dispatch.events import HandedOff, Prefilled
-from router.ports import Timing
+from router.ports import GenerationRequest, Timing
 from router.routing.policy import Pair
 from router.routing.table import Fingerprints
-from router.slo import STANDARD, Slo
 
 
 @dataclass(slots=True, eq=False)
@@ -87,44 +85,33 @@ class Stopwatch:
 
 
 class RequestState:
-    """A prompt, its samples' logs and its times. Used by the dispatcher and its parts only.
+    """A request, its samples' logs and its times. Used by the dispatcher and its parts only.
 
     Args:
-        request_id: Its name.
-        prompt: As the client sent it, with all samples.
-        now_s: When it was let in.
-        deadline_s: When it is given up, on the same clock.
+        asked: As it was admitted, with all samples.
+        now_s: When that was.
+
+    Attributes:
+        prompt: With what is left of the promise that it was given.
+        deadline_s: When it is given up, on the clock of `now_s`.
         session: What the client calls its session, made unique to the tenant; empty if it names none.
-        slo: What it was promised.
-        waited_s: Its time in the admission queue before that.
-        trace_parent: The request's own span; empty when it is not traced.
+        waited_s: Its time in the admission queue before.
     """
 
-    def __init__(
-        self,
-        *,
-        request_id: RequestId,
-        prompt: Prompt,
-        now_s: float,
-        deadline_s: float,
-        session: str = "",
-        slo: Slo = STANDARD,
-        waited_s: float = 0.0,
-        trace_parent: str = "",
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = replace(prompt, slo=slo.promise(waited_s))
-        self.deadline_s = deadline_s
-        self.session = session
-        self.slo = slo
-        self.waited_s = waited_s
-        self.trace_parent = trace_parent
+    def __init__(self, asked: GenerationRequest, now_s: float) -> None:
+        self.request_id = asked.request_id
+        self.prompt = replace(asked.prompt, slo=asked.slo.promise(asked.waited_s))
+        self.deadline_s = now_s + asked.remaining_s
+        self.session = f"{asked.tenant.tenant_id}/{asked.session}" if asked.session else ""
+        self.slo = asked.slo
+        self.waited_s = asked.waited_s
+        self.trace_parent = asked.trace_parent
         self.watch = Stopwatch(submitted_s=now_s)
         self.chains: dict[int, Fingerprints] = {}
         """The prompt's blocks by layout group, hashed once."""
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         """What goes to the client with the next tokens; a prompt is scored once."""
-        self._logs = {sample: SampleLog() for sample in prompt.samples}
+        self._logs = {sample: SampleLog() for sample in self.prompt.samples}
 
     @property
     def unfinished(self) -> tuple[int, ...]:

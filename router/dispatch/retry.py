@@ -137,16 +137,7 @@ class RetryController:
         if request_id in self._requests:
             story = self._story.story(request_id)
             raise InvariantError(f"{request_id} is in flight already", story=story)
-        request = RequestState(
-            request_id=request_id,
-            prompt=asked.prompt,
-            now_s=now_s,
-            session=f"{asked.tenant.tenant_id}/{asked.session}" if asked.session else "",
-            deadline_s=now_s + asked.remaining_s,
-            slo=asked.slo,
-            waited_s=asked.waited_s,
-            trace_parent=asked.trace_parent,
-        )
+        request = RequestState(asked, now_s)
         self._requests[request_id] = request
         self._attempts[request_id] = []
         samples = request.prompt.samples

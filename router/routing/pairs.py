@@ -69,7 +69,7 @@ class BrokenPairs:
         return pause_s
 
     def succeeded(self, prefill: WorkerIdentity, decode: WorkerIdentity) -> None:
-        """KV was handed over."""
+        """KV was handed off."""
         self._broken.pop((prefill, decode), None)
 
     def forget(self, identity: WorkerIdentity) -> None:

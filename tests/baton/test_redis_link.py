@@ -11,6 +11,7 @@ from baton.clock import ManualClock
 from baton.errors import UnavailableError
 from baton.redis_link import RefusedValues, asked, open_redis
 from tests.redis_servers import fake_redis
+from tests.waits import soon
 
 Sent = asyncio.Future[None]
 
@@ -52,7 +53,7 @@ async def test_a_task_that_tidies_up_after_it_was_cancelled_still_gets_its_repli
                     said.append(await asked(redis.set("left", "yes")))
 
             task = asyncio.create_task(tidy())
-            await begun.wait()
+            await soon(begun.wait())
             task.cancel()
             await asyncio.wait({task})
             assert said == [True]

@@ -38,6 +38,7 @@ from tests.decode_worker.cluster import (
     prompt,
     quiet,
 )
+from tests.waits import WAIT_S
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 CLIENTS = 4
@@ -137,8 +138,9 @@ async def test_a_hybrid_worker_becomes_decode_and_hybrid_again_under_requests_an
                 assert view.hello.role is role
             assert parts.view.find(WorkerId("w1")) is view, "the same incarnation"
             await clients.stop()
-            while parts.generator.in_flight():  # noqa: ASYNC110  # P's account of the last hand-offs
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(WAIT_S):
+                while parts.generator.in_flight():  # noqa: ASYNC110  # P's account of the last hand-offs
+                    await asyncio.sleep(0.01)
             parts.generator.check_integrity()
         assert roles_heard(both.to_d)[0] is Role.HYBRID
         assert roles_heard(both.to_d)[-1] is Role.HYBRID

@@ -110,22 +110,32 @@ class Traffic:
         requests: All of them.
         clients: How many at once.
         timeout_s: The deadline that the cluster gives each request.
+        key: Of the tenant; empty where nobody needs one.
     """
 
     def __init__(
-        self, url: str, requests: list[Request], *, clients: int, timeout_s: float
+        self,
+        url: str,
+        requests: list[Request],
+        *,
+        clients: int,
+        timeout_s: float,
+        key: str = "",
     ) -> None:
         self._url = url
         self._waiting = list(reversed(requests))
         self._clients = clients
         self._timeout_s = timeout_s
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._leave: dict[Reply, asyncio.Event] = {}
         self.replies: list[Reply] = []
 
     async def run(self) -> None:
         """Sends everything and waits for every end."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=self._url, timeout=None, limits=limits) as http:
+        async with httpx.AsyncClient(
+            base_url=self._url, timeout=None, limits=limits, headers=self._headers
+        ) as http:
             model = (await http.get("/v1/models")).json()["data"][0]["id"]
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._clients):

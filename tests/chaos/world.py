@@ -29,6 +29,7 @@ from tests.chaos.process import is_gone, is_stopped
 from tests.chaos.proxy import FaultProxy, fault_proxy
 from tests.chaos.relay import SessionRelay, session_relay
 from tests.decode_worker.cluster import LIMITS, SECRET, oracle
+from tests.waits import soon
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 40.0
@@ -59,7 +60,7 @@ class Worker:
     async def kill(self) -> None:
         """SIGKILL; returns once the kernel says so."""
         self.child.kill()
-        assert await self.child.wait() == -signal.SIGKILL
+        assert await soon(self.child.wait()) == -signal.SIGKILL
 
     async def stop(self) -> None:
         """SIGSTOP; returns once it stands still."""
@@ -222,4 +223,4 @@ async def _worker(name: str, role: Role, folder: Path, advertised: str):
     finally:
         if child.returncode is None:
             child.kill()
-            await child.wait()
+            await soon(child.wait())

@@ -37,7 +37,8 @@ from baton_engine.messages import (
     SampledTokens,
     Start,
 )
-from baton_worker.legs import LegLifecycle, WorkerLegTable
+from baton_worker.legs import WorkerLegTable
+from baton_worker.lifecycle import LegLifecycle
 from baton_worker.messages import (
     FailedMessage,
     LegAsked,

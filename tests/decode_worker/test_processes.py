@@ -17,6 +17,7 @@ from baton.ids import Incarnation, Role, WorkerId, WorkerIdentity
 from baton.rpc.channel import open_channel
 from baton.rpc.v1 import control_pb2, control_pb2_grpc
 from tests.decode_worker.cluster import TIMEOUT_S, Node, Pair, Router, node, oracle, prompt
+from tests.waits import soon
 
 pytestmark = pytest.mark.alone
 
@@ -74,7 +75,7 @@ async def world(folder: Path, *steps: str, **options: Any):
     finally:
         if child.returncode is None:
             child.kill()
-            await child.wait()
+            await soon(child.wait())
 
 
 async def test_two_processes_draw_the_tokens_of_the_oracle(tmp_path: Path):
@@ -93,7 +94,7 @@ async def test_a_prefill_worker_killed_in_mid_transfer_loses_no_page(tmp_path: P
         await cluster.both.ask(1, prompt(60))
         await cluster.writing()
         cluster.child.kill()
-        assert await cluster.child.wait() == -signal.SIGKILL
+        assert await soon(cluster.child.wait()) == -signal.SIGKILL
         assert await cluster.both.failed(cluster.both.to_d, 1) == "worker_lost"
         await cluster.both.to_d.until(lambda: cluster.used() == 0)
         assert cluster.attached() == 0

@@ -172,7 +172,7 @@ def test_nobody_misses_a_directory_that_is_killed(checkpoint: Path, tmp_path: Pa
             eventually(lambda: usage(cluster)["directory_reachable"], "the directory is reached")
             ask_all(cluster, checkpoint)
             redis.kill()
-            redis.wait()
+            redis.wait(timeout=30)
             eventually(lambda: not usage(cluster)["directory_reachable"], "its loss is seen")
             # The node of this host knows by itself what it holds.
             assert ask_all(cluster, checkpoint) > 0
@@ -182,7 +182,7 @@ def test_nobody_misses_a_directory_that_is_killed(checkpoint: Path, tmp_path: Pa
             assert ask_all(cluster, checkpoint, first=NUM_PROMPTS) > 0
     finally:
         redis.kill()
-        redis.wait()
+        redis.wait(timeout=30)
 
 
 def _redis(port: int, folder: Path) -> "subprocess.Popen[bytes]":

@@ -14,6 +14,7 @@ import pytest
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, assert_gone, eventually, serve
+from tests.waits import soon
 
 pytestmark = pytest.mark.alone
 
@@ -78,7 +79,7 @@ class Stream:
         )
         async with request as response:
             assert response.status_code == 200, await response.aread()
-            await begun.wait()
+            await soon(begun.wait())
             rest = b""
             async for piece in response.aiter_bytes():
                 # Not by httpx's lines: it takes characters for their ends that stand in texts.

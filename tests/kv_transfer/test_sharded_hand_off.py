@@ -29,6 +29,7 @@ from tests.kv_transfer.hand_off_process import FIRST, worker
 from tests.kv_transfer.permits import permit
 from tests.kv_transfer.rank_process import UNTOUCHED, layout_of
 from tests.kv_transfer.sharding import WHOLE, truth
+from tests.waits import soon
 
 pytestmark = pytest.mark.alone
 
@@ -218,7 +219,7 @@ async def test_one_killed_rank_loses_the_attempt_and_another_worker_takes_it_ove
             await rank.heard("wrote")  # both are in the middle of it
         (receiver,) = cluster.receivers
         killed.child.kill()
-        await killed.child.wait()
+        await soon(killed.child.wait())
         assert await receiver.heard("writer lost") == {"what": "writer lost", "attempt": 1}
         assert (await living.heard("failed"))["code"] == "worker_lost"
         (other,) = await cluster.prefill_worker(1, identity=("q", 3))

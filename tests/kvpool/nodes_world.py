@@ -27,6 +27,7 @@ from kvpool.messages import BlockLease, Owner, PutGrant
 from kvpool.ports import AllowanceSource
 from kvpool.service import run
 from tests.redis_servers import no_refusals
+from tests.waits import soon
 
 LAYOUT = KvLayout(
     model_fingerprint="m",
@@ -137,7 +138,7 @@ class Node:
         )
         assert process.stdout is not None
         try:
-            assert await process.stdout.readline() == b"ready\n"
+            assert await soon(process.stdout.readline(), 60) == b"ready\n"
             yield process
         finally:
             if process.returncode is None:

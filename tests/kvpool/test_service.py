@@ -23,6 +23,7 @@ from baton.rpc.hello import identity_to_proto, layout_to_proto
 from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
 from kv_transfer.memory.pages import Pages
+from kv_transfer.memory.proof import ANSWER_BYTES, CHALLENGE_BYTES
 from kvpool.client.node_client import GrpcPoolClient
 from kvpool.messages import Allowance, Owner, PutGrant, PutRefusalReason, PutRefused
 from kvpool.ports import AllowanceSource
@@ -337,9 +338,12 @@ async def test_a_stranger_without_a_token_does_not_get_the_slab(node: Node, tmp_
         await worker.attached()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
             stranger.connect(str(tmp_path / "pool-0.kv"))
-            stranger.sendall(bytes(32))
-            answer, fds, _, _ = await asyncio.to_thread(socket.recv_fds, stranger, 16, 1)
-        assert (answer, fds) == (b"", [])
+            stranger.sendall(bytes(ANSWER_BYTES))
+            heard = [await asyncio.to_thread(socket.recv_fds, stranger, 256, 1) for _ in range(2)]
+        assert [(len(answer), fds) for answer, fds, _, _ in heard] == [
+            (CHALLENGE_BYTES, []),
+            (0, []),
+        ]
 
 
 async def test_what_memory_cannot_hold_goes_to_the_disk_and_comes_back_also_after_a_restart(

@@ -19,7 +19,8 @@ from baton.ids import (
 from baton.layout import KvLayout
 from baton_engine.messages import Prefill, PrefillStarted, Release, Released
 from baton_engine.ports import LayerReady, PageExport
-from baton_worker.legs import LegLifecycle, WorkerLegTable
+from baton_worker.legs import WorkerLegTable
+from baton_worker.lifecycle import LegLifecycle
 from baton_worker.messages import (
     LegAsked,
     LegCancelled,

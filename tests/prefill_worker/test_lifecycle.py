@@ -28,7 +28,8 @@ from baton.ids import (
 from baton.layout import KvLayout
 from baton_engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released
 from baton_engine.ports import LayerReady, PageExport
-from baton_worker.legs import LegLifecycle, WorkerLegTable
+from baton_worker.legs import WorkerLegTable
+from baton_worker.lifecycle import LegLifecycle
 from baton_worker.messages import (
     Connect,
     FailedMessage,

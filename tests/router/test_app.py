@@ -8,6 +8,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 
 from router.openai.requests import ChatCompletionRequest
 from tests.router.served import MODEL, Served, listening, serve
+from tests.waits import soon
 
 _HI: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "hi"}]
 
@@ -168,7 +169,7 @@ async def _leave_when_paused(served: Served, url: str, *, stream: bool) -> None:
             await client.post(f"{url}/v1/chat/completions", json=body)
 
     asking = asyncio.create_task(ask())
-    await served.generator.paused.wait()
+    await soon(served.generator.paused.wait())
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking

@@ -25,6 +25,7 @@ from router.tenants.tenant import ANONYMOUS
 from router.workers.links import LinkTiming
 from tests.router.grpc_workers import FakeWorker, running
 from tests.router.workers import drawn
+from tests.waits import soon
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -233,7 +234,7 @@ async def test_closing_the_stream_cancels_both_legs(tmp_path):
         workers["p0"].hold_at = 0
         stream = generator.generate(job())
         reading = asyncio.create_task(anext(stream))
-        await workers["p0"].holding.wait()
+        await soon(workers["p0"].holding.wait())
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await stream.aclose()
@@ -281,7 +282,7 @@ async def test_a_draining_generator_finishes_what_it_has_and_takes_nothing_new(t
         generator = parts.generator
         workers["h0"].hold_at = 2
         running_job = asyncio.create_task(collect(generator, job()))
-        await workers["h0"].holding.wait()
+        await soon(workers["h0"].holding.wait())
         draining = asyncio.create_task(generator.drain(10.0))
         await asyncio.sleep(0)
         assert not parts.status.ready()

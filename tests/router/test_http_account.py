@@ -17,6 +17,7 @@ from router.tenants.keys import hash_key
 from router.tenants.tenant import TenantId
 from router.text.tokenizer import Tokenizer
 from tests.router.served import MODEL, Served, serve
+from tests.waits import soon
 
 KEY = {"Authorization": "Bearer k"}
 
@@ -122,7 +123,7 @@ async def test_no_more_are_in_flight_than_allowed_and_a_stream_counts_until_its_
         served.says("ok")
         served.generator.pause_after = 1
         streaming = asyncio.create_task(served.chat(KEY, stream=True))
-        await served.generator.paused.wait()
+        await soon(served.generator.paused.wait())
         assert _refusal(await served.chat(KEY)) == "1"
         served.generator.gate.set()
         assert (await streaming).status_code == 200

@@ -9,6 +9,7 @@ import pytest
 from baton.config.schema import RouterConfig
 from router.http import protocol, server
 from tests.router.served import listening, serve
+from tests.waits import soon
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -104,7 +105,7 @@ async def test_an_answer_that_takes_longer_than_that_is_not_cut():
         served.says("hello world and again")
         served.generator.pause_after = 2
         writer.write(COMPLETION)
-        await served.generator.paused.wait()
+        await soon(served.generator.paused.wait())
         writer.write(_GET)  # the next request, not yet whole
         await asyncio.sleep(2 * KEEP_ALIVE_S)
         served.generator.gate.set()
@@ -136,7 +137,7 @@ async def test_a_stop_closes_idle_connections_at_once_and_lets_begun_answers_fin
         served.says("hello world and again")
         served.generator.pause_after = 2
         asking_writer.write(COMPLETION)
-        await served.generator.paused.wait()
+        await soon(served.generator.paused.wait())
         stop.set()
         await running.stopped_by(stop)
         async with asyncio.timeout(5):

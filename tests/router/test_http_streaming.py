@@ -7,6 +7,7 @@ from starlette.types import Message
 
 from router.generation.generation_run import merged
 from router.http.streaming import ClientGoneError, EventStream, while_connected
+from tests.waits import soon
 
 
 async def _never() -> Message:
@@ -53,7 +54,7 @@ async def test_a_stream_whose_client_leaves_is_closed_before_its_response_return
             closed.set()
 
     async def receive() -> Message:
-        await waiting.wait()
+        await soon(waiting.wait())
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
@@ -68,7 +69,7 @@ async def test_work_is_cancelled_when_the_client_leaves():
     started, cancelled = asyncio.Event(), asyncio.Event()
 
     async def receive() -> Message:
-        await started.wait()
+        await soon(started.wait())
         return {"type": "http.disconnect"}
 
     async def work() -> None:
@@ -102,7 +103,7 @@ async def test_a_server_that_stops_cancels_the_work():
             cancelled.set()
 
     serving = asyncio.create_task(while_connected(_never, work(), _ignore))
-    await started.wait()
+    await soon(started.wait())
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await serving

@@ -10,6 +10,7 @@ import pytest
 from baton.ids import Role
 from tests.router.grpc_workers import running
 from tests.router.test_generator import collect, generating, job, model_output
+from tests.waits import soon
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -34,7 +35,7 @@ async def test_a_killed_router_ends_its_own_streams_and_no_other(tmp_path):
         worker = workers["h0"]
         worker.hold_at = 3
         ours = asyncio.create_task(collect(generator, job("ours")))
-        await worker.holding.wait()
+        await soon(worker.holding.wait())
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "tests.router.lone_router", worker.address),
@@ -42,13 +43,13 @@ async def test_a_killed_router_ends_its_own_streams_and_no_other(tmp_path):
         )
         try:
             assert process.stdout is not None
-            assert await process.stdout.readline() == b"begun\n"
+            assert await soon(process.stdout.readline(), 60) == b"begun\n"
             assert not worker.hung_up.is_set()
         finally:
             os.kill(process.pid, signal.SIGKILL)
-            status = await process.wait()
+            status = await soon(process.wait())
         assert status == -signal.SIGKILL
-        await worker.hung_up.wait()  # and with its stream the worker has cancelled its legs
+        await soon(worker.hung_up.wait())  # and with its stream the worker has cancelled its legs
         worker.gate.set()
         assert (await ours)[0][0] == model_output(0, 6)
         assert (await collect(generator, job("another")))[0][0] == model_output(0, 6)

@@ -19,6 +19,7 @@ from baton.rpc.v1.control_pb2_grpc import ControlStub
 from router import service
 from tests.router.grpc_workers import FakeWorker, running
 from tests.router.tiny_tokenizers import byte_level
+from tests.waits import soon
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -88,7 +89,7 @@ async def routing(workers: dict[str, FakeWorker], directory: Path, *, ready=True
     )
     async with httpx.AsyncClient(base_url=url, timeout=20) as http:
         if ready:
-            await launcher.is_ready.wait()
+            await soon(launcher.is_ready.wait())
         yield Router(
             http=http,
             control=f"unix:{directory / service.CONTROL_SOCKET}",
@@ -122,7 +123,7 @@ async def test_status_shows_every_address_with_or_without_a_worker(tmp_path):
         stub = ControlStub(channel)
         workers["d0"].hold_at = 2
         asking = asyncio.create_task(router.complete())
-        await workers["d0"].holding.wait()
+        await soon(workers["d0"].holding.wait())
         status = await stub.Status(control_pb2.StatusRequest())
         assert status.model == "tiny"
         assert status.requests_in_flight == 1
@@ -181,7 +182,7 @@ async def test_a_stop_lets_begun_streams_finish(tmp_path):
     ):
         workers["h0"].hold_at = 2
         asking = asyncio.create_task(router.complete())
-        await workers["h0"].holding.wait()
+        await soon(workers["h0"].holding.wait())
         router.stop.set()
         await asyncio.sleep(0)
         assert not router.task.done()
@@ -197,7 +198,7 @@ async def test_a_stop_ends_what_does_not_finish_with_a_typed_error(tmp_path):
     ):
         workers["h0"].hold_at = 2
         asking = asyncio.create_task(router.complete())
-        await workers["h0"].holding.wait()
+        await soon(workers["h0"].holding.wait())
         router.stop.set()
         reply = await asking
         assert reply.status_code == 503

@@ -14,6 +14,7 @@ import pytest
 
 from baton.errors import InvalidRequestError
 from router.templates.renderer import Conversation, TemplateRenderer
+from tests.waits import eventually
 
 SOURCE = (
     "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
@@ -58,8 +59,7 @@ def test_two_at_once_have_a_child_each(renderer: TemplateRenderer):
     with ThreadPoolExecutor(1) as pool:
         looping = pool.submit(renderer.render, saying("loop"))
         (first,) = children()
-        while first.status() != psutil.STATUS_RUNNING:
-            pass
+        eventually(lambda: first.status() == psutil.STATUS_RUNNING)
         assert renderer.render(saying("hi")) == "<s>hi"
         assert len(children()) == 2
         first.kill()
@@ -72,7 +72,7 @@ def test_a_child_that_was_killed_is_replaced(renderer: TemplateRenderer):
     renderer.render(saying("hi"))
     (first,) = children()
     os.kill(first.pid, signal.SIGKILL)
-    first.wait()
+    first.wait(timeout=30)
     assert renderer.render(saying("hi")) == "<s>hi"
 
 
@@ -87,8 +87,7 @@ def test_a_child_that_renders_while_the_renderer_is_closed_ends_with_its_renderi
     renderer, closed = TemplateRenderer(SOURCE, {}, limit_s=0.5), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         looping = pool.submit(renderer.render, saying("loop"))
-        while not children():
-            pass
+        eventually(lambda: bool(children()))
         renderer.close()
         closed.set()
         with pytest.raises(InvalidRequestError, match="takes too long"):
@@ -111,10 +110,9 @@ def test_a_child_that_loops_does_not_outlive_its_parent_for_long():
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"ready\n"
     (child,) = psutil.Process(parent.pid).children()
-    while child.status() != psutil.STATUS_RUNNING:
-        pass
+    eventually(lambda: child.status() == psutil.STATUS_RUNNING)
     parent.kill()
-    parent.wait()
+    parent.wait(timeout=30)
     parent.stdout.close()
     psutil.wait_procs([child], timeout=30)
     assert not child.is_running()

@@ -23,6 +23,7 @@ from router.workers.links import LinkState, LinkTiming, WorkerLink
 from tests.kv_transfer.permits import permit
 from tests.router.grpc_workers import FakeWorker, running
 from tests.router.workers import drawn
+from tests.waits import WAIT_S, soon
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -59,17 +60,17 @@ def generate(link, max_tokens=2) -> SendLeg:
 @pytest.mark.parametrize("role", Role)
 async def test_the_greeting_tells_what_a_worker_is(tmp_path, role):
     async with running(tmp_path, w=role) as workers, linked(workers["w"]) as (link, events):
-        joined = await events.get()
+        joined = await soon(events.get())
         assert joined == WorkerJoined(hello=workers["w"].hello, address=workers["w"].address)
         assert link.state is LinkState.READY
 
 
 async def test_a_local_leg_streams_its_tokens_with_the_end_on_the_last(tmp_path):
     async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
-        await events.get()
+        await soon(events.get())
         link.send(generate(link))
-        assert isinstance(await events.get(), Prefilled)
-        first, last = await events.get(), await events.get()
+        assert isinstance(await soon(events.get()), Prefilled)
+        first, last = await soon(events.get()), await soon(events.get())
         assert isinstance(first, StepTokens)
         assert (first.leg_ids, first.samples, first.tokens) == (
             [7],
@@ -85,7 +86,7 @@ async def test_a_prefill_leg_brings_first_tokens_then_the_hand_off_then_the_load
         running(tmp_path, p=Role.PREFILL, d=Role.DECODE) as workers,
         linked(workers["p"]) as (link, events),
     ):
-        await events.get()
+        await soon(events.get())
         link.send(
             SendLeg(
                 kind=LegKind.PREFILL,
@@ -106,16 +107,16 @@ async def test_a_prefill_leg_brings_first_tokens_then_the_hand_off_then_the_load
 
 async def test_a_cancel_reaches_the_worker(tmp_path):
     async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
-        await events.get()
+        await soon(events.get())
         link.send(SendCancel(worker=link.hello.identity, leg_id=LegId(9)))
         assert await workers["w"].cancelled.get() == 9
 
 
 async def test_a_killed_worker_is_lost_and_its_next_start_is_another_worker(tmp_path):
     async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (_, events):
-        before = (await events.get()).hello.identity
+        before = (await soon(events.get())).hello.identity
         await workers["w"].restart()
-        lost, joined = await events.get(), await events.get()
+        lost, joined = await soon(events.get()), await soon(events.get())
         assert isinstance(lost, WorkerLost)
         assert lost.worker == before
         assert joined.hello.identity.incarnation == 2
@@ -123,14 +124,14 @@ async def test_a_killed_worker_is_lost_and_its_next_start_is_another_worker(tmp_
 
 async def test_commands_for_an_incarnation_that_is_gone_are_dropped(tmp_path):
     async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
-        await events.get()
+        await soon(events.get())
         command = generate(link)
         await workers["w"].restart()
-        await events.get()
-        await events.get()
+        await soon(events.get())
+        await soon(events.get())
         link.send(command)
         link.send(generate(link))
-        await events.get()
+        await soon(events.get())
         assert len(workers["w"].started) == 1
 
 
@@ -139,10 +140,10 @@ async def test_a_worker_of_another_protocol_is_not_taken_until_it_speaks_ours(tm
         changes = {"protocol_version": 99}
         await FakeWorker("w", Role.DECODE, tmp_path, workers, changes=changes).start()
         async with linked(workers["w"]) as (_, events):
-            await workers["w"].hung_up.wait()
+            await soon(workers["w"].hung_up.wait())
             assert events.empty()
             workers["w"].changes = {}
-            assert isinstance(await events.get(), WorkerJoined)
+            assert isinstance(await soon(events.get()), WorkerJoined)
 
 
 async def test_a_worker_that_changes_its_role_stays_the_worker_that_it_is(tmp_path):
@@ -157,18 +158,19 @@ async def test_a_worker_that_changes_its_role_stays_the_worker_that_it_is(tmp_pa
 
 async def test_a_worker_that_becomes_another_one_in_mid_stream_is_hung_up_on(tmp_path):
     async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (_, events):
-        await events.get()
+        await soon(events.get())
         workers["w"].greet_again(vocab_size=7)
-        assert isinstance(await events.get(), WorkerLost)
-        assert isinstance(await events.get(), WorkerJoined)
+        assert isinstance(await soon(events.get()), WorkerLost)
+        assert isinstance(await soon(events.get()), WorkerJoined)
 
 
 async def test_failed_attempts_leave_no_task_behind(tmp_path, caplog):
     caplog.set_level(logging.DEBUG, logger="router.workers.links")
     absent = FakeWorker("w", Role.DECODE, tmp_path, {})
     async with linked(absent):
-        while sum(record.message == "no worker" for record in caplog.records) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # the log has no event to wait for
+        async with asyncio.timeout(WAIT_S):
+            while sum(record.message == "no worker" for record in caplog.records) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # the log has no event to wait for
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -178,7 +180,7 @@ async def test_a_worker_that_does_not_read_its_commands_is_hung_up_on(tmp_path):
         running(tmp_path, w=Role.HYBRID) as workers,
         linked(workers["w"], timing) as (link, events),
     ):
-        await events.get()
+        await soon(events.get())
         command = generate(link)
         for _ in range(3):
             link.send(command)  # nothing is written before the loop runs
@@ -188,6 +190,6 @@ async def test_a_worker_that_does_not_read_its_commands_is_hung_up_on(tmp_path):
 
 async def _first(events, kind):
     while True:
-        event = await events.get()
+        event = await soon(events.get())
         if isinstance(event, kind):
             return event

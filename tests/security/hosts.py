@@ -74,7 +74,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     finally:
         for one in holders:
             one.kill()
-            one.wait()
+            one.wait(timeout=30)
 
 
 def listening(pid: int) -> set[tuple[str, int]]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.router.served import MODEL, events, serve
+from tests.waits import soon
 
 pytestmark = pytest.mark.alone
 
@@ -29,7 +30,7 @@ async def test_bad_requests_between_running_streams_change_none_of_their_text():
         served.says("an answer that takes a while")
         served.generator.pause_after = 2
         good = [asyncio.create_task(served.chat(stream=True)) for _ in range(8)]
-        await served.generator.paused.wait()
+        await soon(served.generator.paused.wait())
         for route, body in BAD:
             given: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
             reply = await served.http.post(route, **given)

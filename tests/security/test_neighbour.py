@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import gc
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -31,6 +32,7 @@ from baton.rpc.v1 import (
     pool_pb2_grpc,
     worker_pb2_grpc,
 )
+from router.workers.links import LinkState, WorkerLink
 
 pytestmark = pytest.mark.alone
 
@@ -325,3 +327,22 @@ async def test_with_an_operators_certificates_the_secret_alone_lets_nobody_in(
         assert await outcome(call) is grpc.StatusCode.PERMISSION_DENIED  # a worker, and known
     await server.stop(None)
     assert services.heard == []
+
+
+async def test_a_router_with_another_secret_says_so_once_and_its_link_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own = process(PeerRole.ROUTER, OTHER)
+    async with serving() as (address, services, _):
+        link = WorkerLink(address, lambda _: None, credentials=own)
+        with caplog.at_level(logging.ERROR):
+            running = asyncio.create_task(link.run())
+            async with asyncio.timeout(20):
+                while own.counts.strangers < 3:  # noqa: ASYNC110  # attempts go on
+                    await asyncio.sleep(0.01)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        assert link.state is LinkState.REFUSED
+        assert services.heard == []
+    said = [one for one in caplog.records if "worker cannot be used" in one.getMessage()]
+    assert len(said) == 1

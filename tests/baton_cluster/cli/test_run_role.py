@@ -113,7 +113,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
     for process in started:
         if process.poll() is None:
             process.kill()
-            process.wait()
+            process.wait(timeout=30)
 
 
 def test_four_processes_that_were_started_alone_serve_together(

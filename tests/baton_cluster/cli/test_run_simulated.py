@@ -104,7 +104,7 @@ def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.kill()
-            process.wait()
+            process.wait(timeout=30)
 
 
 def _ready(client: httpx.Client) -> bool:

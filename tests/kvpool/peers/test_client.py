@@ -11,6 +11,7 @@ from baton.rpc.channel import bind, new_server
 from baton.rpc.v1 import common_pb2, pool_pb2_grpc
 from baton.rpc.v1 import pool_pb2 as pb
 from kvpool.peers.client import PeerClient, PeerSeal
+from tests.waits import soon
 
 SEAL = PeerSeal(bytes(32))
 
@@ -40,7 +41,7 @@ async def test_nobodys_question_is_cut_off_because_others_are_asked_too(tmp_path
     client = PeerClient(SEAL, max_channels=1)
     try:
         asking = asyncio.create_task(client.ask(address, pb.PeerRequest(), 30.0))
-        await slow.asked.wait()
+        await soon(slow.asked.wait())
         for number in range(3):
             with pytest.raises(PoolUnavailableError):
                 await client.ask(f"unix:{tmp_path}/{number}.sock", pb.PeerRequest(), 5.0)

@@ -15,6 +15,7 @@ from kv_transfer.backends.registry import BACKENDS
 from kvpool.messages import Owner
 from tests.kvpool.nodes_world import ANNA, LAYOUT, NUM_SLOTS, Node, Worker, keys, pool_config, until
 from tests.redis_servers import a_redis
+from tests.waits import soon
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ async def test_a_holder_that_is_killed_while_it_writes_costs_the_hit_and_no_slot
             await until(stalled.exists)
             assert (await there.usage()).slots_free < NUM_SLOTS
             holder.kill()
-            await holder.wait()
+            await soon(holder.wait())
             assert await asked == 0
         await empty(there)
         assert (await there.usage()).failed_fetches == 1
@@ -217,7 +218,7 @@ async def test_a_holder_that_stands_still_keeps_its_slots_until_it_is_dead(
             said = await there.usage()
             assert (said.puts, said.slots_free) == (1, NUM_SLOTS - 3)
             holder.kill()
-            await holder.wait()
+            await soon(holder.wait())
             assert await asked == 0
         await empty(there, held=1)
 

@@ -1,11 +1,12 @@
 """The journal against a dict: wherever it is cut, it says what was true after some of its records."""
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.ssd.journal import recover
+from kvpool.ssd.journal import begin_log, encode_holds, recover
 from tests.kvpool.ssd.disk_world import SLOT_BYTES, block
 
 NUM_EXTENTS = 5
@@ -106,3 +107,27 @@ def test_a_record_that_was_not_finished_is_written_over_by_a_shorter_one(tmp_pat
     written.cut(size + 150)
     assert list(written.model) == [1]
     written.journal.close()
+
+
+def test_a_sealed_record_that_no_node_wrote_ends_what_counts(tmp_path):
+    sound, after = block(1, 0, 1), block(3, 2, 3)
+    for number, false in enumerate(
+        (
+            encode_holds(block(2, 1, 1 << 63)),
+            encode_holds(block(2, 1, 2, tenant="anna")).replace(b"anna", b"\xff\xfe\xfd\xfc"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        log = begin_log(folder / "journal", SLOT_BYTES, [encode_holds(sound), false])
+        log.append(encode_holds(after))
+        log.close()
+        _, held = opened(folder)
+        assert held == [sound]
+
+
+def test_a_block_larger_than_a_slot_is_forgotten(tmp_path):
+    sound, large = block(1, 0, 1), replace(block(2, 1, 2), size_bytes=SLOT_BYTES + 1)
+    begin_log(tmp_path / "journal", SLOT_BYTES, map(encode_holds, (sound, large))).close()
+    _, held = opened(tmp_path)
+    assert held == [sound]

@@ -1,5 +1,7 @@
 """What a journal says is read as it was meant, and what it cannot have said is not guessed at."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +52,38 @@ def test_a_record_that_is_cut_says_nothing(block, length):
     whole = encode_holds(block)
     if length < len(whole):
         assert decode(whole[:length]) is None
+
+
+@given(st.binary(max_size=200), st.sampled_from([b"", b"\0", b"\1", b"\2"]))
+def test_any_bytes_are_a_record_or_none(rest, kind):
+    record = decode(kind + rest)
+    assert record is None or isinstance(record, (Begins, DiskBlock, Erased))
+
+
+@given(_blocks, st.data())
+def test_a_record_with_any_byte_altered_is_a_record_or_none(block, data):
+    whole = bytearray(encode_holds(block))
+    whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    read = decode(bytes(whole))
+    assert read is None or isinstance(read, DiskBlock)
+
+
+def test_names_that_are_no_text_and_numbers_that_are_too_large_say_nothing():
+    owner = Owner(tenant="anna", scope="", model="")
+    block = DiskBlock(
+        extent=1,
+        epoch=2,
+        key=BlockKey(bytes(16)),
+        owner=owner,
+        size_bytes=3,
+        position=4,
+        checksums=bytes(8),
+    )
+    assert decode(encode_holds(block)) == block
+    assert decode(encode_holds(block).replace(b"anna", b"an\xff\xfe")) is None
+    assert decode(encode_holds(replace(block, epoch=1 << 63))) is None
+    assert decode(encode_holds(replace(block, key=BlockKey(bytes(15))))) is None
+    assert decode(encode_erased(Erased(extent=0, epoch=1 << 63))) is None
 
 
 def test_a_record_of_an_unknown_kind_says_nothing():

@@ -11,6 +11,7 @@ from router.ports import Timing
 from router.tenants.tenant import Tenant, TenantId
 from tests.router.grpc_workers import running
 from tests.router.test_generator import collect, composed, generating, job, model_output
+from tests.waits import WAIT_S
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -20,8 +21,9 @@ PLACES = 10
 
 async def settled(condition) -> None:
     """Returns once `condition` holds."""
-    while not condition():  # noqa: ASYNC110  # nobody announces what it looks at
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110  # nobody announces what it looks at
+            await asyncio.sleep(0.001)
 
 
 async def full_house(generator, worker, count: int) -> list[asyncio.Task[Any]]:

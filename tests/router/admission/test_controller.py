@@ -307,4 +307,4 @@ def test_the_story_of_a_request_tells_when_it_was_queued_and_admitted():
     assert (asked.at_s, asked.actions) == (1.0, ("queued",))
     assert (admitted.at_s, admitted.event) == (2.0, "admitted")
     (refused,) = controller.story(RequestId("s"))
-    assert refused.actions == ("Refusal(reason=queue_full, retry_after_s=None)",)
+    assert refused.actions == ("Refusal(reason=queue_full)",)

@@ -12,7 +12,7 @@ from router.admission.capacity import WorkerCapacity
 from router.admission.controller import AdmissionController
 from router.admission.queue import QueuedRequest
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.events import ClientGone, Submitted, WorkerJoined
+from router.dispatch.events import ClientGone, WorkerJoined
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
 from router.ports import GenerationRequest
@@ -92,7 +92,7 @@ class Door:
     def let_in(self) -> None:
         while (taken := self.controller.next(0.0)) is not None:
             before = {w.identity: w.sequences for w in self.view.workers}
-            self.dispatcher.handle(Submitted(request=self.jobs[taken.request_id]), 0.0)
+            self.dispatcher.handle(self.jobs[taken.request_id], 0.0)
             for worker in self.view.workers:
                 if 0 < before[worker.identity] < worker.sequences:
                     self.check(worker)

@@ -14,6 +14,7 @@ from baton.errors import UnavailableError
 from baton.redis_link import RefusedValues, open_redis
 from router.admission.share_exchange import ShareExchange, sharing
 from tests.redis_servers import KINDS, a_redis, no_refusals, real_redis
+from tests.waits import soon
 
 pytestmark = pytest.mark.timeout(60)
 KEY = "baton:admitted"
@@ -196,4 +197,4 @@ async def test_while_redis_is_away_routers_go_on_and_hear_each_other_again_after
 async def _hears(books: Books, totals: dict[str, float]) -> None:
     while not (books.heard and totals in books.heard[-1].values()):
         books.news.clear()
-        await books.news.wait()
+        await soon(books.news.wait())

@@ -54,7 +54,6 @@ from router.dispatch.events import (
     SampleFinished,
     StepTokens,
     StopSample,
-    Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
@@ -109,7 +108,7 @@ class Core:
             sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored),
         )
         job = GenerationRequest(request_id=REQUEST, prompt=prompt, timeout_s=timeout_s)
-        return self(Submitted(request=job))
+        return self(job)
 
     def pass_time(self, seconds: float):
         self.now_s += seconds
@@ -207,7 +206,7 @@ def test_both_workers_are_told_what_the_request_was_promised(core):
     job = GenerationRequest(
         request_id=REQUEST, prompt=prompt, timeout_s=60.0, slo=slo, waited_s=0.5
     )
-    actions = core(Submitted(request=job))
+    actions = core(job)
     for told in (sent(actions, LegKind.PREFILL), sent(actions, LegKind.RECEIVE)):
         assert told.prompt.slo == slo.promise(0.5)
 
@@ -510,7 +509,7 @@ def test_while_a_pair_is_tried_again_other_requests_do_not_wait_for_it(core):
     job = GenerationRequest(
         request_id=other, prompt=replace(p.prompt, samples=(0,)), timeout_s=60.0
     )
-    sent(core(Submitted(request=job)), LegKind.GENERATE)
+    sent(core(job), LegKind.GENERATE)
 
 
 def test_a_pair_that_does_not_fit_stays_apart_until_one_of_them_starts_anew(core):

@@ -31,7 +31,6 @@ from router.dispatch.events import (
     SampleFinished,
     StepTokens,
     StopSample,
-    Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
@@ -204,7 +203,7 @@ class Interleavings(RuleBasedStateMachine):
         )
         self.jobs[request_id] = Expected(prompt=prompt, seen=dict.fromkeys(range(samples), 0))
         job = GenerationRequest(request_id=request_id, prompt=prompt, timeout_s=60.0)
-        self.feed(Submitted(request=job))
+        self.feed(job)
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), sample=st.integers(0, 2))

@@ -6,6 +6,7 @@ from baton.generation import Prompt, SamplingParams
 from baton.ids import RequestId, Role
 from router.dispatch.placement import Placement
 from router.dispatch.request import RequestState
+from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.policy import Pair, RouteKind
@@ -31,9 +32,10 @@ class Place:
 
     def chosen(self, tokens, *, session="", scope="") -> str:
         prompt = Prompt(prompt_tokens=tuple(tokens), sampling=SamplingParams(), cache_scope=scope)
-        job = RequestState(
-            request_id=RequestId("r"), prompt=prompt, now_s=0.0, deadline_s=9.0, session=session
+        asked = GenerationRequest(
+            request_id=RequestId("r"), prompt=prompt, timeout_s=9.0, session=session
         )
+        job = RequestState(asked, 0.0)
         pair = self.placement.choose(job, prompt, frozenset(), 0.0)
         assert isinstance(pair, Pair)
         return pair.decode.identity.worker_id
