@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-_STEP_BYTES = 128 * 1024
+_STEP_BYTES = 32 * 1024
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 _OPENS, _CLOSES, _PARTS = 1, -1, 2

@@ -24,7 +24,7 @@ from router.text.token_bytes import ByteDecoder, ByteTable, PieceTable, TokenDec
 
 _SHORT_TEXT = 4096
 """Characters that are encoded in a millisecond or two."""
-_DECODED_AT_ONCE = 1024
+_DECODED_AT_ONCE = 256
 
 _Result = TypeVar("_Result")
 
