@@ -30,6 +30,7 @@ async def test_only_the_worker_has_torch_and_a_stop_leaves_nothing(home):
             "hybrid-0.kv.sock",
             "hybrid-0.sock",
             "router.sock",
+            "supervisor.sock",
         ]
     assert not [pid for pid in pids.values() if psutil.pid_exists(pid)]
     assert not (home / "run").exists()
