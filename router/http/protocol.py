@@ -12,6 +12,7 @@ from typing import Any
 
 import httptools
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.errors import BatonError, InvalidRequestError, disposition
@@ -28,6 +29,10 @@ MAX_HEADER_FIELDS = 256
 
 MAX_FRAMING_BYTES = 1024 * 1024
 """Of one chunked body: sizes, extensions and line ends. A body of 8 MiB in chunks of 50 bytes has that much."""
+
+MAX_PARSED_AT_ONCE = 16 * 1024
+"""Bytes of one connection that are parsed before the event loop runs again. One read may bring 256 KiB, whose chunks of one byte are
+43,000 calls from the parser."""
 
 MAX_REQUESTS_AHEAD = 16
 """Requests of one connection that wait for the reply to an earlier one."""
@@ -62,10 +67,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._framing_bytes = 0
         self._refused: tuple[str, str] | None = None
         self._closing: asyncio.TimerHandle | None = None
+        self._unparsed = b""
+        self._reading: _Reading
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A first request is waited for. Where there are too many connections, one that waits longest for a request is closed."""
         super().connection_made(transport)
+        self.flow = self._reading = _Reading(transport)
         self._close_in(self.timeout_keep_alive)
         given_up = self._limit.opened(self, self.loop.time())
         if given_up is not None:
@@ -76,6 +84,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Nothing is waited for any more."""
         self._limit.closed(self)
         self._keep_open()
+        self._unparsed = b""
         super().connection_lost(exc)
 
     def close(self) -> None:
@@ -83,10 +92,33 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Counts what is no body, and has the rest parsed."""
+        """Has it parsed, some at a time. Nothing more is read until all of it is."""
         if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()  # type: ignore[no-untyped-call,unused-ignore]
+        if self._unparsed:
+            self._unparsed += data  # a read that was under way when reading was held
+        elif len(data) <= MAX_PARSED_AT_ONCE:
+            self._parse(data)
+        else:
+            self._unparsed = data
+            self._reading.hold()
+            self._parse_next()
+
+    def _parse_next(self) -> None:
+        if self.transport.is_closing():
+            self._unparsed = b""
+            return
+        data = self._unparsed[:MAX_PARSED_AT_ONCE]
+        self._unparsed = self._unparsed[MAX_PARSED_AT_ONCE:]
+        self._parse(data)
+        if self._unparsed:
+            self.loop.call_soon(self._parse_next)
+        elif not self.transport.is_closing():
+            self._reading.let_go()
+
+    def _parse(self, data: bytes) -> None:
+        """Counts what is no body, and has the rest parsed."""
         try:
             if self._in_head:
                 self._head_bytes += len(data)
@@ -185,6 +217,40 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._closing is not None:
             self._closing.cancel()
             self._closing = None
+
+
+class _Reading(FlowControl):
+    """Whether the connection is read: neither while uvicorn has paused it, nor while what was read is still to be parsed."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._held = False
+
+    def hold(self) -> None:
+        """Nothing is read until `let_go`."""
+        self._held = True
+        if not self.read_paused:
+            self._transport.pause_reading()
+
+    def let_go(self) -> None:
+        """Reads again, unless uvicorn has paused it."""
+        self._held = False
+        if not self.read_paused:
+            self._transport.resume_reading()
+
+    def pause_reading(self) -> None:
+        """As uvicorn asks."""
+        if not self.read_paused:
+            self.read_paused = True
+            if not self._held:
+                self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """As uvicorn asks."""
+        if self.read_paused:
+            self.read_paused = False
+            if not self._held:
+                self._transport.resume_reading()
 
 
 class _BeyondBound(Exception):  # noqa: N818  # leaves the parser's callback, nothing more

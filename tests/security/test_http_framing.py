@@ -2,10 +2,17 @@
 
 import asyncio
 import json
+from collections import Counter
 
 import pytest
 
-from router.http.protocol import MAX_FRAMING_BYTES, MAX_HEADER_FIELDS, MAX_REQUESTS_AHEAD
+from router.http.protocol import (
+    MAX_FRAMING_BYTES,
+    MAX_HEADER_FIELDS,
+    MAX_PARSED_AT_ONCE,
+    MAX_REQUESTS_AHEAD,
+    BoundedProtocol,
+)
 from tests.router.served import MODEL, Served, listening, serve
 
 pytestmark = pytest.mark.timeout(30)
@@ -85,6 +92,42 @@ async def test_a_long_body_in_chunks_of_use_is_served():
     async with serve() as served, listening(served.app, registry=served.registry) as url:
         sent = _chunks(body, 100, b";a=b") + b"0\r\n\r\n"
         answer = await _answer(url, _HEAD % b"/v1/completions", sent)
+        assert answer.startswith(b"HTTP/1.1 200")
+
+
+async def test_the_loop_runs_between_the_tiny_chunks_of_one_read(monkeypatch: pytest.MonkeyPatch):
+    turns, calls_by_turn = 0, Counter[int]()
+
+    def next_turn() -> None:
+        nonlocal turns
+        turns += 1
+        turning[0] = asyncio.get_running_loop().call_soon(next_turn)
+
+    def on_body(protocol: BoundedProtocol, body: bytes) -> None:
+        calls_by_turn[turns] += 1
+        parse(protocol, body)
+
+    parse = BoundedProtocol.on_body
+    monkeypatch.setattr(BoundedProtocol, "on_body", on_body)
+    body = b" " * 60_000 + _COMPLETION
+    async with serve() as served, listening(served.app, registry=served.registry) as url:
+        turning = [asyncio.get_running_loop().call_soon(next_turn)]
+        answer = await _answer(url, _HEAD % b"/v1/completions", _chunks(body, 1) + b"0\r\n\r\n")
+        turning[0].cancel()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert calls_by_turn.total() == len(body)
+    assert max(calls_by_turn.values()) <= MAX_PARSED_AT_ONCE // len(b"1\r\n \r\n") + 1
+
+
+async def test_a_client_that_leaves_with_tiny_chunks_unparsed_harms_nobody():
+    async with serve() as served, listening(served.app, registry=served.registry) as url:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        writer.write(_HEAD % b"/v1/completions" + _chunks(b" " * 40_000, 1))
+        await writer.drain()
+        writer.transport.abort()
+        answer = await _answer(
+            url, _HEAD % b"/v1/completions" + _chunks(_COMPLETION, 9), b"0\r\n\r\n"
+        )
         assert answer.startswith(b"HTTP/1.1 200")
 
 
