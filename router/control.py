@@ -6,7 +6,7 @@ from typing import Protocol
 import grpc
 
 from baton.clock import Clock
-from baton.ids import RequestId, WorkerIdentity
+from baton.ids import RequestId
 from baton.rpc.admission import asker
 from baton.rpc.channel import open_channel
 from baton.rpc.credentials import ClusterCredentials
@@ -69,7 +69,6 @@ class RouterControl(pb_grpc.ControlServicer):
         self._links = links
         self._requests = requests
         self._credentials = credentials
-        self._drained_by: dict[WorkerIdentity, str] = {}
         self._stories = stories
         self._decisions = decisions
         self._clock = clock
@@ -113,8 +112,6 @@ class RouterControl(pb_grpc.ControlServicer):
             why = f"without {request.worker} no worker would be left that {lost}; --force drains it"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         by = asker(context, request.by)
-        self._drained_by = {one: who for one, who in self._drained_by.items() if self._here(one)}
-        self._drained_by[worker.identity] = by
         _log.warning("a worker is drained", worker=str(worker.identity), by=by, force=request.force)
         asked = pb.DrainRequest(timeout_s=request.timeout_s, by=by)
         async with open_channel(worker.address, self._credentials) as channel:
@@ -139,7 +136,6 @@ class RouterControl(pb_grpc.ControlServicer):
                 reply = await stub.Undrain(pb.UndrainRequest(), timeout=_WORKER_WAIT_S)
             except grpc.aio.AioRpcError as error:
                 await context.abort(error.code(), f"{request.worker}: {error.details()}")
-        self._drained_by.pop(worker.identity, None)
         _log.info("a worker takes new work again", worker=str(worker.identity), by=asker(context))
         return reply
 
@@ -150,9 +146,6 @@ class RouterControl(pb_grpc.ControlServicer):
     def _nobody(self, name: str) -> str:
         known = ", ".join(sorted(one.identity.worker_id for one in self._view.workers))
         return f"there is no worker {name} here; there are {known or 'none'}"
-
-    def _here(self, identity: WorkerIdentity) -> bool:
-        return any(one.identity == identity for one in self._view.workers)
 
     def _lost_without(self, worker: WorkerView) -> str:
         """What none of the other workers that take new work does; empty where nothing is lost."""
@@ -210,5 +203,5 @@ class RouterControl(pb_grpc.ControlServicer):
             seconds_since_progress=now_s - worker.progress_s if worker.legs else 0.0,
             state=state,
             router_in_flight=worker.legs,
-            drained_by=self._drained_by.get(worker.identity, ""),
+            drained_by=worker.load.drained_by,
         )

@@ -47,6 +47,17 @@ async def routed(folder: Path, workers: list[str]) -> AsyncIterator[tuple[Router
         await server.stop(None)
 
 
+async def drained_by(router: str, name: str) -> str:
+    """What a router says of the worker, once it has heard that it drains."""
+    async with open_channel(router) as channel, asyncio.timeout(20):
+        stub = control_pb2_grpc.ControlStub(channel)
+        while True:
+            for one in (await stub.Status(pb.StatusRequest())).workers:
+                if one.identity.worker_id == name and one.state == "draining":
+                    return one.drained_by
+            await asyncio.sleep(0.01)
+
+
 async def test_a_drained_worker_says_who_asked_and_takes_work_again_when_told(tmp_path: Path):
     async with (
         two(tmp_path, Role.HYBRID, Role.HYBRID) as both,
@@ -62,8 +73,12 @@ async def test_a_drained_worker_says_who_asked_and_takes_work_again_when_told(tm
             one.identity.worker_id: one for one in (await stub.Status(pb.StatusRequest())).workers
         }
         assert told["w1"].state == "draining"
-        assert told["w1"].drained_by == "a process of this user: kim, new disk"
+        assert told["w1"].drained_by == "kim, new disk"
         assert told["w0"].drained_by == ""
+        later = tmp_path / "later"
+        later.mkdir()
+        async with routed(later, [both.p.address, both.d.address]) as (_, other):
+            assert await drained_by(other, "w1") == "kim, new disk"
         await clients.more(CLIENTS)
         await stub.Undrain(pb.UndrainRequest(worker="w1"))
         view = parts.view.find(WorkerId("w1"))
@@ -71,6 +86,11 @@ async def test_a_drained_worker_says_who_asked_and_takes_work_again_when_told(tm
         async with asyncio.timeout(20):
             while parts.view.state(view, parts.clock.now_s()) != "ready":  # noqa: ASYNC110  # its next report
                 await asyncio.sleep(0.01)
+        story = await stub.Story(pb.StoryRequest(request_id="w1"))
+        assert [one.event for one in story.entries if one.process == "w1"] == [
+            "draining, by kim, new disk",
+            "takes new work again, by a process of this user",
+        ]
         await clients.stop()
         while parts.generator.in_flight():  # noqa: ASYNC110  # the account of the last hand-offs
             await asyncio.sleep(0.01)

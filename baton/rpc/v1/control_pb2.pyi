@@ -58,7 +58,7 @@ class WorkerStatus(_message.Message):
     router_in_flight: _builtins.int
     """legs this router has on the worker"""
     drained_by: _builtins.str
-    """who had it drained, as far as the process that answers knows"""
+    """who had it drained and why, as the worker says"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
