@@ -213,10 +213,15 @@ class WorkerServer:
             self._checked.set()
             await self._set_health(self.state())
 
-    async def set_role(self, role: Role, timeout_s: float) -> int:
+    async def set_role(self, role: Role, timeout_s: float, *, by: str) -> int:
         """Changes what this worker advertises, once it has finished what the new role does not take.
 
         Pages and prefix cache stay, and so does the incarnation. One change at a time.
+
+        Args:
+            role: The one to take.
+            timeout_s: How long what it gives up may take to end.
+            by: Who asked.
 
         Returns:
             Legs that are in the way when the time is over: the worker is then what it was before. 0: it has the role.
@@ -230,6 +235,7 @@ class WorkerServer:
                 raise DrainingError("this worker is leaving")
             before = self._service.hello.role
             self._service.narrow_role(role)
+            self._tell(f"to be a {role.value} worker", by=by)
             try:
                 async with asyncio.timeout(timeout_s):
                     await self.idle(outside=role)
@@ -237,6 +243,7 @@ class WorkerServer:
                 _log.warning("the role was not changed in time", role=role.value)
             left = self._service.in_flight(outside=role)
             self._service.take_role(before if left else role)
+            self._tell(f"a {self._service.hello.role.value} worker now", by=by)
             return left
 
     async def idle(self, *, outside: Role | None = None) -> None:
@@ -400,7 +407,9 @@ class _Control(control_pb2_grpc.ControlServicer):
         except KeyError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no such role")
         try:
-            left = await self._server.set_role(role, request.timeout_s)
+            left = await self._server.set_role(
+                role, request.timeout_s, by=asker(context, request.by)
+            )
         except BatonError as error:
             code: grpc.StatusCode = getattr(grpc.StatusCode, disposition(error).grpc)
             await context.abort(code, error.message)

@@ -11,6 +11,7 @@ import pytest
 from baton.config.schema import RouterConfig
 from baton.ids import Role, WorkerId
 from baton.rpc.channel import bind, new_server, open_channel
+from baton.rpc.hello import role_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc
 from router.admin.stories import RequestStories
@@ -120,6 +121,45 @@ async def test_the_last_worker_of_its_kind_is_drained_by_force_only(
         assert (await stub.Drain(forced)).drained
 
 
+@pytest.mark.parametrize(
+    ("name", "role", "what"),
+    [("w1", Role.PREFILL, "decodes"), ("w0", Role.DECODE, "prefills for others")],
+)
+async def test_the_last_worker_of_its_kind_takes_another_role_by_force_only(
+    tmp_path: Path, name: str, role: Role, what: str
+):
+    async with (
+        two(tmp_path, Role.PREFILL, Role.DECODE) as both,
+        routed(tmp_path, [both.p.address, both.d.address]) as (_, address),
+        open_channel(address) as channel,
+    ):
+        stub = control_pb2_grpc.ControlStub(channel)
+        asked = pb.SetRoleRequest(worker=name, role=role_to_proto(role), by="kim", timeout_s=5.0)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"none would be left that {what}") as caught:
+            await stub.SetRole(asked)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        asked.force = True
+        assert (await stub.SetRole(asked)).changed
+        story = await stub.Story(pb.StoryRequest(request_id=name))
+        assert [one.event for one in story.entries if one.process == name] == [
+            f"to be a {role.value} worker, by kim",
+            f"a {role.value} worker now, by kim",
+        ]
+
+
+async def test_a_role_that_leaves_one_of_each_kind_is_taken_unforced(tmp_path: Path):
+    async with (
+        two(tmp_path, Role.HYBRID, Role.DECODE) as both,
+        routed(tmp_path, [both.p.address, both.d.address]) as (_, address),
+        open_channel(address) as channel,
+    ):
+        stub = control_pb2_grpc.ControlStub(channel)
+        role = role_to_proto(Role.PREFILL)
+        assert (
+            await stub.SetRole(pb.SetRoleRequest(worker="w0", role=role, timeout_s=5.0))
+        ).changed
+
+
 async def test_an_unknown_worker_is_refused_with_those_that_are_there(tmp_path: Path):
     async with (
         two(tmp_path, Role.PREFILL, Role.DECODE) as both,
@@ -131,6 +171,8 @@ async def test_an_unknown_worker_is_refused_with_those_that_are_there(tmp_path: 
             await stub.Drain(pb.DrainRequest(worker="w7"))
         with pytest.raises(grpc.aio.AioRpcError, match="there are w0, w1"):
             await stub.Undrain(pb.UndrainRequest(worker="w7"))
+        with pytest.raises(grpc.aio.AioRpcError, match="there are w0, w1"):
+            await stub.SetRole(pb.SetRoleRequest(worker="w7"))
 
 
 async def test_a_worker_that_is_about_to_end_is_not_called_back(tmp_path: Path):
