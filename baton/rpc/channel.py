@@ -51,7 +51,8 @@ _SERVER_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_concurrent_streams", 1024),
 ]
 
-# BoringSSL's words for a certificate of another authority, and gRPC's for one of another role.
+# BoringSSL's words for a certificate out of its time and for one of another authority, and gRPC's for one of another role.
+_OUT_OF_TIME = ("certificate has expired", "certificate is not yet valid")
 _OTHER_CLUSTER = ("CERTIFICATE_VERIFY_FAILED", "certificate signature failure")
 _OTHER_ROLE = "Hostname Verification Check failed"
 _NO_TLS = "WRONG_VERSION_NUMBER"
@@ -123,10 +124,12 @@ def stranger(
 ) -> IncompatibleError | None:
     """What is wrong with the process at `address` if it is not the one meant; None if `error` has another cause.
 
-    Connecting again does not help: the process there, or this one, has to be started with the cluster's secret.
+    Connecting again does not help until the process there, or this one, has the cluster's secret or a valid certificate.
     """
     details = error.details() or ""
-    if any(words in details for words in _OTHER_CLUSTER):
+    if any(words in details for words in _OUT_OF_TIME):
+        what = f"cluster.tls_certificate: that of {address} has expired, or is not valid yet by the clock here"
+    elif any(words in details for words in _OTHER_CLUSTER):
         what = f"cluster.secret: the process at {address} does not have that of this cluster"
     elif _OTHER_ROLE in details:
         what = f"role: the process at {address} is of this cluster, but has another role"
