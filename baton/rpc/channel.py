@@ -18,10 +18,12 @@ from baton.rpc.identity import PeerRole
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Of a worker's stream and its sessions: a snapshot of all block keys, a prompt's checksums."""
 
+CONTROL_MESSAGE_BYTES = 64 * 1024
+"""Of an operator's question: names and words."""
+
 _UNIX = "unix:"
 
 _OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A peer that vanished without closing its socket is noticed within seconds.
     ("grpc.keepalive_time_ms", 5_000),
@@ -41,6 +43,10 @@ _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+_CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
+    *_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+]
 
 _SERVER_OPTIONS: list[tuple[str, int | str]] = [
     *_OPTIONS,
@@ -74,8 +80,8 @@ def open_channel(
         ConfigError: A TCP address without credentials.
     """
     if address.startswith(_UNIX):
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
-    options = [*_OPTIONS, ("grpc.ssl_target_name_override", peer.host_name)]
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    options = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer.host_name)]
     own = _needed(credentials, address).for_channel()
     return grpc.aio.secure_channel(address, own, options=options)
 
