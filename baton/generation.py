@@ -170,3 +170,4 @@ class WorkerLoad:
     pool_fetched_blocks: int = 0
     pool_fetch_s: float = 0.0
     blocks_leaked: int = 0
+    drained_by: str = ""

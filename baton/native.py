@@ -107,7 +107,10 @@ PRICING = Library(
 )
 CPU_KERNELS = Library(
     path="baton_engine/kernels/cpu/kernels",
-    sources=("attention.cpp", "fused.cpp", "matmul_bfloat16.cpp", "matmul_int8.cpp", "layers.cpp"),
+    sources=(
+        *("attention.cpp", "fused.cpp", "layers.cpp"),
+        *("matmul_bfloat16.cpp", "matmul_bfloat16_pairs.cpp", "matmul_int8.cpp"),
+    ),
     headers=(
         *("numeric.h", "team.h", "tiles.h"),
         *("attention_lines.h", "attention_products.h", "attention_tile.h"),

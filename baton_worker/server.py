@@ -24,7 +24,7 @@ from baton.rpc.reports import load_to_proto
 from baton.rpc.stories import story_to_proto
 from baton.rpc.v1 import common_pb2, control_pb2_grpc
 from baton.rpc.v1 import control_pb2 as pb
-from baton.story import StoryEntry
+from baton.story import StoryEntry, StoryLog
 from baton.telemetry.logs import get_logger
 from baton.telemetry.metrics import render
 from baton.telemetry.scrape import ScrapeServer
@@ -38,6 +38,7 @@ LIVE = "live"
 
 _CHECKED_WITHIN_S = 5.0
 _STOP_GRACE_S = 0.5
+_REMEMBERED = 256
 
 _log = get_logger(__name__)
 
@@ -72,8 +73,8 @@ class Service(Protocol):
     def now_s(self) -> float:
         """The time on the clock of its stories."""
 
-    def refuse_new(self) -> None:
-        """Takes no new legs from now on and tells the routers so."""
+    def refuse_new(self, by: str) -> None:
+        """Takes no new legs from now on and tells the routers so, and who had it drained."""
 
     def take_new(self) -> None:
         """Takes new legs again and tells the routers so."""
@@ -108,7 +109,6 @@ class WorkerState:
     in_flight: int
     transfers_in_flight: int
     seconds_since_progress: float
-    drained_by: str
 
     @property
     def ready(self) -> bool:
@@ -145,7 +145,7 @@ class WorkerServer:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._control = _Control(self, version=version, model=model)
         self._draining = self._stopping = False
-        self._drained_by = ""
+        self._told = StoryLog("control", _REMEMBERED)
         self._seen: tuple[WorkerState, float] | None = None
         self._changing_role = asyncio.Lock()
         self._checking: asyncio.Task[None] | None = None
@@ -185,9 +185,9 @@ class WorkerServer:
         """
         self._stopping = self._stopping or not by
         if not self._draining:
-            self._draining, self._drained_by = True, by
-            _log.info("draining", by=by or "the end of the process")
-            self._service.refuse_new()
+            self._draining = True
+            self._tell("draining", by=by or "the end of the process")
+            self._service.refuse_new(by)
             await self._set_health(self.state())
         try:
             async with asyncio.timeout(timeout_s):
@@ -207,16 +207,21 @@ class WorkerServer:
         if self._stopping:
             raise DrainingError("this worker is about to end")
         if self._draining:
-            self._draining, self._drained_by = False, ""
+            self._draining = False
+            self._tell("takes new work again", by=by)
             self._service.take_new()
             self._checked.set()
             await self._set_health(self.state())
-            _log.info("takes new work again", by=by)
 
-    async def set_role(self, role: Role, timeout_s: float) -> int:
+    async def set_role(self, role: Role, timeout_s: float, *, by: str) -> int:
         """Changes what this worker advertises, once it has finished what the new role does not take.
 
         Pages and prefix cache stay, and so does the incarnation. One change at a time.
+
+        Args:
+            role: The one to take.
+            timeout_s: How long what it gives up may take to end.
+            by: Who asked.
 
         Returns:
             Legs that are in the way when the time is over: the worker is then what it was before. 0: it has the role.
@@ -230,6 +235,7 @@ class WorkerServer:
                 raise DrainingError("this worker is leaving")
             before = self._service.hello.role
             self._service.narrow_role(role)
+            self._tell(f"to be a {role.value} worker", by=by)
             try:
                 async with asyncio.timeout(timeout_s):
                     await self.idle(outside=role)
@@ -237,6 +243,7 @@ class WorkerServer:
                 _log.warning("the role was not changed in time", role=role.value)
             left = self._service.in_flight(outside=role)
             self._service.take_role(before if left else role)
+            self._tell(f"a {self._service.hello.role.value} worker now", by=by)
             return left
 
     async def idle(self, *, outside: Role | None = None) -> None:
@@ -269,10 +276,10 @@ class WorkerServer:
         return self._service.in_flight()
 
     def story_of(self, request_id: RequestId) -> common_pb2.StoryReply:
-        """What happened here to the legs of a request, as far as it is remembered."""
+        """What happened here to the legs of a request, as far as it is remembered; by this worker's own name what operators had it do."""
         return story_to_proto(
             self._service.hello.identity.worker_id,
-            self._service.story_of(request_id),
+            [*self._told.story(request_id), *self._service.story_of(request_id)],
             now_s=self._service.now_s(),
         )
 
@@ -293,8 +300,13 @@ class WorkerServer:
             in_flight=self.in_flight(),
             transfers_in_flight=self._service.transfers_in_flight(),
             seconds_since_progress=waited_s or 0.0,
-            drained_by=self._drained_by,
         )
+
+    def _tell(self, what: str, *, by: str) -> None:
+        """Logs and remembers what an operator had this worker do."""
+        _log.info(what, by=by)
+        worker = self._service.hello.identity.worker_id
+        self._told.record(worker, self._service.now_s(), f"{what}, by {by}")
 
     async def _check_forever(self) -> None:
         """Sweeps whether or not there is new work. Without it leases would never end: a fault in it ends the process."""
@@ -395,7 +407,9 @@ class _Control(control_pb2_grpc.ControlServicer):
         except KeyError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no such role")
         try:
-            left = await self._server.set_role(role, request.timeout_s)
+            left = await self._server.set_role(
+                role, request.timeout_s, by=asker(context, request.by)
+            )
         except BatonError as error:
             code: grpc.StatusCode = getattr(grpc.StatusCode, disposition(error).grpc)
             await context.abort(code, error.message)
@@ -429,5 +443,5 @@ def _status(state: WorkerState) -> pb.WorkerStatus:
         transfers_in_flight=state.transfers_in_flight,
         seconds_since_progress=state.seconds_since_progress,
         state=state.word,
-        drained_by=state.drained_by,
+        drained_by=state.load.drained_by,
     )

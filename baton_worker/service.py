@@ -95,6 +95,7 @@ class WorkerService:
         self._complete_load = complete_load
         self._clock = clock
         self._load = hello.idle_load
+        self._drained_by = ""
         self._mailbox: Mailbox[_Posted] | None = None
         self._lifecycle = LegLifecycle(
             legs,
@@ -141,14 +142,14 @@ class WorkerService:
         if self._lifecycle.in_flight() == 0:
             self._lifecycle.check_integrity()
 
-    def refuse_new(self) -> None:
-        """Refuses new legs and tells the routers that this worker is leaving."""
-        self._lifecycle.draining = True
+    def refuse_new(self, by: str) -> None:
+        """Refuses new legs and tells the routers that this worker is leaving, and who had it drained."""
+        self._lifecycle.draining, self._drained_by = True, by
         self._routers.report_load()
 
     def take_new(self) -> None:
         """Takes new legs again and tells the routers so."""
-        self._lifecycle.draining = False
+        self._lifecycle.draining, self._drained_by = False, ""
         self._routers.report_load()
 
     def narrow_role(self, role: Role) -> None:
@@ -202,7 +203,7 @@ class WorkerService:
     def load(self) -> WorkerLoad:
         """The engine's last report, completed."""
         leaving = self._lifecycle.draining or not self._lifecycle.takes
-        load = replace(self._load, draining=leaving)
+        load = replace(self._load, draining=leaving, drained_by=self._drained_by)
         return load if self._complete_load is None else self._complete_load(load)
 
     async def close(self) -> None:

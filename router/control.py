@@ -6,11 +6,11 @@ from typing import Protocol
 import grpc
 
 from baton.clock import Clock
-from baton.ids import RequestId, WorkerIdentity
+from baton.ids import RequestId, Role
 from baton.rpc.admission import asker
 from baton.rpc.channel import open_channel
 from baton.rpc.credentials import ClusterCredentials
-from baton.rpc.hello import identity_to_proto, role_to_proto
+from baton.rpc.hello import identity_to_proto, role_from_proto, role_to_proto
 from baton.rpc.reports import load_to_proto
 from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import control_pb2 as pb
@@ -69,7 +69,6 @@ class RouterControl(pb_grpc.ControlServicer):
         self._links = links
         self._requests = requests
         self._credentials = credentials
-        self._drained_by: dict[WorkerIdentity, str] = {}
         self._stories = stories
         self._decisions = decisions
         self._clock = clock
@@ -108,13 +107,11 @@ class RouterControl(pb_grpc.ControlServicer):
         worker = self._named(request.worker)
         if worker is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, self._nobody(request.worker))
-        lost = self._lost_without(worker)
+        lost = self._lost(worker, becoming=None)
         if lost and not request.force:
             why = f"without {request.worker} no worker would be left that {lost}; --force drains it"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         by = asker(context, request.by)
-        self._drained_by = {one: who for one, who in self._drained_by.items() if self._here(one)}
-        self._drained_by[worker.identity] = by
         _log.warning("a worker is drained", worker=str(worker.identity), by=by, force=request.force)
         asked = pb.DrainRequest(timeout_s=request.timeout_s, by=by)
         async with open_channel(worker.address, self._credentials) as channel:
@@ -139,7 +136,6 @@ class RouterControl(pb_grpc.ControlServicer):
                 reply = await stub.Undrain(pb.UndrainRequest(), timeout=_WORKER_WAIT_S)
             except grpc.aio.AioRpcError as error:
                 await context.abort(error.code(), f"{request.worker}: {error.details()}")
-        self._drained_by.pop(worker.identity, None)
         _log.info("a worker takes new work again", worker=str(worker.identity), by=asker(context))
         return reply
 
@@ -151,13 +147,12 @@ class RouterControl(pb_grpc.ControlServicer):
         known = ", ".join(sorted(one.identity.worker_id for one in self._view.workers))
         return f"there is no worker {name} here; there are {known or 'none'}"
 
-    def _here(self, identity: WorkerIdentity) -> bool:
-        return any(one.identity == identity for one in self._view.workers)
-
-    def _lost_without(self, worker: WorkerView) -> str:
-        """What none of the other workers that take new work does; empty where nothing is lost."""
+    def _lost(self, worker: WorkerView, *, becoming: Role | None) -> str:
+        """What no worker that takes new work would do any more if this one had another role, or none; empty where nothing is lost."""
         others = [one for one in self._view.usable(self._clock.now_s()) if one is not worker]
         roles, role = [one.hello.role for one in others], worker.hello.role
+        if becoming is not None:
+            roles.append(becoming)
         if role.decodes and not any(one.decodes for one in roles):
             return "decodes"
         if role.prefills_for_others and not any(one.prefills_for_others for one in roles):
@@ -166,11 +161,36 @@ class RouterControl(pb_grpc.ControlServicer):
 
     async def SetRole(  # noqa: N802
         self,
-        request: pb.SetRoleRequest,  # noqa: ARG002
+        request: pb.SetRoleRequest,
         context: grpc.aio.ServicerContext[pb.SetRoleRequest, pb.SetRoleReply],
     ) -> pb.SetRoleReply:
-        """Refused: a role is a worker's."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a router has no role: ask a worker")
+        """Has a worker take another role; waits, then answers."""
+        worker = self._named(request.worker)
+        if worker is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, self._nobody(request.worker))
+        try:
+            role = role_from_proto(request.role)
+        except KeyError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "role: there is no such role")
+        lost = self._lost(worker, becoming=role)
+        if lost and not request.force:
+            why = f"if {request.worker} were a {role.value} worker, none would be left that {lost}; --force changes it"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+        by = asker(context, request.by)
+        _log.warning(
+            "a worker changes its role",
+            worker=str(worker.identity),
+            role=role.value,
+            by=by,
+            force=request.force,
+        )
+        asked = pb.SetRoleRequest(role=request.role, timeout_s=request.timeout_s, by=by)
+        async with open_channel(worker.address, self._credentials) as channel:
+            try:
+                wait_s = request.timeout_s + _WORKER_WAIT_S
+                return await pb_grpc.ControlStub(channel).SetRole(asked, timeout=wait_s)
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), f"{request.worker}: {error.details()}")
 
     async def Explain(  # noqa: N802
         self,
@@ -210,5 +230,5 @@ class RouterControl(pb_grpc.ControlServicer):
             seconds_since_progress=now_s - worker.progress_s if worker.legs else 0.0,
             state=state,
             router_in_flight=worker.legs,
-            drained_by=self._drained_by.get(worker.identity, ""),
+            drained_by=worker.load.drained_by,
         )

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 
 def asker(context: "Context", words: str = "") -> str:
-    """Who calls, for logs and operators: the process that its certificate names, then what it says of itself in `words`."""
+    """Who calls, for logs and operators: the process that its certificate names, then what it says of itself in `words`.
+
+    Over a Unix socket, which only processes of this user open, its words stand alone.
+    """
     proof = context.auth_context() or {}
     uris = [uri.decode() for uri in proof.get("peer_uri", ())]
-    proven = uris[0] if uris else "a process of this user"
-    return f"{proven}: {words[:_MAX_WORDS]}" if words else proven
+    said = [*uris[:1], words[:_MAX_WORDS]]
+    return ": ".join(filter(None, said)) or "a process of this user"
 
 
 _MAX_WORDS = 200

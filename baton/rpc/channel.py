@@ -18,10 +18,12 @@ from baton.rpc.identity import PeerRole
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Of a worker's stream and its sessions: a snapshot of all block keys, a prompt's checksums."""
 
+CONTROL_MESSAGE_BYTES = 64 * 1024
+"""Of an operator's question: names and words."""
+
 _UNIX = "unix:"
 
 _OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A peer that vanished without closing its socket is noticed within seconds.
     ("grpc.keepalive_time_ms", 5_000),
@@ -41,6 +43,10 @@ _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+_CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
+    *_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+]
 
 _SERVER_OPTIONS: list[tuple[str, int | str]] = [
     *_OPTIONS,
@@ -51,7 +57,8 @@ _SERVER_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_concurrent_streams", 1024),
 ]
 
-# BoringSSL's words for a certificate of another authority, and gRPC's for one of another role.
+# BoringSSL's words for a certificate out of its time and for one of another authority, and gRPC's for one of another role.
+_OUT_OF_TIME = ("certificate has expired", "certificate is not yet valid")
 _OTHER_CLUSTER = ("CERTIFICATE_VERIFY_FAILED", "certificate signature failure")
 _OTHER_ROLE = "Hostname Verification Check failed"
 _NO_TLS = "WRONG_VERSION_NUMBER"
@@ -73,8 +80,8 @@ def open_channel(
         ConfigError: A TCP address without credentials.
     """
     if address.startswith(_UNIX):
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
-    options = [*_OPTIONS, ("grpc.ssl_target_name_override", peer.host_name)]
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    options = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer.host_name)]
     own = _needed(credentials, address).for_channel()
     return grpc.aio.secure_channel(address, own, options=options)
 
@@ -123,10 +130,12 @@ def stranger(
 ) -> IncompatibleError | None:
     """What is wrong with the process at `address` if it is not the one meant; None if `error` has another cause.
 
-    Connecting again does not help: the process there, or this one, has to be started with the cluster's secret.
+    Connecting again does not help until the process there, or this one, has the cluster's secret or a valid certificate.
     """
     details = error.details() or ""
-    if any(words in details for words in _OTHER_CLUSTER):
+    if any(words in details for words in _OUT_OF_TIME):
+        what = f"cluster.tls_certificate: that of {address} has expired, or is not valid yet by the clock here"
+    elif any(words in details for words in _OTHER_CLUSTER):
         what = f"cluster.secret: the process at {address} does not have that of this cluster"
     elif _OTHER_ROLE in details:
         what = f"role: the process at {address} is of this cluster, but has another role"

@@ -5,13 +5,12 @@ The last worker that decodes, or that prefills for others, is drained with `--fo
 
 import argparse
 import asyncio
-import os
 import sys
 
 from baton.errors import UnavailableError
 from baton.rpc.v1 import control_pb2 as pb
 from baton_cluster.cli import router_control
-from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask
+from baton_cluster.cli.router_control import ANSWER_WAIT_S, ask, user_words
 
 _TIMEOUT_S = 300.0
 
@@ -33,10 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Drains one worker through the router."""
-    user = f"uid {os.getuid()}"
-    by = f"{user}, {arguments.reason}" if arguments.reason else user
     request = pb.DrainRequest(
-        worker=arguments.name, by=by, force=arguments.force, timeout_s=arguments.timeout
+        worker=arguments.name,
+        by=user_words(arguments.reason),
+        force=arguments.force,
+        timeout_s=arguments.timeout,
     )
     wait_s = arguments.timeout + 2 * ANSWER_WAIT_S
     router = router_control.router_address(arguments)

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from baton.rpc.v1.control_pb2_grpc import ControlAsyncStub  # exists for type checkers only
 
 ANSWER_WAIT_S = 5.0
-_REFUSALS = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION)
+_REFUSALS = (
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+)
 _Reply = TypeVar("_Reply")
 
 
@@ -41,6 +45,12 @@ def operator_credentials() -> ClusterCredentials | None:
     if not cluster.secret:
         return None
     return ClusterCredentials.from_config(cluster, PeerRole.OPERATOR, f"uid-{os.getuid()}")
+
+
+def user_words(reason: str) -> str:
+    """Who asks and why, for logs and `baton status`."""
+    user = f"uid {os.getuid()}"
+    return f"{user}, {reason}" if reason else user
 
 
 def router_address(arguments: argparse.Namespace) -> str:

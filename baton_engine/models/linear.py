@@ -178,7 +178,7 @@ def pack_head(
         wide_output = WideOutput(weight=weight)
         return fix_rows(wide_output) if fixed_rows else wide_output
     if weight.dtype == torch.bfloat16 and quantization == "none" and reads_bfloat16():
-        return WideProduct(product=BFloat16Panels.pack(weight, None))
+        return BFloat16Panels.pack(weight, None).wide
     if quantization == "none":
         linear = Linear(weight=weight.float())  # no product here gives more bits than it is given
     product = (

@@ -6,7 +6,9 @@ from baton_engine.kernels.cpu.matmul import (
     INT8_GROUP,
     BFloat16Panels,
     Int8Panels,
+    multiplies_bfloat16,
     multiplies_int8,
+    reads_bfloat16,
     streams_bfloat16,
 )
 from baton_engine.kernels.reference import linear_int8, quantise_columns
@@ -19,6 +21,12 @@ DTYPES = pytest.mark.parametrize(
 )
 needs_bfloat16 = pytest.mark.skipif(
     not streams_bfloat16(), reason="bfloat16 weights are not streamed on this processor"
+)
+needs_pairs = pytest.mark.skipif(
+    not multiplies_bfloat16(), reason="this processor multiplies no bfloat16 with AVX-512"
+)
+needs_panels = pytest.mark.skipif(
+    not reads_bfloat16(), reason="this processor has no AVX-512, or the kernels are not built"
 )
 needs_int8 = pytest.mark.skipif(
     not multiplies_int8(), reason="this processor has no AVX-512 VNNI, or the kernels are not built"
@@ -42,6 +50,36 @@ def test_bfloat16_weights_give_what_widened_ones_give(inputs, outputs, dtype):
         expected = linear(x.float(), weight.float(), bias).to(dtype)
         scale = float(inputs) ** 0.5
         torch.testing.assert_close(product(x), expected, atol=tolerance * scale, rtol=tolerance)
+
+
+@needs_panels
+@DTYPES
+@SIZES
+def test_a_wide_result_is_not_rounded(inputs, outputs, dtype):
+    weight, bias = _weight(outputs, inputs), torch.randn(outputs)
+    product = BFloat16Panels.pack(weight, bias)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs).to(dtype)
+        exact = (x.double() @ weight.double().T + bias).float()
+        torch.testing.assert_close(product.wide(x), exact, atol=2e-4, rtol=2e-5)
+
+
+@needs_pairs
+def test_a_row_of_a_wide_result_is_the_same_to_the_bit_in_every_batch():
+    product = BFloat16Panels.pack(_weight(300, 577), None)
+    x = torch.randn(600, 577).bfloat16()
+    together = product.wide(x)
+    for rows in (*ROWS, 265):
+        assert torch.equal(product.wide(x[:rows]), together[:rows])
+
+
+@needs_pairs
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_in_its_own_row_of_a_wide_result(poison):
+    product = BFloat16Panels.pack(_weight(40, 101), None)
+    x = torch.randn(3, 101).bfloat16()
+    x[1, 100] = poison
+    assert product.wide(x).isfinite().all(1).tolist() == [True, False, True]
 
 
 @needs_int8

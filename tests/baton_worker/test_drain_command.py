@@ -11,6 +11,7 @@ import pytest
 from baton.config.schema import RouterConfig
 from baton.ids import Role, WorkerId
 from baton.rpc.channel import bind, new_server, open_channel
+from baton.rpc.hello import role_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc
 from router.admin.stories import RequestStories
@@ -47,6 +48,17 @@ async def routed(folder: Path, workers: list[str]) -> AsyncIterator[tuple[Router
         await server.stop(None)
 
 
+async def drained_by(router: str, name: str) -> str:
+    """What a router says of the worker, once it has heard that it drains."""
+    async with open_channel(router) as channel, asyncio.timeout(20):
+        stub = control_pb2_grpc.ControlStub(channel)
+        while True:
+            for one in (await stub.Status(pb.StatusRequest())).workers:
+                if one.identity.worker_id == name and one.state == "draining":
+                    return one.drained_by
+            await asyncio.sleep(0.01)
+
+
 async def test_a_drained_worker_says_who_asked_and_takes_work_again_when_told(tmp_path: Path):
     async with (
         two(tmp_path, Role.HYBRID, Role.HYBRID) as both,
@@ -62,8 +74,12 @@ async def test_a_drained_worker_says_who_asked_and_takes_work_again_when_told(tm
             one.identity.worker_id: one for one in (await stub.Status(pb.StatusRequest())).workers
         }
         assert told["w1"].state == "draining"
-        assert told["w1"].drained_by == "a process of this user: kim, new disk"
+        assert told["w1"].drained_by == "kim, new disk"
         assert told["w0"].drained_by == ""
+        later = tmp_path / "later"
+        later.mkdir()
+        async with routed(later, [both.p.address, both.d.address]) as (_, other):
+            assert await drained_by(other, "w1") == "kim, new disk"
         await clients.more(CLIENTS)
         await stub.Undrain(pb.UndrainRequest(worker="w1"))
         view = parts.view.find(WorkerId("w1"))
@@ -71,6 +87,11 @@ async def test_a_drained_worker_says_who_asked_and_takes_work_again_when_told(tm
         async with asyncio.timeout(20):
             while parts.view.state(view, parts.clock.now_s()) != "ready":  # noqa: ASYNC110  # its next report
                 await asyncio.sleep(0.01)
+        story = await stub.Story(pb.StoryRequest(request_id="w1"))
+        assert [one.event for one in story.entries if one.process == "w1"] == [
+            "draining, by kim, new disk",
+            "takes new work again, by a process of this user",
+        ]
         await clients.stop()
         while parts.generator.in_flight():  # noqa: ASYNC110  # the account of the last hand-offs
             await asyncio.sleep(0.01)
@@ -100,6 +121,45 @@ async def test_the_last_worker_of_its_kind_is_drained_by_force_only(
         assert (await stub.Drain(forced)).drained
 
 
+@pytest.mark.parametrize(
+    ("name", "role", "what"),
+    [("w1", Role.PREFILL, "decodes"), ("w0", Role.DECODE, "prefills for others")],
+)
+async def test_the_last_worker_of_its_kind_takes_another_role_by_force_only(
+    tmp_path: Path, name: str, role: Role, what: str
+):
+    async with (
+        two(tmp_path, Role.PREFILL, Role.DECODE) as both,
+        routed(tmp_path, [both.p.address, both.d.address]) as (_, address),
+        open_channel(address) as channel,
+    ):
+        stub = control_pb2_grpc.ControlStub(channel)
+        asked = pb.SetRoleRequest(worker=name, role=role_to_proto(role), by="kim", timeout_s=5.0)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"none would be left that {what}") as caught:
+            await stub.SetRole(asked)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        asked.force = True
+        assert (await stub.SetRole(asked)).changed
+        story = await stub.Story(pb.StoryRequest(request_id=name))
+        assert [one.event for one in story.entries if one.process == name] == [
+            f"to be a {role.value} worker, by kim",
+            f"a {role.value} worker now, by kim",
+        ]
+
+
+async def test_a_role_that_leaves_one_of_each_kind_is_taken_unforced(tmp_path: Path):
+    async with (
+        two(tmp_path, Role.HYBRID, Role.DECODE) as both,
+        routed(tmp_path, [both.p.address, both.d.address]) as (_, address),
+        open_channel(address) as channel,
+    ):
+        stub = control_pb2_grpc.ControlStub(channel)
+        role = role_to_proto(Role.PREFILL)
+        assert (
+            await stub.SetRole(pb.SetRoleRequest(worker="w0", role=role, timeout_s=5.0))
+        ).changed
+
+
 async def test_an_unknown_worker_is_refused_with_those_that_are_there(tmp_path: Path):
     async with (
         two(tmp_path, Role.PREFILL, Role.DECODE) as both,
@@ -111,6 +171,8 @@ async def test_an_unknown_worker_is_refused_with_those_that_are_there(tmp_path: 
             await stub.Drain(pb.DrainRequest(worker="w7"))
         with pytest.raises(grpc.aio.AioRpcError, match="there are w0, w1"):
             await stub.Undrain(pb.UndrainRequest(worker="w7"))
+        with pytest.raises(grpc.aio.AioRpcError, match="there are w0, w1"):
+            await stub.SetRole(pb.SetRoleRequest(worker="w7"))
 
 
 async def test_a_worker_that_is_about_to_end_is_not_called_back(tmp_path: Path):

@@ -59,7 +59,7 @@ class Service:
         if self.refusing and self.left:
             self.left -= 1
 
-    def refuse_new(self) -> None:
+    def refuse_new(self, by: str) -> None:
         self.refusing = True
 
     def take_new(self) -> None:

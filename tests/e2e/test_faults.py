@@ -119,6 +119,26 @@ def test_a_killed_worker_is_restarted_and_new_requests_are_served(
         assert http.post("/v1/completions", json=_body(healed, 8)).status_code == 200
 
 
+def test_a_drain_is_undone_by_a_restart(healed: Served) -> None:
+    (drained,) = (one for one in healed.workers() if one["role"] == "decode")
+    told = healed.told("drain", drained["worker_id"], "--force", "--reason", "new disk")
+    assert told == {"drained": True, "left": 0}
+
+    def shown() -> tuple[str, str]:
+        return next(
+            (one["state"], one["drained_by"].partition(", ")[2])
+            for one in healed.workers()
+            if one["address"] == drained["address"]
+        )
+
+    eventually(lambda: shown() == ("draining", "new disk"), "who asked")
+    healed.child("decode").kill()
+    eventually(lambda: shown() == ("ready", ""), "it takes work again")
+    assert _incarnation(healed, "decode") != drained["incarnation"]
+    with healed.client() as http:
+        assert http.post("/v1/completions", json=_body(healed, 8)).status_code == 200
+
+
 def test_a_stream_whose_decode_worker_is_killed_goes_on_without_a_wrong_token(
     cluster: Served, checkpoint: Path
 ) -> None:

@@ -105,7 +105,7 @@ def _kill(cluster: Served, name: str) -> None:
 def _knows(redis_url: str, num_blocks: int) -> bool:
     """Whether other nodes can find so many."""
     with Redis.from_url(redis_url) as redis:
-        known: int = redis.hlen("baton:pool:blocks")
+        known: int = redis.hlen("baton:pool2:blocks")
         return known >= num_blocks
 
 

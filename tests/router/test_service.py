@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from baton.config.schema import BatonConfig, ClusterConfig, ModelConfig, RouterConfig
 from baton.errors import ModelLoadError
 from baton.ids import Role
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import CONTROL_MESSAGE_BYTES, open_channel
 from baton.rpc.v1 import control_pb2
 from baton.rpc.v1.control_pb2_grpc import ControlStub
 from router import service
@@ -136,6 +137,22 @@ async def test_status_shows_every_address_with_or_without_a_worker(tmp_path):
         await workers["p0"].kill()
         gone = await _status_without(stub, "p0")
         assert workers["p0"].address in {w.address for w in gone.workers if not w.ready}
+
+
+async def test_a_command_that_is_too_long_is_refused_before_it_is_read(tmp_path):
+    async with (
+        running(tmp_path, h0=Role.HYBRID) as workers,
+        routing(workers, tmp_path) as router,
+        open_channel(router.control) as channel,
+    ):
+        stub = ControlStub(channel)
+        for size, code in (
+            (CONTROL_MESSAGE_BYTES // 2, grpc.StatusCode.NOT_FOUND),
+            (2 * CONTROL_MESSAGE_BYTES, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Drain(control_pb2.DrainRequest(worker="h7", by="x" * size))
+            assert caught.value.code() is code
 
 
 async def test_the_story_of_a_request_is_told_by_command(tmp_path):

@@ -77,8 +77,11 @@ class Blocks(pool_pb2_grpc.PoolServicer):
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[str, Everything, ClusterCredentials]]:
-    own, services = process(PeerRole.WORKER), Everything()  # type: ignore[abstract]  # nobody asks more
+async def serving(
+    own: ClusterCredentials | None = None,
+) -> AsyncIterator[tuple[str, Everything, ClusterCredentials]]:
+    own = own or process(PeerRole.WORKER)
+    services = Everything()  # type: ignore[abstract]  # nobody asks more
     blocks = Blocks(services.heard)  # type: ignore[abstract]  # nobody asks more
     server = new_server(own)
     control_pb2_grpc.add_ControlServicer_to_server(services, server)
@@ -247,9 +250,17 @@ def test_tcp_without_the_secret_is_an_error_that_names_it() -> None:
 ROLE = PeerRole.WORKER
 
 
-def _files(folder: Path, *, until: datetime.datetime, name: str, uri: str) -> CertificateFiles:
-    """An authority, and a certificate that it signed."""
-    signer, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+def _files(
+    folder: Path,
+    *,
+    until: datetime.datetime,
+    name: str,
+    uri: str,
+    signer: ec.EllipticCurvePrivateKey | None = None,
+) -> CertificateFiles:
+    """An authority, with the key `signer` or a new one, and a certificate that it signed."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    signer = signer or ec.generate_private_key(ec.SECP256R1())
     issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "operator")])
     begin = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
@@ -305,6 +316,53 @@ def test_a_key_of_another_certificate_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         ClusterCredentials(ProcessIdentity(role=ROLE, name="w"), SECRET, files)
     assert caught.value.param == "cluster.tls_key"
+
+
+def _two(folder: Path, until: datetime.datetime) -> tuple[ClusterCredentials, CertificateFiles]:
+    """A worker with valid certificates, and a router's of the same authority until then."""
+    signer = ec.generate_private_key(ec.SECP256R1())
+    folders = folder / "worker", folder / "router"
+    for one in folders:
+        one.mkdir()
+    worker = _files(folders[0], until=LONG, name=ROLE.host_name, uri=URI, signer=signer)
+    host, uri = PeerRole.ROUTER.host_name, "baton://router/x"
+    router = _files(folders[1], until=until, name=host, uri=uri, signer=signer)
+    return ClusterCredentials(ProcessIdentity(role=ROLE, name="w"), SECRET, worker), router
+
+
+@pytest.mark.parametrize(
+    ("until", "expected"), [(LONG, grpc.StatusCode.OK), (PAST, grpc.StatusCode.UNAVAILABLE)]
+)
+async def test_a_caller_whose_certificate_has_expired_is_refused(
+    tmp_path: Path, until: datetime.datetime, expected: grpc.StatusCode
+) -> None:
+    own, router = _two(tmp_path, until)
+    async with serving(own) as (address, services, _):
+        authority = (tmp_path / "worker" / "authority.pem").read_bytes()
+        shown = grpc.ssl_channel_credentials(
+            authority, router.key.read_bytes(), router.certificate.read_bytes()
+        )
+        name = [("grpc.ssl_target_name_override", ROLE.host_name)]
+        async with grpc.aio.secure_channel(address, shown, name) as channel:
+            assert await everything_asked(channel) == {expected}
+        assert bool(services.heard) is (expected is grpc.StatusCode.OK)
+
+
+async def test_a_server_whose_certificate_has_expired_is_told_from_one_of_another_cluster(
+    tmp_path: Path,
+) -> None:
+    own, router = _two(tmp_path, PAST)
+    server = grpc.aio.server()
+    pair = router.key.read_bytes(), router.certificate.read_bytes()
+    authority = (tmp_path / "worker" / "authority.pem").read_bytes()
+    shown = grpc.ssl_server_credentials([pair], authority, require_client_auth=True)
+    address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', shown)}"
+    await server.start()
+    async with open_channel(address, own, PeerRole.ROUTER) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await control_pb2_grpc.ControlStub(channel).Status(control_pb2.StatusRequest())
+    await server.stop(None)
+    assert "cluster.tls_certificate" in str(stranger(caught.value, address, own))
 
 
 async def test_with_an_operators_certificates_the_secret_alone_lets_nobody_in(

@@ -58,7 +58,7 @@ class WorkerStatus(_message.Message):
     router_in_flight: _builtins.int
     """legs this router has on the worker"""
     drained_by: _builtins.str
-    """who had it drained, as far as the process that answers knows"""
+    """who had it drained and why, as the worker says"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -208,18 +208,30 @@ class SetRoleRequest(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     timeout_s: _builtins.float
     """how long legs of the kinds that are given up may take to end"""
+    worker: _builtins.str
+    """as in DrainRequest; a router has no role of its own"""
+    by: _builtins.str
+    """who asks, in its own words"""
+    force: _builtins.bool
+    """also if no worker would be left of a kind"""
     def __init__(
         self,
         *,
         role: _common_pb2.Role.ValueType = ...,
         timeout_s: _builtins.float = ...,
+        worker: _builtins.str = ...,
+        by: _builtins.str = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "force", b"force", "role", b"role", "timeout_s", b"timeout_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

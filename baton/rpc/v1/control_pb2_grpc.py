@@ -92,7 +92,7 @@ class ControlServicer:
 
     def SetRole(self, request, context):
         """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
-        answer. Workers only.
+        answer. A router tells the worker that is named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,7 @@ class ControlStub:
     """Take new work again. A router tells the worker that is named; it cannot take back its own drain."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetRoleRequest, _control_pb2.SetRoleReply]
     """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
-    answer. Workers only.
+    answer. A router tells the worker that is named.
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]
     """Why one of the last requests was sent where it was. Routers only."""
@@ -58,7 +58,7 @@ class ControlAsyncStub(ControlStub):
     """Take new work again. A router tells the worker that is named; it cannot take back its own drain."""
     SetRole: _aio.UnaryUnaryMultiCallable[_control_pb2.SetRoleRequest, _control_pb2.SetRoleReply]  # type: ignore[assignment]
     """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
-    answer. Workers only.
+    answer. A router tells the worker that is named.
     """
     Explain: _aio.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainReply]  # type: ignore[assignment]
     """Why one of the last requests was sent where it was. Routers only."""
@@ -98,7 +98,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.SetRoleReply, _abc.Awaitable[_control_pb2.SetRoleReply]]:
         """Give up the kinds of legs that another role does not take, finish those that are here, advertise the role, then
-        answer. Workers only.
+        answer. A router tells the worker that is named.
         """
 
     @_abc_1.abstractmethod

@@ -1,7 +1,7 @@
 """Matrix products of the CPU over weights that are smaller than what is computed in: bfloat16 as stored, or int8.
 
 A decode step reads every weight once and computes little with it, so its time is the size of the weights. Both products are
-done by C functions (matmul_bfloat16.cpp, matmul_int8.cpp) on weights that are put in their reading order once, at load. A
+done by C functions (matmul_bfloat16.cpp, matmul_bfloat16_pairs.cpp, matmul_int8.cpp) on weights that are put in their reading order once, at load. A
 row's result does not depend on the other rows of the call.
 """
 
@@ -37,6 +37,11 @@ def reads_bfloat16() -> bool:
     return "avx512f" in cpu_flags() and load_library() is not None
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 by itself and sums in float32: AVX-512 with bfloat16, and the kernels built."""
+    return "avx512_bf16" in cpu_flags() and reads_bfloat16()
+
+
 def multiplies_int8() -> bool:
     """Whether `Int8Panels` runs here: AVX-512 with VNNI, and the kernels built."""
     return "avx512_vnni" in cpu_flags() and load_library() is not None
@@ -70,8 +75,19 @@ class BFloat16Panels:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[num_tokens, in]`, float32 or bfloat16, to `[num_tokens, out]` of the same dtype."""
         _check(x, self.inputs)
-        output = torch.empty((x.shape[0], self.outputs), dtype=x.dtype)
-        _function("bfloat16", x.dtype, 4)(
+        name = f"bfloat16_{str(x.dtype).removeprefix('torch.')}"
+        return self._product(name, x, x.dtype)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[num_tokens, in]`, float32 or bfloat16, to `[num_tokens, out]` float32, which nothing has rounded."""
+        if x.dtype == torch.float32 or not multiplies_bfloat16():
+            return self(x.float())
+        _check(x, self.inputs)
+        return self._product("bfloat16_pairs", x, torch.float32)
+
+    def _product(self, name: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        output = torch.empty((x.shape[0], self.outputs), dtype=dtype)
+        _function(name, 4)(
             x.data_ptr(),
             self.panels.data_ptr(),
             _address(self.bias),
@@ -118,7 +134,7 @@ class Int8Panels:
         """Maps `[num_tokens, in]`, float32 or bfloat16, to `[num_tokens, out]` of the same dtype."""
         _check(x, self.inputs)
         output = torch.empty((x.shape[0], self.outputs), dtype=x.dtype)
-        _function("int8", x.dtype, 5)(
+        _function(f"int8_{str(x.dtype).removeprefix('torch.')}", 5)(
             x.data_ptr(),
             self.panels.data_ptr(),
             self.scales.data_ptr(),
@@ -153,10 +169,9 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _function(kind: str, dtype: torch.dtype, pointers: int) -> Callable[..., None]:
+def _function(name: str, pointers: int) -> Callable[..., None]:
     library = load_library()
     assert library is not None  # nothing is packed without one
-    name = f"baton_matmul_{kind}_{str(dtype).removeprefix('torch.')}"
-    function: ctypes._NamedFuncPointer = getattr(library, name)
+    function: ctypes._NamedFuncPointer = getattr(library, f"baton_matmul_{name}")
     function.argtypes, function.restype = [_POINTER] * pointers + [_INT] * 4, None
     return function

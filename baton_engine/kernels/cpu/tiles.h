@@ -1,4 +1,4 @@
-// How the matrix products of matmul_bfloat16.cpp and matmul_int8.cpp divide their work.
+// How the matrix products of matmul_bfloat16.cpp, matmul_bfloat16_pairs.cpp and matmul_int8.cpp divide their work.
 //
 // Weights lie in panels of 32 output columns, in the order in which they are read. Rows of activations are packed in tiles
 // of up to 12, so that one pass over a panel serves a tile. Every output adds up its products in the same order whatever
@@ -19,7 +19,7 @@ constexpr int64_t PANEL = 2 * LANES;      // columns
 constexpr int64_t TILE = 12;              // rows; 12 by 2 vectors of sums leave 8 registers for operands
 constexpr int64_t BLOCK = 22 * TILE;      // rows that share one widened panel
 
-// Floats that either product needs to hold its packed rows.
+// Floats that a product in float32 or int8 needs to hold its packed rows.
 inline int64_t packed_floats(int64_t rows, int64_t inputs) { return round_up(rows, TILE) * round_up(inputs, 64); }
 
 // Rows that a tile of `rows` is computed as; those added are zero and thrown away.

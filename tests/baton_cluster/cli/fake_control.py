@@ -38,7 +38,11 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         raise NotImplementedError
 
     def SetRole(self, request, context):  # noqa: N802
-        """As a worker with two legs that go on for longer than a second."""
+        """As a router whose only worker `hybrid-0` has two legs that go on for longer than a second."""
+        if request.worker != "hybrid-0":
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker}: hybrid-0")
+        if request.role == common_pb2.ROLE_PREFILL and not request.force:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "none would be left that decodes")
         stays = request.timeout_s < 1.0
         role = common_pb2.ROLE_HYBRID if stays else request.role
         return control_pb2.SetRoleReply(role=role, changed=not stays, left=2 * stays)

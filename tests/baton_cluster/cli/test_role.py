@@ -2,8 +2,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.rpc.v1 import common_pb2
-from baton.rpc.v1 import control_pb2 as pb
 from baton_cluster.cli.main import main
 from baton_cluster.launch.runtime_dir import RuntimeDir
 from tests.baton_cluster.cli.fake_control import FakeControl, answering
@@ -13,17 +11,8 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture
 def cluster(home) -> Iterator[RuntimeDir]:
-    """One whose worker `hybrid-0` answers at the router's own address."""
-    control = FakeControl(status=pb.StatusReply())
-    with answering(control, home / "run") as runtime:
-        control.status = pb.StatusReply(
-            workers=[
-                pb.WorkerStatus(
-                    identity=common_pb2.WorkerIdentity(worker_id="hybrid-0", incarnation=1),
-                    address=runtime.socket_address("router"),
-                )
-            ]
-        )
+    """One with the worker `hybrid-0`."""
+    with answering(FakeControl(), home / "run") as runtime:
         yield runtime
 
 
@@ -46,6 +35,12 @@ def test_an_unknown_worker_is_one_line_with_those_that_are_there(cluster, capsys
     error = capsys.readouterr().err
     assert "no worker prefill-7" in error
     assert "hybrid-0" in error
+
+
+def test_the_last_worker_of_its_kind_gives_it_up_by_force_only(cluster, capsys):
+    assert role(cluster, "hybrid-0", "prefill") == 1
+    assert "none would be left that decodes" in capsys.readouterr().err
+    assert role(cluster, "hybrid-0", "prefill", "--force") == 0
 
 
 def test_a_role_that_is_none_is_refused_before_anything_is_asked(cluster, capsys):

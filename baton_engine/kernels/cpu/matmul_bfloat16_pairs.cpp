@@ -1,0 +1,104 @@
+// x * weight^T of bfloat16 by bfloat16, summed and given in float32, on processors with avx512_bf16: one instruction multiplies
+// a pair of consecutive inputs and adds both products. It takes what is too small to be normal for zero.
+//
+// Weights lie as in matmul_bfloat16.cpp. Rows are packed alike: a tile is [inputs / 2][height] pairs.
+
+#include "tiles.h"
+
+#ifdef __AVX512F__
+
+namespace baton {
+namespace {
+
+void pack(const bfloat16* x, int64_t rows, int64_t inputs, int64_t first, int64_t height, uint32_t* to) {
+    int64_t have = std::min(height, rows - first), pairs = (inputs + 1) / 2;
+    for (int64_t i = 0; i < height; i++) {
+        const bfloat16* from = x + (first + i) * inputs;
+        int64_t whole = i < have ? inputs / 2 : 0;
+        for (int64_t k = 0; k < whole; k++) std::memcpy(to + k * height + i, from + 2 * k, sizeof *to);
+        for (int64_t k = whole; k < pairs; k++) to[k * height + i] = i < have ? from[2 * k].bits : 0;
+    }
+}
+
+// sums [R][P * 32] of P panels, which lie `stride` pairs apart.
+template <int R, int P>
+__attribute__((noinline, target("avx512bf16"))) void multiply(const uint32_t* a, const uint32_t* weight, int64_t stride,
+                                                              int64_t pairs, float* sums) {
+    __m512 acc[R][2 * P];
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < 2 * P; v++) acc[i][v] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; k++, a += R) {
+        __m512bh read[2 * P];
+        for (int v = 0; v < 2 * P; v++)
+            read[v] = (__m512bh)_mm512_loadu_si512(weight + v / 2 * stride + k * PANEL + v % 2 * LANES);
+        for (int i = 0; i < R; i++) {
+            __m512bh both = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(a[i]));
+            for (int v = 0; v < 2 * P; v++) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], both, read[v]);
+        }
+    }
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < 2 * P; v++) _mm512_storeu_ps(sums + (i * 2 * P + v) * LANES, acc[i][v]);
+}
+
+class PairProduct {
+   public:
+    PairProduct(const bfloat16* x, const uint32_t* weight, const float* bias, float* out, int64_t rows, int64_t inputs,
+                int64_t columns, uint32_t* packed)
+        : x(x), weight(weight), outputs{out, nullptr, bias, rows, columns}, inputs(inputs), pairs((inputs + 1) / 2),
+          panels((columns + PANEL - 1) / PANEL), packed(packed) {}
+
+    // Called by every thread of a team.
+    void run() {
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < outputs.rows; first += TILE)
+            pack(x, outputs.rows, inputs, first, height(first), packed + first * pairs);
+        // A panel stays in the second cache while the tiles of a block of rows pass over it.
+        int64_t abreast = outputs.rows <= TILE ? panels_abreast(height(0)) : 1;
+        int64_t groups = (panels + abreast - 1) / abreast, blocks = (outputs.rows + BLOCK - 1) / BLOCK;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < groups * blocks; item++) {
+            int64_t panel = item % groups * abreast, begin = item / groups * BLOCK;
+            int64_t count = std::min(abreast, panels - panel);
+            for (int64_t first = begin; first < std::min(begin + BLOCK, outputs.rows); first += TILE)
+                with_height(height(first), [&](auto h) { multiply_tile<h>(first, panel, count); });
+        }
+    }
+
+   private:
+    const bfloat16* x;
+    const uint32_t* weight;
+    Outputs<float> outputs;
+    int64_t inputs, pairs, panels;
+    uint32_t* packed;
+
+    int64_t height(int64_t first) const { return tile_height(std::min(TILE, outputs.rows - first)); }
+
+    template <int R>
+    void multiply_tile(int64_t first, int64_t panel, int64_t count) const {
+        constexpr int P = panels_abreast(R);
+        if (count == P)
+            multiply_panels<R, P>(first, panel);
+        else
+            for (int64_t p = 0; p < count; p++) multiply_panels<R, 1>(first, panel + p);
+    }
+
+    template <int R, int P>
+    void multiply_panels(int64_t first, int64_t panel) const {
+        alignas(64) float sums[R * P * PANEL];
+        multiply<R, P>(packed + first * pairs, weight + panel * pairs * PANEL, pairs * PANEL, pairs, sums);
+        outputs.put(sums, P * PANEL, first, R, panel * PANEL);
+    }
+};
+
+}  // namespace
+}  // namespace baton
+
+extern "C" void baton_matmul_bfloat16_pairs(const baton::bfloat16* x, const uint32_t* weight, const float* bias, float* out,
+                                            int64_t rows, int64_t inputs, int64_t columns, int64_t num_threads) {
+    static thread_local std::vector<uint32_t> memory;
+    uint32_t* packed = baton::kept(memory, baton::round_up(rows, baton::TILE) * ((inputs + 1) / 2));
+#pragma omp parallel num_threads(static_cast<int>(num_threads))
+    baton::PairProduct(x, weight, bias, out, rows, inputs, columns, packed).run();
+}
+
+#endif
