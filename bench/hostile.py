@@ -4,8 +4,9 @@ A real `baton serve` with a simulated worker (`baton run simulated`). While each
 for `/health` and for a short streamed completion every few milliseconds. Most attacks are bodies of nearly `router.max_body_bytes`;
 some are honest requests of the largest size.
 
-Figures, for each attack: `ATTACK_stall_ms`, the longest that the canary waited for either, less what it waits at the median when
-nobody attacks; `ATTACK_memory_mb`, the router's largest resident memory while it ran, less what it holds when idle after its start; and
+Figures, for each attack: `ATTACK_stall_ms`, what the router's event loop does: the longest that the canary waited for `/health`, or in a
+completion after its first token, less what it waits at the median when nobody attacks; `ATTACK_completion_ms`, the same for whole
+completions, which may also wait for a free worker and count in no stall; `ATTACK_memory_mb`, the router's largest resident memory while it ran, less what it holds when idle after its start; and
 `ATTACK_status`, the HTTP status of the last reply (0: closed without one). `worst_stall_ms` and `worst_memory_mb` are the largest of all attacks.
 `trailer_names_request`: 1 if a request id in a trailer came back as that of the request.
 """
@@ -107,6 +108,8 @@ def _measure(url: str, attacks: Sequence[Attack], report: Report) -> None:
             time.sleep(0.1)
         grown = max(0, _peak_bytes(router) - idle_bytes)
         _note(report, f"{attack.name}_stall_ms", _stall_s(seen, calm) * 1e3)
+        waited_s = max(seen.completion_s) - median(calm.completion_s)
+        _note(report, f"{attack.name}_completion_ms", waited_s * 1e3)
         _note(report, f"{attack.name}_memory_mb", grown / MIB)
         _note(report, f"{attack.name}_status", _status(reply))
         if attack.name == "trailers":
@@ -116,7 +119,7 @@ def _measure(url: str, attacks: Sequence[Attack], report: Report) -> None:
 
 
 def _stall_s(seen: Seen, calm: Seen) -> float:
-    pairs = ((seen.health_s, calm.health_s), (seen.completion_s, calm.completion_s))
+    pairs = ((seen.health_s, calm.health_s), (seen.gap_s, calm.gap_s))
     return max(max(attacked) - median(before) for attacked, before in pairs)
 
 

@@ -26,10 +26,11 @@ class Orders:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """Seconds that each request took, and how many were not answered with 200."""
+    """Seconds that each request took, and of a completion what came after its first token; how many were not answered with 200."""
 
     health_s: list[float] = field(default_factory=list)
     completion_s: list[float] = field(default_factory=list)
+    gap_s: list[float] = field(default_factory=list)
     failed: int = 0
 
 
@@ -40,21 +41,24 @@ class _Connection:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, request: bytes, end: bytes) -> bool:
-        """Sends `request` and reads until the reply ends with `end`; whether it was answered with 200."""
+    async def ask(self, request: bytes, end: bytes) -> tuple[bool, float]:
+        """Sends `request` and reads until the reply ends with `end`; whether it was answered with 200, and how long it took after
+        its head, which comes with the first token."""
         try:
             return await self._ask(request, end)
         except (ConnectionError, asyncio.IncompleteReadError):
             self._streams = None
             return await self._ask(request, end)
 
-    async def _ask(self, request: bytes, end: bytes) -> bool:
+    async def _ask(self, request: bytes, end: bytes) -> tuple[bool, float]:
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
         writer.write(request)
-        reply = await reader.readuntil(end)
-        return reply.startswith(b"HTTP/1.1 200")
+        head = await reader.readuntil(b"\r\n\r\n")
+        begun_s = time.perf_counter()
+        await reader.readuntil(end)
+        return head.startswith(b"HTTP/1.1 200"), time.perf_counter() - begun_s
 
 
 async def watch(orders: Orders, stopped: asyncio.Event) -> Seen:
@@ -68,17 +72,23 @@ async def watch(orders: Orders, stopped: asyncio.Event) -> Seen:
     )
     health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
-    async def repeat(ask: Callable[[], Awaitable[bool]], took_s: list[float]) -> None:
+    async def repeat(
+        ask: Callable[[], Awaitable[tuple[bool, float]]], took_s: list[float], gap_s: list[float]
+    ) -> None:
         while not stopped.is_set():
             begun_s = time.perf_counter()
-            seen.failed += not await ask()
+            answered, after_head_s = await ask()
+            seen.failed += not answered
+            gap_s.append(after_head_s)
             took_s.append(time.perf_counter() - begun_s)
             await asyncio.sleep(_PAUSE_S)
 
     one, other = _Connection(orders.port), _Connection(orders.port)
     async with asyncio.TaskGroup() as group:
-        group.create_task(repeat(lambda: one.ask(health, b"}"), seen.health_s))
-        group.create_task(repeat(lambda: other.ask(complete, _LAST_CHUNK), seen.completion_s))
+        group.create_task(repeat(lambda: one.ask(health, b"}"), seen.health_s, []))
+        group.create_task(
+            repeat(lambda: other.ask(complete, _LAST_CHUNK), seen.completion_s, seen.gap_s)
+        )
     return seen
 
 
