@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ def cluster(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve
     # Prompts go to the prefill worker, also those that the decode worker could compute quickly.
     monkeypatch.setenv("BATON_ROUTER_LOCAL_PREFILL_TOKENS", "0")
     with serve(str(checkpoint), *FLAGS) as served:
+        # What is computed before a worker maps the node is not put there.
+        for role in ("prefill", "decode"):
+            eventually(partial(_attached, served, role), f"{role} maps the pool", 60.0)
         yield served
 
 
