@@ -85,6 +85,12 @@ def eventually(holds: Callable[[], bool], what: str, timeout_s: float = 20.0) ->
         time.sleep(0.05)
 
 
+def maps_pool(served: Served, *roles: str) -> bool:
+    """Whether every worker of these roles reports that it maps the pool's node; what it computes before is not put there."""
+    loads = [worker["load"] for worker in served.workers() if worker["role"] in roles]
+    return bool(loads) and all(load.get("pool_node") for load in loads)
+
+
 @contextmanager
 def serve(model: str | None, *flags: str) -> Iterator[Served]:
     """Runs a cluster; at the end stops it and asserts that it left nothing behind.

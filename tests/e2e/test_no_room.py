@@ -13,7 +13,7 @@ import pytest
 
 from tests.baton_engine.tiny_models import make_model
 from tests.e2e.reference import Reference
-from tests.e2e.served import Served, assert_gone, eventually, serve
+from tests.e2e.served import Served, assert_gone, eventually, maps_pool, serve
 
 pytestmark = pytest.mark.alone
 
@@ -41,6 +41,7 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def cluster(checkpoint: Path, pooled: pytest.MonkeyPatch) -> Iterator[Served]:
     pooled.setenv("BATON_TRANSFER_POOL_AFTER_S", "0.05")
     with serve(str(checkpoint), *FLAGS) as served:
+        eventually(lambda: maps_pool(served, "prefill", "decode"), "workers map the pool", 60.0)
         yield served
 
 
@@ -141,6 +142,7 @@ def test_what_was_preempted_comes_back_from_the_pool(
     pooled.setenv("BATON_TRANSFER_POOL_AFTER_S", "600")
     # All prompts fit at once, and what is generated does not.
     with serve(str(checkpoint), "--dtype", "float32", "--kv-cache-memory", "2304KiB") as cluster:
+        eventually(lambda: maps_pool(cluster, "prefill", "decode"), "workers map the pool", 60.0)
         _Crowd(cluster).assert_right(checkpoint)
         decode = next(worker for worker in cluster.workers() if worker["role"] == "decode")
         assert decode["load"]["preemptions"] > 0

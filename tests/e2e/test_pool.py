@@ -3,7 +3,6 @@
 import json
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.baton_engine.tiny_models import make_model
 from tests.e2e.reference import Reference
-from tests.e2e.served import Served, assert_gone, eventually, serve
+from tests.e2e.served import Served, assert_gone, eventually, maps_pool, serve
 
 pytestmark = pytest.mark.alone
 
@@ -33,9 +32,7 @@ def cluster(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve
     # Prompts go to the prefill worker, also those that the decode worker could compute quickly.
     monkeypatch.setenv("BATON_ROUTER_LOCAL_PREFILL_TOKENS", "0")
     with serve(str(checkpoint), *FLAGS) as served:
-        # What is computed before a worker maps the node is not put there.
-        for role in ("prefill", "decode"):
-            eventually(partial(_attached, served, role), f"{role} maps the pool", 60.0)
+        eventually(lambda: maps_pool(served, "prefill", "decode"), "workers map the pool", 60.0)
         yield served
 
 
@@ -76,12 +73,6 @@ def _explained(cluster: Served, prompt: list[int]) -> dict[str, Any]:
     with cluster.client() as http:
         request_id = http.post("/v1/completions", json=_body(cluster, prompt, 8)).json()["id"]
     return cluster.told("explain", request_id)
-
-
-def _attached(cluster: Served, role: str) -> bool:
-    """Whether every worker of that role reports that it maps the pool's node."""
-    loads = [worker["load"] for worker in cluster.workers() if worker["role"] == role]
-    return all(load.get("pool_node") for load in loads)
 
 
 def _metric(cluster: Served, name: str) -> float:
@@ -132,7 +123,7 @@ def test_a_prefill_worker_that_starts_again_finds_its_prompts_in_the_pool(
     assert_gone([victim])
     workers = {"prefill", "decode"}
     eventually(lambda: {w["role"] for w in cluster.workers()} == workers, "the worker is back")
-    eventually(lambda: _attached(cluster, "prefill"), "the worker maps the pool")
+    eventually(lambda: maps_pool(cluster, "prefill"), "the worker maps the pool")
     assert [_ask(cluster, prompt) for prompt in prompts] == before
     pooled = _metric(cluster, "baton_prompt_tokens_pooled_total")
     assert pooled >= 0.9 * PROMPT_TOKENS, f"{pooled} tokens, which is not even one prompt"

@@ -16,7 +16,7 @@ import pytest
 
 from tests.baton_engine.tiny_models import make_model
 from tests.e2e.reference import Reference
-from tests.e2e.served import Served, eventually, serve
+from tests.e2e.served import Served, eventually, maps_pool, serve
 
 pytestmark = pytest.mark.alone
 
@@ -44,6 +44,11 @@ def pooled(checkpoint: Path, **settings: str) -> Iterator[Served]:
             patched.setenv(name, value)
         with serve(str(checkpoint), *FLAGS) as served:
             eventually(lambda: bool(usage(served)), "the node answers")
+            eventually(
+                lambda: maps_pool(served, "prefill", "decode", "hybrid"),
+                "workers map the pool",
+                60.0,
+            )
             yield served
 
 

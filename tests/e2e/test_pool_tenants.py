@@ -13,7 +13,7 @@ import pytest
 
 from router.tenants.keys import hash_key
 from tests.baton_engine.tiny_models import make_model
-from tests.e2e.served import Served, eventually, serve
+from tests.e2e.served import Served, eventually, maps_pool, serve
 
 pytestmark = pytest.mark.alone
 
@@ -89,6 +89,9 @@ def world(
             timeout=30.0,
         ) as operator,
     ):
+        eventually(
+            lambda: maps_pool(cluster, "prefill", "decode", "hybrid"), "workers map the pool", 60.0
+        )
         yield World(cluster=cluster, document=document, operator=operator)
 
 
