@@ -23,7 +23,7 @@ class SealError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class Unsealed:
     """What was sealed.
 
     Attributes:
@@ -57,7 +57,7 @@ class Seal:
         at = (self.now_ms() if sealed_ms is None else sealed_ms).to_bytes(8, "little")
         return self._mac(name, at, content) + at + content
 
-    def open(self, name: str, sealed: bytes, max_bytes: int) -> Opened:
+    def open(self, name: str, sealed: bytes, max_bytes: int) -> Unsealed:
         """What was sealed under `name`, however long ago.
 
         Raises:
@@ -72,9 +72,9 @@ class Seal:
         sealed_ms = int.from_bytes(at, "little")
         if sealed_ms > self.now_ms() + MAX_SKEW_S * 1000:
             raise SealError("sealed in the future: do the hosts' clocks differ?")
-        return Opened(content=content, sealed_ms=sealed_ms)
+        return Unsealed(content=content, sealed_ms=sealed_ms)
 
-    def check_age(self, opened: Opened, life_s: float) -> None:
+    def check_age(self, opened: Unsealed, life_s: float) -> None:
         """For what holds for `life_s` only.
 
         Raises:

@@ -35,7 +35,7 @@ from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.memory.arena import WorkerMemory
 from kv_transfer.memory.listening import Listening
 from kv_transfer.memory.page_hash import Hashing, ways_to_hash
-from kv_transfer.memory.region_server import Admission
+from kv_transfer.memory.region_server import RegionAccess
 from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import TicketOffice
 
@@ -284,7 +284,7 @@ def _service(parts: _Parts) -> "WorkerService":
             server_address=partial(_server_address, parts),
             layout=hello.layout,
             num_blocks=parts.region_blocks,
-            admission=Admission(
+            admission=RegionAccess(
                 secret=parts.secret,
                 listening=parts.listening,
                 refused=lambda reason: parts.metrics.connection_refused(reason.value),

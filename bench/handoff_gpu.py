@@ -27,7 +27,7 @@ from kv_transfer.backends.registry import BACKENDS, open_receivers, open_senders
 from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.cuda import Cuda, Rows, devices
 from kv_transfer.memory.listening import Listening
-from kv_transfer.memory.region_server import Admission
+from kv_transfer.memory.region_server import RegionAccess
 from kv_transfer.ports import KvWriter, RegionHandle
 
 SECRET = bytes(32)
@@ -199,7 +199,7 @@ def _receive(asked: Connection, layout: KvLayout, num_pages: int, device: int, f
         server_address=lambda name: f"unix:{folder}/{name}.kv",
         layout=layout,
         num_blocks=num_pages,
-        admission=Admission(secret=SECRET),
+        admission=RegionAccess(secret=SECRET),
     )
     while question := asked.recv():
         if isinstance(question, str):

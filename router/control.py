@@ -1,12 +1,12 @@
 """The router's Control service: all workers as this router sees them, why a request went where it did, and drain by command."""
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
 
 from baton.clock import Clock
-from baton.ids import RequestId, Role
+from baton.ids import RequestId, Role, WorkerId
 from baton.rpc.admission import asker
 from baton.rpc.channel import open_channel
 from baton.rpc.credentials import ClusterCredentials
@@ -21,6 +21,12 @@ from router.routing.explanation import DecisionLog
 from router.routing.view import ClusterView, WorkerView
 from router.telemetry.explain import explanation_to_proto
 from router.workers.links import WorkerLink
+
+if TYPE_CHECKING:
+    from baton.rpc.v1.control_pb2_grpc import ControlAsyncStub  # exists for type checkers only
+
+_Reply = TypeVar("_Reply")
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 _WORKER_WAIT_S = 5.0
 
@@ -104,9 +110,7 @@ class RouterControl(pb_grpc.ControlServicer):
         request: pb.DrainRequest,
         context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainReply],
     ) -> pb.DrainReply:
-        worker = self._named(request.worker)
-        if worker is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, self._nobody(request.worker))
+        worker = await self._named(request.worker, context)
         lost = self._lost(worker, becoming=None)
         if lost and not request.force:
             why = f"without {request.worker} no worker would be left that {lost}; --force drains it"
@@ -114,12 +118,8 @@ class RouterControl(pb_grpc.ControlServicer):
         by = asker(context, request.by)
         _log.warning("a worker is drained", worker=str(worker.identity), by=by, force=request.force)
         asked = pb.DrainRequest(timeout_s=request.timeout_s, by=by)
-        async with open_channel(worker.address, self._credentials) as channel:
-            try:
-                wait_s = request.timeout_s + _WORKER_WAIT_S
-                return await pb_grpc.ControlStub(channel).Drain(asked, timeout=wait_s)
-            except grpc.aio.AioRpcError as error:
-                await context.abort(error.code(), f"{request.worker}: {error.details()}")
+        wait_s = request.timeout_s + _WORKER_WAIT_S
+        return await self._ask(worker, context, lambda stub: stub.Drain(asked, timeout=wait_s))
 
     async def Undrain(  # noqa: N802
         self,
@@ -127,25 +127,35 @@ class RouterControl(pb_grpc.ControlServicer):
         context: grpc.aio.ServicerContext[pb.UndrainRequest, pb.UndrainReply],
     ) -> pb.UndrainReply:
         """Has a worker take new work again."""
-        worker = self._named(request.worker)
-        if worker is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, self._nobody(request.worker))
-        async with open_channel(worker.address, self._credentials) as channel:
-            try:
-                stub = pb_grpc.ControlStub(channel)
-                reply = await stub.Undrain(pb.UndrainRequest(), timeout=_WORKER_WAIT_S)
-            except grpc.aio.AioRpcError as error:
-                await context.abort(error.code(), f"{request.worker}: {error.details()}")
+        worker = await self._named(request.worker, context)
+        asked = pb.UndrainRequest()
+        reply = await self._ask(
+            worker, context, lambda stub: stub.Undrain(asked, timeout=_WORKER_WAIT_S)
+        )
         _log.info("a worker takes new work again", worker=str(worker.identity), by=asker(context))
         return reply
 
-    def _named(self, name: str) -> WorkerView | None:
-        named = [one for one in self._view.workers if one.identity.worker_id == name]
-        return named[0] if named else None
+    async def _named(self, name: str, context: _Context) -> WorkerView:
+        """The worker of that name; ends the call where there is none."""
+        named = {one.identity.worker_id: one for one in self._view.workers}
+        if (worker := named.get(WorkerId(name))) is None:
+            known = ", ".join(sorted(named)) or "none"
+            why = f"there is no worker {name} here; there are {known}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, why)
+        return worker
 
-    def _nobody(self, name: str) -> str:
-        known = ", ".join(sorted(one.identity.worker_id for one in self._view.workers))
-        return f"there is no worker {name} here; there are {known or 'none'}"
+    async def _ask(
+        self,
+        worker: WorkerView,
+        context: _Context,
+        call: Callable[["ControlAsyncStub"], Awaitable[_Reply]],
+    ) -> _Reply:
+        """What the worker's own control answers; its refusal ends the call."""
+        async with open_channel(worker.address, self._credentials) as channel:
+            try:
+                return await call(pb_grpc.ControlStub(channel))
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), f"{worker.identity.worker_id}: {error.details()}")
 
     def _lost(self, worker: WorkerView, *, becoming: Role | None) -> str:
         """What no worker that takes new work would do any more if this one had another role, or none; empty where nothing is lost."""
@@ -165,9 +175,7 @@ class RouterControl(pb_grpc.ControlServicer):
         context: grpc.aio.ServicerContext[pb.SetRoleRequest, pb.SetRoleReply],
     ) -> pb.SetRoleReply:
         """Has a worker take another role; waits, then answers."""
-        worker = self._named(request.worker)
-        if worker is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, self._nobody(request.worker))
+        worker = await self._named(request.worker, context)
         try:
             role = role_from_proto(request.role)
         except KeyError:
@@ -185,12 +193,8 @@ class RouterControl(pb_grpc.ControlServicer):
             force=request.force,
         )
         asked = pb.SetRoleRequest(role=request.role, timeout_s=request.timeout_s, by=by)
-        async with open_channel(worker.address, self._credentials) as channel:
-            try:
-                wait_s = request.timeout_s + _WORKER_WAIT_S
-                return await pb_grpc.ControlStub(channel).SetRole(asked, timeout=wait_s)
-            except grpc.aio.AioRpcError as error:
-                await context.abort(error.code(), f"{request.worker}: {error.details()}")
+        wait_s = request.timeout_s + _WORKER_WAIT_S
+        return await self._ask(worker, context, lambda stub: stub.SetRole(asked, timeout=wait_s))
 
     async def Explain(  # noqa: N802
         self,

@@ -27,7 +27,7 @@ from baton.pages import PageWrite
 from bench.transfer.perftools import TOOLS, Region
 from kv_transfer.backends.registry import open_receivers, open_senders
 from kv_transfer.memory.listening import Listening
-from kv_transfer.memory.region_server import Admission
+from kv_transfer.memory.region_server import RegionAccess
 from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import KvWriter, RegionHandle
 
@@ -208,7 +208,7 @@ def _receive(
         server_address=lambda name: f"unix:{folder}/{name}.kv",
         layout=layout,
         num_blocks=num_pages,
-        admission=Admission(secret=SECRET),
+        admission=RegionAccess(secret=SECRET),
     )
     while name := asked.recv():
         asked.send(receivers[name].handle().opaque)

@@ -49,7 +49,7 @@ from kv_transfer.memory.attach import (
     sign_reply,
 )
 from kv_transfer.memory.listening import Listening, PeerFilter
-from kv_transfer.memory.region_server import Admission, RegionServer
+from kv_transfer.memory.region_server import RegionAccess, RegionServer
 from kv_transfer.plan import check_pages
 from kv_transfer.ports import Done, Lease, RegionHandle, check_lease
 
@@ -409,7 +409,7 @@ class NixlReceiver:
     """A decode worker's arena, registered for one-sided writes."""
 
     def __init__(
-        self, arena: ArenaSpan, *, address: str, num_blocks: int, admission: Admission
+        self, arena: ArenaSpan, *, address: str, num_blocks: int, admission: RegionAccess
     ) -> None:
         """Starts serving; the arena is registered when the first peer comes.
 

@@ -16,7 +16,7 @@ from baton.errors import ConfigError
 from baton.layout import KvLayout
 from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.listening import Listening
-from kv_transfer.memory.region_server import Admission
+from kv_transfer.memory.region_server import RegionAccess
 from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import KvReceiver, KvSender
 
@@ -143,7 +143,7 @@ def open_receivers(
     server_address: Callable[[str], str],
     layout: KvLayout,
     num_blocks: int,
-    admission: Admission,
+    admission: RegionAccess,
 ) -> dict[str, KvReceiver]:
     """A receiver per backend that moves pages of the arena in `region`, in the order of `names`.
 
@@ -222,7 +222,7 @@ def _receiver(
     address: str,
     layout: KvLayout,
     num_blocks: int,
-    admission: Admission,
+    admission: RegionAccess,
 ) -> KvReceiver:
     arena = _span(region)
     match name:

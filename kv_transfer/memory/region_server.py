@@ -8,7 +8,7 @@ Where a killed process's writes may go on for a moment, as those of a GPU may, i
 its last write is done, and the end of one that did not counts once its process has ended with all that it held.
 
 On one host the server listens on a Unix socket of the same user; between hosts on TCP, where keep-alive notices a host that died.
-Whoever proves nothing is gone after two seconds, holds a few kilobytes until then, and makes room for others long before: see `Admission`.
+Whoever proves nothing is gone after two seconds, holds a few kilobytes until then, and makes room for others long before: see `RegionAccess`.
 The peer's side is `attach.py`.
 """
 
@@ -68,7 +68,7 @@ def _not_counted(_reason: Refused) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
+class RegionAccess:
     """Whom a region server lets in.
 
     Attributes:
@@ -111,7 +111,7 @@ class RegionServer:
         self,
         address: str,
         on_attach: OnAttach,
-        admission: Admission = Admission(),  # frozen
+        admission: RegionAccess = RegionAccess(),  # frozen
         *,
         must_detach: bool = False,
     ) -> None:

@@ -21,7 +21,7 @@ from baton.rpc.credentials import ClusterCredentials
 from baton.telemetry.logs import get_logger
 from kv_transfer.backends.registry import needed, open_receivers, open_senders
 from kv_transfer.memory.listening import Listening
-from kv_transfer.memory.region_server import Admission, Refused
+from kv_transfer.memory.region_server import Refused, RegionAccess
 from kv_transfer.ports import KvReceiver
 from kv_transfer.session.handshake import SessionEndpoint
 from kv_transfer.ticket import TicketOffice
@@ -220,7 +220,7 @@ def _receivers(plan: PeeringConfig, store: NodeStorage) -> dict[str, KvReceiver]
         server_address=lambda backend: _server_address(plan, backend),
         layout=slab_layout(slab.slot_bytes),
         num_blocks=slab.num_slots,
-        admission=Admission(secret=plan.secret, listening=plan.listening, refused=plan.refused),
+        admission=RegionAccess(secret=plan.secret, listening=plan.listening, refused=plan.refused),
     )
 
 

@@ -18,7 +18,7 @@ NO_SLOT = -1
 """Of a worker that can fetch from nowhere."""
 
 
-class PoolReader(Protocol):
+class PooledWorker(Protocol):
     """A worker, as far as it matters here."""
 
     pool_slot: int
@@ -41,7 +41,7 @@ class PoolNodes:
         workers: The connected ones.
     """
 
-    def __init__(self, index: PrefixIndex, workers: Callable[[], Iterable[PoolReader]]) -> None:
+    def __init__(self, index: PrefixIndex, workers: Callable[[], Iterable[PooledWorker]]) -> None:
         self._index = index
         self._workers = workers
         self._nodes: dict[WorkerIdentity, _Node] = {}
@@ -83,7 +83,7 @@ class PoolNodes:
         known = self._nodes.get(node)
         return known is not None and self._index.apply(known.holder, report) is ReportOutcome.GAP
 
-    def attach(self, worker: PoolReader) -> None:
+    def attach(self, worker: PooledWorker) -> None:
         """Notes which node `worker` says it maps."""
         worker.pool_slot = self._slot_for(worker.load)
 

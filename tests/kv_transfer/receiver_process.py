@@ -8,7 +8,7 @@ import threading
 
 from kv_transfer.backends.registry import open_receivers
 from kv_transfer.memory.listening import Listening
-from kv_transfer.memory.region_server import Admission
+from kv_transfer.memory.region_server import RegionAccess
 from kv_transfer.memory.shared_region import SharedRegion
 from kv_transfer.ports import RegionHandle
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SECRET
@@ -31,7 +31,7 @@ def main() -> None:
         server_address=lambda _name: address,
         layout=LAYOUT,
         num_blocks=RECEIVER_BLOCKS,
-        admission=Admission(secret=SECRET, listening=Listening.at(address, "", "")),
+        admission=RegionAccess(secret=SECRET, listening=Listening.at(address, "", "")),
     )[backend]
     handles: dict[bytes, RegionHandle] = {}
     gone: dict[bytes, threading.Event] = {}

@@ -22,7 +22,7 @@ from kv_transfer.memory.proof import (
     challenge,
     read_challenge,
 )
-from kv_transfer.memory.region_server import Admission, Refused, RegionServer
+from kv_transfer.memory.region_server import Refused, RegionAccess, RegionServer
 from tests.kv_transfer.conformance import SECRET
 
 pytestmark = pytest.mark.alone
@@ -137,7 +137,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.refused: list[Refused] = []
-        admission = Admission(secret=SECRET, refused=self.refused.append)
+        admission = RegionAccess(secret=SECRET, refused=self.refused.append)
         self.server = RegionServer("127.0.0.1:0", self._welcome, admission)
 
     def token(self) -> AttachToken:

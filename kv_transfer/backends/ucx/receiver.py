@@ -31,7 +31,7 @@ from kv_transfer.backends.ucx.worker import (
 from kv_transfer.memory.arena import ArenaSpan
 from kv_transfer.memory.attach import AttachToken, sign_reply
 from kv_transfer.memory.pages import layer_pages
-from kv_transfer.memory.region_server import Admission, RegionServer
+from kv_transfer.memory.region_server import RegionAccess, RegionServer
 from kv_transfer.ports import RegionHandle
 
 _log = get_logger(__name__)
@@ -165,7 +165,7 @@ class UcxReceiver:
         layout: KvLayout,
         address: str,
         num_blocks: int,
-        admission: Admission,
+        admission: RegionAccess,
     ) -> None:
         """Starts serving; UCX starts when the first peer comes.
 
