@@ -8,7 +8,8 @@ of the endpoint, which completes once all of them are in the remote memory, not 
 Nothing needs to be said to the receiver's process about it; the commit record that follows is what it acts upon.
 
 Fencing: a remote key cannot be taken back from one peer of many, so a peer is fenced once it has detached or died.
-Revoking asks it to leave: its writer fails what is on its way, forgets the key and hangs up.
+Revoking asks it to leave: its writer begins nothing new, waits for what is on its way (over TCP it may lie in the receiver's own socket,
+where no cancellation reaches it, and be written later), forgets the key and hangs up.
 
 Peers are trusted with the arena, and over TCP with more: UCX has no adapter there that checks a peer's addresses, and
 carries out what the peer asks. Between hosts without RDMA that are not trusted alike use `ucx`, which checks each page.
@@ -317,6 +318,7 @@ class NixlWriter:
         while not self._lost and self._serve_once():
             pass
         self._lost = True
+        self._await_in_flight()
         self._fail_all()
         self._pages.forget_peer()
         self._connection.close()
@@ -384,6 +386,13 @@ class NixlWriter:
             self._pages.release(write.request)
             write.done(error)
         return len(self._in_flight) < before
+
+    def _await_in_flight(self) -> None:
+        """Bytes that have left this process can land until NIXL reports them written, or failed."""
+        give_up_at_s = self._give_up_at_s or time.monotonic() + _CLOSE_TIMEOUT_S
+        while self._in_flight and time.monotonic() < give_up_at_s:
+            if not self._settle():
+                time.sleep(_MAX_POLL_S)
 
     def _fail_all(self) -> None:
         lost = UnreachableError("the peer let go of its memory or died")
