@@ -41,7 +41,8 @@ class SamplingParams:
         stop_token_ids: Generation ends after one of these, besides the model's own end-of-sequence ids.
         max_tokens: Generated tokens at most.
         min_tokens: End-of-sequence and stop ids cannot be drawn before this many generated tokens.
-        ignore_eos: The model's end-of-sequence ids do not end generation.
+        ignore_eos: The model's end-of-sequence ids do not end generation. Not where there is a grammar: they end what is complete.
+        grammar: What the output must follow, as llguidance writes grammars; empty for anything.
     """
 
     temperature: float = 1.0
@@ -59,6 +60,7 @@ class SamplingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     ignore_eos: bool = False
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,7 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
+        grammar=sampling.grammar,
     )
 
 
@@ -118,6 +119,7 @@ def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
         max_tokens=message.max_tokens,
         min_tokens=message.min_tokens,
         ignore_eos=message.ignore_eos,
+        grammar=message.grammar,
     )
 
 

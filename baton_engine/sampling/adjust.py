@@ -1,6 +1,6 @@
-"""What a request asks to change in the scores before a token is chosen: penalties, biases, and ends that come too early.
+"""What a request asks to change in the scores before a token is chosen: a grammar, penalties, biases, and ends that come too early.
 
-All of it touches few of a row's scores, so it is gathered on the host as (row, token) entries and applied in a handful of
+All of it but the grammar (`masks`) touches few of a row's scores, so it is gathered on the host as (row, token) entries and applied in a handful of
 scatters, however many rows ask.
 """
 
@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from baton.generation import SamplingParams
+from baton_engine.sampling.masks import Masks, collect_masks, masked
 from baton_engine.scheduling.plan import Row
+from baton_engine.scheduling.request import Sequence as TokenSequence
 from baton_engine.staging import StagedArray, StagedBatch
 
 
@@ -51,18 +53,23 @@ class ScoreChanges:
     comes to them does not matter.
     """
 
+    masks: Masks | None
     repeated: tuple[StagedArray, StagedArray] | None
     penalised: tuple[StagedArray, StagedArray] | None
     biased: tuple[StagedArray, StagedArray] | None
     ended: tuple[StagedArray, StagedArray] | None
 
     def __bool__(self) -> bool:
-        kinds = (self.repeated, self.penalised, self.biased, self.ended)
+        kinds = (self.masks, self.repeated, self.penalised, self.biased, self.ended)
         return any(kind is not None for kind in kinds)
 
 
-def changes_scores(params: SamplingParams) -> bool:
-    """Whether any step of this request may need `adjust`."""
+def changes_scores(seq: TokenSequence) -> bool:
+    """Whether any step of this sequence may need `adjust`."""
+    return seq.constraint is not None or _changes_scores(seq.params)
+
+
+def _changes_scores(params: SamplingParams) -> bool:
     return bool(
         params.logit_bias
         or params.min_tokens
@@ -84,9 +91,10 @@ def collect_changes(
         staged: Takes the entries to the device.
     """
     kinds = repeated, penalised, biased, ended = tuple(_Entries(vocab_size) for _ in range(4))
+    too_early: list[set[int]] = [set() for _ in rows]
     for i, row in enumerate(rows):
         params, seq = row.seq.params, row.seq
-        if not changes_scores(params):
+        if not _changes_scores(params):
             continue
         length = row.start + row.num_tokens
         if params.repetition_penalty != 1.0:
@@ -98,16 +106,24 @@ def collect_changes(
         if params.logit_bias:
             biased.add(i, params.logit_bias.keys(), params.logit_bias.values())
         if length - seq.prompt_len < params.min_tokens:
-            ended.add(i, {*eos_token_ids, *params.stop_token_ids}, 0.0)
+            too_early[i] = {*eos_token_ids, *params.stop_token_ids}
+            if seq.constraint is None:
+                ended.add(i, too_early[i], 0.0)
     packed = [kind.pack(staged) for kind in kinds]
-    return ScoreChanges(repeated=packed[0], penalised=packed[1], biased=packed[2], ended=packed[3])
+    return ScoreChanges(
+        masks=collect_masks(rows, too_early, vocab_size, staged),
+        repeated=packed[0],
+        penalised=packed[1],
+        biased=packed[2],
+        ended=packed[3],
+    )
 
 
 def adjust(logits: torch.Tensor, changes: ScoreChanges) -> torch.Tensor:
     """The scores to choose from.
 
-    Repetition penalty first (as in transformers), then presence and frequency penalties, then biases, then the ends of a
-    text that must still grow.
+    The grammar first, then repetition penalty (as in transformers), then presence and frequency penalties, then biases, then the
+    ends of a text that must still grow. What a grammar does not allow, nothing brings back.
 
     Args:
         logits: `[num_rows, vocab]` float32; not changed.
@@ -118,7 +134,7 @@ def adjust(logits: torch.Tensor, changes: ScoreChanges) -> torch.Tensor:
     """
     if not changes:
         return logits
-    adjusted = logits.clone()
+    adjusted = logits.clone() if changes.masks is None else masked(logits, changes.masks)
     flat = adjusted.view(-1)
     if changes.repeated is not None:
         places, penalties = (item.tensor for item in changes.repeated)

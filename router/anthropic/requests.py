@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from router.generation.answer_form import AnswerForm
 from router.generation.sampling import SamplingBody
 from router.http.fields import (
     MAX_MESSAGES,
@@ -70,11 +71,18 @@ class Thinking(BodyObject):
     type: Literal["disabled", "enabled", "adaptive"]
 
 
+class SchemaFormat(BodyObject):
+    """An answer that follows a JSON schema."""
+
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
 class OutputConfig(BodyObject):
     """How much effort an answer is worth, and the form that it is to have."""
 
     effort: Name | None = None
-    format: JsonObject | None = None
+    format: SchemaFormat | None = None
 
 
 class RequestMetadata(BodyObject):
@@ -116,8 +124,8 @@ class ConversationBody(BodyObject):
             raise refusal("tool_choice", "Needs tools.")
         if self.thinking is not None:
             only("thinking", self.thinking.type, "disabled")
-        if self.output_config is not None and self.output_config != OutputConfig():
-            raise unsupported("output_config", "Neither effort nor format is served yet.")
+        if self.output_config is not None and self.output_config.effort is not None:
+            raise unsupported("output_config", "effort is not served yet.")
         return self
 
 
@@ -132,6 +140,17 @@ class MessagesRequest(ConversationBody, SamplingBody):
     metadata: RequestMetadata | None = None  # type: ignore[assignment]  # the protocols differ
     container: JsonValue = None
     mcp_servers: list[JsonValue] | None = None
+    output_format: SchemaFormat | None = None
+
+    @property
+    def form_asked(self) -> AnswerForm | None:
+        """The form of `output_config`, or of `output_format`, its older name."""
+        config, older = self.output_config, self.output_format
+        if config is not None and config.format is not None:
+            return AnswerForm(kind="json", value=config.format.schema_, param="output_config")
+        if older is not None:
+            return AnswerForm(kind="json", value=older.schema_, param="output_format")
+        return None
 
     @property
     def default_tokens(self) -> int | None:
@@ -145,6 +164,9 @@ class MessagesRequest(ConversationBody, SamplingBody):
 
     @model_validator(mode="after")
     def _check_message(self) -> Self:
+        config = self.output_config
+        if self.output_format is not None and config is not None and config.format is not None:
+            raise refusal("output_format", "Not together with output_config.")
         only("container", self.container)
         only("mcp_servers", self.mcp_servers, [])
         return self
