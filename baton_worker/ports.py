@@ -12,7 +12,6 @@ from baton.story import StoryEntry
 from baton_engine.messages import SeqEvent
 from baton_worker.legs import WorkerLeg
 from baton_worker.messages import (
-    LegAsked,
     ReceivingAction,
     ReceivingEvent,
     SendingAction,
@@ -37,7 +36,7 @@ class HandOffs(Protocol[_Event]):
     def refusal(self, permit: Permit) -> BatonError | None:
         """Why a hand-off cannot begin; None where it can."""
 
-    def begin(self, leg: WorkerLeg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+    def begin(self, leg: WorkerLeg, now_s: float) -> list[WorkerAction]:
         """A leg was admitted: has the engine, or its peer, begin."""
 
     def advance(

@@ -19,7 +19,7 @@ from baton_engine.messages import (
 )
 from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable
 from baton_worker.messages import (
-    LegAsked,
+    FailedMessage,
     LegReassigned,
     ReceivingEvent,
     WorkerAction,
@@ -71,11 +71,12 @@ class ReceivingHandOffs:
             return InvalidRequestError("the transfer id is in use", param="xfer_id")
         return None
 
-    def begin(self, leg: WorkerLeg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+    def begin(self, leg: WorkerLeg, now_s: float) -> list[WorkerAction]:
         """See `HandOffs`."""
-        assert asked.permit is not None
-        self._transfers[asked.permit.xfer_id] = leg
-        return self._handle(Expected(permit=asked.permit), asked.permit.xfer_id, now_s)
+        permit = leg.permit
+        assert permit is not None
+        self._transfers[permit.xfer_id] = leg
+        return self._handle(Expected(permit=permit), permit.xfer_id, now_s)
 
     def advance(
         self, leg: WorkerLeg, event: SeqEvent | FirstTokensDrawn, now_s: float
@@ -205,7 +206,7 @@ class ReceivingHandOffs:
         if leg.ended:
             return []
         self._legs.end(leg, LegState.FAILED)
-        return [leg.failed(event.error)]
+        return [FailedMessage.of(leg, event.error)]
 
     def _forget(self, xfer_id: XferId) -> None:
         if self._ledger.state(xfer_id) is None:

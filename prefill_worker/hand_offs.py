@@ -27,8 +27,8 @@ from baton_engine.ports import LayerReady, PageExport
 from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable
 from baton_worker.messages import (
     Connect,
+    FailedMessage,
     HandedOffMessage,
-    LegAsked,
     PooledMessage,
     PromptPut,
     PutPrompt,
@@ -104,9 +104,9 @@ class SendingHandOffs:
         # Perhaps an earlier attempt of ours that still has to stop: another worker can take this one.
         return TransferError("the transfer id is in use")
 
-    def begin(self, leg: WorkerLeg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+    def begin(self, leg: WorkerLeg, now_s: float) -> list[WorkerAction]:
         """See `HandOffs`."""
-        permit = asked.permit
+        permit = leg.permit
         assert permit is not None
         self._legs.seqs[leg.seq_id] = leg
         blocks = [_NO_BLOCK] * permit.num_blocks
@@ -114,7 +114,7 @@ class SendingHandOffs:
         connect: list[WorkerAction] = []
         if permit.target not in self._peers:
             self._peers.add(permit.target)
-            connect.append(Connect(peer=permit.target, address=asked.address))
+            connect.append(Connect(peer=permit.target, address=leg.address))
         opened = self._carry_out(Opened(permit=permit), now_s)
         return [*connect, *opened, Prefill(seq_id=leg.seq_id, prompt=leg.prompt)]
 
@@ -243,7 +243,7 @@ class SendingHandOffs:
                 case HandOffFailed():
                     leg = self._outgoing.pop(action.xfer_id).leg
                     self._legs.end(leg, LegState.FAILED)
-                    actions += [leg.failed(action.error), Abort(seq_id=leg.seq_id)]
+                    actions += [FailedMessage.of(leg, action.error), Abort(seq_id=leg.seq_id)]
                 case _:
                     actions.append(action)
         return actions

@@ -618,7 +618,7 @@ def _only_advances(leg: Leg, sample: int) -> bool:
     """Whether a plain token of `leg` does nothing but lengthen the log of `sample`. A request's first token does more."""
     attempt = leg.attempt
     return (
-        leg.kind in _DECODES
+        leg.sent.kind in _DECODES
         and attempt.state is not AttemptState.PREFILLING
         and sample in attempt.samples
         and attempt.request.watch.first_token_s is not None
@@ -627,7 +627,7 @@ def _only_advances(leg: Leg, sample: int) -> bool:
 
 def _single(leg: Leg, sample: int, token: int) -> DecodeTokens:
     drawn = (plain_token(sample, token),)
-    return DecodeTokens(worker=leg.worker.identity, leg_id=leg.leg_id, tokens=drawn)
+    return DecodeTokens(worker=leg.sent.worker, leg_id=leg.sent.leg_id, tokens=drawn)
 
 
 def _suspects(leg: Leg, error: BatonError) -> list[WorkerView]:
