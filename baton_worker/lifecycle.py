@@ -182,10 +182,7 @@ class LegLifecycle:
         if leg.key in self._legs:
             return []  # a repetition; failing it would end the leg that runs
         refusal = self._refusal(leg)
-        if refusal is None:
-            actions = self._admit(leg, now_s)
-        else:
-            actions = self._refuse(leg, refusal, now_s)
+        actions = self._refuse(leg, refusal, now_s) if refusal else self._admit(leg, now_s)
         what = f"asked to {leg.kind.value} for {leg.request_id}"
         self._legs.story.record(leg.key, now_s, what, actions)
         self._remember(leg)

@@ -255,7 +255,7 @@ class Dispatcher:
 
     def _submit(self, asked: GenerationRequest, now_s: float) -> list[Action]:
         actions = self._retry.begin(asked, now_s)
-        heappush(self._deadlines, (now_s + asked.remaining_s, asked.request_id))
+        heappush(self._deadlines, (asked.deadline_s, asked.request_id))
         return actions
 
     def _stop_sample(self, event: StopSample, now_s: float) -> list[Action]:
