@@ -48,7 +48,7 @@ from baton_worker.messages import (
     WorkerAction,
     WorkerEvent,
 )
-from baton_worker.ports import HandOffs
+from baton_worker.ports import HandOffCore, HandOffs, HandOffTable
 from kv_transfer.ledger.outbox import FirstTokensDrawn, FromDecode, PeerDown, PeerUp, PushDone
 from kv_transfer.ticket import Permit, refuse_holder
 
@@ -80,18 +80,19 @@ class LegLifecycle:
         layout: KvLayout,
         role: Role,
         *,
-        sending: HandOffs[SendingEvent] | None = None,
-        receiving: HandOffs[ReceivingEvent] | None = None,
+        sending: HandOffCore[SendingEvent] | None = None,
+        receiving: HandOffCore[ReceivingEvent] | None = None,
     ) -> None:
         self._legs = legs
         self._layout = layout
         self._sending = sending
         self._receiving = receiving
         self._hand_offs: dict[LegKind, HandOffs[SendingEvent] | HandOffs[ReceivingEvent]] = {}
+        self._tables: dict[LegKind, HandOffTable] = {}
         if sending is not None:
-            self._hand_offs[LegKind.PREFILL] = sending
+            self._hand_offs[LegKind.PREFILL] = self._tables[LegKind.PREFILL] = sending
         if receiving is not None:
-            self._hand_offs[LegKind.RECEIVE] = receiving
+            self._hand_offs[LegKind.RECEIVE] = self._tables[LegKind.RECEIVE] = receiving
         self.takes = KINDS_OF_ROLE[role]
         self.draining = False
         self._asked_for: OrderedDict[RequestId, list[LegNames]] = OrderedDict()
@@ -144,12 +145,12 @@ class LegLifecycle:
     def in_flight(self, kinds: frozenset[LegKind] = frozenset(LegKind)) -> int:
         """Legs of these kinds that have not ended, and sequences and hand-offs that are left of others."""
         held = [leg for leg in self._legs.held() if leg.kind in kinds]
-        left = [h.left_over() for kind, h in self._hand_offs.items() if kind in kinds]
+        left = [table.left_over() for kind, table in self._tables.items() if kind in kinds]
         return len(held) + sum(left)
 
     def transfers_in_flight(self) -> int:
         """Hand-offs that are not over, those that no router has announced yet included."""
-        return sum(hand_offs.in_flight() for hand_offs in self._hand_offs.values())
+        return sum(table.in_flight() for table in self._tables.values())
 
     @property
     def outcomes(self) -> Mapping[tuple[LegKind, LegState], int]:
@@ -166,17 +167,17 @@ class LegLifecycle:
 
     def story_of(self, names: LegNames) -> tuple[StoryEntry, ...]:
         """What is left of the events about one leg and its hand-off, each oldest first."""
-        hand_offs = self._hand_offs.get(names.kind)
+        table = self._tables.get(names.kind)
         moved: tuple[StoryEntry, ...] = ()
-        if hand_offs is not None and names.xfer_id is not None:
-            moved = hand_offs.story(names.xfer_id)
+        if table is not None and names.xfer_id is not None:
+            moved = table.story(names.xfer_id)
         return (*self._legs.story.story(names.key), *moved)
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
         self._legs.check_integrity()
-        for hand_offs in self._hand_offs.values():
-            hand_offs.check_integrity()
+        for table in self._tables.values():
+            table.check_integrity()
 
     def _asked(self, leg: WorkerLeg, now_s: float) -> list[WorkerAction]:
         if leg.key in self._legs:

@@ -52,7 +52,7 @@ from kv_transfer.ticket import Permit
 
 
 class ReceivingHandOffs:
-    """Pure: no sockets, no clock, no engine (a `baton_worker.ports.HandOffs`). Not thread-safe: one owner.
+    """Pure: no sockets, no clock, no engine (a `baton_worker.ports.HandOffCore`). Not thread-safe: one owner.
 
     Args:
         limits: Of the ledger, which this one alone tells what happens.
@@ -117,15 +117,15 @@ class ReceivingHandOffs:
         return self._carry_out(self._ledger.tick(now_s))
 
     def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
-        """See `HandOffs`."""
+        """See `HandOffTable`."""
         return self._ledger.story(xfer_id)
 
     def in_flight(self) -> int:
-        """See `HandOffs`: also those that no router has announced yet."""
+        """See `HandOffTable`: also those that no router has announced yet."""
         return self._ledger.in_flight()
 
     def left_over(self) -> int:
-        """See `HandOffs`."""
+        """See `HandOffTable`."""
         held = self._legs.held()
         return self._ledger.in_flight() - sum(leg in held for leg in self._transfers.values())
 

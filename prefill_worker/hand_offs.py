@@ -76,7 +76,7 @@ class _Outgoing:
 
 
 class SendingHandOffs:
-    """Pure: no sockets, no clock, no engine (a `baton_worker.ports.HandOffs`). Not thread-safe: one owner.
+    """Pure: no sockets, no clock, no engine (a `baton_worker.ports.HandOffCore`). Not thread-safe: one owner.
 
     Args:
         layout: Of this worker's pages.
@@ -169,15 +169,15 @@ class SendingHandOffs:
         return actions
 
     def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
-        """See `HandOffs`."""
+        """See `HandOffTable`."""
         return self._outbox.story(xfer_id)
 
     def in_flight(self) -> int:
-        """See `HandOffs`: also those that are being stopped."""
+        """See `HandOffTable`: also those that are being stopped."""
         return self._outbox.in_flight()
 
     def left_over(self) -> int:
-        """See `HandOffs`: those that are being stopped."""
+        """See `HandOffTable`: those that are being stopped."""
         return self._outbox.in_flight() - len(self._outgoing)
 
     @property

@@ -258,7 +258,7 @@ class NodeLedger:
         """
         self._expire_puts(now_s)
         put = self._close_put(put_id)
-        num_written = 0 if put is None else self._settle(put, checksums, owners, size_bytes)
+        num_written = 0 if put is None else self._hold_written(put, checksums, owners, size_bytes)
         self.tier_moves.make_headroom(now_s)
         return num_written
 
@@ -309,7 +309,7 @@ class NodeLedger:
             self._evictor.trim(account, excess)
         return max(0, min(wanted, account.max_blocks - account.blocks))
 
-    def _settle(
+    def _hold_written(
         self,
         put: _Put,
         checksums: Sequence[bytes],
@@ -326,7 +326,7 @@ class NodeLedger:
                 void.append(slot)
         self._story.record(f"void in {put.put_id}", void)
         self._stop_writing(void)
-        self._blocks.settle(written)
+        self._blocks.make_resident(written)
         self._story.record(f"committed by {put.put_id}", written)
         if put.fetched:
             # The end of a text goes before its beginning.
@@ -516,7 +516,7 @@ class NodeLedger:
         """A reader found other bytes than were put: the blocks are held no longer. Returns how many were."""
         dropped = [key for key in dict.fromkeys(keys) if self._blocks.readable(key) is not None]
         for key in dropped:
-            self._give_up(key, "corrupt")
+            self._drop_from_tiers(key, "corrupt")
         self.counts.corrupt_blocks += len(dropped)
         return len(dropped)
 
@@ -530,7 +530,7 @@ class NodeLedger:
         for tier in (self._blocks.memory, self._blocks.disk):
             for slot in [slot for slot in tier.named.values() if slot.billing in covered]:
                 num_held += self._blocks.readable(slot.key) is not None
-                self._give_up(slot.key, "flushed")
+                self._drop_from_tiers(slot.key, "flushed")
         return num_held
 
     def pin(self, keys: Iterable[BlockKey]) -> int:
@@ -543,7 +543,7 @@ class NodeLedger:
         """Blocks may be evicted again."""
         self._blocks.pinned.difference_update(keys)
 
-    def _give_up(self, key: BlockKey, why: str) -> None:
+    def _drop_from_tiers(self, key: BlockKey, why: str) -> None:
         for tier in (self._blocks.memory, self._blocks.disk):
             slot = tier.named.get(key)
             if slot is not None:

@@ -94,7 +94,7 @@ class TierMoves:
         if move is not None:
             self._disk_failures = 0
             if move.extent.state is _S.FILLING:
-                self._blocks.settle((move.extent,))
+                self._blocks.make_resident((move.extent,))
                 self._story.record("written to the disk", (move.extent,))
             if move.slot.state is _S.DEMOTING:
                 if self._blocks.may_go(move.slot):
@@ -110,7 +110,7 @@ class TierMoves:
         if move is not None and move.slot.state is _S.FILLING:
             self._counts.promoted_blocks += 1
             self._counts.hit_blocks += 1
-            self._blocks.settle((move.slot,))
+            self._blocks.make_resident((move.slot,))
             self._story.record("read from the disk", (move.slot,))
 
     def io_failed(self, action: Demote | Promote, now_s: float) -> None:

@@ -2,7 +2,7 @@
 
 Reads from top to bottom: what clients and the clock say, what workers say of themselves, what they say of a leg, and what
 follows when a leg is lost. The states that an attempt goes through stand in `router.dispatch.attempt`; what is tried after a
-failure is decided in `router.dispatch.retry`.
+failure is decided in `router.dispatch.retry`. One file: whatever happens to a worker ends in what happens to its legs.
 """
 
 from collections.abc import Iterable, Sequence, Set
