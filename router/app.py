@@ -126,6 +126,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        root_path=settings.router.root_path,
     )
     _add_auth(app, tenancy, metrics)
     errors.install(app)

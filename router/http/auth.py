@@ -5,6 +5,8 @@ Plain ASGI, because a middleware that wraps the request's channel would hide a c
 """
 
 import re
+from collections.abc import Sequence
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,8 +20,12 @@ from router.http.errors import error_response
 from router.telemetry.metrics import RouterMetrics
 from router.tenants.directory import TenantDirectory
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
 REQUEST_ID_HEADER = "X-Request-Id"
+IGNORED_HEADER = "X-Baton-Ignored"
+"""Names the fields of a request that have no effect."""
+_MAX_IGNORED = 32
+_MAX_IGNORED_NAME = 64
 _MAX_REQUEST_ID = 128
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
@@ -58,6 +64,7 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        _strip_root_path(scope)
         reply = _Reply(_request_name(Headers(scope=scope).get(REQUEST_ID_HEADER)), send)
         try:
             if scope["path"] in OPEN_PATHS:
@@ -120,13 +127,29 @@ class _Reply:
             headers[REQUEST_ID_HEADER] = self.name
             if self.account is not None:
                 headers.update(dict(limit_headers(self.account.levels)))
+                if self.account.ignored_fields:
+                    headers[IGNORED_HEADER] = _named(self.account.ignored_fields)
         await self._send(message)
+
+
+def _strip_root_path(scope: Scope) -> None:
+    """Some proxies in front of a path pass it on, others take it off: from here on it is off."""
+    root_path = scope.get("root_path", "")
+    if root_path and scope["path"].startswith(root_path + "/"):
+        scope["path"] = scope["path"][len(root_path) :]
 
 
 def _request_name(given: str | None) -> str:
     """The client's own id, made harmless for headers and logs; a fresh one if it has none."""
     cleaned = _NOT_IN_REQUEST_ID.sub("", (given or "")[:_MAX_REQUEST_ID])
     return cleaned or new_request_id("req")
+
+
+def _named(fields: Sequence[str]) -> str:
+    """The first of the names, made harmless for a header, and how many more there are."""
+    names = [quote(name[:_MAX_IGNORED_NAME], safe="") for name in fields[:_MAX_IGNORED]]
+    more = len(fields) - len(names)
+    return ", ".join([*names, f"+{more}"] if more else names)
 
 
 def _route_of(scope: Scope) -> str:
