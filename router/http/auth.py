@@ -40,6 +40,8 @@ class AuthMiddleware:
         metrics: Counts the replies.
         audit: Where requests are recorded, if they are.
         clock: The rate limiter's.
+        root_path: The path under which a proxy in front shows the server. Some proxies pass it on, others take it off: behind
+            this it is off.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class AuthMiddleware:
         metrics: RouterMetrics,
         audit: AuditLog | None,
         clock: Clock,
+        root_path: str = "",
     ) -> None:
         self._app = app
         self._directory = directory
@@ -58,13 +61,15 @@ class AuthMiddleware:
         self._metrics = metrics
         self._audit = audit
         self._clock = clock
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes on what is authorised."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        _strip_root_path(scope)
+        if self._root_path and scope["path"].startswith(self._root_path + "/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path)
         reply = _Reply(_request_name(Headers(scope=scope).get(REQUEST_ID_HEADER)), send)
         try:
             if scope["path"] in OPEN_PATHS:
@@ -130,13 +135,6 @@ class _Reply:
                 if self.account.ignored_fields:
                     headers[IGNORED_HEADER] = _named(self.account.ignored_fields)
         await self._send(message)
-
-
-def _strip_root_path(scope: Scope) -> None:
-    """Some proxies in front of a path pass it on, others take it off: from here on it is off."""
-    root_path = scope.get("root_path", "")
-    if root_path and scope["path"].startswith(root_path + "/"):
-        scope["path"] = scope["path"][len(root_path) :]
 
 
 def _request_name(given: str | None) -> str:
