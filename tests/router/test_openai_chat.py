@@ -402,7 +402,11 @@ async def test_a_long_message_is_not_repeated_with_very_many_choices():
 async def test_tokens_can_be_called_by_their_ids(stream: bool):
     async with serve() as served:
         served.says("some € text")
-        fields = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+        fields: dict[str, Any] = {
+            "logprobs": True,
+            "top_logprobs": 1,
+            "return_tokens_as_token_ids": True,
+        }
         reply = await served.chat(stream=stream, **fields)
         parts = events(reply.text)[:-1] if stream else [reply.json()]
         found = [part["choices"][0]["logprobs"] for part in parts]

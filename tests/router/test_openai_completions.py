@@ -1,6 +1,7 @@
 """POST /v1/completions: texts and token ids in, continuations in OpenAI's shape out."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -332,7 +333,7 @@ def test_it_reads_what_the_schema_reads(tokens):
 async def test_tokens_can_be_called_by_their_ids_also_those_of_an_echo(stream: bool):
     async with serve() as served:
         served.says("hello €")
-        fields = {"logprobs": 1, "echo": True, "return_tokens_as_token_ids": True}
+        fields: dict[str, Any] = {"logprobs": 1, "echo": True, "return_tokens_as_token_ids": True}
         reply = await served.complete(prompt=[5, 6], stream=stream, **fields)
         parts = events(reply.text)[:-1] if stream else [reply.json()]
         found = [part["choices"][0]["logprobs"] for part in parts]
