@@ -131,12 +131,14 @@ def create_app(
 
 def _new_app(settings: AppSettings, tenancy: Tenancy, metrics: RouterMetrics) -> FastAPI:
     """An application without endpoints: whoever is let in, and how faults and the schema are told."""
+    root_path = settings.router.root_path
     app = FastAPI(
         title="Baton",
         version=settings.version,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        servers=[{"url": root_path}] if root_path else None,
     )
     rate_limiter = RateLimiter(
         tenancy.limiter,
@@ -152,6 +154,7 @@ def _new_app(settings: AppSettings, tenancy: Tenancy, metrics: RouterMetrics) ->
         metrics=metrics,
         audit=tenancy.audit,
         clock=tenancy.clock,
+        root_path=root_path,
     )
     errors.install(app)
     openapi.install(app, settings.model_names)
