@@ -29,7 +29,7 @@ def leaves_nothing(params: SamplingParams, banned: Set[int]) -> bool:
     """Whether all tokens of the request's own list are among `banned`."""
     allowed = params.allowed_token_ids
     # The list has no token twice: a shorter set cannot hold all of it.
-    return 0 < len(allowed) <= len(banned) and banned.issuperset(allowed)
+    return 0 < len(allowed) <= len(banned) and banned >= set(allowed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
