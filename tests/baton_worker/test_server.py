@@ -23,8 +23,6 @@ from baton.telemetry.scrape import ScrapeServer
 from baton_worker.metrics import WorkerMetrics
 from baton_worker.server import LIVE, WorkerServer
 
-pytestmark = pytest.mark.alone
-
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -18,8 +18,6 @@ from baton_worker import streams as module
 from baton_worker.messages import StreamId, TokensMessage
 from baton_worker.streams import LOAD_INTERVAL_S, RouterStream, RouterStreams
 
-pytestmark = pytest.mark.alone
-
 HELLO = WorkerHello(
     identity=WorkerIdentity(worker_id=WorkerId("w"), incarnation=Incarnation(1)),
     role=Role.HYBRID,

@@ -32,8 +32,6 @@ from tests.decode_worker.cluster import (
     prompt,
 )
 
-pytestmark = pytest.mark.alone
-
 FULL = LIMITS.num_blocks * LIMITS.block_tokens
 
 
