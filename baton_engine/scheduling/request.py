@@ -171,7 +171,7 @@ class Sequence:
         """Whether the next token's scores depend on which tokens came before, apart from the model."""
         params = self.params
         penalises = bool(params.presence_penalty or params.frequency_penalty)
-        return penalises or params.repetition_penalty != 1.0
+        return penalises or params.repetition_penalty != 1.0 or bool(params.bad_words)
 
     @property
     def was_preempted(self) -> bool:
