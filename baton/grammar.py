@@ -24,7 +24,8 @@ def parser_limits(config: GrammarConfig) -> LLParserLimits:
     )
 
 
-def first_line(message: str) -> str:
-    """What llguidance complains of, without the excerpt that follows it."""
-    line = message.strip().partition("\n")[0]
-    return line[:300] or "no reason given"
+def reason_of(message: str) -> str:
+    """What llguidance complains of, without the excerpts that it shows."""
+    lines = message.strip().splitlines() or ["no reason given"]
+    errors = [line for line in lines[1:] if line.startswith("error: ")]
+    return ": ".join([lines[0].rstrip(":"), *errors[:1]])[:300]

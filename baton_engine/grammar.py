@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from baton.config.schema import GrammarConfig
 from baton.errors import BatonError, EngineError, InvalidRequestError, ModelLoadError
 from baton.generation import Prompt
-from baton.grammar import first_line, parser_limits
+from baton.grammar import parser_limits, reason_of
 from baton.pretrained import read_tokenizer
 from baton_engine.models.config import ModelSpec
 from baton_engine.ports import TokenConstraint
@@ -55,7 +55,7 @@ class MatcherConstraint:
         """See TokenConstraint."""
         if not self._matcher.is_error():
             return None
-        reason = first_line(self._matcher.get_error())
+        reason = reason_of(self._matcher.get_error())
         return InvalidRequestError(f"the output cannot be held to its grammar: {reason}")
 
 
@@ -65,6 +65,10 @@ class MatcherCompiler:
     Args:
         tokenizer: The model's; its vocabulary is at least as large as that of the scores.
         config: What a grammar may cost, and how many are kept.
+
+    Attributes:
+        num_compiled: Grammars that were compiled, or refused.
+        num_found: Those that were kept from before.
     """
 
     def __init__(self, tokenizer: LLTokenizer, config: GrammarConfig) -> None:
@@ -72,6 +76,8 @@ class MatcherCompiler:
         self._limits = parser_limits(config)
         self._max_kept = config.max_compiled
         self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self.num_compiled = 0
+        self.num_found = 0
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="grammar")
 
@@ -101,7 +107,9 @@ class MatcherCompiler:
         with self._lock:
             if (kept := self._kept.get(digest)) is not None:
                 self._kept.move_to_end(digest)
+                self.num_found += 1
                 return kept.deep_copy()
+            self.num_compiled += 1
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             return matcher

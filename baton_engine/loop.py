@@ -19,6 +19,7 @@ from baton.generation import TokenLogprobs, WorkerLoad
 from baton.ids import SeqId
 from baton_engine.messages import (
     Abort,
+    AddRequest,
     Command,
     Failed,
     Generate,
@@ -53,7 +54,7 @@ class _Begun:
 class _Compiled:
     """The grammar of a command's prompt, compiled, or why it could not be."""
 
-    command: Generate | Prefill | Receive
+    command: AddRequest
     outcome: TokenConstraint | BatonError
 
 
@@ -272,7 +273,7 @@ class EngineLoop:
                 return [Released(seq_id=command.seq_id)]
         return self._scheduler.handle(command, self._clock.now_s())
 
-    def _compile(self, command: Generate | Prefill | Receive) -> list[SeqEvent]:
+    def _compile(self, command: AddRequest) -> list[SeqEvent]:
         """The command waits until its grammar is compiled, and comes again."""
         seq_id = command.seq_id
         if self._compiling.pop(seq_id, None) is not None:

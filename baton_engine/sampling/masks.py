@@ -2,7 +2,7 @@
 scores, and sent with all else that rows ask for.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,13 +30,13 @@ class Masks:
 
 
 def collect_masks(
-    rows: Sequence[Row], too_early: Sequence[Iterable[int]], vocab_size: int, staged: StagedBatch
+    rows: Sequence[Row], held_back: Sequence[Set[int]], vocab_size: int, staged: StagedBatch
 ) -> Masks | None:
     """Asks the constraints of the rows; None where no row has one.
 
     Args:
         rows: One per row of the scores.
-        too_early: Of each row the tokens that `min_tokens` holds back; not where the grammar allows nothing else.
+        held_back: Of each row the tokens that may not be drawn either, unless the grammar allows no others.
         vocab_size: Of the scores.
         staged: Takes the masks to the device.
     """
@@ -48,13 +48,13 @@ def collect_masks(
         constraint = rows[place].seq.constraint
         assert constraint is not None
         constraint.fill(mask)
-        _hold_back(mask, too_early[place], vocab_size)
+        _hold_back(mask, held_back[place], vocab_size)
     return Masks(
         places=staged.add(np.array(places, np.int64)), bits=staged.add(words.view(np.uint8))
     )
 
 
-def _hold_back(mask: NDArray[np.uint32], tokens: Iterable[int], vocab_size: int) -> None:
+def _hold_back(mask: NDArray[np.uint32], tokens: Set[int], vocab_size: int) -> None:
     """Clears the bits of `tokens`, unless no bit would be left."""
     kept = None
     for token in tokens:

@@ -13,7 +13,7 @@ from prometheus_client import Counter as Metric
 
 from baton.config.schema import GrammarConfig
 from baton.errors import InvalidRequestError, OverloadedError
-from baton.grammar import first_line, parser_limits
+from baton.grammar import parser_limits, reason_of
 from router.generation.answer_form import AnswerForm, Grammar, StructuralTag, grammar_of
 from router.generation.json_schema import SchemaPart, checked_parts
 from router.text.tokenizer import Tokenizer
@@ -105,12 +105,12 @@ class GrammarChecker:
         parts = [
             part
             for path, schema in grammar.schemas
-            for part in checked_parts(schema, path, self._config.max_depth)
+            for part in checked_parts(schema, path, grammar.param, self._config.max_depth)
         ]
         fault = LLMatcher.validate_grammar(grammar.text, limits=self._limits)
         if fault and not fault.startswith("WARNING"):
             path = _faulty_pattern(parts) or grammar.param
-            raise InvalidRequestError(f"{path}: {first_line(fault)}", param=grammar.param)
+            raise InvalidRequestError(f"{path}: {reason_of(fault)}", param=grammar.param)
 
 
 def _faulty_pattern(parts: list[SchemaPart]) -> str | None:

@@ -116,12 +116,15 @@ class SchemaPart:
     schema: dict[str, JsonValue]
 
 
-def checked_parts(schema: JsonValue, param: str, max_depth: int) -> Iterator[SchemaPart]:
+def checked_parts(
+    schema: JsonValue, where: str, param: str, max_depth: int
+) -> Iterator[SchemaPart]:
     """Every object schema of `schema`, the outer before the inner, each as soon as it is known to hold nothing but what is enforced.
 
     Args:
         schema: As the client sent it.
-        param: The request's field that holds it; begins the paths.
+        where: Begins the paths.
+        param: The request's field that holds it.
         max_depth: Levels that schemas may have.
 
     Raises:
@@ -129,8 +132,8 @@ def checked_parts(schema: JsonValue, param: str, max_depth: int) -> Iterator[Sch
         UnsupportedParameterError: It has a keyword or a format that cannot be enforced.
     """
     if not _is_schema(schema):
-        raise InvalidRequestError(f"{param}: must be a schema.", param=param)
-    left = [(param, 1, schema)]
+        raise InvalidRequestError(f"{where}: must be a schema.", param=param)
+    left = [(where, 1, schema)]
     while left:
         path, depth, found = left.pop()
         if not isinstance(found, dict):
