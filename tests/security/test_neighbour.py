@@ -24,7 +24,7 @@ from baton.rpc.certificates import CertificateFiles, issue
 from baton.rpc.channel import bind, new_server, open_channel, stranger
 from baton.rpc.connections import HANDSHAKE_S
 from baton.rpc.credentials import ClusterCredentials
-from baton.rpc.identity import PeerRole, ProcessIdentity
+from baton.rpc.identity import PeerRole, ProcessIdentity, may_call
 from baton.rpc.v1 import (
     control_pb2,
     control_pb2_grpc,
@@ -52,6 +52,8 @@ class Everything(
 
     def __init__(self) -> None:
         self.heard: list[str] = []
+        self.go_on = asyncio.Event()
+        self.go_on.set()
 
     async def Status(self, request, context):  # noqa: N802
         self.heard.append("Status")
@@ -63,6 +65,8 @@ class Everything(
 
     async def Serve(self, request_iterator, context):  # type: ignore[override]  # noqa: N802
         self.heard.append("Serve")
+        await context.send_initial_metadata(())
+        await self.go_on.wait()
 
 
 class Blocks(pool_pb2_grpc.PoolServicer):
@@ -158,6 +162,52 @@ async def test_a_role_that_may_not_call_is_denied_and_counted(role: PeerRole) ->
         assert await everything_asked(line) == {grpc.StatusCode.PERMISSION_DENIED}
         assert services.heard == []
         assert own.counts.denied == 4
+
+
+@pytest.mark.parametrize("method", ["Drain", "Undrain", "SetRole"])
+def test_an_operator_asks_a_router_which_spares_the_last_worker(method: str) -> None:
+    called = f"/baton.rpc.v1.Control/{method}"
+    assert may_call(called, PeerRole.WORKER) == {PeerRole.ROUTER}
+    assert PeerRole.OPERATOR in may_call(called, PeerRole.ROUTER)
+
+
+async def test_a_worker_takes_a_drain_from_a_router_only() -> None:
+    async with serving() as (address, services, own):
+        async with open_channel(address, process(PeerRole.OPERATOR)) as channel:
+            stub = control_pb2_grpc.ControlStub(channel)
+            drain = stub.Drain(control_pb2.DrainRequest(), timeout=5)
+            assert await outcome(drain) is grpc.StatusCode.PERMISSION_DENIED
+            status = stub.Status(control_pb2.StatusRequest(), timeout=5)
+            assert await outcome(status) is grpc.StatusCode.OK
+        assert services.heard == ["Status"]
+        assert own.counts.denied == 1
+
+
+async def test_one_process_has_so_many_calls_at_once_over_all_its_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("baton.rpc.admission.CALLS_OF_A_PEER", 2)
+    router, held = process(PeerRole.ROUTER), []
+    async with serving() as (address, services, own):
+        first, second = open_channel(address, router), open_channel(address, router)
+        async with first, second:
+            services.go_on.clear()
+            for channel in (first, second):
+                call = worker_pb2_grpc.WorkerStub(channel).Serve()
+                await call.initial_metadata()
+                held.append(call)
+            status = control_pb2.StatusRequest()
+            stub = control_pb2_grpc.ControlStub(second)
+            assert await outcome(stub.Status(status)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert own.counts.refused == 1
+            async with open_channel(address, process(PeerRole.OPERATOR)) as another:
+                stub = control_pb2_grpc.ControlStub(another)
+                assert await outcome(stub.Status(status)) is grpc.StatusCode.OK
+            services.go_on.set()
+            for call in held:
+                await outcome(call)
+            stub = control_pb2_grpc.ControlStub(second)
+            assert await outcome(stub.Status(status)) is grpc.StatusCode.OK
 
 
 async def test_the_reason_is_the_secret_and_not_that_nobody_is_there() -> None:
