@@ -32,6 +32,7 @@ from baton.rpc.v1 import (
     pool_pb2_grpc,
     worker_pb2_grpc,
 )
+from kvpool.peers.client import PeerClient, PeerSeal
 from router.workers.links import LinkState, WorkerLink
 
 pytestmark = pytest.mark.alone
@@ -454,3 +455,45 @@ async def test_a_router_with_another_secret_says_so_once_and_its_link_is_refused
         assert services.heard == []
     said = [one for one in caplog.records if "worker cannot be used" in one.getMessage()]
     assert len(said) == 1
+
+
+class Answering(pool_pb2_grpc.PoolPeersServicer):
+    """Answers other pool nodes, and notes by which connection they asked."""
+
+    def __init__(self, seal: PeerSeal) -> None:
+        self._seal = seal
+        self.asked_by: list[str] = []
+
+    async def Ask(self, request, context):  # type: ignore[override]  # noqa: N802
+        self.asked_by.append(context.peer())
+        return self._seal.seal_reply(pool_pb2.PeerReply(), request)
+
+
+async def test_a_pool_node_asks_others_with_its_new_certificate_once_the_files_have_changed(
+    tmp_path: Path,
+) -> None:
+    signer, identity = (
+        ec.generate_private_key(ec.SECP256R1()),
+        ProcessIdentity(role=PeerRole.POOL, name="n"),
+    )
+
+    def files() -> CertificateFiles:
+        host = PeerRole.POOL.host_name
+        return _files(tmp_path, until=LONG, name=host, uri=identity.uri, signer=signer)
+
+    own, seal = ClusterCredentials(identity, SECRET, files()), PeerSeal(SECRET)
+    server, answering = new_server(own), Answering(seal)
+    pool_pb2_grpc.add_PoolPeersServicer_to_server(answering, server)
+    address = bind(server, "127.0.0.1:0", own)
+    await server.start()
+    client = PeerClient(seal, own)
+    try:
+        for _ in range(2):
+            await client.ask(address, pool_pb2.PeerRequest(), 5.0)
+        files()
+        await client.ask(address, pool_pb2.PeerRequest(), 5.0)
+    finally:
+        await client.close()
+        await server.stop(None)
+    first, second, third = answering.asked_by
+    assert first == second != third
