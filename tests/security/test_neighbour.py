@@ -35,8 +35,6 @@ from baton.rpc.v1 import (
 from kvpool.peers.client import PeerClient, PeerSeal
 from router.workers.links import LinkState, WorkerLink
 
-pytestmark = pytest.mark.alone
-
 SECRET, OTHER = bytes(range(32)), bytes(range(1, 33))
 _BIG = 60 << 20
 
