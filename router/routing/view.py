@@ -106,8 +106,8 @@ class WorkerView(WorkerRecord):
     layout_group: int
     progress_s: float = field()  # in the record
     heard_s: float = field()  # in the record
-    load: WorkerLoad = field(default_factory=WorkerLoad)
     breaker: Breaker
+    load: WorkerLoad = field(default_factory=WorkerLoad)
     prefill_tokens: int = 0
     prefills: int = 0
     tbt_targets: dict[float, int] = field(default_factory=dict)
