@@ -1,9 +1,7 @@
 """Lets only those call a method whose role may, by the certificate of their connection."""
 
 import inspect
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -13,9 +11,6 @@ from baton.rpc.identity import PeerRole, ProcessIdentity, may_call
 from baton.telemetry.logs import get_logger
 
 _log = get_logger(__name__)
-
-CALLS_OF_A_PEER = 256
-"""A router has one call to a worker, a worker one to each worker that it hands pages to, and some tens to its pool node."""
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]  # not subscriptable when it runs
@@ -39,8 +34,6 @@ _MAX_WORDS = 200
 class RoleAdmission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable when it runs
     """Checks each call once, before its handler; nothing is done per message.
 
-    One process may have `CALLS_OF_A_PEER` calls at once, over however many connections: each holds a message of its own.
-
     Args:
         own: The role of this process.
         counts: Told of calls and of those that are denied.
@@ -49,7 +42,6 @@ class RoleAdmission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no
     def __init__(self, own: PeerRole, counts: ConnectionCounts) -> None:
         self._own = own
         self._counts = counts
-        self._calls: Counter[str] = Counter()  # by the caller's certificate
         self._told: set[tuple[str, frozenset[PeerRole]]] = set()
 
     async def intercept_service(  # type: ignore[override]  # None where nobody serves the method
@@ -66,13 +58,13 @@ class RoleAdmission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no
         behaviour = getattr(handler, kind)
 
         async def call(request: object, context: "Context") -> object:
-            async with self._admitted(method, context):
-                return await behaviour(request, context)
+            await self._admit(method, context)
+            return await behaviour(request, context)
 
         async def stream(request: object, context: "Context") -> Any:
-            async with self._admitted(method, context):
-                async for reply in behaviour(request, context):
-                    yield reply
+            await self._admit(method, context)
+            async for reply in behaviour(request, context):
+                yield reply
 
         return cast(
             "_Handler",
@@ -83,30 +75,12 @@ class RoleAdmission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no
             ),
         )
 
-    @asynccontextmanager
-    async def _admitted(self, method: str, context: "Context") -> AsyncIterator[None]:
+    async def _admit(self, method: str, context: "Context") -> None:
         proof = context.auth_context()
         if not proof.get("x509_pem_cert"):
-            yield  # a Unix socket: TCP is bound with TLS only, and that demands a certificate
-            return
+            return  # a Unix socket: TCP is bound with TLS only, and that demands a certificate
         self._counts.called(context.peer())
-        uris = [uri.decode() for uri in proof.get("peer_uri", ())]
-        await self._check_role(uris, method, context)
-        caller = " ".join(uris)
-        if self._calls[caller] >= CALLS_OF_A_PEER:
-            self._counts.refused += 1
-            why = f"{caller} has {CALLS_OF_A_PEER} calls here already, which is the limit"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
-        self._calls[caller] += 1
-        try:
-            yield
-        finally:
-            self._calls[caller] -= 1
-            if not self._calls[caller]:
-                del self._calls[caller]
-
-    async def _check_role(self, uris: Sequence[str], method: str, context: "Context") -> None:
-        named = map(ProcessIdentity.from_uri, uris)
+        named = map(ProcessIdentity.from_uri, (uri.decode() for uri in proof.get("peer_uri", ())))
         roles = frozenset(one.role for one in named if one is not None)
         if roles & may_call(method, self._own):
             return

@@ -10,7 +10,7 @@ import stat
 import grpc
 
 from baton.errors import ConfigError, IncompatibleError
-from baton.rpc.admission import CALLS_OF_A_PEER, RoleAdmission
+from baton.rpc.admission import RoleAdmission
 from baton.rpc.connections import HANDSHAKE_S
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
@@ -54,7 +54,7 @@ _SERVER_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
     # Of each listening address, unproven ones too. Routers and workers hold one or two each; more are refused at once.
     ("grpc.max_allowed_incoming_connections", 512),
-    ("grpc.max_concurrent_streams", CALLS_OF_A_PEER),
+    ("grpc.max_concurrent_streams", 1024),
 ]
 
 # BoringSSL's words for a certificate out of its time and for one of another authority, and gRPC's for one of another role.

@@ -31,12 +31,11 @@ class ConnectionCounts(Collector):
         handshakes: Begun by others.
         proven: That brought a call.
         denied: Calls that the caller's role may not make.
-        refused: Calls beyond those that one process may have at once.
         strangers: Own connections to processes that are not of this cluster.
     """
 
     def __init__(self) -> None:
-        self.handshakes = self.proven = self.denied = self.refused = self.strangers = 0
+        self.handshakes = self.proven = self.denied = self.strangers = 0
         self._callers: OrderedDict[str, None] = OrderedDict()
         self._told = 0
         self._quiet_until_s = 0.0
@@ -85,11 +84,6 @@ class ConnectionCounts(Collector):
             ("baton_rpc_handshakes", "Connections that others began", self.handshakes),
             ("baton_rpc_proven_connections", "Those that proved their cluster", self.proven),
             ("baton_rpc_denied_calls", "Calls that the caller's role may not make", self.denied),
-            (
-                "baton_rpc_refused_calls",
-                "Calls beyond those that one process may have at once",
-                self.refused,
-            ),
             (
                 "baton_rpc_strangers",
                 "Own connections that met a process of another cluster",

@@ -51,8 +51,6 @@ class Everything(
 
     def __init__(self) -> None:
         self.heard: list[str] = []
-        self.go_on = asyncio.Event()
-        self.go_on.set()
 
     async def Status(self, request, context):  # noqa: N802
         self.heard.append("Status")
@@ -64,8 +62,6 @@ class Everything(
 
     async def Serve(self, request_iterator, context):  # type: ignore[override]  # noqa: N802
         self.heard.append("Serve")
-        await context.send_initial_metadata(())
-        await self.go_on.wait()
 
 
 class Blocks(pool_pb2_grpc.PoolServicer):
@@ -180,33 +176,6 @@ async def test_a_worker_takes_a_drain_from_a_router_only() -> None:
             assert await outcome(status) is grpc.StatusCode.OK
         assert services.heard == ["Status"]
         assert own.counts.denied == 1
-
-
-async def test_one_process_has_so_many_calls_at_once_over_all_its_connections(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("baton.rpc.admission.CALLS_OF_A_PEER", 2)
-    router, held = process(PeerRole.ROUTER), []
-    async with serving() as (address, services, own):
-        first, second = open_channel(address, router), open_channel(address, router)
-        async with first, second:
-            services.go_on.clear()
-            for channel in (first, second):
-                call = worker_pb2_grpc.WorkerStub(channel).Serve()
-                await call.initial_metadata()
-                held.append(call)
-            status = control_pb2.StatusRequest()
-            stub = control_pb2_grpc.ControlStub(second)
-            assert await outcome(stub.Status(status)) is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert own.counts.refused == 1
-            async with open_channel(address, process(PeerRole.OPERATOR)) as another:
-                stub = control_pb2_grpc.ControlStub(another)
-                assert await outcome(stub.Status(status)) is grpc.StatusCode.OK
-            services.go_on.set()
-            for call in held:
-                await outcome(call)
-            stub = control_pb2_grpc.ControlStub(second)
-            assert await outcome(stub.Status(status)) is grpc.StatusCode.OK
 
 
 async def test_the_reason_is_the_secret_and_not_that_nobody_is_there() -> None:
