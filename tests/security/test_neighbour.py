@@ -431,7 +431,7 @@ class Answering(pool_pb2_grpc.PoolPeersServicer):
         self._seal = seal
         self.asked_by: list[str] = []
 
-    async def Ask(self, request, context):  # type: ignore[override]  # noqa: N802
+    async def Ask(self, request, context):  # noqa: N802
         self.asked_by.append(context.peer())
         return self._seal.seal_reply(pool_pb2.PeerReply(), request)
 
