@@ -445,7 +445,8 @@ async def test_a_field_that_nobody_knows_is_answered_and_named(path: str):
 async def test_what_messages_have_that_templates_are_not_given_is_named():
     async with serve() as served:
         served.says("hello")
-        said = {"role": "assistant", "content": "x", "refusal": None, "annotations": []}
+        said: dict[str, Any] = {"role": "assistant", "content": "x", "refusal": None}
+        said["annotations"] = []
         messages = [*SAID, said | {"reasoning": "hm"}, said | {"zebra": 1, "reasoning": "hm"}]
         reply = await served.chat(messages=messages, store=True)
         assert reply.status_code == 200
