@@ -112,7 +112,7 @@ def create_app(
         slo_classes,
         metrics,
         settings.defaults,
-        grammars or GrammarChecker(settings.grammar, tokenizer, registry),
+        grammars or GrammarChecker(settings.grammar, tokenizer.special_texts, registry),
         timeout_s=settings.router.request_timeout_s,
     )
     prompts = PromptEncoder(tokenizer, tenancy.guards)

@@ -4,6 +4,7 @@ refused here, with the path of the fault.
 
 import asyncio
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
@@ -16,7 +17,6 @@ from baton.errors import InvalidRequestError, OverloadedError
 from baton.grammar import parser_limits, reason_of
 from router.generation.answer_form import AnswerForm, Grammar, StructuralTag, grammar_of
 from router.generation.json_schema import SchemaPart, checked_parts
-from router.text.tokenizer import Tokenizer
 
 _MAX_PATTERNS_LOOKED_AT = 64
 _KEPT_PER_COMPILED = 8
@@ -28,17 +28,16 @@ class GrammarChecker:
 
     Args:
         config: What they may cost.
-        tokenizer: The model's; its special tokens may be triggers.
+        special_tokens: Texts of the model's special tokens, which may be triggers.
         registry: Counts what was checked.
     """
 
     def __init__(
-        self, config: GrammarConfig, tokenizer: Tokenizer, registry: CollectorRegistry
+        self, config: GrammarConfig, special_tokens: Iterable[str], registry: CollectorRegistry
     ) -> None:
         self._config = config
         self._limits = parser_limits(config)
-        ids = tokenizer.special_ids
-        self._special = frozenset(filter(None, map(tokenizer.backend.id_to_token, ids)))
+        self._special = frozenset(special_tokens)
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._checking: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="grammar")

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from baton.errors import ModelLoadError
 from baton.pretrained import PretrainedTokenizer, read_tokenizer
-from tests.router.tiny_tokenizers import byte_fallback, byte_level, save
+from tests.router.text.tiny_tokenizers import byte_fallback, byte_level, save
 
 Change = Callable[[Path], None]
 

@@ -5,6 +5,7 @@ import re
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import jsonschema_rs
 import numpy as np
@@ -94,7 +95,12 @@ def compiled(
 
 
 def asked(seed: int = 0, *, samples: int = 1, output: tuple[int, ...] = (), **params) -> Prompt:
-    settings = {"grammar": OF_SCHEMA, "temperature": 1.0, "seed": seed, "max_tokens": 90}
+    settings: dict[str, Any] = {
+        "grammar": OF_SCHEMA,
+        "temperature": 1.0,
+        "seed": seed,
+        "max_tokens": 90,
+    }
     return Prompt(
         prompt_tokens=PROMPT,
         output_tokens=output,
@@ -117,7 +123,7 @@ def by_sample(engine: WholeEngine) -> dict[int, list[TokenSample]]:
 
 
 def text_of(tokenizer, tokens: list[TokenSample]) -> str:
-    return tokenizer.decode([token.token for token in tokens], skip_special_tokens=True)
+    return str(tokenizer.decode([token.token for token in tokens], skip_special_tokens=True))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +327,7 @@ class HeldCompiler:
     """Compiles when it is told to."""
 
     def __init__(self) -> None:
-        self.waiting: list = []
+        self.waiting: list[Any] = []
 
     def compile(self, prompt, done) -> None:
         self.waiting.append(done)
