@@ -26,7 +26,7 @@ class VllmArena(TorchFunctionMode):
     """
 
     def __init__(self, memory: ArenaAllocator, model: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._memory = memory
         self._model = model
         self._bytes: ArenaBytes | None = None
@@ -36,11 +36,11 @@ class VllmArena(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Any,  # noqa: ANN401 - torch's signature
-        types: Any,  # noqa: ANN401
+        func: Any,
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """See torch: is asked for every call of a torch function while entered."""
         named = dict(kwargs or {})
         if func is not torch.zeros or named.get("dtype") is not torch.int8:

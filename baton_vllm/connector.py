@@ -34,7 +34,7 @@ def connector_objects(hand_offs: VllmHandOffs, arena: VllmArena) -> dict[str, An
     return {"hand_offs": hand_offs, "arena": arena}
 
 
-def go_on_from(request: Any, token: int) -> None:  # noqa: ANN401 - vLLM's Request
+def go_on_from(request: Any, token: int) -> None:
     """A request that waits for its prompt's KV gets the first token behind its prompt: so vLLM computes that token next, and no part
     of the prompt again. To be called before the request is named as received.
     """
@@ -51,7 +51,7 @@ class BatonConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """See the module's text; the methods are vLLM's."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         objects = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._hand_offs: VllmHandOffs = objects["hand_offs"]
@@ -77,7 +77,7 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         }
         self._arena.register(kv_caches, block_tokens, facts)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """KV comes from a peer, not from here."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -87,8 +87,8 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self,
         layer_name: str,
         kv_layer: torch.Tensor,  # noqa: ARG002
-        attn_metadata: Any,  # noqa: ANN401, ARG002
-        **kwargs: Any,  # noqa: ANN401, ARG002
+        attn_metadata: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
     ) -> None:
         """A layer of the step is computed."""
         self._hand_offs.layer_computed(self._arena.layer_index(layer_name))
@@ -102,14 +102,14 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # Its scheduler's half.
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The last page is never handed out: peers probe their way into the arena with it (`baton.layout.SPARE_BLOCKS`)."""
         gpu_block_pool.free_block_queue.remove(gpu_block_pool.blocks[-1])
         gpu_block_pool.num_gpu_blocks -= 1
 
     def get_num_new_matched_tokens(
         self,
-        request: Any,  # noqa: ANN401
+        request: Any,
         num_computed_tokens: int,
     ) -> tuple[int, bool]:
         """How much of a prompt comes from elsewhere, while the request waits."""
@@ -118,15 +118,15 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(
         self,
-        request: Any,  # noqa: ANN401
-        blocks: Any,  # noqa: ANN401
+        request: Any,
+        blocks: Any,
         num_external_tokens: int,
     ) -> None:
         """A request has blocks."""
         if num_external_tokens:
             self._hand_offs.allocated(SeqId(request.request_id), blocks.get_block_ids()[0])
 
-    def build_connector_meta(self, scheduler_output: Any) -> BatonConnectorMetadata:  # noqa: ANN401
+    def build_connector_meta(self, scheduler_output: Any) -> BatonConnectorMetadata:
         """The next step is decided."""
         num_tokens = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
@@ -153,7 +153,7 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def request_finished(
         self,
-        request: Any,  # noqa: ANN401
+        request: Any,
         block_ids: list[int],  # noqa: ARG002
     ) -> tuple[bool, None]:
         """A request is over, and its blocks are about to be given back."""

@@ -84,6 +84,8 @@ def refusal(prompt: Prompt) -> InvalidRequestError | None:
     for name in ("presence_penalty", "frequency_penalty"):
         if getattr(sampling, name):
             return _unserved(name, "other than 0")
+    if sampling.grammar:
+        return _unserved("response_format", "a form that the answer is held to")
     if any(len(word) > 1 for word in sampling.bad_words):
         return _unserved("bad_words", "of more than one token")
     return None

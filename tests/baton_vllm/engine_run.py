@@ -30,7 +30,7 @@ ENVIRONMENT = {
 NEW_TOKENS = 12
 CHUNK_TOKENS = 64
 PROMPT_LENGTHS = (33, 64, 199, 300)
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -49,7 +49,11 @@ def make_model(family: str, folder: str) -> None:
     import transformers as t
 
     torch.manual_seed(7)
-    experts = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+    experts: dict[str, Any] = {
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     configs: dict[str, Any] = {
         "llama": lambda: t.LlamaConfig(**SMALL),
         "qwen3": lambda: t.Qwen3Config(**SMALL),
@@ -58,7 +62,10 @@ def make_model(family: str, folder: str) -> None:
         ),
         "qwen3-moe": lambda: t.Qwen3MoeConfig(**SMALL, **experts),
         "gemma3": lambda: t.Gemma3TextConfig(
-            **(SMALL | {"num_hidden_layers": 6}), sliding_window=64, query_pre_attn_scalar=32
+            **(SMALL | {"num_hidden_layers": 6}),
+            sliding_window=64,
+            query_pre_attn_scalar=32,
+            tie_word_embeddings=False,
         ),
     }
     model = t.AutoModelForCausalLM.from_config(configs[family]())

@@ -35,6 +35,7 @@ def test_pages_are_handed_off_byte_by_byte_and_continued_token_by_token(
     result = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
 
     assert result["hybrid"] == result["vllm"]
+    assert all(len(set(tokens)) > 3 for tokens in result["vllm"])
     first, again = result["first"], result["again"]
     for handed_off in (first, again):
         assert handed_off["tokens"] == result["vllm"]

@@ -87,6 +87,9 @@ class World:
                 case PrefillStarted():
                     assert event.num_blocks == -(-self.lengths[event.seq_id] // BLOCK_TOKENS)
 
+    def is_full(self) -> bool:
+        return len(self.vllm.free) == NUM_BLOCKS - 1
+
     def of(self, kind: type[SeqEvent]) -> list[SeqEvent]:
         return [event for event in self.events if isinstance(event, kind)]
 
@@ -104,13 +107,14 @@ def test_prefilled_pages_are_told_layer_by_layer_and_kept_until_they_are_release
 
     blocks = world.vllm.requests[seq_id].blocks
     assert world.pages == {(seq_id, layer): dict(enumerate(blocks)) for layer in (0, 1)}
+    is_quiet = not world.hand_offs.has_news
+    assert is_quiet
     assert not world.of(Released)
-    assert not world.hand_offs.has_news
     world.end(seq_id)
     assert world.hand_offs.has_news
     world.step()
     assert world.of(Released) == [Released(seq_id=seq_id)]
-    assert len(world.vllm.free) == NUM_BLOCKS - 1
+    assert world.is_full()
 
 
 def test_received_prompt_waits_with_all_of_its_blocks_and_then_computes_one_token_a_step():
@@ -157,7 +161,7 @@ def test_aborted_while_it_waits_for_kv_its_blocks_come_back_with_the_next_step(s
     world.step()
 
     assert world.of(Released) == [Released(seq_id=seq_id)]
-    assert len(world.vllm.free) == NUM_BLOCKS - 1
+    assert world.is_full()
 
 
 def test_with_nothing_left_to_generate_the_end_is_not_told():
@@ -225,7 +229,7 @@ def test_whatever_ends_in_whatever_order_every_block_comes_back_and_none_too_ear
     world.step()
 
     assert not world.vllm.requests
-    assert len(world.vllm.free) == NUM_BLOCKS - 1
+    assert world.is_full()
     assert not world.hand_offs.has_news
     released = [event.seq_id for event in world.of(Released)]
     assert len(released) == len(set(released))
@@ -239,6 +243,7 @@ def test_whatever_ends_in_whatever_order_every_block_comes_back_and_none_too_ear
         ("n", SamplingParams(), (0, 1)),
         ("presence_penalty", SamplingParams(presence_penalty=0.5), (0,)),
         ("frequency_penalty", SamplingParams(frequency_penalty=0.5), (0,)),
+        ("response_format", SamplingParams(grammar="start: /a+/"), (0,)),
         ("bad_words", SamplingParams(bad_words=((1, 2),)), (0,)),
     ],
 )
