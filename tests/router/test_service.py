@@ -267,11 +267,11 @@ async def test_a_client_that_disconnects_cancels_both_legs(tmp_path):
     ):
         workers["p0"].hold_at = 0
         asking = asyncio.create_task(router.complete())
-        await workers["p0"].holding.wait()
+        await soon(workers["p0"].holding.wait())
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await workers["p0"].cancelled.get()
-        await workers["d0"].cancelled.get()
+        await soon(workers["p0"].cancelled.get())
+        await soon(workers["d0"].cancelled.get())
 
 
 async def test_a_model_without_a_tokenizer_ends_the_start_with_its_reason(tmp_path):
