@@ -81,7 +81,7 @@ class RequestPlanner:
         is refused here, before it costs anything.
 
         Raises:
-            ModelNotFoundError: The model is not named, unknown, or not for this tenant.
+            ModelNotFoundError: The model is unknown, or not for this tenant.
             InvalidRequestError: The tier is not for this tenant.
             RateLimitedError: The tenant has no tokens left.
             OverloadedError: Too many are waiting.
@@ -105,7 +105,11 @@ class RequestPlanner:
         )
 
     def plan(
-        self, context: RequestContext, body: SamplingBody, prompts: Sequence[Sequence[int]]
+        self,
+        context: RequestContext,
+        body: SamplingBody,
+        prompts: Sequence[Sequence[int]],
+        bad_words: Sequence[tuple[int, ...]] = (),
     ) -> list[GenerationRequest]:
         """One generation request per prompt: the last place where a request can be refused cheaply.
 
@@ -113,11 +117,12 @@ class RequestPlanner:
             context: The request.
             body: Its body.
             prompts: Token ids.
+            bad_words: The body's, as tokens.
 
         Raises:
             InvalidRequestError: A prompt is empty, too long for what is asked, or not of this model's vocabulary.
         """
-        planned = [self._prompt(context, body, tokens) for tokens in prompts]
+        planned = [self._prompt(context, body, tokens, bad_words) for tokens in prompts]
         _check_scores(planned, body.num_prompt_logprobs)
         return [
             GenerationRequest(
@@ -128,18 +133,26 @@ class RequestPlanner:
                 prompt=prompt,
                 timeout_s=self._timeout_s,
                 tenant=context.account.tenant,
-                session=body.user or "",
+                session=body.session_id or body.user or "",
                 slo=context.slo,
             )
             for number, prompt in enumerate(planned)
         ]
 
-    def _prompt(self, context: RequestContext, body: SamplingBody, tokens: Sequence[int]) -> Prompt:
+    def _prompt(
+        self,
+        context: RequestContext,
+        body: SamplingBody,
+        tokens: Sequence[int],
+        bad_words: Sequence[tuple[int, ...]],
+    ) -> Prompt:
         model, tenant = context.model, context.account.tenant
         tokens = _truncated(tokens, body, model)
         if not tokens:
             raise InvalidRequestError("The prompt has no tokens.", param=body.prompt_field)
-        sampling = sampling_params(body, self._defaults, model, prompt_tokens=len(tokens))
+        sampling = sampling_params(
+            body, self._defaults, model, prompt_tokens=len(tokens), bad_words=bad_words
+        )
         packed = PackedTokens.of(tokens)
         check_vocabulary(packed, model, body.prompt_field)
         return Prompt(
@@ -158,13 +171,15 @@ def _prompt_tokens(request: Request) -> int:
 
 
 def _truncated(tokens: Sequence[int], body: SamplingBody, model: ServedModel) -> Sequence[int]:
-    """The last `truncate_prompt_tokens`; -1 keeps what the model's length leaves beside the output that is asked for."""
+    """The last `truncate_prompt_tokens`, or the first where the prompt is to lose its end; -1 keeps what the model's length leaves
+    beside the output that is asked for.
+    """
     keep = body.truncate_prompt_tokens
     if keep is None:
         return tokens
     if keep < 0:
         keep = max(1, model.max_model_len - max(1, body.asked_tokens or body.default_tokens or 1))
-    return tokens[-keep:]
+    return tokens[:keep] if body.truncation_side == "right" else tokens[-keep:]
 
 
 def _check_scores(prompts: Sequence[Prompt], prompt_logprobs: int | None) -> None:

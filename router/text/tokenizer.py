@@ -8,6 +8,7 @@ Chat templates are rendered in processes of their own (`router.templates.rendere
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,6 +47,7 @@ class Tokenizer:
         threads: int = 2,
         template_s: float = MAX_RENDER_S,
         max_chars: int = MAX_RENDERED_CHARS,
+        content_format: str = "auto",
     ) -> None:
         backend = pretrained.backend
         backend.no_truncation()
@@ -59,6 +61,7 @@ class Tokenizer:
             TemplateRenderer(
                 pretrained.chat_template,
                 pretrained.special_tokens,
+                content_format=content_format,
                 limit_s=template_s,
                 max_chars=max_chars,
             )
@@ -77,14 +80,25 @@ class Tokenizer:
         threads: int = 2,
         template_s: float = MAX_RENDER_S,
         max_chars: int = MAX_RENDERED_CHARS,
+        chat_template: str | None = None,
+        content_format: str = "auto",
     ) -> "Tokenizer":
-        """Reads the tokenizer of a model's directory (a hub snapshot is one). Blocks; call it at start.
+        """Reads the tokenizer of a model's directory (a hub snapshot is one). A `chat_template` takes the place of the model's.
+        Blocks; call it at start.
 
         Raises:
             ModelLoadError: There is none, or it cannot be read.
         """
         pretrained = read_tokenizer(directory)
-        return cls(pretrained, threads=threads, template_s=template_s, max_chars=max_chars)
+        if chat_template is not None:
+            pretrained = replace(pretrained, chat_template=chat_template)
+        return cls(
+            pretrained,
+            threads=threads,
+            template_s=template_s,
+            max_chars=max_chars,
+            content_format=content_format,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -95,9 +109,7 @@ class Tokenizer:
         """Token ids of `text`. Special tokens written out in it become those tokens, as in vLLM."""
         return await self._in_thread(lambda: self._encode(text, add_special_tokens))
 
-    async def encode_chat(
-        self, conversation: Conversation, *, add_special_tokens: bool = False
-    ) -> list[int]:
+    async def encode_chat(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template (`router.templates.renderer`).
 
         Raises:
@@ -105,7 +117,7 @@ class Tokenizer:
             UnavailableError: There is no process to render it in.
         """
         return await self._in_thread(
-            lambda: self._encode(self._render(conversation), add_special_tokens)
+            lambda: self._encode(self._render(conversation), conversation.add_special_tokens)
         )
 
     async def decode_steps(self, token_ids: Sequence[int]) -> list[str]:
