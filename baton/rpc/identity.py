@@ -57,6 +57,9 @@ _WRITERS = frozenset({PeerRole.WORKER, PeerRole.POOL})
 _MAY_CALL: Mapping[str, frozenset[PeerRole]] = {
     f"{_SERVICE}Worker/": frozenset({PeerRole.ROUTER}),
     f"{_SERVICE}Control/": _OPERATORS,
+    # A worker does not know whether it is the last of its kind; a router does. Operators ask that, over its own socket.
+    f"{_SERVICE}Control/Drain": frozenset({PeerRole.ROUTER}),
+    f"{_SERVICE}Control/SetRole": frozenset({PeerRole.ROUTER}),
     f"{_SERVICE}Transfer/": _WRITERS,
     f"{_SERVICE}Pool/": frozenset({PeerRole.WORKER}),
     f"{_SERVICE}Pool/Watch": frozenset({PeerRole.ROUTER}),

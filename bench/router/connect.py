@@ -29,7 +29,7 @@ async def _run(way: Way, address: str, times: int) -> float:
             channel = open_channel(address, credentials)
         async with channel:
             call = worker_pb2_grpc.WorkerStub(channel).Serve()  # type: ignore[call-arg]
-            await call.read()  # type: ignore[attr-defined]
+            await call.read()
             took_s.append(time.perf_counter() - begun_s)
             call.cancel()
     return median(took_s[_WARM_UP:]) * 1e3

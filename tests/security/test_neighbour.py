@@ -158,6 +158,36 @@ async def test_a_role_that_may_not_call_is_denied_and_counted(role: PeerRole) ->
         assert own.counts.denied == 4
 
 
+async def test_an_operator_drains_no_worker_past_the_router_that_spares_the_last_one() -> None:
+    operator = process(PeerRole.OPERATOR)
+    async with serving() as (address, services, own), open_channel(address, operator) as channel:
+        control = control_pb2_grpc.ControlStub(channel)
+        assert await outcome(control.Status(control_pb2.StatusRequest())) is grpc.StatusCode.OK
+        for call in (
+            control.Drain(control_pb2.DrainRequest(force=True)),
+            control.SetRole(control_pb2.SetRoleRequest(force=True)),
+        ):
+            assert await outcome(call) is grpc.StatusCode.PERMISSION_DENIED
+        assert services.heard == ["Status"]
+        assert own.counts.denied == 2
+
+
+@pytest.mark.parametrize(
+    ("role", "code"),
+    [
+        (PeerRole.WORKER, grpc.StatusCode.PERMISSION_DENIED),
+        (PeerRole.ROUTER, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_what_a_caller_may_not_ask_is_not_even_parsed(
+    role: PeerRole, code: grpc.StatusCode
+) -> None:
+    async with serving() as (address, services, _), open_channel(address, process(role)) as line:
+        call = line.unary_unary("/baton.rpc.v1.Control/Drain", bytes, bytes)
+        assert await outcome(call(b"\xff\xff", timeout=5)) is code
+        assert services.heard == []
+
+
 async def test_the_reason_is_the_secret_and_not_that_nobody_is_there() -> None:
     caller = process(PeerRole.ROUTER, OTHER)
     async with serving() as (address, _, _), open_channel(address, caller) as channel:
