@@ -88,7 +88,11 @@ def new_server(
     credentials: ClusterCredentials | None = None, bounds: ServerBounds = _SMALL
 ) -> grpc.aio.Server:
     """A server without services or ports yet. `bounds`: on what a connection may have it hold."""
-    interceptors = [] if credentials is None else [RoleAdmission(credentials.counts)]
+    interceptors = (
+        []
+        if credentials is None
+        else [RoleAdmission(credentials.identity.role, credentials.counts)]
+    )
     options = [
         *_SERVER_OPTIONS,
         ("grpc.max_receive_message_length", bounds.message_bytes),

@@ -6,11 +6,12 @@ What is obeyed changes what is generated or answered, what is ignored changes ne
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
 from openai.types import completion_create_params
+from openai.types.chat import ChatCompletionMessageParam
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
@@ -439,6 +440,31 @@ async def test_a_field_that_nobody_knows_is_answered_and_named(path: str):
         assert named == f"a%2C%20b%0D%0Ac%3A%20%C3%A9, {'x' * 64}, zebra"
         plain = await served.http.post(path, json=BASE[path])
         assert IGNORED_HEADER not in plain.headers
+
+
+async def test_what_messages_have_that_templates_are_not_given_is_named():
+    async with serve() as served:
+        served.says("hello")
+        said: dict[str, Any] = {"role": "assistant", "content": "x", "refusal": None}
+        said["annotations"] = []
+        messages = [*SAID, said | {"reasoning": "hm"}, said | {"zebra": 1, "reasoning": "hm"}]
+        reply = await served.chat(messages=messages, store=True)
+        assert reply.status_code == 200
+        assert reply.headers[IGNORED_HEADER] == "store, messages.reasoning, messages.zebra"
+        assert IGNORED_HEADER not in (await served.chat(messages=[*SAID, said])).headers
+
+
+@pytest.mark.parametrize("kind", get_args(ChatCompletionMessageParam), ids=lambda k: k.__name__)
+async def test_every_documented_field_of_a_message_is_obeyed_or_refused(kind: type):
+    values: dict[str, Any] = {"tool_calls": [{}], "function_call": {"name": "f"}}
+    known = {"role", "content", "name", "tool_call_id"}
+    async with serve(chat_template=TEMPLATE) as served:
+        served.says("hello")
+        for name in set(kind.__annotations__) - known:
+            said = {"role": "assistant", "content": "x", name: values.get(name, "x")}
+            error = (await served.chat(messages=[*SAID, said])).json()["error"]
+            assert error["code"] == "unsupported_parameter", name
+            assert name in error["message"]
 
 
 async def test_of_many_unknown_fields_the_first_are_named_and_the_others_counted():
