@@ -31,7 +31,7 @@ def main() -> None:
         grpc.aio.secure_channel = _in_the_clear  # type: ignore[assignment]
         roles.main()
     else:
-        serve.LocalCluster = partial(  # type: ignore[attr-defined]
+        serve.LocalCluster = partial(  # type: ignore[attr-defined,assignment]
             LocalCluster, child_module="bench.router.plain_tcp"
         )
         cli.main()
