@@ -1,6 +1,6 @@
 """Text into token ids: the first thing that happens to a request, and the last place that sees its text as a whole.
 
-The tokenizer and its chat template come from the model's directory (`router.text.pretrained`). Threads may share the Rust
+The tokenizer and its chat template come from the model's directory (`baton.pretrained`). Threads may share the Rust
 tokenizer. Long prompts take long, so encoding and rendering run in a few threads of their own and never on the event loop.
 Chat templates are rendered in processes of their own (`router.templates.renderer`).
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton.errors import InvalidRequestError
+from baton.pretrained import PretrainedTokenizer, read_tokenizer
 from router.templates.renderer import (
     MAX_RENDER_S,
     MAX_RENDERED_CHARS,
@@ -20,7 +21,6 @@ from router.templates.renderer import (
     TemplateRenderer,
 )
 from router.text.detokenizer import Detokenizer
-from router.text.pretrained import PretrainedTokenizer, read_tokenizer
 from router.text.token_bytes import ByteDecoder, ByteTable, PieceTable, TokenDecoder, is_byte_level
 
 _SHORT_TEXT = 4096
