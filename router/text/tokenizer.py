@@ -36,6 +36,7 @@ class Tokenizer:
     Attributes:
         backend: The Rust tokenizer; `router.text.detokenizer` decodes with it.
         special_ids: Ids whose text is not shown to clients.
+        special_texts: How their tokens are written.
         pieces: The bytes that each single token stands for.
         longest_token: Characters of the longest token as the vocabulary spells it; none stands for more.
     """
@@ -55,6 +56,7 @@ class Tokenizer:
         self.backend = backend
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = frozenset(added[i].content for i in self.special_ids)
         self.pieces = PieceTable(backend, added)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self._renderer = (
