@@ -98,7 +98,9 @@ def create_app(
     decisions = decisions or DecisionLog("")
     registry.register(RouteDecisions(decisions))
     app_clock = clock or MonotonicClock()
-    bodies = BodyReader(settings.router.max_body_bytes)
+    bodies = BodyReader(
+        settings.router.max_body_bytes, timeout_s=settings.router.http_body_timeout_s
+    )
     catalog = ModelCatalog(settings.model_names, generator)
     models = Models(catalog, created_s=int(time.time()), revision=settings.revision)
     planner = RequestPlanner(

@@ -5,11 +5,12 @@ workers. Everything that crosses it is token ids; text stays on the HTTP side. A
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.generation import Prompt, TokenLogprobs, TokenSample, WorkerLoad
 from baton.ids import RequestId, Role, WorkerId
+from router.routing.table import Fingerprints
 from router.slo import STANDARD, Slo
 from router.tenants.tenant import ANONYMOUS, Tenant
 
@@ -27,6 +28,7 @@ class GenerationRequest:
         slo: What it was promised.
         waited_s: How long it waited in the admission queue; set when it is admitted.
         trace_parent: The request's own span; empty when it is not traced.
+        chains: Fingerprints of the prompt's blocks by layout group, as far as they are known; the rest is hashed where it is needed.
     """
 
     request_id: RequestId
@@ -37,6 +39,7 @@ class GenerationRequest:
     slo: Slo = STANDARD
     waited_s: float = 0.0
     trace_parent: str = ""
+    chains: Mapping[int, Fingerprints] = field(default_factory=dict)
 
     @property
     def remaining_s(self) -> float:

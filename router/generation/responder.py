@@ -1,5 +1,6 @@
 """From what was planned to the HTTP reply, streamed or whole: what all endpoints that generate have in common."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -31,8 +32,8 @@ TRACE_HEADER = "traceparent"
 TIMING_HEADER = "x-baton-timing"
 SESSION_HEADER = "x-baton-session"
 MAX_SESSION_NAME = 256
-_LOGGED_AT_ONCE = 16
-"""Deltas with log-probabilities that are written in one go."""
+_LOGGED_AT_ONCE = 64
+"""Tokens with log-probabilities, each perhaps with those of twenty others, that are written before the event loop runs again."""
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a reply whose client has gone; it only shows in metrics."""
@@ -203,20 +204,43 @@ async def _pieces(
             if head is None:
                 head = writer.opening()
             await writer.before(batch)
-            for some in _in_turns(batch):
-                yield head + b"".join([writer.piece(delta) for delta in some])
+            parts = _parts(batch)
+            for part in parts:
+                yield head + b"".join([writer.piece(delta) for delta in part])
                 head = b""
+                if len(parts) > 1:
+                    await asyncio.sleep(0)
     comment = b"" if explain is None else b": baton-explain " + explain() + b"\n\n"
     yield comment + await writer.closing(_timings(runs) if with_timing else [])
 
 
-def _in_turns(batch: list[Delta]) -> Iterator[list[Delta]]:
-    """The deltas of a batch; some at a time where they have many log-probabilities, and what is written of one is sent first."""
-    if len(batch) == 1 or not batch[0].logged:  # nearly always
-        yield batch
-        return
-    for begin in range(0, len(batch), _LOGGED_AT_ONCE):
-        yield batch[begin : begin + _LOGGED_AT_ONCE]
+def _parts(batch: list[Delta]) -> list[list[Delta]]:
+    """The deltas of a batch in parts that are written one after the other, cut where they have many tokens with log-probabilities."""
+    if sum([len(delta.logged) for delta in batch]) <= _LOGGED_AT_ONCE:  # nearly always
+        return [batch]
+    parts: list[list[Delta]] = [[]]
+    room = _LOGGED_AT_ONCE
+    for delta in batch:
+        for piece in _cut(delta):
+            if len(piece.logged) > room:
+                parts.append([])
+                room = _LOGGED_AT_ONCE
+            parts[-1].append(piece)
+            room -= len(piece.logged)
+    return parts
+
+
+def _cut(delta: Delta) -> Iterator[Delta]:
+    """What a choice gained as several deltas, if it is much: the text with the first of its tokens, its end with the last."""
+    text, last = delta.text, max(1, len(delta.logged)) - 1
+    for begin in range(0, last + 1, _LOGGED_AT_ONCE):
+        end = begin + _LOGGED_AT_ONCE
+        if end > last:
+            rest = delta.tokens[begin:], delta.logged[begin:]
+            yield Delta(delta.index, text, *rest, delta.finish, delta.stop)
+        else:
+            yield Delta(delta.index, text, delta.tokens[begin:end], delta.logged[begin:end])
+        text = ""
 
 
 def _deltas(runs: Sequence[GenerationRun]) -> AsyncGenerator[list[Delta], None]:

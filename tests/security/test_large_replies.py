@@ -9,7 +9,7 @@ import pytest
 from router.http import streaming
 from router.http.errors import ErrorReply
 from router.http.fields import MAX_REPEATED
-from tests.router.served import serve
+from tests.router.served import events, serve
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -68,6 +68,23 @@ async def test_log_probabilities_of_many_tokens_are_written_some_at_a_time(
         assert reply.status_code == 200, reply.text
         assert reply.text.count('"logprob') > 1
         assert sum(most_at_once) >= 280
+        assert max(most_at_once) <= 64
+
+
+async def test_log_probabilities_that_a_stop_string_held_back_are_written_some_at_a_time(
+    most_at_once: list[int],
+):
+    async with serve() as served:
+        served.says("word " * 100)
+        reply = await served.complete(
+            stop=["word " * 90 + "!"], logprobs=5, max_tokens=400, stream=True
+        )
+        choices = [event["choices"][0] for event in events(reply.text)[:-1]]
+        tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+        assert "".join(choice["text"] for choice in choices) == "word " * 100
+        assert len(tokens) >= 100
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
+        assert sum(most_at_once) >= 100
         assert max(most_at_once) <= 64
 
 
