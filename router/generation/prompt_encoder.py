@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.errors import UnsupportedParameterError
+from baton.tokens import PackedTokens
 from router.generation.guardrails import checked_messages, checked_prompts
 from router.generation.model_limits import check_messages, check_text, check_vocabulary
 from router.generation.planner import RequestContext
@@ -35,7 +36,7 @@ class PromptEncoder:
 
     async def of_conversation(
         self, conversation: Conversation, context: RequestContext
-    ) -> list[int]:
+    ) -> PackedTokens:
         """Those of a conversation.
 
         Raises:
@@ -51,7 +52,7 @@ class PromptEncoder:
 
     async def count(
         self, conversation: Conversation, model: ServedModel, *, add_special_tokens: bool = False
-    ) -> list[int]:
+    ) -> PackedTokens:
         """The same without guardrails, to count or show them: nothing is generated.
 
         Raises:
@@ -90,7 +91,7 @@ class PromptEncoder:
 
     async def of_infill(
         self, prompt: str, suffix: str, context: RequestContext, *, add_special_tokens: bool
-    ) -> list[int]:
+    ) -> PackedTokens:
         """Those that ask for what stands between `prompt` and `suffix`.
 
         Raises:
@@ -109,8 +110,10 @@ class PromptEncoder:
             )
         begin = await self._tokenizer.encode("", add_special_tokens=add_special_tokens)
         before_ids = await self._tokenizer.encode(before, add_special_tokens=False)
-        after_ids = await self._tokenizer.encode(after, add_special_tokens=False)
-        return [*begin, marks[0], *before_ids, marks[1], *after_ids, marks[2]]
+        after_ids = await self._tokenizer.encode(after, add_special_tokens=False, param="suffix")
+        prefix, suffix_mark, middle = (PackedTokens.of((mark,)) for mark in marks)
+        parts = (begin, prefix, before_ids, suffix_mark, after_ids, middle)
+        return PackedTokens(b"".join(part.packed for part in parts))
 
     async def _guarded(
         self, prompts: Sequence[str | Sequence[int]], context: RequestContext

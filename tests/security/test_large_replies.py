@@ -83,7 +83,9 @@ async def test_log_probabilities_that_a_stop_string_held_back_are_written_some_a
         tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
         assert "".join(choice["text"] for choice in choices) == "word " * 100
         assert len(tokens) >= 100
-        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [
+            "stop"
+        ]
         assert sum(most_at_once) >= 100
         assert max(most_at_once) <= 64
 
