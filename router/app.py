@@ -122,14 +122,16 @@ def create_app(
         tracer or NotTraced(),
     )
     pieces = tokenizer.pieces
+    root_path = settings.router.root_path
     app = FastAPI(
         title="Baton",
         version=settings.version,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        servers=[{"url": root_path}] if root_path else None,
     )
-    _add_auth(app, tenancy, metrics)
+    _add_auth(app, tenancy, metrics, root_path)
     errors.install(app)
     openapi.install(app, settings.model_names)
     chat = ConversationEndpoint(
@@ -180,7 +182,7 @@ def create_app(
     return app
 
 
-def _add_auth(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
+def _add_auth(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics, root_path: str) -> None:
     rate_limiter = RateLimiter(
         tenancy.limiter,
         tenancy.breakers,
@@ -195,6 +197,7 @@ def _add_auth(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics) -> None:
         metrics=metrics,
         audit=tenancy.audit,
         clock=tenancy.clock,
+        root_path=root_path,
     )
 
 

@@ -36,7 +36,7 @@ OPENAPI_VERSION = "3.2.0"
 """The first in which the events of a stream can be described."""
 
 _REF = "#/components/schemas/{model}"
-_READ: tuple[type[BaseModel], ...] = (
+READ: tuple[type[BaseModel], ...] = (
     ChatCompletionRequest,
     CompletionRequest,
     ResponsesRequest,
@@ -45,7 +45,6 @@ _READ: tuple[type[BaseModel], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
 )
-_NAMES_MODEL = {model.__name__ for model in _READ} - {"TokenizeRequest", "DetokenizeRequest"}
 _EVENTS: dict[str, Any] = {
     "ChatCompletionChunk": ChatCompletionChunk,
     "CompletionChunk": CompletionChunk,
@@ -122,6 +121,7 @@ def install(app: FastAPI, model_names: Sequence[str]) -> None:
                     version=app.version,
                     openapi_version=OPENAPI_VERSION,
                     routes=app.routes,
+                    servers=app.servers,
                 )
             )
             schemas = described.setdefault("components", {}).setdefault("schemas", {})
@@ -132,11 +132,11 @@ def install(app: FastAPI, model_names: Sequence[str]) -> None:
 
 
 def _request_schemas(model_names: Sequence[str]) -> dict[str, Any]:
-    _, made = models_json_schema([(model, "validation") for model in _READ], ref_template=_REF)
+    _, made = models_json_schema([(model, "validation") for model in READ], ref_template=_REF)
     schemas: dict[str, Any] = made["$defs"]
-    for name in _NAMES_MODEL:
-        schemas[name]["properties"]["model"] = {"type": "string", "enum": list(model_names)}
-        schemas[name]["required"] = sorted({"model", *schemas[name].get("required", ())})
+    for name in [model.__name__ for model in READ]:
+        named = {"type": "string", "enum": ["", *model_names]}
+        schemas[name]["properties"]["model"] = {"anyOf": [named, {"type": "null"}]}
     return schemas
 
 

@@ -57,6 +57,7 @@ from router.routing.predictive import LocalPrefill
 from router.routing.view import ClusterView
 from router.status import ClusterStatus
 from router.telemetry.collectors import IndexMetrics, RetryMetrics, WorkerLoads
+from router.templates.renderer import read_template
 from router.tenancy import Tenancy, open_tenancy
 from router.text.model_files import model_files, revision_of
 from router.text.tokenizer import Tokenizer
@@ -110,7 +111,7 @@ async def run(
 
     Raises:
         ModelLoadError: The tokenizer cannot be loaded.
-        ConfigError: The policy is unknown, or the tenants document, a guardrail or Redis' URL is wrong.
+        ConfigError: The policy is unknown, or the tenants document, the chat template, a guardrail or Redis' URL is wrong.
     """
     if secret is None:
         secret = bytes.fromhex(config.cluster.secret)
@@ -289,7 +290,11 @@ class _Loaded:
 def _load(config: BatonConfig) -> _Loaded:
     directory = model_files(config.model.model, config.model.revision)
     return _Loaded(
-        tokenizer=Tokenizer.load(directory),
+        tokenizer=Tokenizer.load(
+            directory,
+            chat_template=read_template(config.router.chat_template),
+            content_format=config.router.chat_template_content_format,
+        ),
         defaults=read_defaults(directory),
         revision=revision_of(directory),
     )

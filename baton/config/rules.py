@@ -54,6 +54,9 @@ def _positive(time_s: float | None) -> bool:
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """`package.module:Class`, of an operator's own."""
 
+_ROOT_PATH = re.compile(r"(?!/v1(/|$))(/[A-Za-z0-9._~-]+)+")
+"""Below /v1 are paths of the server's own."""
+
 POLICIES = (
     "predictive",
     "prefix_affinity",
@@ -74,6 +77,7 @@ TENANT_SOURCES = ("file", "redis")
 BACKENDS = ("cuda_ipc", "shm", "nixl", "ucx")
 EVICTIONS = ("lru", "s3fifo", "cost")
 DIRECTORIES = ("memory", "redis")
+CONTENT_FORMATS = ("auto", "string", "openai")
 
 RULES: tuple[Rule, ...] = (
     _one_of("model.dtype", DTYPES),
@@ -112,6 +116,12 @@ RULES: tuple[Rule, ...] = (
     Rule(path="router.port", holds=lambda v: 0 <= v <= 65535, demand="must be from 0 to 65535"),
     Rule(path="router.api_keys", holds=all, demand="must not hold an empty key"),
     Rule(path="router.guardrails", holds=all, demand="must not hold an empty name"),
+    _one_of("router.chat_template_content_format", CONTENT_FORMATS),
+    Rule(
+        path="router.root_path",
+        holds=lambda v: v == "" or _ROOT_PATH.fullmatch(v) is not None,
+        demand="must be a path such as /llm, without a slash at its end, and not begin with /v1",
+    ),
     _one_of("tenants.source", TENANT_SOURCES),
     *_at_least(1, "tenants.routers"),
     _one_of("simulated.role", [role.value for role in Role]),

@@ -123,6 +123,11 @@ class RouterConfig:
         local_prefill_tokens: With `predictive`, a decode worker may compute up to so many tokens of a prompt itself, where
             that is predicted to be better; 0 forbids it.
         local_prefill_stall_s: The longest time for which that may hold up the sequences that decode there.
+        chat_template: File of the template that conversations are written by, or the template itself; empty for the model's own.
+        chat_template_content_format: What the template is given as the content of a message: `string` for its text, `openai`
+            for a list of one part with that text, `auto` for what the template asks for.
+        root_path: The path under which a proxy shows this server, such as `/llm`; whether the proxy takes it off makes no
+            difference.
         max_body_bytes: Larger bodies get 413. Those of more than 32 KiB are parsed in pieces, one body at a time.
         request_timeout_s: Deadline of one request, queueing included.
         http_body_timeout_s: How long a request's body may take to come; then 408.
@@ -152,6 +157,9 @@ class RouterConfig:
     policy: str = "predictive"
     local_prefill_tokens: int = 512
     local_prefill_stall_s: float = 0.05
+    chat_template: str = ""
+    chat_template_content_format: str = "auto"
+    root_path: str = ""
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float = 600.0
     http_body_timeout_s: float = 60.0

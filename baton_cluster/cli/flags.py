@@ -4,6 +4,7 @@ import argparse
 from dataclasses import dataclass
 
 from baton.config.rules import (
+    CONTENT_FORMATS,
     DEVICES,
     DIRECTORIES,
     DTYPES,
@@ -68,6 +69,24 @@ FLAGS: tuple[Flag, ...] = (
         help="keys that clients must send one of; better given as BATON_ROUTER_API_KEYS",
         metavar="KEY",
         is_list=True,
+    ),
+    _flag(
+        "--chat-template",
+        path="router.chat_template",
+        help="file of the template that conversations are written by, instead of the model's own",
+        metavar="FILE",
+    ),
+    _flag(
+        "--chat-template-content-format",
+        path="router.chat_template_content_format",
+        help="|".join(CONTENT_FORMATS) + "; how the template is given the contents of messages",
+        metavar="NAME",
+    ),
+    _flag(
+        "--root-path",
+        path="router.root_path",
+        help="path under which a proxy shows the server, such as /llm",
+        metavar="PATH",
     ),
     _flag("--policy", path="router.policy", help="|".join(POLICIES), metavar="NAME"),
     _flag(

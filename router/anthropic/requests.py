@@ -1,8 +1,8 @@
 """What clients may send to /v1/messages: Anthropic's fields, and the few of vLLM's that ask for another way of drawing."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from router.generation.sampling import SamplingBody
 from router.http.fields import (
@@ -19,6 +19,8 @@ from router.http.fields import (
     refusal,
     unsupported,
 )
+from router.http.known_fields import Api
+from router.openai.conversation import TemplateArguments, check_template_arguments
 from router.openai.tools import FunctionName
 from router.templates.renderer import ChatMessage, Conversation
 
@@ -97,7 +99,8 @@ class ConversationBody(BodyObject):
     tool_choice: ToolChoiceParam | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    # What follows does not change the answer of this server, and is ignored.
+    chat_template_kwargs: TemplateArguments | None = None
+    # What follows does not change the answer of this server.
     cache_control: JsonObject | None = None
 
     def as_conversation(self) -> Conversation:
@@ -106,6 +109,7 @@ class ConversationBody(BodyObject):
         return Conversation(
             messages=[*system, *(message.for_template() for message in self.messages)],
             continue_last=self.messages[-1].role == "assistant",
+            arguments=self.chat_template_kwargs or {},
         )
 
     @model_validator(mode="after")
@@ -116,6 +120,7 @@ class ConversationBody(BodyObject):
             raise refusal("tool_choice", "Needs tools.")
         if self.thinking is not None:
             only("thinking", self.thinking.type, "disabled")
+        check_template_arguments(self.chat_template_kwargs)
         if self.output_config is not None and self.output_config != OutputConfig():
             raise unsupported("output_config", "Neither effort nor format is served yet.")
         return self
@@ -124,14 +129,14 @@ class ConversationBody(BodyObject):
 class MessagesRequest(ConversationBody, SamplingBody):
     """POST /v1/messages."""
 
+    api: ClassVar[Api] = Api.MESSAGES
+
     max_tokens: int = Field(ge=1, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=2**31)
     stop: None = None
     stop_sequences: StopStrings | None = None
     metadata: RequestMetadata | None = None  # type: ignore[assignment]  # the protocols differ
-    container: JsonValue = None
-    mcp_servers: list[JsonValue] | None = None
 
     @property
     def default_tokens(self) -> int | None:
@@ -143,14 +148,10 @@ class MessagesRequest(ConversationBody, SamplingBody):
         """The stop strings."""
         return tuple(self.stop_sequences or ())
 
-    @model_validator(mode="after")
-    def _check_message(self) -> Self:
-        only("container", self.container)
-        only("mcp_servers", self.mcp_servers, [])
-        return self
-
 
 class CountTokensRequest(ConversationBody, Body):
     """POST /v1/messages/count_tokens."""
+
+    api: ClassVar[Api] = Api.COUNT_TOKENS
 
     model: str | None = None

@@ -69,6 +69,8 @@ class Choice:
         self._silent = body.asked_tokens == 0
         self._shows_stop = bool(body.include_stop_str_in_output)
         self._min_tokens = body.min_tokens or 0
+        self._interval = (body.stream_interval or 1) if body.stream else 1
+        self._next_shown = 1
         self._stops = None if stops is None else StopWatch(stops, include=self._shows_stop)
         self._decoded_length = 0
         self._text = ""
@@ -100,12 +102,14 @@ class Choice:
         self.finish = sample.finish if self._stop is None else FinishReason.STOP
 
     def take(self) -> Delta | None:
-        """What may be shown now and was not before; None if there is nothing.
+        """What may be shown now and was not before; None if there is nothing, or less than the tokens that a stream's client
+        wants at a time.
 
         Ids and log-probabilities of tokens whose text is held back wait for it.
         """
-        if not self._text and self.finish is None:
+        if self.finish is None and (not self._text or self.num_tokens < self._next_shown):
             return None
+        self._next_shown = self.num_tokens + self._interval
         delta = Delta(self._index, self._text, self._tokens, self._logged, self.finish, self._stop)
         self._text, self._tokens, self._logged = "", [], []
         return delta

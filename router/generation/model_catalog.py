@@ -27,15 +27,19 @@ class ModelCatalog:
         return tuple(name for name in self._names if tenant.may_use(name))
 
     def require_name(self, model: str | None, account: RequestAccount) -> str:
-        """The name, if it is served, and to this tenant. One that is not on its list does not exist for it.
+        """The name, if it is served, and to this tenant. One that is not on its list does not exist for it; a request that
+        names none means the first one.
 
         Raises:
-            ModelNotFoundError: It is missing or unknown.
+            ModelNotFoundError: It is unknown, or there is none for this tenant.
         """
-        if model is None:
-            raise ModelNotFoundError("The request names no model.", param="model")
-        if model not in self.names_for(account.tenant):
-            raise ModelNotFoundError(f"The model `{model[:200]}` does not exist.", param="model")
+        names = self.names_for(account.tenant)
+        if not model and names:
+            model = names[0]
+        if model not in names:
+            raise ModelNotFoundError(
+                f"The model `{(model or '')[:200]}` does not exist.", param="model"
+            )
         account.model = model
         return model
 

@@ -81,7 +81,7 @@ class RequestPlanner:
         is refused here, before it costs anything.
 
         Raises:
-            ModelNotFoundError: The model is not named, unknown, or not for this tenant.
+            ModelNotFoundError: The model is unknown, or not for this tenant.
             InvalidRequestError: The tier is not for this tenant.
             RateLimitedError: The tenant has no tokens left.
             OverloadedError: Too many are waiting.
@@ -128,7 +128,7 @@ class RequestPlanner:
                 prompt=prompt,
                 timeout_s=self._timeout_s,
                 tenant=context.account.tenant,
-                session=body.user or "",
+                session=body.session_id or body.user or "",
                 slo=context.slo,
             )
             for number, prompt in enumerate(planned)
@@ -158,13 +158,15 @@ def _prompt_tokens(request: Request) -> int:
 
 
 def _truncated(tokens: Sequence[int], body: SamplingBody, model: ServedModel) -> Sequence[int]:
-    """The last `truncate_prompt_tokens`; -1 keeps what the model's length leaves beside the output that is asked for."""
+    """The last `truncate_prompt_tokens`, or the first where the prompt is to lose its end; -1 keeps what the model's length leaves
+    beside the output that is asked for.
+    """
     keep = body.truncate_prompt_tokens
     if keep is None:
         return tokens
     if keep < 0:
         keep = max(1, model.max_model_len - max(1, body.asked_tokens or body.default_tokens or 1))
-    return tokens[-keep:]
+    return tokens[:keep] if body.truncation_side == "right" else tokens[-keep:]
 
 
 def _check_scores(prompts: Sequence[Prompt], prompt_logprobs: int | None) -> None:

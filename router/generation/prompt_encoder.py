@@ -50,9 +50,7 @@ class PromptEncoder:
         )
         return await self.count(replace(conversation, messages=passed), context.model)
 
-    async def count(
-        self, conversation: Conversation, model: ServedModel, *, add_special_tokens: bool = False
-    ) -> PackedTokens:
+    async def count(self, conversation: Conversation, model: ServedModel) -> PackedTokens:
         """The same without guardrails, to count or show them: nothing is generated.
 
         Raises:
@@ -60,9 +58,7 @@ class PromptEncoder:
             InvalidRequestError: The chat template refuses it.
         """
         check_messages(conversation.messages, model, self._tokenizer, conversation.param)
-        return await self._tokenizer.encode_chat(
-            conversation, add_special_tokens=add_special_tokens
-        )
+        return await self._tokenizer.encode_chat(conversation)
 
     async def of_prompts(
         self,

@@ -4,7 +4,7 @@ import json
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import msgspec
 from pydantic import Field, model_validator
@@ -13,7 +13,6 @@ from baton.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
 from baton.generation import SamplingParams
 from router.generation.model_limits import check_vocabulary
 from router.http.fields import (
-    ELSEWHERE,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     Body,
@@ -24,7 +23,6 @@ from router.http.fields import (
     TokenCount,
     Tokens,
     refusal,
-    unsupported,
 )
 from router.ports import ServedModel
 
@@ -37,6 +35,7 @@ class SamplingBody(Body):
 
     model: str | None = None
     stream: bool | None = None
+    stream_interval: int | None = Field(None, ge=1, lt=2**31)
     stop: StopString | StopStrings | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -55,9 +54,11 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
+    truncation_side: Literal["left", "right"] | None = None
     cache_salt: str | None = Field(None, min_length=1)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     user: Name | None = None
+    session_id: Name | None = None
     metadata: Metadata | None = None
     service_tier: str | None = Field(None, min_length=1, max_length=64)
 
@@ -110,13 +111,6 @@ class SamplingBody(Body):
     def biases(self) -> dict[int, float]:
         """`logit_bias` by token id. A bias of 0 has no effect, on any token."""
         return {int(token): bias for token, bias in (self.logit_bias or {}).items() if bias}
-
-    @model_validator(mode="after")
-    def _refuse_misplaced(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name in ELSEWHERE and value not in ELSEWHERE[name]:
-                raise unsupported(name, "Other endpoints take it, this one does not.")
-        return self
 
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:

@@ -59,6 +59,7 @@ class RequestAccount:
         counted: It was counted, and has to be settled.
         levels: The tenant's limits as the last decision left them; what the reply's headers say.
         model: The name by which it asked for the model; empty until that is known.
+        ignored_fields: What it was sent with that has no effect; its client is told the names.
         runs: What is generated for it.
         error: Why it failed, if it did.
         guarded_input: What is asked, as the guardrails let it pass; None before that, and where there are none.
@@ -75,6 +76,7 @@ class RequestAccount:
     counted: bool = False
     levels: Levels = field(default_factory=Levels)
     model: str = ""
+    ignored_fields: Sequence[str] = ()
     runs: Sequence[Run] = ()
     error: BatonError | None = None
     guarded_input: GuardrailInput | None = None

@@ -5,6 +5,8 @@ Plain ASGI, because a middleware that wraps the request's channel would hide a c
 """
 
 import re
+from collections.abc import Sequence
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,8 +20,12 @@ from router.http.errors import error_response
 from router.telemetry.metrics import RouterMetrics
 from router.tenants.directory import TenantDirectory
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
 REQUEST_ID_HEADER = "X-Request-Id"
+IGNORED_HEADER = "X-Baton-Ignored"
+"""Names the fields of a request that have no effect."""
+_MAX_IGNORED = 32
+_MAX_IGNORED_NAME = 64
 _MAX_REQUEST_ID = 128
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
@@ -34,6 +40,8 @@ class AuthMiddleware:
         metrics: Counts the replies.
         audit: Where requests are recorded, if they are.
         clock: The rate limiter's.
+        root_path: The path under which a proxy in front shows the server. Some proxies pass it on, others take it off: behind
+            this it is off.
     """
 
     def __init__(
@@ -45,6 +53,7 @@ class AuthMiddleware:
         metrics: RouterMetrics,
         audit: AuditLog | None,
         clock: Clock,
+        root_path: str = "",
     ) -> None:
         self._app = app
         self._directory = directory
@@ -52,12 +61,15 @@ class AuthMiddleware:
         self._metrics = metrics
         self._audit = audit
         self._clock = clock
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes on what is authorised."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._root_path and scope["path"].startswith(self._root_path + "/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path)
         reply = _Reply(_request_name(Headers(scope=scope).get(REQUEST_ID_HEADER)), send)
         try:
             if scope["path"] in OPEN_PATHS:
@@ -120,6 +132,8 @@ class _Reply:
             headers[REQUEST_ID_HEADER] = self.name
             if self.account is not None:
                 headers.update(dict(limit_headers(self.account.levels)))
+                if self.account.ignored_fields:
+                    headers[IGNORED_HEADER] = _named(self.account.ignored_fields)
         await self._send(message)
 
 
@@ -127,6 +141,13 @@ def _request_name(given: str | None) -> str:
     """The client's own id, made harmless for headers and logs; a fresh one if it has none."""
     cleaned = _NOT_IN_REQUEST_ID.sub("", (given or "")[:_MAX_REQUEST_ID])
     return cleaned or new_request_id("req")
+
+
+def _named(fields: Sequence[str]) -> str:
+    """The first of the names, made harmless for a header, and how many more there are."""
+    names = [quote(name[:_MAX_IGNORED_NAME], safe="") for name in fields[:_MAX_IGNORED]]
+    more = len(fields) - len(names)
+    return ", ".join([*names, f"+{more}"] if more else names)
 
 
 def _route_of(scope: Scope) -> str:

@@ -3,20 +3,19 @@
 import asyncio
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from baton.errors import CancelledByPeerError, PayloadTooLargeError, RequestTimeoutError
-from baton.telemetry.logs import get_logger
 from router.http.account import account_of
 from router.http.errors import from_validation
+from router.http.fields import Body
 from router.http.large_body import parse_large
 
-_Body = TypeVar("_Body", bound=BaseModel)
+_Body = TypeVar("_Body", bound=Body)
 LARGE_BYTES = 32 * 1024
 """The worst body of this size is parsed within ten milliseconds."""
 _LENGTH_DIGITS = 15
-_log = get_logger(__name__)
 
 
 class BodyReader:
@@ -33,15 +32,17 @@ class BodyReader:
         self._large = asyncio.Lock()
 
     async def read(self, request: Request, schema: type[_Body]) -> _Body:
-        """A request's JSON as `schema`. Nesting deeper than 200, NaN, half surrogate pairs and bytes that are not
-        UTF-8 are refused by the parser.
+        """A request's JSON as `schema`; its account notes which fields have no effect. Nesting deeper than 200, NaN, half
+        surrogate pairs and bytes that are not UTF-8 are refused by the parser.
 
         Raises:
             PayloadTooLargeError: It is too large.
             RequestTimeoutError: It does not come in time.
             InvalidRequestError: Not JSON, or not what `schema` allows.
         """
-        return await self.parse(await self.read_bytes(request), schema)
+        body = await self.parse(await self.read_bytes(request), schema)
+        account_of(request).ignored_fields = body.ignored
+        return body
 
     async def parse(self, raw: bytes, schema: type[_Body]) -> _Body:
         """The same for bytes that have been read. Large ones are parsed in pieces, one body after the other.
@@ -95,12 +96,9 @@ def parse_body(raw: bytes, schema: type[_Body]) -> _Body:
         InvalidRequestError: As above.
     """
     try:
-        body = schema.model_validate_json(raw)
+        return schema.model_validate_json(raw)
     except ValidationError as error:
         raise from_validation(error) from None
-    if body.model_extra:
-        _log.debug("ignoring unknown fields", count=len(body.model_extra))
-    return body
 
 
 def _too_large(max_bytes: int) -> PayloadTooLargeError:

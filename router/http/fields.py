@@ -1,15 +1,16 @@
 """What the fields of requests are made of: bounds, types that carry them, and the ways in which a field is refused.
 
 Ranges are checked while the body is parsed, by name. Parsing is strict (a bool is no number, a number no string, NaN is
-nothing). Unknown fields are ignored, as servers of these protocols do; fields that are known and would change the answer,
-but are not served, are refused by name with the code `unsupported_parameter`.
+nothing). Fields that are known and would change the answer, but are not served, are refused by name with the code
+`unsupported_parameter` (`router.http.known_fields`); those that nobody knows are answered, and named to the client.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
+
+from router.http.known_fields import Api, is_idle, refusal_of
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 4096
@@ -70,86 +71,26 @@ class BodyObject(BaseModel):
 
 
 class Body(BaseModel):
-    """Any request body."""
+    """Any request body; `router.http.known_fields` says what becomes of its fields."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+
+    api: ClassVar[Api]
+    """The endpoint that reads it."""
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that were sent and have no effect."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        given |= self.model_extra or {}
+        return sorted(name for name, value in given.items() if is_idle(name, value, self.api))
 
     @model_validator(mode="after")
     def _refuse_unserved(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if value is not None and name in UNSERVED and value not in UNSERVED[name]:
-                raise unsupported(name)
+            if (why := refusal_of(name, value, self.api)) is not None:
+                raise unsupported(name, why)
         return self
-
-
-UNSERVED: Mapping[str, tuple[object, ...]] = {
-    "add_special_tokens": (False,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "best_of": (0, 1),
-    "chat_template": (),
-    "compaction": (),
-    "context_management": ([], {}),
-    "conversation": (),
-    "documents": ([],),
-    "echo": (False,),
-    "fallbacks": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_reasoning": (True,),
-    "inference_geo": ("global",),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
-    "output_config": ({},),
-    "output_format": (),
-    "previous_response_id": (),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "return_prompt_text": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "speed": ("standard",),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "truncation_side": ("left",),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    "watermarking": (False,),
-}
-"""Fields that are not served where they are not declared, each with the values (besides null) that ask for nothing."""
-
-ELSEWHERE: Mapping[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "functions": ([],),
-    "input": (),
-    "instructions": ("",),
-    "logprobs": (False,),
-    "max_completion_tokens": (),
-    "max_output_tokens": (),
-    "max_tokens": (),
-    "messages": (),
-    "modalities": (["text"],),
-    "n": (1,),
-    "prompt": (),
-    "prompt_logprobs": (),
-    "reasoning": ({},),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "stop_sequences": ([],),
-    "system": ("",),
-    "text": ({}, {"format": {"type": "text"}}),
-    "thinking": ({"type": "disabled"},),
-    "tools": ([],),
-    "top_logprobs": (0,),
-}
-"""The same of fields that other endpoints serve: a request that confuses two endpoints is refused."""
 
 
 def refusal(param: str, message: str) -> PydanticCustomError:

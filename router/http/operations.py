@@ -1,4 +1,4 @@
-"""What probes, balancers and dashboards ask for: /health, /ready, /load, /metrics, /version."""
+"""What probes, balancers and dashboards ask for: /health, /ping, /ready, /load, /metrics, /version."""
 
 from collections.abc import Callable
 
@@ -35,17 +35,22 @@ class WorkerLoadReply(BaseModel):
 
 
 class LoadReply(BaseModel):
-    """Reply of GET /load. `waiting` are queued requests, by the name of their class; `in_flight` counts them too."""
+    """Reply of GET /load. `waiting` are queued requests, by the name of their class; `in_flight` counts them too.
+    `server_load` is the same number under vLLM's name.
+    """
 
     in_flight: int
+    server_load: int
     waiting: dict[str, int]
     workers: list[WorkerLoadReply]
 
 
 def load(status: RouterStatus) -> LoadReply:
     """What is going on now."""
+    in_flight = status.in_flight()
     return LoadReply(
-        in_flight=status.in_flight(),
+        in_flight=in_flight,
+        server_load=in_flight,
         waiting=dict(status.waiting()),
         workers=[_worker(report) for report in status.workers()],
     )
@@ -105,6 +110,12 @@ def install(app: FastAPI, status: RouterStatus, version: str, registry: Collecto
     @app.get("/health", response_model=dict[str, str], responses=error_responses(503))
     async def get_health() -> Response | dict[str, str]:
         """Alive, and what the workers send is being moved. Says nothing about whether there are workers."""
+        return health.failure() or {"status": "ok"}
+
+    @app.get("/ping", response_model=dict[str, str], responses=error_responses(503))
+    @app.post("/ping", response_model=dict[str, str], responses=error_responses(503))
+    async def ping() -> Response | dict[str, str]:
+        """The same as /health, where SageMaker asks."""
         return health.failure() or {"status": "ok"}
 
     @app.get("/ready", response_model=dict[str, str], responses=error_responses(503))

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequestError
 from router.generation.generation_run import Delta, GenerationRun, token_ids
 from router.generation.planner import RequestContext
+from router.http.fields import MAX_REPEATED
 from router.http.streaming import fault_event, json_array
 from router.openai.chunks import (
     CUT,
@@ -48,18 +49,21 @@ class ChatWriter:
         self._run = run
         self._pieces = pieces
         self._with_tokens = bool(body.return_token_ids)
+        self._names_by_id = bool(body.return_tokens_as_token_ids)
+        self._echo = echoed_text(body, context)
         self._chunks = Chunks("chat.completion.chunk", context, body, [run])
         more_than_text = body.logprobs or self._with_tokens or body.usage_in_chunks
         self._text_event = None if more_than_text else TextEvents(self._event_around_text)
 
     def opening(self) -> bytes:
-        """Each choice's first chunk names the role."""
+        """Each choice's first chunk names the role; what is echoed comes after it."""
         role = b'{"role":"assistant","content":""}'
         ids = prompt_ids_field(self._run) if self._with_tokens else b""
-        events = (
-            self._event(i, role, b"null", b"null", b"" if i else ids)
-            for i in range(self._body.num_samples)
-        )
+        choices = range(self._body.num_samples)
+        events = [self._event(i, role, b"null", b"null", b"" if i else ids) for i in choices]
+        if self._echo:
+            said = b'{"content":' + msgspec.json.encode(self._echo) + b"}"
+            events += [self._event(i, said, b"null", b"null") for i in choices]
         return b"".join(events)
 
     def piece(self, delta: Delta) -> bytes:
@@ -113,7 +117,7 @@ class ChatWriter:
         return msgspec.json.encode(reply)
 
     async def _prompt_scores(self) -> msgspec.Raw | None:
-        count, scores = self._body.prompt_logprobs, self._run.prompt_logprobs
+        count, scores = self._body.num_prompt_logprobs, self._run.prompt_logprobs
         if count is None or scores is None:
             return None
         tokens = self._run.request.prompt.prompt_tokens
@@ -124,7 +128,7 @@ class ChatWriter:
         assert finish is not None
         return ChatChoice(
             index=index,
-            message=AssistantMessage(content="".join(delta.text for delta in deltas)),
+            message=AssistantMessage(content=self._echo + "".join(delta.text for delta in deltas)),
             finish_reason=finish.value,
             token_ids=token_ids(deltas) if self._with_tokens else None,
         )
@@ -134,14 +138,14 @@ class ChatWriter:
         if count is None:
             return None
         logged = (token for delta in deltas for token in delta.logged)
-        content = await chat_logprobs(logged, count, self._pieces)
+        content = await chat_logprobs(logged, count, self._pieces, by_id=self._names_by_id)
         return msgspec.Raw(_LOGPROBS % content)
 
     def _logprobs_json(self, delta: Delta) -> bytes:
         count = self._body.num_logprobs
         if count is None:
             return b"null"
-        entries = list(chat_entries(delta.logged, count, self._pieces))
+        entries = list(chat_entries(delta.logged, count, self._pieces, by_id=self._names_by_id))
         return _LOGPROBS % msgspec.json.encode(entries)
 
     def _event(
@@ -149,3 +153,25 @@ class ChatWriter:
     ) -> bytes:
         choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}'
         return self._chunks.chunk(choice % (index, delta, logprobs, finish), more)
+
+
+def echoed_text(body: ChatCompletionRequest, context: RequestContext) -> str:
+    """What every choice begins with: the last message, where its role is the answer's and the client wants it repeated; as the
+    guardrails let it pass.
+
+    Raises:
+        InvalidRequestError: It would be repeated too often.
+    """
+    last = body.messages[-1]
+    continues = body.continue_final_message or body.add_generation_prompt is False
+    if not body.echo or not (continues or last.role == "assistant"):
+        return ""
+    guarded = context.account.guarded_input
+    text = last.for_template()["content"] if guarded is None else guarded.texts[-1].text
+    if body.num_samples > 1 and len(text) * body.num_samples > MAX_REPEATED:
+        raise InvalidRequestError(
+            f"n: the reply would repeat {len(text) * body.num_samples} characters of the last message, at most {MAX_REPEATED}"
+            " are.",
+            param="n",
+        )
+    return text

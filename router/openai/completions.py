@@ -14,6 +14,7 @@ from router.generation.planner import RequestContext, RequestPlanner
 from router.generation.prompt_encoder import PromptEncoder
 from router.generation.responder import Responder
 from router.guardrails.chain import GuardChain
+from router.http.account import account_of
 from router.http.body import LARGE_BYTES, BodyReader, parse_body
 from router.http.fields import MAX_REPEATED
 from router.http.large_body import token_array
@@ -27,6 +28,7 @@ from router.openai.logprobs import (
     echo_logprobs,
     echo_of,
     prompt_scores,
+    token_id_name,
 )
 from router.openai.replies import (
     Completion,
@@ -77,6 +79,7 @@ class Completions:
             body = await self._bodies.parse(raw, CompletionRequest)
         else:
             body = read_completion(raw)
+        account_of(request).ignored_fields = body.ignored
         context = await self._planner.accept(request, body, "cmpl")
         planned = self._planner.plan(context, body, await self._token_ids(body, context))
         _check_repeated(body, planned)
@@ -90,7 +93,7 @@ class Completions:
     async def _token_ids(
         self, body: CompletionRequest, context: RequestContext
     ) -> Sequence[Sequence[int]]:
-        special = body.add_special_tokens
+        special = body.add_special_tokens is not False
         if body.suffix and isinstance(body.prompt, str):
             asked = (body.prompt, body.suffix, context)
             return [await self._prompts.of_infill(*asked, add_special_tokens=special)]
@@ -171,6 +174,7 @@ class CompletionWriter:
         self._runs = runs
         self._echoes = echoes
         self._pieces = pieces
+        self._token_name = token_id_name if body.return_tokens_as_token_ids else pieces.label_of
         self._with_tokens = bool(body.return_token_ids)
         self._begun = set[int]()
         self._written: dict[int, _WrittenPrompt] = {}
@@ -307,7 +311,7 @@ class CompletionWriter:
         echo, scores = self._echo(index), self._run(index).prompt_logprobs
         if echo is None or scores is None or self._body.logprobs is None:
             return None
-        return await echo_logprobs(echo, scores, self._body.logprobs, self._pieces)
+        return await echo_logprobs(echo, scores, self._body.logprobs, self._token_name)
 
     async def _logprobs(
         self, deltas: Sequence[Delta], prompt: "_WrittenPrompt"
@@ -317,7 +321,7 @@ class CompletionWriter:
             return None
         logged = [token for delta in deltas for token in delta.logged]
         offset = self._text_before(deltas[0].index)
-        drawn = await completion_logprobs(logged, count, self._pieces, offset)
+        drawn = await completion_logprobs(logged, count, self._token_name, offset)
         whole = drawn if prompt.logprobs is None else prompt.logprobs.followed_by(drawn)
         return msgspec.Raw(whole.json())
 
@@ -326,7 +330,7 @@ class CompletionWriter:
         if count is None:
             return b"null"
         offset = self._text_before(delta.index)
-        return completion_entries(delta.logged, count, self._pieces, offset).json()
+        return completion_entries(delta.logged, count, self._token_name, offset).json()
 
     def _text_before(self, index: int) -> int:
         echo = self._echo(index)

@@ -33,7 +33,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     content: Content | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -67,6 +67,7 @@ def conversation_of(
     add_generation_prompt: bool | None,
     continue_last: bool | None,
     arguments: Mapping[str, JsonValue],
+    add_special_tokens: bool,
 ) -> Conversation:
     """The conversation as a body with these fields means it."""
     return Conversation(
@@ -74,6 +75,7 @@ def conversation_of(
         add_generation_prompt=add_generation_prompt is not False,
         continue_last=bool(continue_last),
         arguments=arguments,
+        add_special_tokens=add_special_tokens,
     )
 
 

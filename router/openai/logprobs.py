@@ -1,6 +1,6 @@
 """Log-probabilities in the shapes that OpenAI's protocol has for them, of generated tokens and of an echoed prompt's."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -22,27 +22,39 @@ LOWEST_LOGPROB = -9999.0
 _AT_ONCE = 64
 """Tokens that are written before the event loop runs again; each may list twenty others."""
 
+TokenName = Callable[[int], str]
+"""What a token is called, by its id."""
 
-def chat_entries(logged: Iterable[LoggedToken], count: int, pieces: PieceTable) -> Iterator[Entry]:
-    """One `ChatTokenLogprob` per token, each with its `count` likeliest."""
+
+def token_id_name(token_id: int) -> str:
+    """What vLLM calls a token whose text is not wanted; unlike a text, it tells any two tokens apart."""
+    return f"token_id:{token_id}"
+
+
+def chat_entries(
+    logged: Iterable[LoggedToken], count: int, pieces: PieceTable, *, by_id: bool = False
+) -> Iterator[Entry]:
+    """One `ChatTokenLogprob` per token, each with its `count` likeliest; called by their ids where that is asked for."""
+    name = token_id_name if by_id else pieces.text_of
     for token in logged:
         known = _known(token.sample)
-        entry = _chat_token(token.sample.token, known.logprob, pieces)
+        entry = _chat_token(token.sample.token, known.logprob, name, pieces)
         entry["top_logprobs"] = [
-            _chat_token(i, logprob, pieces) for i, logprob in known.top[:count]
+            _chat_token(i, logprob, name, pieces) for i, logprob in known.top[:count]
         ]
         yield entry
 
 
-async def chat_logprobs(logged: Iterable[LoggedToken], count: int, pieces: PieceTable) -> bytes:
+async def chat_logprobs(
+    logged: Iterable[LoggedToken], count: int, pieces: PieceTable, *, by_id: bool = False
+) -> bytes:
     """The JSON array of these."""
-    return await json_array(chat_entries(logged, count, pieces), _AT_ONCE)
+    return await json_array(chat_entries(logged, count, pieces, by_id=by_id), _AT_ONCE)
 
 
-def _chat_token(token_id: int, logprob: float, pieces: PieceTable) -> Entry:
-    spelt = pieces.bytes_of(token_id)
-    text = spelt.decode(errors="replace")
-    return {"token": text, "logprob": finite(logprob), "bytes": list(spelt)}
+def _chat_token(token_id: int, logprob: float, name: TokenName, pieces: PieceTable) -> Entry:
+    spelt = list(pieces.bytes_of(token_id))
+    return {"token": name(token_id), "logprob": finite(logprob), "bytes": spelt}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +90,14 @@ def _joined(first: bytes, later: bytes) -> bytes:
 
 
 def completion_entries(
-    logged: Sequence[LoggedToken], count: int, pieces: PieceTable, offset: int = 0
+    logged: Sequence[LoggedToken], count: int, name: TokenName, offset: int = 0
 ) -> CompletionColumns:
     """The parallel lists of a few tokens. The drawn token is always among the tops, so that there may be `count + 1`.
 
     Args:
         logged: The tokens.
         count: How many likeliest are listed.
-        pieces: What tokens spell.
+        name: What tokens are called.
         offset: Characters that stand before the first of the choice's own.
     """
     encode = msgspec.json.encode
@@ -93,31 +105,31 @@ def completion_entries(
     return CompletionColumns(
         text_offset=encode([offset + token.text_offset for token in logged]),
         token_logprobs=encode([finite(known.logprob) for _, known in drawn]),
-        tokens=encode([pieces.label_of(token) for token, _ in drawn]),
-        top_logprobs=encode([_tops(token, known, count, pieces) for token, known in drawn]),
+        tokens=encode([name(token) for token, _ in drawn]),
+        top_logprobs=encode([_tops(token, known, count, name) for token, known in drawn]),
     )
 
 
 async def completion_logprobs(
-    logged: Sequence[LoggedToken], count: int, pieces: PieceTable, offset: int = 0
+    logged: Sequence[LoggedToken], count: int, name: TokenName, offset: int = 0
 ) -> CompletionColumns:
     """The same of what may be very many tokens."""
     drawn = [(token.sample.token, _known(token.sample)) for token in logged]
     return CompletionColumns(
         text_offset=await json_array((offset + t.text_offset for t in logged), _LIGHT_AT_ONCE),
         token_logprobs=await json_array((finite(k.logprob) for _, k in drawn), _LIGHT_AT_ONCE),
-        tokens=await json_array((pieces.label_of(t) for t, _ in drawn), _LIGHT_AT_ONCE),
-        top_logprobs=await json_array((_tops(t, k, count, pieces) for t, k in drawn), _AT_ONCE),
+        tokens=await json_array((name(t) for t, _ in drawn), _LIGHT_AT_ONCE),
+        top_logprobs=await json_array((_tops(t, k, count, name) for t, k in drawn), _AT_ONCE),
     )
 
 
 _LIGHT_AT_ONCE = 4096
 
 
-def _tops(token: int, known: TokenLogprobs, count: int, pieces: PieceTable) -> dict[str, float]:
-    tops = {pieces.label_of(token): finite(known.logprob)}
+def _tops(token: int, known: TokenLogprobs, count: int, name: TokenName) -> dict[str, float]:
+    tops = {name(token): finite(known.logprob)}
     for i, logprob in known.top[:count]:
-        tops[pieces.label_of(i)] = finite(logprob)
+        tops[name(i)] = finite(logprob)
     return tops
 
 
@@ -155,16 +167,16 @@ async def echo_of(text: str | None, tokens: Sequence[int], tokenizer: Tokenizer)
 
 
 async def echo_logprobs(
-    echo: Echo, scores: Sequence[TokenLogprobs], count: int, pieces: PieceTable
+    echo: Echo, scores: Sequence[TokenLogprobs], count: int, name: TokenName
 ) -> CompletionColumns:
     """The prompt's part of a completion's log-probabilities; nothing stands before the first token, so it has none."""
     scored = zip(echo.tokens[1:], scores, strict=True)
-    tops = (_tops(token, score, count, pieces) for token, score in scored)
+    tops = (_tops(token, score, count, name) for token, score in scored)
     logprobs = (finite(score.logprob) for score in scores)
     return CompletionColumns(
         text_offset=await json_array(echo.offsets, _LIGHT_AT_ONCE),
         token_logprobs=await json_array(chain((None,), logprobs), _LIGHT_AT_ONCE),
-        tokens=await json_array((pieces.label_of(i) for i in echo.tokens), _LIGHT_AT_ONCE),
+        tokens=await json_array((name(i) for i in echo.tokens), _LIGHT_AT_ONCE),
         top_logprobs=await json_array(chain((None,), tops), _AT_ONCE),
     )
 

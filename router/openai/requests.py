@@ -1,10 +1,10 @@
 """What clients may send to be answered: OpenAI's fields for chat and plain completions, and those that vLLM added to them.
 
-Fields that do not change what is answered (`store`, `metadata`, `prediction`, …) are checked for their types and ignored.
+Fields that do not change what is answered (`store`, `metadata`, `prediction`, …) are checked for their types and have no effect; their names are told to the client.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,7 @@ from router.http.fields import (
     refusal,
     unsupported,
 )
+from router.http.known_fields import Api
 from router.openai.conversation import (
     Messages,
     TemplateArguments,
@@ -62,6 +63,9 @@ class GenerationBody(SamplingBody):
     max_tokens: TokenCount | None = None
     prompt_logprobs: Logprobs | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def num_samples(self) -> int:
@@ -93,11 +97,15 @@ class GenerationBody(SamplingBody):
     def _check_generation(self) -> Self:
         if self.stream and self.prompt_logprobs is not None:
             raise refusal("prompt_logprobs", "Not in a stream.")
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options", "Only allowed together with stream.")
         return self
 
 
 class ChatCompletionRequest(GenerationBody):
     """POST /v1/chat/completions."""
+
+    api: ClassVar[Api] = Api.CHAT
 
     messages: Messages
     max_completion_tokens: TokenCount | None = None
@@ -114,7 +122,7 @@ class ChatCompletionRequest(GenerationBody):
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text", "audio"]] | None = Field(None, max_length=2)
     moderation: JsonObject | None = None
-    # What follows does not change the answer of this server, and is ignored.
+    # What follows does not change the answer of this server.
     audio: JsonObject | None = None
     prediction: JsonObject | None = None
     web_search_options: JsonObject | None = None
@@ -130,6 +138,13 @@ class ChatCompletionRequest(GenerationBody):
     def num_logprobs(self) -> int | None:
         """How many likeliest tokens are listed beside each; None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same beside each token of the prompt, also where that is echoed; None where prompts are not scored."""
+        if self.prompt_logprobs is None and self.echo and not self.stream:
+            return self.top_logprobs
+        return self.prompt_logprobs
 
     @property
     def asked_tokens(self) -> int | None:
@@ -151,6 +166,7 @@ class ChatCompletionRequest(GenerationBody):
             add_generation_prompt=self.add_generation_prompt,
             continue_last=self.continue_final_message,
             arguments=given | (self.chat_template_kwargs or {}),
+            add_special_tokens=bool(self.add_special_tokens),
         )
 
     @model_validator(mode="after")
@@ -186,6 +202,8 @@ TokenPrompt = Annotated[Tokens, Field(min_length=1, max_length=MAX_PROMPT_TOKENS
 class CompletionRequest(GenerationBody):
     """POST /v1/completions. A prompt is a text or a list of token ids; a list of either makes several prompts."""
 
+    api: ClassVar[Api] = Api.COMPLETIONS
+
     prompt: (
         str
         | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
@@ -194,9 +212,7 @@ class CompletionRequest(GenerationBody):
     )
     suffix: str | None = None
     logprobs: Logprobs | None = None
-    echo: bool | None = None
     best_of: int | None = Field(None, ge=0, le=MAX_CHOICES)
-    add_special_tokens: bool = True
     response_format: ResponseFormat | None = None
 
     @property

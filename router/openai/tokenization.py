@@ -1,6 +1,6 @@
 """POST /tokenize and POST /detokenize: a text as the model's tokens, and tokens as text."""
 
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from router.generation.prompt_encoder import PromptEncoder
 from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.fields import MAX_PROMPT_TOKENS, Body, Tokens, refusal
+from router.http.known_fields import Api
 from router.http.streaming import json_array
 from router.openai.conversation import (
     Messages,
@@ -31,6 +32,8 @@ _NAMES_AT_ONCE = 4096
 class TokenizeRequest(Body):
     """POST /tokenize: of a prompt or of a conversation."""
 
+    api: ClassVar[Api] = Api.TOKENIZE
+
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
@@ -47,6 +50,7 @@ class TokenizeRequest(Body):
             add_generation_prompt=self.add_generation_prompt,
             continue_last=self.continue_final_message,
             arguments=self.chat_template_kwargs or {},
+            add_special_tokens=bool(self.add_special_tokens),
         )
 
     @model_validator(mode="after")
@@ -61,6 +65,8 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     """POST /detokenize."""
+
+    api: ClassVar[Api] = Api.DETOKENIZE
 
     model: str | None = None
     tokens: Tokens = Field(max_length=MAX_PROMPT_TOKENS)
@@ -106,8 +112,7 @@ class Tokenization:
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt or a conversation."""
         body = await self._bodies.read(request, TokenizeRequest)
-        if body.model is not None:
-            self._catalog.require_name(body.model, account_of(request))
+        self._catalog.require_name(body.model, account_of(request))
         model = await self._catalog.require_model()
         tokens = await self._token_ids(body, model)
         counts = Tokenized(count=len(tokens), max_model_len=model.max_model_len, tokens=[])
@@ -122,8 +127,7 @@ class Tokenization:
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         body = await self._bodies.read(request, DetokenizeRequest)
-        if body.model is not None:
-            self._catalog.require_name(body.model, account_of(request))
+        self._catalog.require_name(body.model, account_of(request))
         check_vocabulary(body.tokens, await self._catalog.require_model(), "tokens")
         reply = Detokenized(prompt=await self._tokenizer.decode(body.tokens))
         return Response(reply.model_dump_json(), media_type="application/json")
@@ -133,6 +137,4 @@ class Tokenization:
             check_text(body.prompt, model, self._tokenizer, "prompt")
             special = body.add_special_tokens is not False
             return await self._tokenizer.encode(body.prompt, add_special_tokens=special)
-        return await self._prompts.count(
-            body.as_conversation(), model, add_special_tokens=bool(body.add_special_tokens)
-        )
+        return await self._prompts.count(body.as_conversation(), model)

@@ -5,15 +5,18 @@ moment; they are kept. A child that takes too long is killed, one that ran out o
 """
 
 import json
+import re
 import signal
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import msgspec
 
-from baton.errors import InvalidRequestError
+from baton.errors import ConfigError, InvalidRequestError
 from baton.telemetry.logs import get_logger
 from router.child import ChildEndedError, ChildProcess
 from router.templates import sandbox
@@ -32,6 +35,8 @@ MAX_MEMORY_BYTES = 512 * 1024 * 1024
 default), at four bytes a character."""
 
 _MAX_REASON_BYTES = 4096
+_IS_TEMPLATE = re.compile(r"[{}\n]")
+"""No path of use has these characters; every template has."""
 _log = get_logger(__name__)
 
 
@@ -44,6 +49,7 @@ class Conversation:
         add_generation_prompt: End it with the beginning of the assistant's turn.
         continue_last: End it within the last message instead, which the model continues.
         arguments: What the template is given besides.
+        add_special_tokens: The tokenizer adds its own to those of the template.
         param: The body's field that the messages came in.
     """
 
@@ -51,7 +57,29 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_last: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = False
     param: str = "messages"
+
+
+def read_template(given: str) -> str | None:
+    """The template that an operator gives as a file or as it is; None for an empty one.
+
+    Raises:
+        ConfigError: The file cannot be read, or it is no template.
+    """
+    if not given:
+        return None
+    source = given
+    try:
+        if not _IS_TEMPLATE.search(given):
+            source = Path(given).expanduser().read_text(encoding="utf-8")
+        sandbox.parsed(source)
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{given}: {why.lower()}", param="router.chat_template") from error
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"router.chat_template: {error}", param="router.chat_template") from error
+    return source
 
 
 class TemplateRenderer:
@@ -60,6 +88,7 @@ class TemplateRenderer:
     Args:
         source: The template.
         special_tokens: Texts that it is given by their names.
+        content_format: How it is given the contents of messages (`router.templates.sandbox.ChatTemplate`).
         limit_s: How long one conversation may take.
         max_chars: The longest text that it may make.
         memory_bytes: Address space of a child.
@@ -70,6 +99,7 @@ class TemplateRenderer:
         source: str,
         special_tokens: Mapping[str, str],
         *,
+        content_format: str = "auto",
         limit_s: float = MAX_RENDER_S,
         max_chars: int = MAX_RENDERED_CHARS,
         memory_bytes: int = MAX_MEMORY_BYTES,
@@ -78,6 +108,7 @@ class TemplateRenderer:
         settings = {
             "source": source,
             "special_tokens": dict(special_tokens),
+            "content_format": content_format,
             "max_chars": max_chars,
             "limit_s": limit_s,
             "memory_bytes": memory_bytes,

@@ -5,7 +5,7 @@ limits of the operating system bound what it may use: memory, processor time, no
 in an isolated interpreter, so it imports the standard library and jinja2 and nothing else. It talks over the stream socket that
 is its standard input; each message is its length (8 bytes, little-endian) and its bytes:
 
-    parent → child   {"source", "special_tokens", "max_chars", "limit_s", "memory_bytes"}      once
+    parent → child   {"source", "special_tokens", "content_format", "max_chars", "limit_s", "memory_bytes"}      once
     child → parent   nothing, when it is ready
     parent → child   {"messages", "add_generation_prompt", "continue_last", "arguments"}       per rendering
     child → parent   OK and the text, REFUSED and why, or EXHAUSTED and why (the child is not to be used again)
@@ -18,6 +18,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ import jinja2
 import jinja2.debug
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
+from jinja2.nodes import CallBlock, Const, For, Getattr, Getitem, Name, Node, Template, Test
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -35,6 +36,8 @@ OK, REFUSED, EXHAUSTED = b"\0", b"\1", b"\2"
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind a message that the model is to continue, while it is rendered: what follows it is cut off."""
 
+
+_COMMON_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 _LOADING = (
     "{% macro m(x) %}{{ x | tojson }}{% endmacro %}{{ m('\\u00e9') }}{{ strftime_now('%d %b %Y') }}"
@@ -48,12 +51,22 @@ class ChatTemplate:
         source: The template.
         special_tokens: Texts that it is given by their names, such as `bos_token`.
         max_chars: The longest text that it may make.
+        content_format: What it is given as the content of a message: `string` for its text, `openai` for a list with one
+            part that holds it, `auto` for what the template asks for.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, Any], max_chars: int) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, Any],
+        max_chars: int,
+        content_format: str = "auto",
+    ) -> None:
         self._source = source
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
+        self._content_format = content_format
+        self._takes_parts = False
         self._template: jinja2.Template | None = None
 
     def render(
@@ -68,10 +81,13 @@ class ChatTemplate:
 
         Raises:
             jinja2.TemplateError: The template is not one, refuses these messages, or makes too much of them.
-            ValueError: The last message is to be continued and does not show.
+            ValueError: The last message is to be continued and does not show, or the template leaves a role out.
             Exception: Whatever else a template may run into.
         """
         if self._template is None:
+            self._takes_parts = self._content_format == "openai" or (
+                self._content_format == "auto" and _reads_parts_only(parsed(self._source))
+            )
             self._template = _environment().from_string(self._source)
         given = self._known_roles(messages)
         if continue_last:
@@ -79,7 +95,7 @@ class ChatTemplate:
         pieces, size = [], 0
         for piece in self._template.generate(
             self._special_tokens | dict(arguments or {}),
-            messages=given,
+            messages=[_in_parts(m) for m in given] if self._takes_parts else given,
             tools=None,
             documents=None,
             add_generation_prompt=add_generation_prompt and not continue_last,
@@ -89,6 +105,7 @@ class ChatTemplate:
                 raise SecurityError(f"it makes more than {self._max_chars} characters")
             pieces.append(piece)
         text = "".join(pieces)
+        _check_shown(messages, text)
         return _cut_off(text, messages[-1]["content"]) if continue_last else text
 
     def _known_roles(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
@@ -100,6 +117,47 @@ class ChatTemplate:
             else dict(message)
             for message in messages
         ]
+
+
+def _in_parts(message: Mapping[str, str]) -> dict[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _check_shown(messages: Sequence[Mapping[str, str]], text: str) -> None:
+    """Of roles that only some templates know, every message must show, as text or as JSON: others leave out what they do not
+    know.
+    """
+    for message in messages:
+        role, content = message["role"], message["content"].strip()
+        if role in _COMMON_ROLES or content in text or _tojson(content)[1:-1] in text:
+            continue
+        raise ValueError(f"it does not know the role {role!r}")
+
+
+def parsed(source: str) -> Template:
+    """The template's tree.
+
+    Raises:
+        jinja2.TemplateSyntaxError: It is not a template.
+    """
+    return _environment().parse(source)
+
+
+def _reads_parts_only(template: Template) -> bool:
+    """Whether a template goes through a message's content part by part, and does not ask first whether that is a text."""
+    if any(test.name == "string" for test in template.find_all(Test)):
+        return False
+    named = {"content"} & {name.name for name in template.find_all(Name) if name.ctx == "store"}
+    return any(_is_content(loop.iter, named) for loop in template.find_all(For))
+
+
+def _is_content(node: Node, named: AbstractSet[str]) -> bool:
+    """Whether an expression is `message.content`, `message['content']`, or a variable of that name, if there is one."""
+    if isinstance(node, Getattr):
+        return node.attr == "content"
+    if isinstance(node, Getitem):
+        return isinstance(node.arg, Const) and node.arg.value == "content"
+    return isinstance(node, Name) and node.name in named
 
 
 def _cut_off(text: str, last: str) -> str:
@@ -262,7 +320,12 @@ def main() -> None:
     if first is None:
         return
     settings = json.loads(first)
-    template = ChatTemplate(settings["source"], settings["special_tokens"], settings["max_chars"])
+    template = ChatTemplate(
+        settings["source"],
+        settings["special_tokens"],
+        settings["max_chars"],
+        settings["content_format"],
+    )
     _bound(settings["memory_bytes"])
     connection.sendall(message(b""))
     while (request := receive(connection)) is not None:

@@ -8,6 +8,7 @@ templates are rendered in processes of their own (`router.templates.renderer`), 
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,6 +50,7 @@ class Tokenizer:
         threads: int = 2,
         template_s: float = MAX_RENDER_S,
         max_chars: int = MAX_RENDERED_CHARS,
+        content_format: str = "auto",
     ) -> None:
         backend = pretrained.backend
         backend.no_truncation()
@@ -62,6 +64,7 @@ class Tokenizer:
             TemplateRenderer(
                 pretrained.chat_template,
                 pretrained.special_tokens,
+                content_format=content_format,
                 limit_s=template_s,
                 max_chars=max_chars,
             )
@@ -81,14 +84,25 @@ class Tokenizer:
         threads: int = 2,
         template_s: float = MAX_RENDER_S,
         max_chars: int = MAX_RENDERED_CHARS,
+        chat_template: str | None = None,
+        content_format: str = "auto",
     ) -> "Tokenizer":
-        """Reads the tokenizer of a model's directory (a hub snapshot is one). Blocks; call it at start.
+        """Reads the tokenizer of a model's directory (a hub snapshot is one). A `chat_template` takes the place of the model's.
+        Blocks; call it at start.
 
         Raises:
             ModelLoadError: There is none, or it cannot be read.
         """
         pretrained = read_tokenizer(directory)
-        return cls(pretrained, threads=threads, template_s=template_s, max_chars=max_chars)
+        if chat_template is not None:
+            pretrained = replace(pretrained, chat_template=chat_template)
+        return cls(
+            pretrained,
+            threads=threads,
+            template_s=template_s,
+            max_chars=max_chars,
+            content_format=content_format,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -110,26 +124,23 @@ class Tokenizer:
             )
         return await self._in_thread(lambda: self._encode(text, add_special_tokens))
 
-    async def encode_chat(
-        self, conversation: Conversation, *, add_special_tokens: bool = False
-    ) -> PackedTokens:
+    async def encode_chat(self, conversation: Conversation) -> PackedTokens:
         """Token ids of a conversation, rendered by the model's chat template (`router.templates.renderer`).
 
         Raises:
             InvalidRequestError: There is no template, it refuses these messages, or they take too much time or memory.
             UnavailableError: There is no process to render it in, or to encode it.
         """
+        special = conversation.add_special_tokens
 
         def encoded() -> PackedTokens | str:
             text = self._render(conversation)
-            return text if len(text) > LONG_TEXT else self._encode(text, add_special_tokens)
+            return text if len(text) > LONG_TEXT else self._encode(text, special)
 
         done = await self._in_thread(encoded)
         if isinstance(done, PackedTokens):
             return done
-        return await self.encode(
-            done, add_special_tokens=add_special_tokens, param=conversation.param
-        )
+        return await self.encode(done, add_special_tokens=special, param=conversation.param)
 
     async def decode_steps(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each token adds to those before it; all together they are the text, without special tokens."""

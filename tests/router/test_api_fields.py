@@ -1,8 +1,9 @@
-"""Every documented field of each API is obeyed, refused by its name, or documented as ignored.
+"""Every documented field of each API is obeyed, refused by its name, or ignored and named to the client.
 
 What is obeyed changes what is generated or answered, what is ignored changes neither, and nothing is on two lists or on none.
 """
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,24 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from router.http.auth import IGNORED_HEADER
+from router.http.known_fields import FIELDS, Api
+from router.openapi import READ
+from tests.router.field_page import PAGE, table
 from tests.router.served import MODEL, Served, serve
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 RESPONSE, MESSAGE = "/v1/responses", "/v1/messages"
+COUNT, TOKENIZE, DETOKENIZE = "/v1/messages/count_tokens", "/tokenize", "/detokenize"
 SAID = [{"role": "user", "content": "hi"}]
 BASE: dict[str, dict[str, Any]] = {
     CHAT: {"model": MODEL, "messages": SAID, "seed": 1},
     COMPLETION: {"model": MODEL, "prompt": "hi there", "seed": 1},
     RESPONSE: {"model": MODEL, "input": "hi there", "seed": 1},
     MESSAGE: {"model": MODEL, "messages": SAID, "max_tokens": 50, "seed": 1},
+    COUNT: {"model": MODEL, "messages": SAID},
+    TOKENIZE: {"model": MODEL, "messages": SAID},
+    DETOKENIZE: {"model": MODEL, "tokens": [5]},
 }
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
@@ -49,13 +58,21 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ignored:
-    """With this value the same is generated and answered; docs/openai-conformance.md says so."""
+    """With this value the same is generated and answered, and the reply names the field."""
 
     value: Any
     besides: dict[str, Any] = field(default_factory=dict)
 
 
-Disposition = Obeyed | Refused | Ignored
+@dataclass(frozen=True)
+class Unseen:
+    """It is obeyed, and makes no difference to this tokenizer and template."""
+
+    value: Any
+    besides: dict[str, Any] = field(default_factory=dict)
+
+
+Disposition = Obeyed | Refused | Ignored | Unseen
 
 _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 _TOOL = {"type": "function", "function": _FUNCTION}
@@ -73,11 +90,14 @@ SAMPLING: dict[str, Disposition] = {
     "seed": Obeyed(2),
     "skip_special_tokens": Obeyed(False, {"include_stop_str_in_output": True}),
     "stop_token_ids": Obeyed([5]),
+    "session_id": Obeyed("mine"),
     "stream": Obeyed(True),
+    "stream_interval": Obeyed(2, {"stream": True}),
     "temperature": Obeyed(0.5),
     "top_k": Obeyed(7),
     "top_p": Obeyed(0.5),
     "truncate_prompt_tokens": Obeyed(1),
+    "truncation_side": Obeyed("right", {"truncate_prompt_tokens": 3}),
     "cache_salt": Obeyed("salt"),
     "model": Obeyed("tiny-alias"),
     "service_tier": Obeyed("flex"),
@@ -89,32 +109,32 @@ OF_VLLM: dict[str, Disposition] = {
     "add_special_tokens": Refused(True),
     "allowed_token_ids": Refused([1]),
     "bad_words": Refused(["x"]),
-    "ec_transfer_params": Ignored({"a": 1}),
+    "ec_transfer_params": Refused({"a": 1}),
+    "early_stopping": Refused(True),
+    "guided_decoding_backend": Refused("xgrammar"),
     "include_reasoning": Refused(False),
-    "kv_transfer_params": Ignored({"a": 1}),
+    "kv_transfer_params": Refused({"do_remote_decode": True}),
     "length_penalty": Refused(2.0),
     "logprob_token_ids": Refused([1]),
-    "media_io_kwargs": Ignored({"video": {}}),
-    "mm_processor_kwargs": Ignored({"a": 1}),
+    "media_io_kwargs": Refused({"video": {}}),
+    "mm_payload": Ignored("none"),
+    "mm_processor_kwargs": Refused({"a": 1}),
     "prompt_embeds": Refused("AAAA"),
     "repetition_detection": Refused({"max_pattern_size": 3}),
-    "request_id": Ignored("mine"),
+    "request_id": Refused("mine"),
     "return_mm_kwargs": Ignored(False),
     "return_prompt_text": Refused(True),
     "return_token_offsets": Ignored(True),
     "return_tokens_as_token_ids": Refused(True),
-    "routed_experts_prompt_start": Ignored(3),
-    "session_id": Ignored("mine"),
+    "routed_experts_prompt_start": Refused(3),
     "spaces_between_special_tokens": Refused(False),
-    "stream_interval": Ignored(4),
     "structured_outputs": Refused({"regex": "a"}),
     "thinking_token_budget": Refused(5),
-    "truncation_side": Refused("right", {"truncate_prompt_tokens": 3}),
     "use_beam_search": Refused(True),
     "vllm_xargs": Refused({"a": 1}),
     "watermarking": Refused(True),
 }
-"""What vLLM's protocol adds, where ours has no field of that name (`chat_completion/protocol.py`, November 2026)."""
+"""What vLLM's protocol adds, the same for all APIs."""
 
 OF_OPENAI: dict[str, Disposition] = {
     "metadata": Ignored({"a": "b"}),
@@ -133,12 +153,14 @@ TABLE: dict[str, dict[str, Disposition]] = {
     | OF_OPENAI
     | {
         "add_generation_prompt": Obeyed(False),
+        "add_special_tokens": Unseen(True),
+        "best_of": Refused(2),
         "audio": Ignored({"voice": "v", "format": "wav"}),
         "chat_template": Refused("{{ 1 }}"),
         "chat_template_kwargs": Obeyed({"style": "terse"}),
         "continue_final_message": Obeyed(True, {"add_generation_prompt": False}),
         "documents": Refused([{"text": "x"}]),
-        "echo": Refused(True),
+        "echo": Obeyed(True, {"messages": [*SAID, {"role": "assistant", "content": "Well, "}]}),
         "function_call": Refused({"name": "g"}),
         "functions": Refused([_FUNCTION]),
         "logprobs": Obeyed(True),
@@ -152,6 +174,7 @@ TABLE: dict[str, dict[str, Disposition]] = {
         "reasoning_effort": Obeyed("high"),
         "response_format": Refused({"type": "json_object"}),
         "return_token_ids": Obeyed(True),
+        "return_tokens_as_token_ids": Obeyed(True, {"logprobs": True}),
         "stop": Obeyed("world"),
         "stream_options": Obeyed({"include_usage": True}, {"stream": True}),
         "tool_choice": Refused("required"),
@@ -163,7 +186,7 @@ TABLE: dict[str, dict[str, Disposition]] = {
     COMPLETION: SAMPLING
     | OF_VLLM
     | {
-        "add_special_tokens": Ignored(False),  # by a tokenizer that adds none
+        "add_special_tokens": Unseen(False),
         "best_of": Obeyed(3),
         "echo": Obeyed(True),
         "logprobs": Obeyed(1),
@@ -174,6 +197,7 @@ TABLE: dict[str, dict[str, Disposition]] = {
         "prompt_logprobs": Obeyed(1),
         "response_format": Refused({"type": "json_object"}),
         "return_token_ids": Obeyed(True),
+        "return_tokens_as_token_ids": Obeyed(True, {"logprobs": 1}),
         "stop": Obeyed("world"),
         "stream_options": Obeyed({"include_usage": True}, {"stream": True}),
         "suffix": Refused("x"),
@@ -187,6 +211,8 @@ TABLE: dict[str, dict[str, Disposition]] = {
         "chat_template_kwargs": Obeyed({"style": "terse"}),
         "context_management": Refused([{"type": "compaction"}]),
         "conversation": Refused("conv_1"),
+        "enable_response_messages": Refused(True),
+        "previous_input_messages": Refused([{}]),
         "image": Ignored({}),
         "include": Obeyed(["message.output_text.logprobs"]),
         "input": Obeyed("another"),
@@ -210,6 +236,7 @@ TABLE: dict[str, dict[str, Disposition]] = {
     | OF_VLLM
     | {
         "cache_control": Ignored({"type": "ephemeral"}),
+        "chat_template_kwargs": Obeyed({"style": "terse"}),
         "compaction": Refused({"type": "auto"}),
         "container": Refused("c"),
         "context_management": Refused({"edits": [{"type": "x"}]}),
@@ -232,6 +259,40 @@ TABLE: dict[str, dict[str, Disposition]] = {
         "user_profile_id": Ignored("u"),
         "workspace_id": Ignored("w"),
     },
+    COUNT: {
+        "cache_control": Ignored({"type": "ephemeral"}),
+        "chat_template_kwargs": Obeyed({"style": "terse"}),
+        "context_management": Refused({"edits": [{"type": "x"}]}),
+        "max_tokens": Ignored(3),
+        "mcp_servers": Refused([{}]),
+        "messages": Obeyed([{"role": "user", "content": "another"}]),
+        "model": Unseen("tiny-alias"),
+        "output_config": Refused({"effort": "low"}),
+        "speed": Refused("fast"),
+        "system": Obeyed("be kind"),
+        "temperature": Ignored(0.5),
+        "thinking": Refused({"type": "enabled", "budget_tokens": 2000}),
+        "tool_choice": Refused({"type": "any"}),
+        "tools": Refused([{"name": "f", "input_schema": {"type": "object"}}]),
+    },
+    TOKENIZE: {
+        "add_generation_prompt": Obeyed(False),
+        "add_special_tokens": Unseen(True),
+        "chat_template": Refused("{{ 1 }}"),
+        "chat_template_kwargs": Obeyed({"style": "terse"}),
+        "continue_final_message": Obeyed(True, {"add_generation_prompt": False}),
+        "max_tokens": Ignored(3),
+        "media_io_kwargs": Refused({"video": {}}),
+        "messages": Obeyed([{"role": "user", "content": "another"}]),
+        "mm_processor_kwargs": Refused({"a": 1}),
+        "model": Unseen("tiny-alias"),
+        "prompt": Obeyed("another", {"messages": None}),
+        "return_token_strs": Obeyed(True),
+        "temperature": Ignored(0.5),
+        "tools": Refused([_TOOL]),
+        "truncate_prompt_tokens": Refused(2),
+    },
+    DETOKENIZE: {"model": Unseen("tiny-alias"), "tokens": Obeyed([7, 8])},
 }
 
 OF_ANTHROPIC = frozenset(
@@ -268,26 +329,56 @@ OF_ANTHROPIC = frozenset(
 )
 """Of the package `anthropic` 1.13.0 (`MessageCreateParams`, also its beta's), and those that it took until then."""
 
-DOCUMENTED = {
+OF_VLLM_BY_PATH: dict[str, list[str]] = json.loads(
+    (Path(__file__).parent / "vllm_fields.json").read_text()
+)["fields"]
+"""Of vLLM 0.32.0's request models, by endpoint."""
+
+OF_PACKAGES: dict[str, set[str]] = {
     CHAT: set(chat_create_params.CompletionCreateParamsBase.__annotations__),
     COMPLETION: set(completion_create_params.CompletionCreateParamsBase.__annotations__),
     RESPONSE: set(response_create_params.ResponseCreateParamsBase.__annotations__),
-    MESSAGE: OF_ANTHROPIC,
+    MESSAGE: set(OF_ANTHROPIC),
 }
-
-PAGE = Path(__file__).parents[2] / "docs/openai-conformance.md"
 
 
 @pytest.mark.parametrize("path", TABLE)
 def test_every_documented_field_has_its_place(path: str):
-    assert DOCUMENTED[path] - set(TABLE[path]) == set()
+    documented = OF_PACKAGES.get(path, set()) | set(OF_VLLM_BY_PATH[path])
+    assert documented - set(TABLE[path]) == set()
+    assert documented - set(FIELDS) == set()
+
+
+@pytest.mark.parametrize("path", TABLE)
+def test_what_is_said_of_a_field_is_what_is_done(path: str):
+    api = Api(path)
+    said = {}
+    for name, listed in TABLE[path].items():
+        known = FIELDS[name]
+        is_obeyed, is_idle = api in known.obeyed, api in known.idle
+        said[name] = {
+            Obeyed: is_obeyed,
+            Unseen: is_obeyed,
+            Ignored: is_idle or bool(known.limits),
+            # Of what is obeyed in part, the table has a value that is not served.
+            Refused: not (is_obeyed or is_idle) or bool(known.limits) or name == "moderation",
+        }[type(listed)]
+    assert [name for name, right in said.items() if not right] == []
+
+
+@pytest.mark.parametrize("schema", READ, ids=lambda schema: schema.__name__)
+def test_a_request_model_declares_what_it_obeys_and_nothing_else_but_idle_fields(schema):
+    declared = {n for n, f in schema.model_fields.items() if f.annotation is not type(None)}
+    obeyed = {name for name, known in FIELDS.items() if schema.api in known.obeyed}
+    idle = {name for name, known in FIELDS.items() if schema.api in known.idle}
+    assert obeyed - declared == declared - obeyed - idle == set()
 
 
 @pytest.mark.parametrize("path", TABLE)
 async def test_a_field_is_obeyed_or_refused_or_changes_nothing(path: str):
     wrong = {}
     async with serve(chat_template=TEMPLATE) as served:
-        served.says("hello world", "and again", "quick fox")
+        served.says("hello world, and again", "and again", "quick fox")
         for name, listed in TABLE[path].items():
             found = await disposition_of(served, path, name, listed)
             if found is not type(listed):
@@ -298,13 +389,19 @@ async def test_a_field_is_obeyed_or_refused_or_changes_nothing(path: str):
 async def disposition_of(
     served: Served, path: str, name: str, listed: Disposition
 ) -> type[Disposition] | str:
-    """What the server does with a field; what it answers if that is none of the three."""
-    without = BASE[path] | listed.besides
-    plain = seen(served, await served.http.post(path, json=without))
+    """What the server does with a field; what it answers if that is none of the four."""
+    without = BASE[path] | {k: v for k, v in listed.besides.items() if v is not None}
+    without = {k: v for k, v in without.items() if listed.besides.get(k, v) is not None}
+    plain = None
+    if path != TOKENIZE or "messages" in without:
+        plain = seen(served, await served.http.post(path, json=without))
     generated = len(served.generator.requests)
     reply = await served.http.post(path, json=without | {name: listed.value})
     if reply.status_code == 200:
-        return Ignored if seen(served, reply) == plain else Obeyed
+        is_named = name in reply.headers.get(IGNORED_HEADER, "").split(", ")
+        if seen(served, reply) != plain:
+            return Obeyed if not is_named else "obeyed and named as ignored"
+        return Ignored if is_named else Unseen
     named = reply.json()["error"]["message"].startswith(name)
     if reply.status_code == 400 and named and len(served.generator.requests) == generated:
         return Refused
@@ -313,7 +410,9 @@ async def disposition_of(
 
 def seen(served: Served, reply: httpx.Response) -> tuple[Any, ...]:
     """What was generated last, and what was answered, without what differs from reply to reply."""
-    assert reply.status_code == 200
+    assert reply.status_code == 200, reply.text
+    if not served.generator.requests:
+        return (reply.text,)
     asked = served.generator.requests[-1]
     text = reply.text.replace(asked.request_id, "ID")
     text = text.replace(asked.request_id.replace("resp", "msg", 1), "ID")
@@ -325,10 +424,39 @@ def _without_time(text: str) -> str:
     return "".join([head, *(part.partition(",")[2] for part in rest)])
 
 
-@pytest.mark.parametrize("path", TABLE)
-def test_what_is_ignored_is_documented(path: str):
-    lines = PAGE.read_text().splitlines()
-    listed = {row: line for row in TABLE for line in lines if line.startswith(f"| `{row}` |")}
-    text = listed[path] + (listed[CHAT] if "the same of vLLM" in listed[path] else "")
-    ignored = {name for name, kind in TABLE[path].items() if isinstance(kind, Ignored)}
-    assert {name for name in ignored if f"`{name}`" not in text} == set()
+def test_the_page_has_the_table():
+    assert table() in PAGE.read_text(), "python -m tests.router.field_page writes it"
+
+
+@pytest.mark.parametrize("path", BASE)
+async def test_a_field_that_nobody_knows_is_answered_and_named(path: str):
+    strange: dict[str, Any] = {"zebra": 1, "a, b\r\nc: \u00e9": None, "x" * 100: {}}
+    async with serve() as served:
+        served.says("hello")
+        reply = await served.http.post(path, json=BASE[path] | strange)
+        assert reply.status_code == 200
+        named = reply.headers[IGNORED_HEADER]
+        assert named == f"a%2C%20b%0D%0Ac%3A%20%C3%A9, {'x' * 64}, zebra"
+        plain = await served.http.post(path, json=BASE[path])
+        assert IGNORED_HEADER not in plain.headers
+
+
+async def test_of_many_unknown_fields_the_first_are_named_and_the_others_counted():
+    async with serve() as served:
+        served.says("hello")
+        strange: dict[str, Any] = {f"field_{i:02}": i for i in range(40)}
+        reply = await served.http.post(CHAT, json=BASE[CHAT] | strange)
+        named = reply.headers[IGNORED_HEADER].split(", ")
+        assert named == [*(f"field_{i:02}" for i in range(32)), "+8"]
+
+
+async def test_what_is_ignored_is_named_in_a_large_body_and_in_an_error_too():
+    async with serve() as served:
+        served.says("hello")
+        long = [{"role": "user", "content": "x"}] * 2000
+        reply = await served.chat(messages=long, store=True, zebra=1)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (
+            400,
+            "context_length_exceeded",
+        )
+        assert reply.headers[IGNORED_HEADER] == "store, zebra"

@@ -74,6 +74,43 @@ async def test_ready_and_health_ask_the_generator():
         assert (await served.http.get("/health")).status_code == 503
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_ping_is_answered_to_anybody_as_health_is(method: str):
+    async with serve(api_keys=("key",)) as served:
+        assert (await served.http.request(method, "/ping")).json() == {"status": "ok"}
+        served.generator.is_healthy = False
+        assert (await served.http.request(method, "/ping")).status_code == 503
+
+
+async def test_the_load_is_told_under_vllms_name_too():
+    async with serve() as served:
+        served.generator.pause_after = 0
+        asking = asyncio.create_task(served.chat())
+        await soon(served.generator.paused.wait())
+        load = (await served.http.get("/load")).json()
+        assert load["server_load"] == load["in_flight"] == 1
+        served.generator.gate.set()
+        await asking
+        assert (await served.http.get("/load")).json()["server_load"] == 0
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm/eu"])
+async def test_a_proxy_may_take_its_path_off_or_leave_it(prefix: str):
+    async with serve(root_path="/llm/eu", api_keys=("key",)) as served:
+        served.says("x")
+        assert (await served.http.get(f"{prefix}/health")).status_code == 200
+        assert (await served.http.get(f"{prefix}/v1/models")).status_code == 401
+        key = {"Authorization": "Bearer key"}
+        models = await served.http.get(f"{prefix}/v1/models", headers=key)
+        assert models.json()["data"][0]["id"] == MODEL
+        body = {"messages": _HI, "max_tokens": 0}
+        error = await served.http.post(f"{prefix}/v1/messages", json=body, headers=key)
+        assert error.json()["type"] == "error"
+        described = (await served.http.get(f"{prefix}/openapi.json", headers=key)).json()
+        assert described["servers"] == [{"url": "/llm/eu"}]
+        assert (await served.http.get("/llm/v1/models", headers=key)).status_code == 404
+
+
 async def test_the_version_is_told():
     async with serve() as served:
         assert (await served.http.get("/version")).json() == {"version": "1.2.3"}

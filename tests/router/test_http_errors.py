@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -6,6 +7,8 @@ from baton.errors import DISPOSITIONS, BatonError
 from baton.generation import FinishReason
 from router.http.errors import ErrorReply, error_response
 from router.ports import ServedModel
+from router.tenants.directory import TenantDirectory
+from router.tenants.tenant import ANONYMOUS
 from tests.router.served import MODEL, Served, serve
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -23,7 +26,6 @@ def _assert_refused(reply: Any, status: int, code: str, param: str | None) -> No
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
@@ -150,7 +152,7 @@ _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
         ({"moderation": {"model": "m", "policy": {"input": {"mode": "block"}}}}, "moderation"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"messages": [{"role": "assistant", "refusal": "no"}]}, "messages[0]"),
-        ({"echo": True}, "echo"),
+        ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
 async def test_what_is_right_but_not_served_is_refused_as_such(fields: dict[str, Any], param: str):
@@ -234,7 +236,6 @@ async def test_fields_that_change_no_answer_are_taken():
             safety_identifier="s",
             prompt_cache_key="k",
             prompt_cache_retention="24h",
-            stream_options={"include_usage": True, "include_obfuscation": True},
         )
         assert reply.status_code == 200, reply.text
         assert reply.json()["service_tier"] == "default"
@@ -249,9 +250,48 @@ async def test_fields_nobody_knows_and_neutral_values_are_ignored():
         assert reply.status_code == 200
 
 
-@pytest.mark.parametrize("model", [None, "gpt-unknown"])
-async def test_an_unknown_model_is_not_found(model: str | None):
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/responses", {"input": "x"}),
+    ],
+)
+async def test_stream_options_without_a_stream_are_refused(path: str, fields: dict[str, Any]):
     async with serve() as served:
+        asked = {"model": MODEL, "stream_options": {"include_obfuscation": False}, **fields}
+        _assert_refused(
+            await served.http.post(path, json=asked), 400, "invalid_request", "stream_options"
+        )
+
+
+@pytest.mark.parametrize("role", ["", "user\n", "<|system|>", "x" * 65, None, 5])
+async def test_what_cannot_be_a_role_is_refused(role: object):
+    async with serve() as served:
+        messages = [*HELLO, {"role": role, "content": "x"}]
+        reply = await served.chat(messages=messages)
+        _assert_refused(reply, 400, "invalid_request", "messages[1].role")
+
+
+async def test_an_unknown_model_is_not_found():
+    async with serve() as served:
+        _assert_refused(await served.chat(model="gpt-unknown"), 404, "model_not_found", "model")
+        reply = await served.http.post("/tokenize", json={"model": "gpt-unknown", "prompt": "x"})
+        _assert_refused(reply, 404, "model_not_found", "model")
+
+
+@pytest.mark.parametrize("model", [None, ""])
+async def test_without_a_model_the_first_name_that_the_tenant_may_use_is_meant(model: str | None):
+    async with serve() as served:
+        served.says("x")
+        assert (await served.chat(model=model)).json()["model"] == "tiny"
+    of_alias = replace(ANONYMOUS, models=frozenset({"tiny-alias"}))
+    async with serve(directory=TenantDirectory((), of_alias)) as served:
+        served.says("x")
+        assert (await served.chat(model=model)).json()["model"] == "tiny-alias"
+    of_nothing = replace(ANONYMOUS, models=frozenset({"another"}))
+    async with serve(directory=TenantDirectory((), of_nothing)) as served:
         _assert_refused(await served.chat(model=model), 404, "model_not_found", "model")
 
 

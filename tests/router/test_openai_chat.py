@@ -9,8 +9,8 @@ from baton.errors import OverloadedError, WorkerLostError
 from baton.generation import SamplingParams
 from router.generation.sampling import SamplingDefaults
 from router.openai.replies import ChatCompletion, ChatCompletionChunk
-from router.ports import Timing
-from tests.router.served import MODEL, events, serve
+from router.ports import ServedModel, Timing
+from tests.router.served import MODEL, Served, events, serve
 
 
 async def test_a_conversation_is_answered_in_openais_shape():
@@ -347,3 +347,108 @@ async def test_a_conversations_tokens_can_be_scored():
             *({str(token)} for token in prompt[1:]),
         ]
         assert "prompt_logprobs" not in (await served.chat()).json()
+
+
+_BEGUN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
+
+
+async def answered(served: Served, **fields: Any) -> list[str]:
+    """Each choice's text, of a whole reply; a stream has to say the same."""
+    choices = (await served.chat(**fields)).json()["choices"]
+    texts = [choice["message"]["content"] for choice in choices]
+    streamed = [""] * len(texts)
+    for chunk in events((await served.chat(stream=True, **fields)).text)[:-1]:
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["delta"].get("content") or ""
+    assert streamed == texts
+    return texts
+
+
+async def test_what_the_assistant_said_last_can_be_repeated_before_each_answer():
+    async with serve() as served:
+        served.says("yes", "no")
+        assert await answered(served, messages=_BEGUN, echo=True, n=2) == ["Well, yes", "Well, no"]
+        assert await answered(served, messages=_BEGUN) == ["yes"]
+
+
+async def test_what_somebody_else_said_last_is_repeated_only_where_it_is_gone_on_with():
+    async with serve() as served:
+        served.says("yes")
+        said = _BEGUN[:1]
+        assert await answered(served, messages=said, echo=True) == ["yes"]
+        open_ended = {"continue_final_message": True, "add_generation_prompt": False}
+        assert await answered(served, messages=said, echo=True, **open_ended) == ["hiyes"]
+
+
+async def test_an_echo_scores_the_prompt_where_tokens_are_scored():
+    async with serve() as served:
+        served.says("x")
+        fields: dict[str, Any] = {"messages": _BEGUN, "echo": True, "logprobs": True}
+        scored = (await served.chat(top_logprobs=2, **fields)).json()["prompt_logprobs"]
+        assert [len(entry or ()) for entry in scored] == [0, *[2] * (len(scored) - 1)]
+        assert "prompt_logprobs" not in (await served.chat(**fields)).json()
+
+
+async def test_a_long_message_is_not_repeated_with_very_many_choices():
+    async with serve() as served:
+        served.generator.served = ServedModel(max_model_len=2**20, vocab_size=512)
+        long = [{"role": "assistant", "content": "a" * 20_000}]
+        reply = await served.chat(messages=long, echo=True, n=128)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
+        assert served.generator.requests == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_can_be_called_by_their_ids(stream: bool):
+    async with serve() as served:
+        served.says("some € text")
+        fields: dict[str, Any] = {
+            "logprobs": True,
+            "top_logprobs": 1,
+            "return_tokens_as_token_ids": True,
+        }
+        reply = await served.chat(stream=stream, **fields)
+        parts = events(reply.text)[:-1] if stream else [reply.json()]
+        found = [part["choices"][0]["logprobs"] for part in parts]
+        entries = [entry for part in found if part for entry in part["content"]]
+        drawn = [*served.generator.script[0], served.generator.eos_token]
+        assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in drawn]
+        assert [e["top_logprobs"][0]["token"] for e in entries] == [e["token"] for e in entries]
+        spelt = b"".join(bytes(entry["bytes"]) for entry in entries)
+        assert spelt == "some € text<|end|>".encode()
+
+
+async def test_a_role_of_the_templates_own_reaches_it():
+    async with serve() as served:
+        served.says("x")
+        critic = {"role": "critic", "content": "too long"}
+        await served.chat(messages=[{"role": "user", "content": "hi"}, critic])
+        text = await served.tokenizer.decode(served.generator.requests[0].prompt.prompt_tokens)
+        assert "<|critic|>too long" in text
+
+
+async def test_a_role_that_the_template_leaves_out_is_refused():
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    async with serve(chat_template=template) as served:
+        critic = {"role": "critic", "content": "too long"}
+        reply = await served.chat(messages=[{"role": "user", "content": "hi"}, critic])
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, "messages")
+        assert "does not know the role 'critic'" in error["message"]
+
+
+async def test_a_stream_comes_in_steps_of_as_many_tokens_as_asked_for():
+    async with serve() as served:
+        served.says("a b c d e f g")
+        tokens = len(served.generator.script[0])
+        streamed = events((await served.chat(stream=True, stream_interval=3)).text)[:-1]
+        texts = [c["choices"][0]["delta"].get("content") for c in streamed]
+        shown = [text for text in texts if text]
+        assert "".join(shown) == "a b c d e f g"
+        assert len(shown) == 1 + (tokens - 1 + 2) // 3
+        assert (
+            served.tokenizer.backend.encode(shown[0], add_special_tokens=False).ids
+            == (served.generator.script[0][:1])
+        )

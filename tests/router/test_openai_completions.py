@@ -1,6 +1,7 @@
 """POST /v1/completions: texts and token ids in, continuations in OpenAI's shape out."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -326,3 +327,26 @@ def test_what_is_no_json_is_refused(broken):
 def test_it_reads_what_the_schema_reads(tokens):
     raw = body(json.dumps(tokens) + " " * 5000)
     assert list(read_completion(raw).prompts[0]) == parse_body(raw, CompletionRequest).prompt
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_can_be_called_by_their_ids_also_those_of_an_echo(stream: bool):
+    async with serve() as served:
+        served.says("hello €")
+        fields: dict[str, Any] = {"logprobs": 1, "echo": True, "return_tokens_as_token_ids": True}
+        reply = await served.complete(prompt=[5, 6], stream=stream, **fields)
+        parts = events(reply.text)[:-1] if stream else [reply.json()]
+        found = [part["choices"][0]["logprobs"] for part in parts]
+        drawn = [*served.generator.script[0], served.generator.eos_token]
+        ids = [f"token_id:{token}" for token in (5, 6, *drawn)]
+        assert [token for part in found if part for token in part["tokens"]] == ids
+        tops = [top for part in found if part for top in part["top_logprobs"]]
+        assert [list(top or ()) for top in tops] == [[], *([name] for name in ids[1:])]
+
+
+async def test_a_prompt_can_be_cut_to_its_first_tokens():
+    async with serve() as served:
+        await served.complete(
+            prompt=[5, 6, 7], truncate_prompt_tokens=2, truncation_side="right", max_tokens=1
+        )
+        assert served.generator.requests[0].prompt.prompt_tokens == (5, 6)

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from baton.config.schema import BatonConfig, ClusterConfig, ModelConfig, RouterConfig
-from baton.errors import ModelLoadError
+from baton.errors import ConfigError, ModelLoadError
 from baton.ids import Role
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES, open_channel
 from baton.rpc.v1 import control_pb2
@@ -279,6 +279,32 @@ async def test_a_model_without_a_tokenizer_ends_the_start_with_its_reason(tmp_pa
     with pytest.raises(ModelLoadError):
         await service.run(
             config(tmp_path),
+            sockets=[],
+            worker_addresses=[],
+            notify=Launcher(),
+            stop=asyncio.Event(),
+        )
+
+
+async def test_an_operators_template_takes_the_place_of_the_models_own(tmp_path):
+    template = tmp_path / "talk.jinja"
+    template.write_text("{% for part in messages[0].content %}{{ part.text }}!{% endfor %}")
+    settings = RouterConfig(chat_template=str(template))
+    async with (
+        running(tmp_path, h0=Role.HYBRID) as workers,
+        routing(workers, tmp_path, router=settings) as router,
+    ):
+        asked = {"messages": [{"role": "user", "content": "hello"}]}
+        shown = (await router.http.post("/tokenize", json=asked)).json()["tokens"]
+        said = await router.http.post("/tokenize", json={"prompt": "hello!"})
+        assert shown == said.json()["tokens"]
+
+
+async def test_a_template_that_is_none_ends_the_start_with_its_reason(tmp_path):
+    settings = config(tmp_path, router=RouterConfig(chat_template="{% for %}"))
+    with pytest.raises(ConfigError, match=r"router\.chat_template: "):
+        await service.run(
+            settings,
             sockets=[],
             worker_addresses=[],
             notify=Launcher(),

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.errors import InvalidRequestError
-from router.templates.renderer import Conversation, TemplateRenderer
+from baton.errors import ConfigError, InvalidRequestError
+from router.templates.renderer import Conversation, TemplateRenderer, read_template
 from tests.waits import eventually
 
 SOURCE = (
@@ -126,3 +126,24 @@ def test_a_child_can_open_no_file_and_sees_no_environment(renderer: TemplateRend
     assert child.rlimit(psutil.RLIMIT_NOFILE) == (3, 3)
     assert child.rlimit(psutil.RLIMIT_FSIZE) == (0, 0)
     assert child.num_fds() == 3
+
+
+def test_an_operators_template_is_read_from_a_file_or_is_one_itself(tmp_path: Path):
+    file = tmp_path / "talk.jinja"
+    file.write_text("{{ messages[0].content }}")
+    assert read_template(str(file)) == "{{ messages[0].content }}"
+    assert read_template("{{ bos_token }}") == "{{ bos_token }}"
+    assert read_template("") is None
+
+
+@pytest.mark.parametrize("given", ["no/such/file.jinja", "{% if %}", "{{ unclosed"])
+def test_what_is_no_template_is_refused_at_start(given: str):
+    with pytest.raises(ConfigError) as caught:
+        read_template(given)
+    assert caught.value.param == "router.chat_template"
+
+
+def test_a_file_that_is_no_text_is_refused_at_start(tmp_path: Path):
+    (tmp_path / "talk.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError):
+        read_template(str(tmp_path / "talk.jinja"))

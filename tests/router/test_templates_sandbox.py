@@ -63,3 +63,46 @@ def test_text_is_that_of_transformers(name: str, continue_last: bool):
             template.render(TALK, **how)
         return
     assert template.render(TALK, **how) == expected
+
+
+PARTS = (
+    "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
+)
+NAMED = PARTS.replace(
+    "{% for part in m.content", "{% set content = m['content'] %}{% for part in content"
+)
+EITHER = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}" + (
+    "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+TEXT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "content_format", "expected"),
+    [
+        (PARTS, "auto", "[hello]"),
+        (NAMED, "auto", "[hello]"),
+        (EITHER, "auto", "hello"),
+        (EITHER, "openai", "[hello]"),
+        (TEXT, "auto", "hello"),
+        (TEXT, "openai", "[{'type': 'text', 'text': 'hello'}]"),
+        (PARTS, "string", "[][][][][]"),
+    ],
+)
+def test_contents_are_given_as_the_template_asks_or_as_the_operator_says(
+    source: str, content_format: str, expected: str
+):
+    template = ChatTemplate(source, {}, 1000, content_format)
+    assert template.render([{"role": "user", "content": "hello"}]) == expected
+
+
+def test_a_message_in_parts_can_be_gone_on_with():
+    template = ChatTemplate(PARTS, {}, 1000)
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+    assert template.render(said, continue_last=True) == "[hi][Well"
+
+
+@pytest.mark.parametrize("content", ["plain", 'with "quotes"\nand lines', "", "  "])
+def test_a_role_that_shows_is_known_whether_as_text_or_as_json(content: str):
+    source = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+    assert ChatTemplate(source, {}, 1000).render([{"role": "ipython", "content": content}])

@@ -1,6 +1,6 @@
 """What clients may send to /v1/responses. Nothing is stored between two requests: a reference to an earlier one is refused."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
@@ -19,6 +19,7 @@ from router.http.fields import (
     refusal,
     unsupported,
 )
+from router.http.known_fields import Api
 from router.openai.conversation import TemplateArguments, check_template_arguments
 from router.openai.requests import Logprobs, check_moderation
 from router.openai.tools import FunctionName, JsonObjectFormat, PlainText, check_format
@@ -124,6 +125,8 @@ class Reasoning(BodyObject):
 class ResponsesRequest(SamplingBody):
     """POST /v1/responses."""
 
+    api: ClassVar[Api] = Api.RESPONSES
+
     input: Annotated[
         Annotated[str, Field(min_length=1)] | InputItems, BeforeValidator(_check_kinds)
     ]
@@ -137,13 +140,8 @@ class ResponsesRequest(SamplingBody):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     chat_template_kwargs: TemplateArguments | None = None
     moderation: JsonObject | None = None
-    background: bool | None = None
-    previous_response_id: Name | None = None
-    conversation: Name | JsonObject | None = None
-    prompt: JsonObject | None = None
-    context_management: list[JsonValue] | None = None
-    # What follows does not change the answer of this server, and is ignored.
     parallel_tool_calls: bool | None = None
+    # What follows does not change the answer of this server.
     max_tool_calls: int | None = None
     store: bool | None = None
     stream_options: JsonObject | None = None
@@ -190,11 +188,8 @@ class ResponsesRequest(SamplingBody):
 
     @model_validator(mode="after")
     def _check_response(self) -> Self:
-        for name in ("previous_response_id", "conversation", "prompt"):
-            if getattr(self, name) is not None:
-                raise unsupported(name, "Nothing is stored here: send the whole conversation.")
-        only("background", self.background, False)
-        only("context_management", self.context_management, [])
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options", "Only allowed together with stream.")
         if self.reasoning is not None:
             only("reasoning", self.reasoning.mode, "standard")
         self._check_tools()
