@@ -7,8 +7,10 @@ TORCH_INDEX ?=
 TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine examples kv_transfer kvpool prefill_worker router tests
 
-DEFAULT := 'not gpu and not slow and not chaos and not redis and not ray'
-TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile
+# `make test REDIS=1` has what needs a redis-server in the same run.
+DEFAULT := 'not gpu and not slow and not chaos and not ray'$(if $(REDIS),,' and not redis')
+# In the order of their names: files of few tests, which come last otherwise, take the longest.
+TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: help install native transports triton demo serve test test-redis test-slow check format chaos chaos-long bench proto clean
 
@@ -42,9 +44,8 @@ demo: native ## A cluster on this machine answers a prompt and shows where the t
 serve: native ## Serve the demo model on http://127.0.0.1:8000 until Ctrl-C
 	$(BIN)/baton serve
 
-test: native ## The default suite: no GPU, no network, a quarter of an hour on two cores
-	$(BIN)/python -m pytest -m $(DEFAULT)' and not alone' $(TOGETHER)
-	$(BIN)/python -m pytest -m $(DEFAULT)' and alone'
+test: native ## The default suite: no GPU, no network, eight minutes on two cores
+	$(BIN)/python -m pytest -m $(DEFAULT) $(TOGETHER)
 
 test-slow: native ## The suites left out of `make test`, but for the GPU's
 	$(BIN)/python -m pytest --hypothesis-profile=explore -m '(slow or redis or ray) and not gpu'

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 
-from baton.tokens import Tokens
+from baton.tokens import NO_TOKENS, PackedTokens, Tokens
 
 
 class FinishReason(Enum):
@@ -42,6 +42,9 @@ class SamplingParams:
         max_tokens: Generated tokens at most.
         min_tokens: End-of-sequence and stop ids cannot be drawn before this many generated tokens.
         ignore_eos: The model's end-of-sequence ids do not end generation.
+        allowed_token_ids: Only these can be drawn, each of them once and ascending; empty for all.
+        bad_words: Token sequences that the output does not hold: the last token of one cannot be drawn behind the others. Where
+            that, or `min_tokens`, would leave none of `allowed_token_ids`, both give way for that token.
     """
 
     temperature: float = 1.0
@@ -59,6 +62,8 @@ class SamplingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     ignore_eos: bool = False
+    allowed_token_ids: PackedTokens = NO_TOKENS
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

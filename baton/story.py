@@ -77,7 +77,7 @@ class StoryLog:
 
 
 def describe(what: object, about: str = "") -> str:
-    """A dataclass instance as its name and short fields: `LegAsked(kind=prefill, tokens=<1024>)`.
+    """A dataclass instance as its name and short fields: `SendLeg(kind=prefill, leg_id=7)`.
 
     Numbers, ids, enums, errors and workers are shown, bounded in length; of anything that holds others only the size, so that
     no token and no text of a client is ever told. Left out is what says nothing: None, an empty text, the id

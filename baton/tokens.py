@@ -72,5 +72,7 @@ class PackedTokens(Sequence[int]):
         return f"PackedTokens({len(self)})"
 
 
+NO_TOKENS = PackedTokens(b"")
+
 Tokens = tuple[int, ...] | PackedTokens
 """What a prompt's ids come in: packed in the router, a tuple in an engine."""

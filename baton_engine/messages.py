@@ -8,17 +8,19 @@ one of: its samples' finish reasons (local and started sequences), `Released`, `
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from baton.blocks import BlockChanges
 from baton.errors import BatonError
 from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample, WorkerLoad
-from baton.ids import BlockId, SeqId
+from baton.ids import BlockId, LegKind, SeqId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
     """Prefill and decode here."""
 
+    kind: ClassVar[LegKind] = LegKind.GENERATE
     seq_id: SeqId
     prompt: Prompt
 
@@ -27,6 +29,7 @@ class Generate:
 class Prefill:
     """Prefill for another worker: draw the first token of each sample, then keep the pages until `Release`."""
 
+    kind: ClassVar[LegKind] = LegKind.PREFILL
     seq_id: SeqId
     prompt: Prompt
 
@@ -35,6 +38,7 @@ class Prefill:
 class Receive:
     """Take pages for the whole prompt, all or nothing; waits in line while there is no room."""
 
+    kind: ClassVar[LegKind] = LegKind.RECEIVE
     seq_id: SeqId
     prompt: Prompt
 
@@ -70,7 +74,8 @@ class FlushCache:
     """Drop every cached block that no sequence uses."""
 
 
-Command = Generate | Prefill | Receive | Start | Release | Abort | FlushCache
+AddRequest = Generate | Prefill | Receive
+Command = AddRequest | Start | Release | Abort | FlushCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,14 @@
 from baton.errors import TicketError
 from baton.ids import SeqId
 from baton.telemetry.logs import get_logger
+from baton_worker.legs import LegKey, StreamId
 from baton_worker.lifecycle import LegLifecycle
 from baton_worker.messages import (
     FailedMessage,
     HandedOffMessage,
-    LegKey,
     PooledMessage,
     PrefilledMessage,
     RouterMessage,
-    StreamId,
     TokensMessage,
     WriterLostMessage,
 )

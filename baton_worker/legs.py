@@ -14,12 +14,19 @@ of prefill_worker and decode_worker at that of other workers.
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NewType
 
-from baton.errors import BatonError, InvariantError
+from baton.errors import InvariantError
 from baton.generation import Prompt
-from baton.ids import LegId, LegKind, SeqId, XferId
+from baton.ids import LegId, LegKind, RequestId, SeqId, XferId
 from baton.story import StoryLog
-from baton_worker.messages import FailedMessage, LegAsked, LegKey, StreamId
+from kv_transfer.ticket import Permit
+
+StreamId = NewType("StreamId", int)
+"""One router's stream, as the worker counts them."""
+
+LegKey = tuple[StreamId, LegId]
+"""One leg: routers number theirs themselves."""
 
 
 class LegState(Enum):
@@ -62,12 +69,16 @@ TRANSITIONS: dict[LegKind, dict[LegState, frozenset[LegState]]] = {
 """Where a leg of each kind may go from each state; from the others, nowhere."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class WorkerLeg:
-    """One leg.
+    """One leg: what its router wants, and where it stands here.
 
     Attributes:
-        xfer_id: Of its hand-off; None for a leg of kind generate.
+        permit: For the hand-off; None for a leg of kind generate.
+        address: Of the worker that receives the pages of a prefill leg.
+        state: Where it stands; changed by `WorkerLegTable` only.
+        seq_id: The engine's name for it; empty until it is admitted.
+        arrived_s: When it was admitted.
         unfinished: Its samples that go on.
         started_s: When its first chunk was scheduled.
     """
@@ -75,17 +86,20 @@ class WorkerLeg:
     stream: StreamId
     leg_id: LegId
     kind: LegKind
-    seq_id: SeqId
+    request_id: RequestId
     prompt: Prompt
-    xfer_id: XferId | None
-    state: LegState
-    arrived_s: float
+    permit: Permit | None = None
+    address: str = ""
+    state: LegState = field(init=False)
+    seq_id: SeqId = field(init=False, default=SeqId(""))
+    arrived_s: float = field(init=False, default=0.0)
     unfinished: int = field(init=False)
-    started_s: float = 0.0
-    cached_tokens: int = 0
-    pooled_tokens: int = 0
+    started_s: float = field(init=False, default=0.0)
+    cached_tokens: int = field(init=False, default=0)
+    pooled_tokens: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        self.state = FIRST_STATE[self.kind]
         self.unfinished = len(self.prompt.samples)
 
     @property
@@ -94,13 +108,14 @@ class WorkerLeg:
         return self.stream, self.leg_id
 
     @property
+    def xfer_id(self) -> XferId | None:
+        """Of its hand-off; None for a leg of kind generate."""
+        return None if self.permit is None else self.permit.xfer_id
+
+    @property
     def ended(self) -> bool:
         """Whether its router has been told its end, or has cancelled it."""
         return self.state in ENDS
-
-    def failed(self, error: BatonError) -> FailedMessage:
-        """What its router is told where it ends with a fault."""
-        return FailedMessage(stream=self.stream, leg_id=self.leg_id, kind=self.kind, error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +125,13 @@ class LegNames:
     Attributes:
         key: The leg's own.
         kind: Which half has its hand-off.
-        seq_id: The engine's; None for a leg that was refused.
+        seq_id: The engine's; empty for a leg that was refused.
         xfer_id: Of its hand-off; None where it has none.
     """
 
     key: LegKey
     kind: LegKind
-    seq_id: SeqId | None
+    seq_id: SeqId
     xfer_id: XferId | None
 
 
@@ -157,21 +172,11 @@ class WorkerLegTable:
         """Legs that have not ended, and those whose sequence the engine still has."""
         return {*self._live.values(), *self.seqs.values()}
 
-    def admit(self, asked: LegAsked, now_s: float) -> WorkerLeg:
+    def admit(self, leg: WorkerLeg, now_s: float) -> None:
         """Takes up a leg that a router has just sent."""
         self._next += 1
-        leg = WorkerLeg(
-            stream=asked.stream,
-            leg_id=asked.leg_id,
-            kind=asked.kind,
-            seq_id=SeqId(f"leg-{self._next}"),
-            prompt=asked.prompt,
-            xfer_id=None if asked.permit is None else asked.permit.xfer_id,
-            state=FIRST_STATE[asked.kind],
-            arrived_s=now_s,
-        )
+        leg.seq_id, leg.arrived_s = SeqId(f"leg-{self._next}"), now_s
         self._live[leg.key] = leg
-        return leg
 
     def move(self, leg: WorkerLeg, state: LegState) -> None:
         """Takes a step of `TRANSITIONS`.

@@ -32,26 +32,23 @@ from baton_engine.messages import (
     SeqEvent,
 )
 from baton_engine.ports import LayerReady
-from baton_worker.legs import LegNames, LegState, WorkerLeg, WorkerLegTable
+from baton_worker.legs import LegKey, LegNames, LegState, StreamId, WorkerLeg, WorkerLegTable
 from baton_worker.messages import (
     KINDS_OF_ROLE,
     FailedMessage,
-    LegAsked,
     LegBroken,
     LegCancelled,
-    LegKey,
     LegMessage,
     PrefilledMessage,
     PromptPut,
     ReceivingEvent,
     SendingEvent,
     StreamGone,
-    StreamId,
     TokensMessage,
     WorkerAction,
     WorkerEvent,
 )
-from baton_worker.ports import HandOffs
+from baton_worker.ports import HandOffCore, HandOffs, HandOffTable
 from kv_transfer.ledger.outbox import FirstTokensDrawn, FromDecode, PeerDown, PeerUp, PushDone
 from kv_transfer.ticket import Permit, refuse_holder
 
@@ -83,18 +80,19 @@ class LegLifecycle:
         layout: KvLayout,
         role: Role,
         *,
-        sending: HandOffs[SendingEvent] | None = None,
-        receiving: HandOffs[ReceivingEvent] | None = None,
+        sending: HandOffCore[SendingEvent] | None = None,
+        receiving: HandOffCore[ReceivingEvent] | None = None,
     ) -> None:
         self._legs = legs
         self._layout = layout
         self._sending = sending
         self._receiving = receiving
         self._hand_offs: dict[LegKind, HandOffs[SendingEvent] | HandOffs[ReceivingEvent]] = {}
+        self._tables: dict[LegKind, HandOffTable] = {}
         if sending is not None:
-            self._hand_offs[LegKind.PREFILL] = sending
+            self._hand_offs[LegKind.PREFILL] = self._tables[LegKind.PREFILL] = sending
         if receiving is not None:
-            self._hand_offs[LegKind.RECEIVE] = receiving
+            self._hand_offs[LegKind.RECEIVE] = self._tables[LegKind.RECEIVE] = receiving
         self.takes = KINDS_OF_ROLE[role]
         self.draining = False
         self._asked_for: OrderedDict[RequestId, list[LegNames]] = OrderedDict()
@@ -105,12 +103,8 @@ class LegLifecycle:
         match event:
             case SampledTokens():  # first: by far the most frequent
                 return self._sampled(event, now_s)
-            case LegAsked():
-                actions = self._asked(event, now_s)
-                key = (event.stream, event.leg_id)
-                self._legs.story.record(key, now_s, event, actions)
-                self._remember(event)
-                return actions
+            case WorkerLeg():
+                return self._asked(event, now_s)
             case LegCancelled():
                 leg = self._legs.get((event.stream, event.leg_id))
                 return [] if leg is None else self._cancel(leg, event, now_s)
@@ -151,12 +145,12 @@ class LegLifecycle:
     def in_flight(self, kinds: frozenset[LegKind] = frozenset(LegKind)) -> int:
         """Legs of these kinds that have not ended, and sequences and hand-offs that are left of others."""
         held = [leg for leg in self._legs.held() if leg.kind in kinds]
-        left = [h.left_over() for kind, h in self._hand_offs.items() if kind in kinds]
+        left = [table.left_over() for kind, table in self._tables.items() if kind in kinds]
         return len(held) + sum(left)
 
     def transfers_in_flight(self) -> int:
         """Hand-offs that are not over, those that no router has announced yet included."""
-        return sum(hand_offs.in_flight() for hand_offs in self._hand_offs.values())
+        return sum(table.in_flight() for table in self._tables.values())
 
     @property
     def outcomes(self) -> Mapping[tuple[LegKind, LegState], int]:
@@ -173,74 +167,69 @@ class LegLifecycle:
 
     def story_of(self, names: LegNames) -> tuple[StoryEntry, ...]:
         """What is left of the events about one leg and its hand-off, each oldest first."""
-        hand_offs = self._hand_offs.get(names.kind)
+        table = self._tables.get(names.kind)
         moved: tuple[StoryEntry, ...] = ()
-        if hand_offs is not None and names.xfer_id is not None:
-            moved = hand_offs.story(names.xfer_id)
+        if table is not None and names.xfer_id is not None:
+            moved = table.story(names.xfer_id)
         return (*self._legs.story.story(names.key), *moved)
 
     def check_integrity(self) -> None:
         """Raises InvariantError if the tables contradict each other."""
         self._legs.check_integrity()
-        for hand_offs in self._hand_offs.values():
-            hand_offs.check_integrity()
+        for table in self._tables.values():
+            table.check_integrity()
 
-    def _remember(self, asked: LegAsked) -> None:
-        leg = self._legs.get((asked.stream, asked.leg_id))
-        names = LegNames(
-            key=(asked.stream, asked.leg_id),
-            kind=asked.kind,
-            seq_id=None if leg is None else leg.seq_id,
-            xfer_id=None if asked.permit is None else asked.permit.xfer_id,
-        )
-        legs = self._asked_for.setdefault(asked.request_id, [])
+    def _asked(self, leg: WorkerLeg, now_s: float) -> list[WorkerAction]:
+        if leg.key in self._legs:
+            return []  # a repetition; failing it would end the leg that runs
+        refusal = self._refusal(leg)
+        actions = self._refuse(leg, refusal, now_s) if refusal else self._admit(leg, now_s)
+        what = f"asked to {leg.kind.value} for {leg.request_id}"
+        self._legs.story.record(leg.key, now_s, what, actions)
+        self._remember(leg)
+        return actions
+
+    def _admit(self, leg: WorkerLeg, now_s: float) -> list[WorkerAction]:
+        self._legs.admit(leg, now_s)
+        hand_offs = self._hand_offs.get(leg.kind)
+        if hand_offs is not None:
+            return hand_offs.begin(leg, now_s)
+        self._legs.seqs[leg.seq_id] = leg
+        return [Generate(seq_id=leg.seq_id, prompt=leg.prompt)]
+
+    def _refuse(self, leg: WorkerLeg, refusal: BatonError, now_s: float) -> list[WorkerAction]:
+        refused = FailedMessage.of(leg, refusal)
+        hand_offs, permit = self._hand_offs.get(leg.kind), leg.permit
+        if hand_offs is None or permit is None or not permit.xfer_id or hand_offs.refusal(permit):
+            return [refused]
+        # The sending worker may have asked for pages already, or will: let it know.
+        return [refused, *hand_offs.withdraw(permit.xfer_id, refusal, now_s)]
+
+    def _remember(self, leg: WorkerLeg) -> None:
+        names = LegNames(key=leg.key, kind=leg.kind, seq_id=leg.seq_id, xfer_id=leg.xfer_id)
+        legs = self._asked_for.setdefault(leg.request_id, [])
         if names not in legs:
             legs.append(names)
         if len(self._asked_for) > _MAX_REQUESTS:
             self._asked_for.popitem(last=False)
 
-    def _asked(self, asked: LegAsked, now_s: float) -> list[WorkerAction]:
-        if (asked.stream, asked.leg_id) in self._legs:
-            return []  # a repetition; failing it would end the leg that runs
-        hand_offs = self._hand_offs.get(asked.kind)
-        refusal = self._refusal(asked)
-        if refusal is not None:
-            refused = FailedMessage(
-                stream=asked.stream, leg_id=asked.leg_id, kind=asked.kind, error=refusal
-            )
-            permit = asked.permit
-            if (
-                hand_offs is None
-                or permit is None
-                or not permit.xfer_id
-                or hand_offs.refusal(permit)
-            ):
-                return [refused]
-            # The sending worker may have asked for pages already, or will: let it know.
-            return [refused, *hand_offs.withdraw(permit.xfer_id, refusal, now_s)]
-        leg = self._legs.admit(asked, now_s)
-        if hand_offs is not None:
-            return hand_offs.begin(leg, asked, now_s)
-        self._legs.seqs[leg.seq_id] = leg
-        return [Generate(seq_id=leg.seq_id, prompt=leg.prompt)]
-
-    def _refusal(self, asked: LegAsked) -> BatonError | None:
+    def _refusal(self, leg: WorkerLeg) -> BatonError | None:
         """Why a leg is not taken up; None for one that is."""
         if self.draining:
             return DrainingError("this worker is leaving")
-        if asked.kind not in self.takes:
-            return WrongRoleError(f"this worker takes no {asked.kind.value} legs now")
-        if not asked.prompt.tokens or not asked.prompt.samples:
+        if leg.kind not in self.takes:
+            return WrongRoleError(f"this worker takes no {leg.kind.value} legs now")
+        if not leg.prompt.tokens or not leg.prompt.samples:
             return InvalidRequestError("a prompt needs a token and a sample", param="prompt")
-        hand_offs = self._hand_offs.get(asked.kind)
+        hand_offs = self._hand_offs.get(leg.kind)
         if hand_offs is None:
             return None
-        permit = asked.permit
+        permit = leg.permit
         if permit is None or not permit.xfer_id:
             return InvalidRequestError("a hand-off needs a transfer id", param="xfer_id")
-        if asked.kind is LegKind.PREFILL and not asked.address:
+        if leg.kind is LegKind.PREFILL and not leg.address:
             return InvalidRequestError("a prefill leg needs a target", param="target")
-        return hand_offs.refusal(permit) or self._misfit(asked.prompt, permit)
+        return hand_offs.refusal(permit) or self._misfit(leg.prompt, permit)
 
     def _misfit(self, prompt: Prompt, permit: Permit) -> BatonError | None:
         """Why the permit is not one for this prompt."""
@@ -301,7 +290,7 @@ class LegLifecycle:
             else EngineError("the engine dropped the sequence")
         )
         self._legs.end(leg, _S.FAILED)
-        return [leg.failed(error), *self._advance(leg, event, now_s)]
+        return [FailedMessage.of(leg, error), *self._advance(leg, event, now_s)]
 
     def _sampled(self, sampled: SampledTokens, now_s: float) -> list[WorkerAction]:
         """Sorts the step's tokens into columns for each router. A prompt's first and a sample's last token move their leg on."""

@@ -1,16 +1,17 @@
 """What a worker's core is told and what it asks its shell to do, besides the engine's and the hand-off's own messages.
 
-Commands of routers come in as leg events; `RouterMessage` is what goes back to them.
+Commands of routers come in as leg events: a leg that is to be run as the `WorkerLeg` itself, which is in no table yet.
+`RouterMessage` is what goes back to them.
 """
 
 from dataclasses import dataclass, field
-from typing import NewType
 
 from baton.errors import BatonError, InvariantError
 from baton.generation import FinishReason, Prompt, TokenLogprobs, TokenSample
-from baton.ids import BlockId, LegId, LegKind, RequestId, Role, SeqId, WorkerIdentity
+from baton.ids import BlockId, LegId, LegKind, Role, SeqId, WorkerIdentity
 from baton_engine.messages import Command, SampledTokens, SeqEvent
 from baton_engine.ports import LayerReady
+from baton_worker.legs import StreamId, WorkerLeg
 from kv_transfer.ledger.ledger import (
     FromPeer,
     PagesVerified,
@@ -30,37 +31,12 @@ from kv_transfer.ledger.outbox import (
 from kv_transfer.ledger.transfer import EndSession, ToPeer, VerifyPages
 from kv_transfer.ticket import Permit
 
-StreamId = NewType("StreamId", int)
-"""One router's stream, as the worker counts them."""
-
-LegKey = tuple[StreamId, LegId]
-"""One leg: routers number theirs themselves."""
-
-
 KINDS_OF_ROLE: dict[Role, frozenset[LegKind]] = {
     Role.PREFILL: frozenset({LegKind.PREFILL}),
     Role.DECODE: frozenset({LegKind.RECEIVE, LegKind.GENERATE}),
     Role.HYBRID: frozenset(LegKind),
 }
 """Kinds of legs that a worker takes in each role."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegAsked:
-    """A router wants a leg run here.
-
-    Attributes:
-        permit: For the hand-off; None for a leg of kind generate.
-        address: Of the worker that receives the pages of a prefill leg.
-    """
-
-    stream: StreamId
-    leg_id: LegId
-    kind: LegKind
-    request_id: RequestId
-    prompt: Prompt
-    permit: Permit | None = None
-    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +71,7 @@ class PromptPut:
     complete: bool
 
 
-LegEvent = LegAsked | LegCancelled | StreamGone
+LegEvent = WorkerLeg | LegCancelled | StreamGone
 SendingEvent = LayerReady | PromptPut | PeerUp | PeerDown | FromDecode | PushDone
 ReceivingEvent = LegReassigned | SessionOpened | FromPeer | PagesVerified | SessionLost | PeerFenced
 WorkerEvent = LegEvent | SeqEvent | SampledTokens | SendingEvent | ReceivingEvent
@@ -189,6 +165,11 @@ class FailedMessage:
     leg_id: LegId
     kind: LegKind
     error: BatonError
+
+    @classmethod
+    def of(cls, leg: WorkerLeg, error: BatonError) -> "FailedMessage":
+        """That of a leg that ends with a fault, or is not taken up."""
+        return cls(stream=leg.stream, leg_id=leg.leg_id, kind=leg.kind, error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

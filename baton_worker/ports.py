@@ -12,7 +12,6 @@ from baton.story import StoryEntry
 from baton_engine.messages import SeqEvent
 from baton_worker.legs import WorkerLeg
 from baton_worker.messages import (
-    LegAsked,
     ReceivingAction,
     ReceivingEvent,
     SendingAction,
@@ -28,7 +27,7 @@ _Action = TypeVar("_Action", contravariant=True)
 
 
 class HandOffs(Protocol[_Event]):
-    """The pure core of one half: the hand-offs of its legs, on the side that sends pages or on the one that receives them.
+    """What moves the hand-offs of one half's legs, on the side that sends pages or on the one that receives them.
 
     `LegLifecycle` tells it of legs; `handle`, of its peers. Where a hand-off decides what becomes of a leg, it moves the leg in
     the worker's `WorkerLegTable`.
@@ -37,7 +36,7 @@ class HandOffs(Protocol[_Event]):
     def refusal(self, permit: Permit) -> BatonError | None:
         """Why a hand-off cannot begin; None where it can."""
 
-    def begin(self, leg: WorkerLeg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+    def begin(self, leg: WorkerLeg, now_s: float) -> list[WorkerAction]:
         """A leg was admitted: has the engine, or its peer, begin."""
 
     def advance(
@@ -54,6 +53,10 @@ class HandOffs(Protocol[_Event]):
     def tick(self, now_s: float) -> list[WorkerAction]:
         """Checks what waits, and every deadline."""
 
+
+class HandOffTable(Protocol):
+    """What is known of the hand-offs of one half. To be asked at any time; nothing moves by it."""
+
     def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
         """What is left of the events about one hand-off, over or not, oldest first."""
 
@@ -67,11 +70,15 @@ class HandOffs(Protocol[_Event]):
         """Raises InvariantError if its hand-offs and the legs contradict each other."""
 
 
+class HandOffCore(HandOffs[_Event], HandOffTable, Protocol[_Event]):
+    """The pure core of one half, whole: it makes the moves and keeps the table."""
+
+
 class WorkerHalf(Protocol[_Event, _Action]):
     """Sessions, threads and counts around the pure core of one half."""
 
     @property
-    def hand_offs(self) -> HandOffs[_Event]:
+    def hand_offs(self) -> HandOffCore[_Event]:
         """The pure core."""
 
     def start(

@@ -14,17 +14,16 @@ from baton.rpc.hello import WorkerHello
 from baton.rpc.v1 import common_pb2, worker_pb2_grpc
 from baton.rpc.v1 import worker_pb2 as pb
 from baton_worker.accounts import LegAccounts
+from baton_worker.legs import StreamId, WorkerLeg
 from baton_worker.messages import (
     FailedMessage,
     HandedOffMessage,
-    LegAsked,
     LegCancelled,
     LegReassigned,
     PooledMessage,
     PrefilledMessage,
     RouterMessage,
     StreamGone,
-    StreamId,
     TokensMessage,
     WorkerEvent,
     WriterLostMessage,
@@ -165,7 +164,7 @@ class Routers(worker_pb2_grpc.WorkerServicer):
             self._accounts.ticket_refused(error)
             self.tell(FailedMessage(stream=stream, leg_id=leg_id, kind=kind, error=error))
             return
-        asked = LegAsked(
+        leg = WorkerLeg(
             stream=stream,
             leg_id=leg_id,
             kind=kind,
@@ -175,7 +174,7 @@ class Routers(worker_pb2_grpc.WorkerServicer):
             address=address,
         )
         self._accounts.began((stream, leg_id), request.trace_parent)
-        self._apply(asked)
+        self._apply(leg)
 
     def _reassign(self, stream: StreamId, message: pb.Reassign) -> None:
         try:

@@ -192,7 +192,7 @@ class WorkerService:
         told: list[StoryEntry] = []
         for names in self._lifecycle.legs_of(request_id):
             told += self._lifecycle.story_of(names)
-            if names.seq_id is not None:
+            if names.seq_id:
                 told += self._engine.story(names.seq_id)
         return sorted(told, key=lambda entry: entry.at_s)
 

@@ -16,7 +16,7 @@ from baton.telemetry.span_names import (
     WORKER,
 )
 from baton.telemetry.tracing import Attribute, Tracer
-from baton_worker.messages import LegKey, StreamId
+from baton_worker.legs import LegKey, StreamId
 
 
 @dataclass(slots=True, eq=False)

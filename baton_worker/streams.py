@@ -20,7 +20,7 @@ from baton.rpc.hello import WorkerHello, hello_to_proto
 from baton.rpc.v1 import worker_pb2 as pb
 from baton.telemetry.logs import get_logger
 from baton_worker.frames import FrameBuilder
-from baton_worker.messages import StreamId
+from baton_worker.legs import StreamId
 
 Context = grpc.aio.ServicerContext[pb.Command, pb.Frame]
 

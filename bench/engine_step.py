@@ -17,10 +17,11 @@ from typing import TypeVar
 import torch
 
 from baton.generation import Prompt, SamplingParams
-from baton.ids import BlockId, LegKind, SeqId
+from baton.ids import BlockId, SeqId
 from baton_engine.cache.arena import KvArena
 from baton_engine.kernels.ports import PagedBatch
 from baton_engine.kernels.select import check_quantization, choose_kv_dtype, select_kernels
+from baton_engine.messages import Generate
 from baton_engine.models.config import choose_dtype, is_widened, kv_layout, load_spec
 from baton_engine.models.decoder import Decoder
 from baton_engine.models.inputs import InputBuilder
@@ -157,7 +158,7 @@ def _row(index: int, blocks: int, case: Case, vocab: int) -> Row:
     tokens = tuple((7 * index + 31 * place) % vocab for place in range(length))
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     prompt = Prompt(prompt_tokens=tokens, sampling=sampling)
-    request = Request(seq_id=SeqId(str(index)), kind=LegKind.GENERATE, prompt=prompt)
+    request = Request(asked=Generate(seq_id=SeqId(str(index)), prompt=prompt))
     seq = request.first_sequence()
     seq.blocks += [BlockId(index * blocks + place) for place in range(blocks)]
     return Row(seq=seq, start=case.context, num_tokens=case.tokens, samples=(0,))

@@ -19,7 +19,7 @@ from baton_engine.messages import (
 )
 from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable
 from baton_worker.messages import (
-    LegAsked,
+    FailedMessage,
     LegReassigned,
     ReceivingEvent,
     WorkerAction,
@@ -52,7 +52,7 @@ from kv_transfer.ticket import Permit
 
 
 class ReceivingHandOffs:
-    """Pure: no sockets, no clock, no engine (a `baton_worker.ports.HandOffs`). Not thread-safe: one owner.
+    """Pure: no sockets, no clock, no engine (a `baton_worker.ports.HandOffCore`). Not thread-safe: one owner.
 
     Args:
         limits: Of the ledger, which this one alone tells what happens.
@@ -71,11 +71,12 @@ class ReceivingHandOffs:
             return InvalidRequestError("the transfer id is in use", param="xfer_id")
         return None
 
-    def begin(self, leg: WorkerLeg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+    def begin(self, leg: WorkerLeg, now_s: float) -> list[WorkerAction]:
         """See `HandOffs`."""
-        assert asked.permit is not None
-        self._transfers[asked.permit.xfer_id] = leg
-        return self._handle(Expected(permit=asked.permit), asked.permit.xfer_id, now_s)
+        permit = leg.permit
+        assert permit is not None
+        self._transfers[permit.xfer_id] = leg
+        return self._handle(Expected(permit=permit), permit.xfer_id, now_s)
 
     def advance(
         self, leg: WorkerLeg, event: SeqEvent | FirstTokensDrawn, now_s: float
@@ -116,15 +117,15 @@ class ReceivingHandOffs:
         return self._carry_out(self._ledger.tick(now_s))
 
     def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
-        """See `HandOffs`."""
+        """See `HandOffTable`."""
         return self._ledger.story(xfer_id)
 
     def in_flight(self) -> int:
-        """See `HandOffs`: also those that no router has announced yet."""
+        """See `HandOffTable`: also those that no router has announced yet."""
         return self._ledger.in_flight()
 
     def left_over(self) -> int:
-        """See `HandOffs`."""
+        """See `HandOffTable`."""
         held = self._legs.held()
         return self._ledger.in_flight() - sum(leg in held for leg in self._transfers.values())
 
@@ -205,7 +206,7 @@ class ReceivingHandOffs:
         if leg.ended:
             return []
         self._legs.end(leg, LegState.FAILED)
-        return [leg.failed(event.error)]
+        return [FailedMessage.of(leg, event.error)]
 
     def _forget(self, xfer_id: XferId) -> None:
         if self._ledger.state(xfer_id) is None:

@@ -27,8 +27,8 @@ from baton_engine.ports import LayerReady, PageExport
 from baton_worker.legs import LegState, WorkerLeg, WorkerLegTable
 from baton_worker.messages import (
     Connect,
+    FailedMessage,
     HandedOffMessage,
-    LegAsked,
     PooledMessage,
     PromptPut,
     PutPrompt,
@@ -76,7 +76,7 @@ class _Outgoing:
 
 
 class SendingHandOffs:
-    """Pure: no sockets, no clock, no engine (a `baton_worker.ports.HandOffs`). Not thread-safe: one owner.
+    """Pure: no sockets, no clock, no engine (a `baton_worker.ports.HandOffCore`). Not thread-safe: one owner.
 
     Args:
         layout: Of this worker's pages.
@@ -104,9 +104,9 @@ class SendingHandOffs:
         # Perhaps an earlier attempt of ours that still has to stop: another worker can take this one.
         return TransferError("the transfer id is in use")
 
-    def begin(self, leg: WorkerLeg, asked: LegAsked, now_s: float) -> list[WorkerAction]:
+    def begin(self, leg: WorkerLeg, now_s: float) -> list[WorkerAction]:
         """See `HandOffs`."""
-        permit = asked.permit
+        permit = leg.permit
         assert permit is not None
         self._legs.seqs[leg.seq_id] = leg
         blocks = [_NO_BLOCK] * permit.num_blocks
@@ -114,7 +114,7 @@ class SendingHandOffs:
         connect: list[WorkerAction] = []
         if permit.target not in self._peers:
             self._peers.add(permit.target)
-            connect.append(Connect(peer=permit.target, address=asked.address))
+            connect.append(Connect(peer=permit.target, address=leg.address))
         opened = self._carry_out(Opened(permit=permit), now_s)
         return [*connect, *opened, Prefill(seq_id=leg.seq_id, prompt=leg.prompt)]
 
@@ -169,15 +169,15 @@ class SendingHandOffs:
         return actions
 
     def story(self, xfer_id: XferId) -> tuple[StoryEntry, ...]:
-        """See `HandOffs`."""
+        """See `HandOffTable`."""
         return self._outbox.story(xfer_id)
 
     def in_flight(self) -> int:
-        """See `HandOffs`: also those that are being stopped."""
+        """See `HandOffTable`: also those that are being stopped."""
         return self._outbox.in_flight()
 
     def left_over(self) -> int:
-        """See `HandOffs`: those that are being stopped."""
+        """See `HandOffTable`: those that are being stopped."""
         return self._outbox.in_flight() - len(self._outgoing)
 
     @property
@@ -243,7 +243,7 @@ class SendingHandOffs:
                 case HandOffFailed():
                     leg = self._outgoing.pop(action.xfer_id).leg
                     self._legs.end(leg, LegState.FAILED)
-                    actions += [leg.failed(action.error), Abort(seq_id=leg.seq_id)]
+                    actions += [FailedMessage.of(leg, action.error), Abort(seq_id=leg.seq_id)]
                 case _:
                     actions.append(action)
         return actions

@@ -45,6 +45,7 @@ from router.slo import SloClasses
 from router.telemetry.collectors import RouteDecisions
 from router.telemetry.metrics import RouterMetrics
 from router.tenancy import Tenancy, tenancy_of_keys
+from router.text.token_bytes import PieceTable
 from router.text.tokenizer import Tokenizer
 
 
@@ -91,18 +92,17 @@ def create_app(
         decisions: What routing remembers; admins may ask for it, /metrics counts it.
         tracer: Takes the spans of requests; none are recorded if None.
     """
-    tenancy = tenancy or tenancy_of_keys(settings.router.api_keys, clock or MonotonicClock())
-    metrics = RouterMetrics(registry, settings.model_names[0])
-    slo_classes = SloClasses(settings.router.slo_classes)
-    metrics.watch(status, slo_classes.names)
+    clock = clock or MonotonicClock()
+    tenancy = tenancy or tenancy_of_keys(settings.router.api_keys, clock)
     decisions = decisions or DecisionLog("")
+    slo_classes = SloClasses(settings.router.slo_classes)
+    metrics = RouterMetrics(registry, settings.model_names[0])
+    metrics.watch(status, slo_classes.names)
     registry.register(RouteDecisions(decisions))
-    app_clock = clock or MonotonicClock()
     bodies = BodyReader(
         settings.router.max_body_bytes, timeout_s=settings.router.http_body_timeout_s
     )
     catalog = ModelCatalog(settings.model_names, generator)
-    models = Models(catalog, created_s=int(time.time()), revision=settings.revision)
     planner = RequestPlanner(
         catalog,
         generator,
@@ -112,16 +112,27 @@ def create_app(
         timeout_s=settings.router.request_timeout_s,
     )
     prompts = PromptEncoder(tokenizer, tenancy.guards)
-    responder = Responder(
-        generator,
-        tokenizer,
-        metrics,
-        app_clock,
-        tenancy.guards,
-        decisions,
-        tracer or NotTraced(),
+    tracer = tracer or NotTraced()
+    responder = Responder(generator, tokenizer, metrics, clock, tenancy.guards, decisions, tracer)
+    completions = Completions(
+        bodies, planner, prompts, responder, tokenizer.pieces, tokenizer, tenancy.guards
     )
-    pieces = tokenizer.pieces
+    app = _new_app(settings, tenancy, metrics)
+    _add_conversations(app, tokenizer.pieces, bodies, planner, prompts, responder)
+    _add_generating(app, "/v1/completions", completions, openapi.COMPLETION)
+    _add_models(app, Models(catalog, created_s=int(time.time()), revision=settings.revision))
+    _add_counting(
+        app,
+        Tokenization(bodies, catalog, prompts, tokenizer),
+        TokenCounting(bodies, catalog, prompts),
+    )
+    stored.install(app)
+    operations.install(app, status, settings.version, registry)
+    return app
+
+
+def _new_app(settings: AppSettings, tenancy: Tenancy, metrics: RouterMetrics) -> FastAPI:
+    """An application without endpoints: whoever is let in, and how faults and the schema are told."""
     root_path = settings.router.root_path
     app = FastAPI(
         title="Baton",
@@ -131,9 +142,36 @@ def create_app(
         redirect_slashes=False,
         servers=[{"url": root_path}] if root_path else None,
     )
-    _add_auth(app, tenancy, metrics, root_path)
+    rate_limiter = RateLimiter(
+        tenancy.limiter,
+        tenancy.breakers,
+        tenancy.clock,
+        metrics,
+        keep_content=tenancy.keep_content,
+    )
+    app.add_middleware(
+        AuthMiddleware,
+        directory=tenancy.directory,
+        rate_limiter=rate_limiter,
+        metrics=metrics,
+        audit=tenancy.audit,
+        clock=tenancy.clock,
+        root_path=root_path,
+    )
     errors.install(app)
     openapi.install(app, settings.model_names)
+    return app
+
+
+def _add_conversations(
+    app: FastAPI,
+    pieces: PieceTable,
+    bodies: BodyReader,
+    planner: RequestPlanner,
+    prompts: PromptEncoder,
+    responder: Responder,
+) -> None:
+    """The same way of a request in the protocol of each API."""
     chat = ConversationEndpoint(
         ChatCompletionRequest,
         ChatCompletionRequest.as_conversation,
@@ -143,9 +181,6 @@ def create_app(
         planner=planner,
         prompts=prompts,
         responder=responder,
-    )
-    completions = Completions(
-        bodies, planner, prompts, responder, pieces, tokenizer, tenancy.guards
     )
     responses = ConversationEndpoint(
         ResponsesRequest,
@@ -168,37 +203,8 @@ def create_app(
         responder=responder,
     )
     _add_generating(app, "/v1/chat/completions", chat, openapi.CHAT)
-    _add_generating(app, "/v1/completions", completions, openapi.COMPLETION)
     _add_generating(app, "/v1/responses", responses, openapi.RESPONSE)
     _add_generating(app, "/v1/messages", messages, openapi.MESSAGE)
-    stored.install(app)
-    _add_models(app, models)
-    _add_counting(
-        app,
-        Tokenization(bodies, catalog, prompts, tokenizer),
-        TokenCounting(bodies, catalog, prompts),
-    )
-    operations.install(app, status, settings.version, registry)
-    return app
-
-
-def _add_auth(app: FastAPI, tenancy: Tenancy, metrics: RouterMetrics, root_path: str) -> None:
-    rate_limiter = RateLimiter(
-        tenancy.limiter,
-        tenancy.breakers,
-        tenancy.clock,
-        metrics,
-        keep_content=tenancy.keep_content,
-    )
-    app.add_middleware(
-        AuthMiddleware,
-        directory=tenancy.directory,
-        rate_limiter=rate_limiter,
-        metrics=metrics,
-        audit=tenancy.audit,
-        clock=tenancy.clock,
-        root_path=root_path,
-    )
 
 
 def _add_generating(

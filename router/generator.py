@@ -51,7 +51,6 @@ from router.tenants.tenant import Tenant
 _FREES_CAPACITY = (
     ClientGone,
     Prefilled,
-    Prefilled,
     HandedOff,
     Pooled,
     LegFailed,

@@ -26,7 +26,8 @@ class GenerationRequest:
         tenant: On whose account it is.
         session: What the client calls the session that it belongs to; empty if it names none.
         slo: What it was promised.
-        waited_s: How long it waited in the admission queue; set when it is admitted.
+        arrived_s: When it came to the admission queue, which sets this and the next, on the router's clock.
+        expected_tokens: What it will probably generate, over all samples.
         trace_parent: The request's own span; empty when it is not traced.
         chains: Fingerprints of the prompt's blocks by layout group, as far as they are known; the rest is hashed where it is needed.
     """
@@ -37,14 +38,30 @@ class GenerationRequest:
     tenant: Tenant = ANONYMOUS
     session: str = ""
     slo: Slo = STANDARD
-    waited_s: float = 0.0
+    arrived_s: float = 0.0
+    expected_tokens: int = 0
     trace_parent: str = ""
     chains: Mapping[int, Fingerprints] = field(default_factory=dict)
 
     @property
-    def remaining_s(self) -> float:
-        """Seconds from its admission until it is given up."""
-        return self.timeout_s - self.waited_s
+    def num_prompt_tokens(self) -> int:
+        """Length of its prompt."""
+        return len(self.prompt.prompt_tokens)
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that it will decode."""
+        return len(self.prompt.samples)
+
+    @property
+    def cost(self) -> int:
+        """What it takes of its tenant's share, in tokens."""
+        return self.num_prompt_tokens + self.expected_tokens
+
+    @property
+    def deadline_s(self) -> float:
+        """When it is given up, on the clock of `arrived_s`."""
+        return self.arrived_s + self.timeout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,18 +4,22 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from baton import native
+from tests.machine import Machine
 
 # How long an example takes depends on who else uses the machine; what must not take long is measured in `bench/`.
 # The default suite says the same each time of the same code; `make test-slow` looks elsewhere each time.
 settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("repeat")
+
+_MACHINE = Machine()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Teams of threads that wait for each other on the same cores slow each other many times over. Torch reads this when it is imported.
@@ -36,3 +40,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     except native.NotBuiltError:
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
         subprocess.run(command, cwd=native.ROOT, check=True)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the test's timeout begins
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    """One marked `alone` runs while no other of the run's processes runs any, its fixtures included."""
+    with _MACHINE.taken(alone=item.get_closest_marker("alone") is not None):
+        return (yield)

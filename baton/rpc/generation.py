@@ -97,6 +97,8 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.Sampling:
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
+        allowed_token_ids=sampling.allowed_token_ids.packed,
+        bad_words=[PackedTokens.of(word).packed for word in sampling.bad_words],
     )
 
 
@@ -118,6 +120,8 @@ def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
         max_tokens=message.max_tokens,
         min_tokens=message.min_tokens,
         ignore_eos=message.ignore_eos,
+        allowed_token_ids=PackedTokens(message.allowed_token_ids),
+        bad_words=tuple(tuple(PackedTokens(word)) for word in message.bad_words if word),
     )
 
 

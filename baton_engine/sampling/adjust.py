@@ -1,6 +1,7 @@
-"""What a request asks to change in the scores before a token is chosen: penalties, biases, and ends that come too early.
+"""What a request asks to change in the scores before a token is chosen: penalties, biases, ends that come too early, and which
+tokens it allows (`allowed`).
 
-All of it touches few of a row's scores, so it is gathered on the host as (row, token) entries and applied in a handful of
+Most of it touches few of a row's scores, so it is gathered on the host as (row, token) entries and applied in a handful of
 scatters, however many rows ask.
 """
 
@@ -12,6 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from baton.generation import SamplingParams
+from baton_engine.sampling.allowed import (
+    AllowedTokens,
+    collect_allowed,
+    completing_tokens,
+    keep_allowed,
+    leaves_nothing,
+)
 from baton_engine.scheduling.plan import Row
 from baton_engine.staging import StagedArray, StagedBatch
 
@@ -54,10 +62,11 @@ class ScoreChanges:
     repeated: tuple[StagedArray, StagedArray] | None
     penalised: tuple[StagedArray, StagedArray] | None
     biased: tuple[StagedArray, StagedArray] | None
-    ended: tuple[StagedArray, StagedArray] | None
+    banned: tuple[StagedArray, StagedArray] | None
+    allowed: AllowedTokens | None
 
     def __bool__(self) -> bool:
-        kinds = (self.repeated, self.penalised, self.biased, self.ended)
+        kinds = (self.repeated, self.penalised, self.biased, self.banned, self.allowed)
         return any(kind is not None for kind in kinds)
 
 
@@ -69,6 +78,8 @@ def changes_scores(params: SamplingParams) -> bool:
         or params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
+        or params.allowed_token_ids
+        or params.bad_words
     )
 
 
@@ -83,7 +94,7 @@ def collect_changes(
         eos_token_ids: The model's own ends.
         staged: Takes the entries to the device.
     """
-    kinds = repeated, penalised, biased, ended = tuple(_Entries(vocab_size) for _ in range(4))
+    kinds = repeated, penalised, biased, banned = tuple(_Entries(vocab_size) for _ in range(4))
     for i, row in enumerate(rows):
         params, seq = row.seq.params, row.seq
         if not changes_scores(params):
@@ -97,17 +108,26 @@ def collect_changes(
             penalised.add(i, ids, -params.presence_penalty - params.frequency_penalty * counts)
         if params.logit_bias:
             biased.add(i, params.logit_bias.keys(), params.logit_bias.values())
+        tokens = completing_tokens(params.bad_words, seq.tokens, seq.prompt_len, length)
         if length - seq.prompt_len < params.min_tokens:
-            ended.add(i, {*eos_token_ids, *params.stop_token_ids}, 0.0)
+            tokens |= {*eos_token_ids, *params.stop_token_ids}
+        if tokens and not leaves_nothing(params, tokens):  # something has to be drawn
+            banned.add(i, tokens, 0.0)
     packed = [kind.pack(staged) for kind in kinds]
-    return ScoreChanges(repeated=packed[0], penalised=packed[1], biased=packed[2], ended=packed[3])
+    return ScoreChanges(
+        repeated=packed[0],
+        penalised=packed[1],
+        biased=packed[2],
+        banned=packed[3],
+        allowed=collect_allowed([row.seq.params for row in rows], vocab_size, staged),
+    )
 
 
 def adjust(logits: torch.Tensor, changes: ScoreChanges) -> torch.Tensor:
     """The scores to choose from.
 
-    Repetition penalty first (as in transformers), then presence and frequency penalties, then biases, then the ends of a
-    text that must still grow.
+    Repetition penalty first (as in transformers), then presence and frequency penalties, then biases, then the tokens that may
+    not be drawn: ends of a text that must still grow, and of words that are not wanted; and all that are not allowed.
 
     Args:
         logits: `[num_rows, vocab]` float32; not changed.
@@ -128,6 +148,8 @@ def adjust(logits: torch.Tensor, changes: ScoreChanges) -> torch.Tensor:
         if kind is not None:
             places, amounts = (item.tensor for item in kind)
             flat[places] += amounts
-    if changes.ended is not None:
-        flat.index_fill_(0, changes.ended[0].tensor, float("-inf"))
+    if changes.banned is not None:
+        flat.index_fill_(0, changes.banned[0].tensor, float("-inf"))
+    if changes.allowed is not None:
+        keep_allowed(adjusted, changes.allowed)
     return adjusted

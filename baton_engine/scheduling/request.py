@@ -10,6 +10,7 @@ from enum import Enum, auto
 from baton.generation import FinishReason, Prompt, SamplingParams, SloTargets, TokenLogprobs
 from baton.ids import BlockId, BlockKey, LegKind, SeqId
 from baton.pages import PageFetch
+from baton_engine.messages import AddRequest
 
 
 class State(Enum):
@@ -32,9 +33,7 @@ class Request:
     """One prompt with its samples.
 
     Attributes:
-        seq_id: The engine's name for it.
-        kind: What was asked.
-        prompt: The prompt.
+        asked: The command that it came with.
         arrival: Its number in the order of arrival.
         stop_ids: Tokens that end a sample.
         final_len: Length of prompt and output at which a sample ends.
@@ -45,9 +44,7 @@ class Request:
         deadline_s: When its first token is due; None without a target.
     """
 
-    seq_id: SeqId
-    kind: LegKind
-    prompt: Prompt
+    asked: AddRequest
     arrival: int = 0
     stop_ids: frozenset[int] = frozenset()
     final_len: int = 0
@@ -55,6 +52,21 @@ class Request:
     scores: list[TokenLogprobs] | None = None
     has_kv: bool = False
     deadline_s: float | None = None
+
+    @property
+    def seq_id(self) -> SeqId:
+        """The engine's name for it."""
+        return self.asked.seq_id
+
+    @property
+    def kind(self) -> LegKind:
+        """What is to be done with the prompt."""
+        return self.asked.kind
+
+    @property
+    def prompt(self) -> Prompt:
+        """What its sequences begin with, and how they go on."""
+        return self.asked.prompt
 
     def num_scored(self, start: int, num_tokens: int) -> int:
         """How many of `num_tokens` tokens from `start` on are followed by a prompt token that is to be scored."""
@@ -159,7 +171,7 @@ class Sequence:
         """Whether the next token's scores depend on which tokens came before, apart from the model."""
         params = self.params
         penalises = bool(params.presence_penalty or params.frequency_penalty)
-        return penalises or params.repetition_penalty != 1.0
+        return penalises or params.repetition_penalty != 1.0 or bool(params.bad_words)
 
     @property
     def was_preempted(self) -> bool:

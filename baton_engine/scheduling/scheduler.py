@@ -26,6 +26,7 @@ from baton.story import StoryEntry, StoryLog
 from baton_engine.cache.blocks import BlockManager
 from baton_engine.messages import (
     Abort,
+    AddRequest,
     Command,
     Failed,
     FlushCache,
@@ -148,12 +149,8 @@ class Scheduler:
             raise InvariantError("a command came while a step was in flight")
         self._queues.now_s = now_s
         match command:
-            case Generate():
-                return self._arrive(command.seq_id, LegKind.GENERATE, command.prompt)
-            case Prefill():
-                return self._arrive(command.seq_id, LegKind.PREFILL, command.prompt)
-            case Receive():
-                return self._arrive(command.seq_id, LegKind.RECEIVE, command.prompt)
+            case Generate() | Prefill() | Receive():
+                return self._arrive(command)
             case Start():
                 return self._start(command)
             case Release() | Abort():
@@ -162,7 +159,8 @@ class Scheduler:
                 self._blocks.flush()
                 return []
 
-    def _arrive(self, seq_id: SeqId, kind: LegKind, prompt: Prompt) -> list[SeqEvent]:
+    def _arrive(self, asked: AddRequest) -> list[SeqEvent]:
+        seq_id, kind, prompt = asked.seq_id, asked.kind, asked.prompt
         if (known := self._requests.get(seq_id)) is not None:
             # The two cannot be told apart by their events, so neither may go on.
             story = self._stories.story(seq_id)
@@ -176,9 +174,7 @@ class Scheduler:
             return [Failed(seq_id=seq_id, error=refusal)]
         ttft_s = prompt.slo.ttft_s
         request = Request(
-            seq_id=seq_id,
-            kind=kind,
-            prompt=prompt,
+            asked=asked,
             arrival=self._arrivals,
             stop_ids=self._stop_ids(prompt),
             final_len=self._limits.final_len(prompt),

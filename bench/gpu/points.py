@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from baton.generation import Prompt, SamplingParams
-from baton.ids import BlockId, LegKind, SeqId
+from baton.ids import BlockId, SeqId
 from baton_engine.cache.arena import KvArena
 from baton_engine.cuda_graphs import DecodeGraphs, GraphBackend
+from baton_engine.messages import Generate
 from baton_engine.models.config import kv_layout
 from baton_engine.models.decoder import Decoder, DecoderInput
 from baton_engine.models.inputs import InputBuilder
@@ -192,7 +193,7 @@ class ModelBench:
         prompt = Prompt(prompt_tokens=(1,) * context, sampling=_PARAMS)
         rows = []
         for index in range(batch):
-            request = Request(seq_id=SeqId(str(index)), kind=LegKind.GENERATE, prompt=prompt)
+            request = Request(asked=Generate(seq_id=SeqId(str(index)), prompt=prompt))
             seq = request.first_sequence()
             seq.blocks += pages[index * needed : (index + 1) * needed]
             rows.append(

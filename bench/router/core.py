@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from prometheus_client import CollectorRegistry
@@ -132,7 +133,7 @@ class RouterCore:
         )
         prompts = body.prompts
         (request,) = self._planner.plan(context, body, prompts)  # type: ignore[arg-type]  # token ids
-        return request
+        return replace(request, arrived_s=time.monotonic())
 
     def begin(self, request: GenerationRequest) -> list[bytes]:
         """The commands that begin a request, as bytes."""

@@ -208,7 +208,13 @@ class _Run:
             prompt_tokens=request.tokens(),
             sampling=SamplingParams(max_tokens=request.output_tokens),
         )
-        self._feed(GenerationRequest(request_id=request_id, prompt=prompt, timeout_s=_NEVER_S))
+        asked = GenerationRequest(
+            request_id=request_id,
+            prompt=prompt,
+            timeout_s=_NEVER_S,
+            arrived_s=self._timeline.now_s,
+        )
+        self._feed(asked)
 
     def _report(self) -> None:
         for prefill in self._prefill.values():

@@ -253,11 +253,11 @@ class CudaIpcWriter:
             try:
                 self._begin(together, [part for _, rows in found for part in rows])
             except Exception as error:  # noqa: BLE001  # torch and Triton have faults of their own; others wait for this thread
-                self._settle([*begun, *together], _fault(error))
+                self._wait_and_report([*begun, *together], _fault(error))
                 begun = []
             else:
                 begun += together
-        self._settle(begun, None)
+        self._wait_and_report(begun, None)
 
     def _with_rows(self, jobs: Iterable[_Job]) -> list[tuple[_Job, list[PageRows]]]:
         """What to copy for each; those that must not be, or cannot, are told so."""
@@ -279,7 +279,7 @@ class CudaIpcWriter:
             self._peer.driver.follow(self._peer.stream, ready.event)
         self._peer.mover.move(rows, self._peer.stream)
 
-    def _settle(self, jobs: list[_Job], error: TransferError | None) -> None:
+    def _wait_and_report(self, jobs: list[_Job], error: TransferError | None) -> None:
         """No push is reported before the GPU is through with it, also of one that failed in between."""
         if not jobs:
             return

@@ -368,11 +368,12 @@ class NixlWriter:
     def _wait(self) -> None:
         """Looks at all writes on their way until one is over or a job waits, ever more rarely."""
         pause_s = _MIN_POLL_S
-        while not self._settle() and self._jobs.empty() and pause_s < _MAX_POLL_S:
+        while not self._report_finished() and self._jobs.empty() and pause_s < _MAX_POLL_S:
             time.sleep(pause_s)
             pause_s *= 2
 
-    def _settle(self) -> bool:
+    def _report_finished(self) -> bool:
+        """Tells of the writes that are over; whether there were any."""
         before = len(self._in_flight)
         for _ in range(before):
             write = self._in_flight.popleft()
@@ -391,7 +392,7 @@ class NixlWriter:
         """Bytes that have left this process can land until NIXL reports them written, or failed."""
         give_up_at_s = self._give_up_at_s or time.monotonic() + _CLOSE_TIMEOUT_S
         while self._in_flight and time.monotonic() < give_up_at_s:
-            if not self._settle():
+            if not self._report_finished():
                 time.sleep(_MAX_POLL_S)
 
     def _fail_all(self) -> None:

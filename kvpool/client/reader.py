@@ -152,10 +152,12 @@ class PoolReader:
                 turns_done = self._turns_done
                 self._changed.wait(self._stalled_after_s)
                 if self._turns_done == turns_done and self._layers_done <= layer_index:
-                    self._give_up(f"layer {layer_index} of blocks from the pool did not arrive")
+                    self._fail_fetches(
+                        f"layer {layer_index} of blocks from the pool did not arrive"
+                    )
             return frozenset(job.fetch.seq_id for job in self._jobs if job.error is not None)
 
-    def _give_up(self, reason: str) -> None:
+    def _fail_fetches(self, reason: str) -> None:
         for job in self._jobs:
             job.error = job.error or TransferError(reason)
         self._is_cancelled = True

@@ -412,9 +412,9 @@ class BlockStore:
         slot = self.disk.restore(block, billing)
         billing.account.blocks += 1
         slot.checksums = block.checksums
-        self.settle((slot,))
+        self.make_resident((slot,))
 
-    def settle(self, slots: Sequence[Slot]) -> None:
+    def make_resident(self, slots: Sequence[Slot]) -> None:
         """Blocks of one text, in its order, are where they should be."""
         if not slots:
             return

@@ -1,7 +1,7 @@
 """Chooses what a node evicts: whose blocks go, and which of them.
 
 Room that a put or lease waits for is made at once: what is on the disk too leaves memory, the rest is given up. Room ahead of need
-is made by copying blocks to the disk once memory is fuller than the high watermark (`kvpool.node.ledger`); without a disk there is
+is made by copying blocks to the disk once memory is fuller than the high watermark (`kvpool.node.tier_moves`); without a disk there is
 no use in it.
 
 Before any other block go cold copies: what came from another node, and is not read any more.

@@ -2,24 +2,24 @@
 
     writer   reserve ──▶ slots to write to ──▶ commit ──▶ held           in memory, then on the disk, then gone
     reader   lease   ──▶ blocks that stay where they are ──▶ release
-    shell    take_actions ──▶ copies between memory and disk ──▶ written, loaded, io_failed
+    shell    take_actions ──▶ moves between memory and disk, answered to `tier_moves`
              take_changes, take_replica_changes ──▶ routers, the directory
 
-Nothing here touches a byte of a block. The states of a slot, and the table of their transitions, are in `kvpool.node.block_store`.
-What names slots, and for how long:
+Nothing here touches a byte of a block. The states of a slot, and the table of their transitions, are in `kvpool.node.block_store`,
+what is moved between memory and disk in `kvpool.node.tier_moves`. What names slots, and for how long:
 
     put      slots RESERVED until commit or abandon; too late, it is a *zombie*: its writer may be dead, or stopped and about to
              go on. Its blocks are forgotten at once, its slots are QUARANTINED until the writer says that it has stopped, is
              known to be gone, or as much time again has passed. What another node writes has no time of its own: the
              fetcher knows when that node has stopped (`kvpool.peers.receiver`), and ends the put then.
     lease    slots in use until it is released, or its time is over
-    copy     between memory and disk: both slots in use until the shell has answered, whatever happens to the block meanwhile
+    move     between memory and disk: both slots in use until the shell has answered, whatever happens to the block meanwhile
 
 A slot or extent is used again only once nothing can be reading or writing it any more, and then under another epoch.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, repeat
 
@@ -31,7 +31,6 @@ from kvpool.eviction.select import POLICIES
 from kvpool.messages import (
     Allowance,
     BlockLease,
-    Demote,
     DirectoryChanges,
     DiskBlock,
     HeldBlock,
@@ -39,7 +38,6 @@ from kvpool.messages import (
     NodeUsage,
     Owner,
     OwnerUsage,
-    Promote,
     PutGrant,
     PutItem,
     PutRefusalReason,
@@ -52,14 +50,12 @@ from kvpool.node.accounts import Account, Accounts, Billing, Counts
 from kvpool.node.block_store import BlockStore, Slot, SlotState
 from kvpool.node.evictor import Evictor
 from kvpool.node.read_frequency import ReadFrequency
+from kvpool.node.tier_moves import TierMoves
 
 _S = SlotState
 _RESERVED = SlotState.RESERVED  # a module constant: looked up for every block
 _NOTHING_HELD = BlockLease(lease_id="")
 _NOTHING_TO_WRITE = PutGrant(put_id="", items=())
-_DISK_FAILURES = 3
-_DISK_REST_S = 30.0
-"""A disk that failed so often in a row is not written to for so long, and read all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,18 +114,10 @@ class _Lease:
     grows: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Copy:
-    """What the shell was told to copy and has not answered."""
-
-    slot: Slot
-    extent: Slot
-
-
 class NodeLedger:
     """Pure: no sockets, no clock, no bytes. Time comes in as `now_s` (monotonic seconds). Not thread-safe: one owner.
 
-    What names a put, a lease or a copy that is over has no effect.
+    What names a put or a lease that is over has no effect.
 
     Args:
         limits: Sizes and durations.
@@ -139,8 +127,9 @@ class NodeLedger:
     Attributes:
         counts: Of what happened; the shell adds what only it sees.
         read_frequency: How often blocks were read of late.
+        tier_moves: What is on its way between memory and disk; the shell answers to it.
         refuses: Why the node takes no new blocks, because it is sick or will stop; None where it takes them. What it holds it
-            serves all the same. A disk that fails does not belong here: `io_failed` says enough.
+            serves all the same. A disk that fails does not belong here: `TierMoves.io_failed` says enough.
 
     Raises:
         InvariantError: `on_disk` has an extent or a block twice, or an extent that does not exist.
@@ -169,15 +158,15 @@ class NodeLedger:
             low_watermark=limits.low_watermark,
             idle_s=limits.idle_s,
         )
-        self._put_numbers, self._lease_numbers, self._copy_numbers = count(1), count(1), count(1)
+        self.tier_moves = TierMoves(
+            self._blocks, self._evictor, self.counts, has_disk=limits.num_extents > 0
+        )
+        self._put_numbers, self._lease_numbers = count(1), count(1)
         # All puts of workers have the same time, so of the open ones and of the zombies the oldest is due first.
         self._open_puts: dict[str, _Put] = {}
         self._zombies: dict[str, _Put] = {}
         self._fetched_puts: dict[str, _Put] = {}
         self._leases: dict[str, _Lease] = {}
-        self._copies: dict[int, _Copy] = {}
-        self._disk_failures = 0
-        self._disk_rests_until_s = 0.0
         for block in on_disk:
             self._blocks.restore(block, self._accounts.billing(block.owner, block.size_bytes))
 
@@ -269,8 +258,8 @@ class NodeLedger:
         """
         self._expire_puts(now_s)
         put = self._close_put(put_id)
-        num_written = 0 if put is None else self._settle(put, checksums, owners, size_bytes)
-        self._make_headroom(now_s)
+        num_written = 0 if put is None else self._hold_written(put, checksums, owners, size_bytes)
+        self.tier_moves.make_headroom(now_s)
         return num_written
 
     def abandon(self, put_id: str) -> None:
@@ -320,7 +309,7 @@ class NodeLedger:
             self._evictor.trim(account, excess)
         return max(0, min(wanted, account.max_blocks - account.blocks))
 
-    def _settle(
+    def _hold_written(
         self,
         put: _Put,
         checksums: Sequence[bytes],
@@ -337,7 +326,7 @@ class NodeLedger:
                 void.append(slot)
         self._story.record(f"void in {put.put_id}", void)
         self._stop_writing(void)
-        self._blocks.settle(written)
+        self._blocks.make_resident(written)
         self._story.record(f"committed by {put.put_id}", written)
         if put.fetched:
             # The end of a text goes before its beginning.
@@ -499,105 +488,9 @@ class NodeLedger:
         end = chain.index(beyond[0]) if beyond else len(chain)
         for slot in chain[end:]:
             self._blocks.release(slot)
-        return [self._load(slot) if slot.tier is Tier.SSD else slot for slot in chain[:end]]
-
-    def _load(self, extent: Slot) -> Slot:
-        """Begins to read a block; what used its extent uses its slot instead."""
-        blocks = self._blocks
-        slot = blocks.take(blocks.memory, extent.key, extent.billing, extent.position, _S.FILLING)
-        slot.users += 1
-        slot.checksums = extent.checksums
-        self._begin_copy(Promote, slot, extent)
-        blocks.release(extent)
-        return slot
-
-    def written(self, action: Demote, now_s: float) -> None:
-        """A block was copied to the disk. It leaves memory, unless a reader has come."""
-        self._story.now_s = now_s
-        copy = self._end_copy(action.move)
-        if copy is not None:
-            self._disk_failures = 0
-            if copy.extent.state is _S.FILLING:
-                self._blocks.settle((copy.extent,))
-                self._story.record("written to the disk", (copy.extent,))
-            if copy.slot.state is _S.DEMOTING:
-                if self._blocks.may_go(copy.slot):
-                    self.counts.demoted_blocks += 1
-                    self._blocks.give_up(copy.slot)
-                else:
-                    self._blocks.stay(copy.slot)
-        self._make_headroom(now_s)
-
-    def loaded(self, action: Promote) -> None:
-        """A block was read from the disk, and its checksums are right."""
-        copy = self._end_copy(action.move)
-        if copy is not None and copy.slot.state is _S.FILLING:
-            self.counts.promoted_blocks += 1
-            self.counts.hit_blocks += 1
-            self._blocks.settle((copy.slot,))
-            self._story.record("read from the disk", (copy.slot,))
-
-    def io_failed(self, action: Demote | Promote, now_s: float) -> None:
-        """A block could not be written, or not be read; nothing is under way in its slot and extent any more.
-
-        What could not be read is given up; what could not be written stays in memory.
-        """
-        self._story.now_s = now_s
-        copy = self._end_copy(action.move)
-        if copy is None:
-            return
-        slot, extent = copy.slot, copy.extent
-        self._story.record(f"{type(action).__name__} failed", (slot,))
-        if isinstance(action, Demote):
-            self._disk_failures += 1
-            self._disk_rests_until_s = now_s + _DISK_REST_S
-            if slot.state is _S.DEMOTING:
-                self._blocks.stay(slot)
-            if extent.state is _S.FILLING:
-                self._blocks.give_up(extent)
-            return
-        if slot.state is _S.FILLING:
-            self._blocks.give_up(slot)
-        if extent.state is _S.RESIDENT:
-            self.counts.corrupt_blocks += 1
-            self._blocks.give_up(extent)
-
-    def _make_headroom(self, now_s: float) -> None:
-        """Begins to copy blocks to the disk if memory is fuller than the high watermark, and the disk is to be written to."""
-        resting = self._disk_failures >= _DISK_FAILURES and now_s < self._disk_rests_until_s
-        if resting or not self._limits.num_extents:
-            return
-        num_leaving = sum(copy.slot.state is _S.DEMOTING for copy in self._copies.values())
-        for account, slots in self._evictor.choose_demotions(num_leaving, now_s):
-            self._demote(slots, account, now_s)
-
-    def _demote(self, slots: list[Slot], account: Account, now_s: float) -> None:
-        """Begins to copy resident blocks of one tenant that their policy has given up."""
-        blocks, memory, disk = self._blocks, self._blocks.memory, self._blocks.disk
-        self._evictor.make_extents(len(slots), account, now_s)
-        self._story.record("being copied to the disk", slots[: disk.num_free])
-        for slot in slots:
-            if not disk.num_free:
-                memory.admit((slot,))  # all of the disk is in use: it stays
-                continue
-            extent = blocks.take(disk, slot.key, slot.billing, slot.position, _S.FILLING)
-            extent.checksums = slot.checksums
-            memory.move(slot, _S.DEMOTING)
-            self._begin_copy(Demote, slot, extent)
-
-    def _begin_copy(self, kind: Callable[..., Demote | Promote], slot: Slot, extent: Slot) -> None:
-        slot.users += 1
-        extent.users += 1
-        number = next(self._copy_numbers)
-        self._copies[number] = _Copy(slot=slot, extent=extent)
-        self._blocks.actions.append(kind(move=number, slot=slot.index, block=_on_disk(extent)))
-
-    def _end_copy(self, number: int) -> _Copy | None:
-        copy = self._copies.pop(number, None)
-        if copy is not None:
-            self._blocks.release(copy.slot)
-            self._blocks.release(copy.extent)
-        return copy
+        return [
+            self.tier_moves.load(slot) if slot.tier is Tier.SSD else slot for slot in chain[:end]
+        ]
 
     def held(self, keys: Iterable[BlockKey]) -> int:
         """How many of the leading blocks of a chain are held, in whichever tier. Grants nothing and leaves no trace."""
@@ -623,7 +516,7 @@ class NodeLedger:
         """A reader found other bytes than were put: the blocks are held no longer. Returns how many were."""
         dropped = [key for key in dict.fromkeys(keys) if self._blocks.readable(key) is not None]
         for key in dropped:
-            self._give_up(key, "corrupt")
+            self._drop_from_tiers(key, "corrupt")
         self.counts.corrupt_blocks += len(dropped)
         return len(dropped)
 
@@ -637,7 +530,7 @@ class NodeLedger:
         for tier in (self._blocks.memory, self._blocks.disk):
             for slot in [slot for slot in tier.named.values() if slot.billing in covered]:
                 num_held += self._blocks.readable(slot.key) is not None
-                self._give_up(slot.key, "flushed")
+                self._drop_from_tiers(slot.key, "flushed")
         return num_held
 
     def pin(self, keys: Iterable[BlockKey]) -> int:
@@ -650,7 +543,7 @@ class NodeLedger:
         """Blocks may be evicted again."""
         self._blocks.pinned.difference_update(keys)
 
-    def _give_up(self, key: BlockKey, why: str) -> None:
+    def _drop_from_tiers(self, key: BlockKey, why: str) -> None:
         for tier in (self._blocks.memory, self._blocks.disk):
             slot = tier.named.get(key)
             if slot is not None:
@@ -668,7 +561,7 @@ class NodeLedger:
         """Ends what is over; call it a few times per second, whether or not there is new work."""
         self._expire_puts(now_s)
         self._expire_leases(now_s)
-        self._make_headroom(now_s)
+        self.tier_moves.make_headroom(now_s)
         self._accounts.forget_empty()
 
     def take_actions(self) -> list[NodeAction]:
@@ -692,7 +585,7 @@ class NodeLedger:
             slots_total=memory.num_slots,
             slots_free=memory.num_free,
             ssd_blocks=self._blocks.disk.num_taken,
-            ssd_works=self._limits.num_extents > 0 and self._disk_failures < _DISK_FAILURES,
+            ssd_works=self.tier_moves.disk_works,
             leases=len(self._leases),
             puts=len(self._open_puts) + len(self._fetched_puts),
             hit_blocks=counts.hit_blocks,
@@ -722,12 +615,7 @@ class NodeLedger:
         """Raises InvariantError if the ledger contradicts itself."""
         self._accounts.check_integrity()
         self._blocks.check_integrity(self._accounts)
-        for copy in self._copies.values():
-            if not (copy.slot.users and copy.extent.users):
-                raise InvariantError(
-                    f"a slot that is being copied is not in use: {copy!r}",
-                    story=self.story(copy.slot.key.hex()),
-                )
+        self.tier_moves.check_integrity()
         for put in self._puts():
             allowed = {_S.QUARANTINED} if put.zombie else {_S.QUARANTINED, _S.RESERVED}
             for slot in put.slots:
@@ -736,10 +624,11 @@ class NodeLedger:
                         f"a slot of put {put.put_id} is {slot.state.name}",
                         story=self.story(slot.key.hex()),
                     )
-        users = sum(len(lease.slots) for lease in self._leases.values()) + 2 * len(self._copies)
+        users = sum(len(lease.slots) for lease in self._leases.values())
+        users += self.tier_moves.num_users
         tiers = (self._blocks.memory, self._blocks.disk)
         if users != sum(slot.users for tier in tiers for slot in tier.slots()):
-            raise InvariantError("slots are in use for other reasons than leases and copies")
+            raise InvariantError("slots are in use for other reasons than leases and moves")
 
     def _puts(self) -> Iterator[_Put]:
         return chain(self._open_puts.values(), self._zombies.values(), self._fetched_puts.values())
@@ -760,15 +649,3 @@ def _told(lease: _Lease, num_blocks: int) -> BlockLease:
         for slot in lease.slots[:num_blocks]
     ]
     return BlockLease(lease_id=lease.lease_id, blocks=tuple(blocks), lease_s=lease.lease_s)
-
-
-def _on_disk(extent: Slot) -> DiskBlock:
-    return DiskBlock(
-        extent=extent.index,
-        epoch=extent.epoch,
-        key=extent.key,
-        owner=extent.billing.owner,
-        size_bytes=extent.billing.size_bytes,
-        position=extent.position,
-        checksums=extent.checksums,
-    )

@@ -103,11 +103,11 @@ class NodeStorage:
     def _note_moved(self, action: Demote | Promote, succeeded: bool) -> None:
         now_s = self._clock.now_s()
         if not succeeded:
-            self.ledger.io_failed(action, now_s)
+            self.ledger.tier_moves.io_failed(action, now_s)
         elif isinstance(action, Demote):
-            self.ledger.written(action, now_s)
+            self.ledger.tier_moves.written(action, now_s)
         else:
-            self.ledger.loaded(action)
+            self.ledger.tier_moves.loaded(action)
         self.carry_out()
         self._moved.set()
 

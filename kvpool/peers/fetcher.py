@@ -100,7 +100,7 @@ class PartFetcher:
             keys=[item.key for item in put.items], slots=[item.slot for item in put.items]
         )
         begin_s = self._clock.now_s()
-        coming = await self._settled(put.put_id, fetched, source)
+        coming = await self._fill_and_end(put.put_id, fetched, source)
         if coming is None:
             ledger.counts.failed_fetches += 1
             return False
@@ -110,7 +110,9 @@ class PartFetcher:
         )
         return True
 
-    async def _settled(self, put_id: str, part: _Part, source: Source) -> IncomingBlocks | None:
+    async def _fill_and_end(
+        self, put_id: str, part: _Part, source: Source
+    ) -> IncomingBlocks | None:
         """Whatever happens, the put is over afterwards, and nothing writes to its slots. None: nothing has come."""
         ledger, coming, sums = self._store.ledger, None, list[bytes]()
         try:

@@ -130,7 +130,7 @@ class PeerReceiver:
         for xfer_id, coming in list(self._incoming.items()):
             if coming.until_s <= now_s:
                 self.withdraw(xfer_id, DeadlineError("the blocks did not come in time"))
-        self._settle()
+        self._report_ended()
 
     async def serve(self, requests: Requests, context: Context) -> None:
         """One node's session, until either side ends it: `Transfer.Session`."""
@@ -171,7 +171,7 @@ class PeerReceiver:
 
     def _handle(self, event: LedgerEvent) -> None:
         self._carry_out(self._ledger.handle(event, self._clock.now_s()))
-        self._settle()
+        self._report_ended()
 
     def _carry_out(self, actions: list[LedgerAction]) -> None:
         todo = deque(actions)
@@ -207,7 +207,7 @@ class PeerReceiver:
         if coming is not None and coming.error is None:
             coming.error = error
 
-    def _settle(self) -> None:
+    def _report_ended(self) -> None:
         """Tells of transfers that are over: nothing writes to their slots any more."""
         for xfer_id, coming in list(self._incoming.items()):
             if self._ledger.state(xfer_id) is not None:

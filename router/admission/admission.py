@@ -20,7 +20,6 @@ from router.admission.controller import (
     Refusal,
     RefusalReason,
 )
-from router.admission.queue import QueuedRequest
 from router.admission.shares import Totals
 from router.ports import GenerationRequest
 from router.slo import Slo
@@ -86,7 +85,6 @@ class Admission:
         self._controller = AdmissionController(capacity=capacity, limits=limits)
         self._clock = clock
         self._lengths = OutputLengths()
-        self._requests: dict[RequestId, GenerationRequest] = {}
 
     def waiting(self) -> Mapping[str, int]:
         """Requests that wait, by the name of their class."""
@@ -102,8 +100,9 @@ class Admission:
         Raises:
             OverloadedError: The queue is full.
         """
+        expected = self._lengths.expected(tenant.tenant_id, _UNBOUNDED_TOKENS)
         now_s = self._clock.now_s()
-        refusal = self._controller.check_capacity(self._unknown(tenant, slo, now_s), now_s)
+        refusal = self._controller.check_capacity(tenant, slo, expected, now_s)
         if refusal is not None:
             raise _refused(refusal)
 
@@ -113,41 +112,36 @@ class Admission:
         Raises:
             OverloadedError: It is refused.
         """
-        now_s = self._clock.now_s()
-        refusal = self._controller.offer(self._queued(request, now_s), now_s)
+        now_s, max_tokens = self._clock.now_s(), request.prompt.sampling.max_tokens
+        per_sample = self._lengths.expected(request.tenant.tenant_id, max_tokens)
+        queued = replace(request, arrived_s=now_s, expected_tokens=per_sample * request.num_samples)
+        refusal = self._controller.offer(queued, now_s)
         if refusal is not None:
             raise _refused(refusal)
-        self._requests[request.request_id] = request
 
     def admissible(self) -> Iterator[GenerationRequest]:
         """The requests that there is room for, to be begun. To be called whenever some may have become free; each must be placed,
         and show in the workers' counts, before the next is asked for.
         """
-        while self._requests:
-            now_s = self._clock.now_s()
-            queued = self._controller.next(now_s)
-            if queued is None:
+        while self._controller.waiting:
+            request = self._controller.next(self._clock.now_s())
+            if request is None:
                 return
-            request = self._requests.pop(queued.request_id)
-            yield replace(request, waited_s=now_s - queued.arrived_s)
+            yield request
 
     def expire(self) -> list[RequestId]:
         """Gives up the requests whose deadline has passed, or would before their first token."""
-        if not self._requests:
+        if not self._controller.waiting:
             return []
-        late = [queued.request_id for queued in self._controller.expire(self._clock.now_s())]
-        for request_id in late:
-            del self._requests[request_id]
-        return late
+        return [late.request_id for late in self._controller.expire(self._clock.now_s())]
 
     def leave(self, request_id: RequestId) -> None:
         """A client went away, or has all it wanted."""
-        if self._requests.pop(request_id, None) is not None:
-            self._controller.leave(request_id)
+        self._controller.leave(request_id)
 
     def finished(self, request: GenerationRequest, output_tokens: int) -> None:
         """A request ended after so many tokens over all its samples."""
-        per_sample = round(output_tokens / len(request.prompt.samples))
+        per_sample = round(output_tokens / request.num_samples)
         self._lengths.observe(request.tenant.tenant_id, per_sample)
 
     @property
@@ -162,33 +156,6 @@ class Admission:
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless what waits is what is counted."""
         self._controller.check_integrity()
-
-    def _unknown(self, tenant: Tenant, slo: Slo, now_s: float) -> QueuedRequest:
-        """A request of which no more is known."""
-        return QueuedRequest(
-            request_id=RequestId(""),
-            tenant=tenant,
-            slo=slo,
-            prompt_tokens=1,
-            output_tokens=self._lengths.expected(tenant.tenant_id, _UNBOUNDED_TOKENS),
-            samples=1,
-            arrived_s=now_s,
-            deadline_s=float("inf"),
-        )
-
-    def _queued(self, request: GenerationRequest, now_s: float) -> QueuedRequest:
-        prompt, tenant = request.prompt, request.tenant
-        expected = self._lengths.expected(tenant.tenant_id, prompt.sampling.max_tokens)
-        return QueuedRequest(
-            request_id=request.request_id,
-            tenant=tenant,
-            slo=request.slo,
-            prompt_tokens=len(prompt.prompt_tokens),
-            output_tokens=expected * len(prompt.samples),
-            samples=len(prompt.samples),
-            arrived_s=now_s,
-            deadline_s=now_s + request.timeout_s,
-        )
 
 
 def _refused(refusal: Refusal) -> OverloadedError:

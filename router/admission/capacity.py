@@ -6,7 +6,7 @@ waits inside a worker can be neither reordered nor taken back cheaply.
 
 from typing import Protocol
 
-from router.admission.queue import QueuedRequest
+from router.ports import GenerationRequest
 from router.routing.predictive import queue_s
 from router.routing.view import ClusterView, WorkerView
 from router.slo import Slo
@@ -52,7 +52,7 @@ class WorkerCapacity:
         self._speed = speed
         self._prefill_window_tokens = prefill_window_tokens
 
-    def has_room(self, request: QueuedRequest, now_s: float) -> bool:
+    def has_room(self, request: GenerationRequest, now_s: float) -> bool:
         """Whether a prefill and a decode worker can take it. Without any worker there is nothing to protect: the
         dispatcher waits for one, and fails the request if none comes.
         """
@@ -65,13 +65,15 @@ class WorkerCapacity:
             self._can_decode_request(worker, request) for worker in decoders
         )
 
-    def first_token_s(self, request: QueuedRequest, now_s: float) -> float:
+    def first_token_s(self, request: GenerationRequest, now_s: float) -> float:
         """On the worker that is predicted to be the fastest; 0 while nothing is known."""
         usable = self._view.usable(now_s)
         prefillers = [
             worker for worker in usable if worker.hello.role.prefills_for_others
         ] or usable
-        times = [self._speed.first_token_s(worker, request.prompt_tokens) for worker in prefillers]
+        times = [
+            self._speed.first_token_s(worker, request.num_prompt_tokens) for worker in prefillers
+        ]
         return min((time_s for time_s in times if time_s is not None), default=0.0)
 
     def can_decode(
@@ -112,11 +114,11 @@ class WorkerCapacity:
             or worker.queued_prefill_tokens < self._prefill_window_tokens
         )
 
-    def _can_decode_request(self, worker: WorkerView, request: QueuedRequest) -> bool:
+    def _can_decode_request(self, worker: WorkerView, request: GenerationRequest) -> bool:
         return self.can_decode(
             worker,
-            samples=request.samples,
-            context_tokens=request.prompt_tokens * request.samples,
+            samples=request.num_samples,
+            context_tokens=request.num_prompt_tokens * request.num_samples,
             slo=request.slo,
         )
 

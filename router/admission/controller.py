@@ -6,7 +6,7 @@ it is ordered, bounded, and leaves at once with its client.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
 from math import exp
@@ -15,9 +15,11 @@ from typing import Protocol
 from baton.errors import InvariantError
 from baton.ids import RequestId
 from baton.story import StoryEntry, StoryLog
-from router.admission.queue import AdmissionQueue, QueuedRequest
+from router.admission.queue import AdmissionQueue
 from router.admission.shares import AdmittedTotals, Totals
-from router.tenants.tenant import TenantId
+from router.ports import GenerationRequest
+from router.slo import Slo
+from router.tenants.tenant import Tenant, TenantId
 
 _WAIT_MARGIN = 1.25
 """A queue that is always filled up to what may wait ends half of its waits above the mean: promises are made on more than
@@ -79,10 +81,10 @@ class Refusal:
 class Capacity(Protocol):
     """What the workers have left."""
 
-    def has_room(self, request: QueuedRequest, now_s: float) -> bool:
+    def has_room(self, request: GenerationRequest, now_s: float) -> bool:
         """Whether `request` could be placed without overfilling a worker or breaking what others were promised."""
 
-    def first_token_s(self, request: QueuedRequest, now_s: float) -> float:
+    def first_token_s(self, request: GenerationRequest, now_s: float) -> float:
         """Predicted time from admission to the first token; 0 while nothing is known."""
 
 
@@ -121,7 +123,7 @@ class AdmissionController:
         """What happened to a request here, as far as it is remembered."""
         return self._story.story(request_id)
 
-    def offer(self, request: QueuedRequest, now_s: float) -> Refusal | None:
+    def offer(self, request: GenerationRequest, now_s: float) -> Refusal | None:
         """Queues a request, unless that would be a promise that cannot be kept."""
         refusal = self._refusal(request, now_s)
         if refusal is None:
@@ -131,22 +133,24 @@ class AdmissionController:
             self._queue.push(request)
             heappush(self._deadlines, (request.deadline_s, request.request_id))
         outcome = "queued" if refusal is None else refusal
-        self._story.record(request.request_id, now_s, request, (outcome,))
+        what = f"offered: prompt_tokens={request.num_prompt_tokens}, expected_tokens={request.expected_tokens}"
+        self._story.record(request.request_id, now_s, what, (outcome,))
         return refusal
 
-    def check_capacity(self, request: QueuedRequest, now_s: float) -> Refusal | None:
+    def check_capacity(
+        self, tenant: Tenant, slo: Slo, expected_tokens: int, now_s: float
+    ) -> Refusal | None:
         """What `offer` would refuse whatever the prompt, whose length is not known yet: the queue is full. The client is told to
         come back as one with a prompt like those that wait.
         """
-        short = replace(request, prompt_tokens=1)
-        full = self._full(short)
+        full = self._full(tenant.tenant_id, 1)
         if full is None:
             return None
         total = self._queue.total
-        likely = replace(short, prompt_tokens=max(1, total.prompt_tokens // total.requests))
-        return self._refused(full, likely, 0.0, now_s)
+        likely_tokens = max(1, total.prompt_tokens // total.requests)
+        return self._refused(full, tenant, slo, likely_tokens + expected_tokens, 0.0, now_s)
 
-    def next(self, now_s: float) -> QueuedRequest | None:
+    def next(self, now_s: float) -> GenerationRequest | None:
         """Takes the next request, if the workers have room. Ask again once it is placed.
 
         No request overtakes a head for which there is no room, or large requests would wait for ever.
@@ -163,11 +167,11 @@ class AdmissionController:
         self._story.record(head.request_id, now_s, "admitted")
         return head
 
-    def expire(self, now_s: float) -> list[QueuedRequest]:
+    def expire(self, now_s: float) -> list[GenerationRequest]:
         """Gives up the requests whose first token could not come before their deadline even if they were admitted now. Looks at
         the earliest deadlines only.
         """
-        late: list[QueuedRequest] = []
+        late: list[GenerationRequest] = []
         while self._deadlines:
             _, request_id = self._deadlines[0]
             request = self._queue.find(request_id)
@@ -184,10 +188,10 @@ class AdmissionController:
         """The client of a request went away; whether the request was still queued."""
         return self._queue.remove(request_id) is not None
 
-    def wait_s(self, request: QueuedRequest) -> float:
+    def wait_s(self, tenant: Tenant, slo: Slo) -> float:
         """Predicted time in the queue of a request that came now, at the most; 0 while nothing is known."""
         rate = self._rate.tokens_per_s
-        return 0.0 if rate is None else _WAIT_MARGIN * self._queue.ahead(request) / rate
+        return 0.0 if rate is None else _WAIT_MARGIN * self._queue.ahead(tenant, slo) / rate
 
     @property
     def admitted(self) -> Totals:
@@ -205,26 +209,28 @@ class AdmissionController:
         if len(self._queue) > self._limits.requests:
             raise InvariantError(f"{len(self._queue)} wait, {self._limits.requests} may")
 
-    def _refusal(self, request: QueuedRequest, now_s: float) -> Refusal | None:
-        full = self._full(request)
+    def _refusal(self, request: GenerationRequest, now_s: float) -> Refusal | None:
+        tenant, slo, cost = request.tenant, request.slo, request.cost
+        full = self._full(tenant.tenant_id, request.num_prompt_tokens)
         if full is not None:
-            return self._refused(full, request, 0.0, now_s)
+            return self._refused(full, tenant, slo, cost, 0.0, now_s)
         if not self._queue:
             return None
-        wait_s = self.wait_s(request)
+        wait_s = self.wait_s(tenant, slo)
         first_s = self._capacity.first_token_s(request, now_s)
-        target_s = request.slo.ttft_s
+        target_s = slo.ttft_s
         # A prompt that is too long for its target on idle workers is not refused for it: it would be for ever.
         if target_s is not None and first_s < target_s < wait_s + first_s:
-            return self._refused(RefusalReason.TARGET, request, target_s - first_s, now_s)
+            sooner_s = target_s - first_s
+            return self._refused(RefusalReason.TARGET, tenant, slo, cost, sooner_s, now_s)
         spare_s = request.deadline_s - now_s - first_s
         if 0 < spare_s < wait_s:
-            return self._refused(RefusalReason.DEADLINE, request, spare_s, now_s)
+            return self._refused(RefusalReason.DEADLINE, tenant, slo, cost, spare_s, now_s)
         return None
 
-    def _full(self, request: QueuedRequest) -> RefusalReason | None:
-        limits, tokens = self._limits, request.prompt_tokens
-        own = self._queue.queued_of(request.tenant.tenant_id)
+    def _full(self, tenant: TenantId, tokens: int) -> RefusalReason | None:
+        """Why no prompt of so many tokens is queued; None where it is."""
+        limits, own = self._limits, self._queue.queued_of(tenant)
         # A queue that is empty takes any prompt: how long one may be is not decided here.
         if own.exceeded(limits.tenant_requests, limits.tenant_prompt_tokens, by=tokens):
             return RefusalReason.TENANT_QUEUE_FULL
@@ -233,20 +239,25 @@ class AdmissionController:
         return None
 
     def _refused(
-        self, reason: RefusalReason, request: QueuedRequest, sooner_s: float, now_s: float
+        self,
+        reason: RefusalReason,
+        tenant: Tenant,
+        slo: Slo,
+        cost: int,
+        sooner_s: float,
+        now_s: float,
     ) -> Refusal:
         """To come back when its turn would have come, less what it may wait in the queue, and after those told so before it."""
         rate = self._rate.tokens_per_s
         if rate is None:
             return Refusal(reason=reason, retry_after_s=None)
-        ahead = self._queue.ahead(request)
-        turn_s = (self._queue.ahead(request, more=request.cost) - ahead) / rate
-        tenant = request.tenant.tenant_id
-        wait_s = max(0.0, self.wait_s(request) - max(sooner_s / 2, sooner_s - _SLACK_S))
-        after_s = self._returns.book(tenant, wait_s, turn_s, now_s)
+        ahead = self._queue.ahead(tenant, slo)
+        turn_s = (self._queue.ahead(tenant, slo, more=cost) - ahead) / rate
+        wait_s = max(0.0, self.wait_s(tenant, slo) - max(sooner_s / 2, sooner_s - _SLACK_S))
+        after_s = self._returns.book(tenant.tenant_id, wait_s, turn_s, now_s)
         return Refusal(reason=reason, retry_after_s=after_s)
 
-    def _too_late(self, request: QueuedRequest, now_s: float) -> bool:
+    def _too_late(self, request: GenerationRequest, now_s: float) -> bool:
         return request.deadline_s <= now_s + self._capacity.first_token_s(request, now_s)
 
 

@@ -1,6 +1,7 @@
 """The admission queue: priorities, deficit round robin between the tenants of one priority, first come first served within each.
 
-`AdmissionQueue` holds one `FairQueue` per priority, and a `FairQueue` one `TenantQueue` per tenant. Between priorities: the
+`AdmissionQueue` holds one `FairQueue` per priority, and a `FairQueue` one `TenantQueue` per tenant, in which the tenant's requests of
+that priority stand as they came. Between priorities: the
 more urgent go first, but not for ever. For all that they are given, those below them earn a share, so that no class starves
 however much the ones above it ask for.
 
@@ -26,6 +27,7 @@ from math import ceil
 
 from baton.errors import InvariantError
 from baton.ids import RequestId
+from router.ports import GenerationRequest
 from router.slo import Slo
 from router.tenants.tenant import Tenant, TenantId
 
@@ -40,36 +42,6 @@ RESERVED_SHARE = 0.1
 """What a priority earns for each token that those above it are given, while a request of it waits."""
 
 _MAX_TENANTS = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedRequest:
-    """A request in the queue, or about to be, as far as admission needs to know it.
-
-    Attributes:
-        request_id: Its name.
-        tenant: Whose it is. All requests of one tenant and priority wait in one queue, first come first served.
-        slo: What it was promised, and so how urgent it is.
-        prompt_tokens: Length of its prompt.
-        output_tokens: What it is expected to generate, over all samples.
-        samples: Sequences that it will decode.
-        arrived_s: When it came.
-        deadline_s: When it is given up, on the same clock.
-    """
-
-    request_id: RequestId
-    tenant: Tenant
-    slo: Slo
-    prompt_tokens: int
-    output_tokens: int
-    samples: int
-    arrived_s: float
-    deadline_s: float
-
-    @property
-    def cost(self) -> int:
-        """What it takes of its tenant's share, in tokens."""
-        return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +75,7 @@ class TenantQueue:
     left_at: float = 0.0
     listed: bool = False
     cost: int = 0
-    waiting: OrderedDict[RequestId, QueuedRequest] = field(default_factory=OrderedDict)
+    waiting: OrderedDict[RequestId, GenerationRequest] = field(default_factory=OrderedDict)
 
     @property
     def quantum(self) -> float:
@@ -125,16 +97,16 @@ class TenantQueue:
         self.weight = weight
         self.saved = min(self.saved, self.most_saved)
 
-    def put(self, request: QueuedRequest) -> None:
+    def put(self, request: GenerationRequest) -> None:
         """Adds a request of it behind the others."""
         self.waiting[request.request_id] = request
         self.cost += request.cost
 
-    def first(self) -> QueuedRequest:
+    def first(self) -> GenerationRequest:
         """The request of it that came first; there must be one."""
         return next(iter(self.waiting.values()))
 
-    def drop(self, request: QueuedRequest) -> None:
+    def drop(self, request: GenerationRequest) -> None:
         """A request of it is no longer queued."""
         del self.waiting[request.request_id]
         self.cost -= request.cost
@@ -191,19 +163,19 @@ class FairQueue:
             min(other.cost, max(0.0, other.balance - level * other.weight)) for other in others
         )
 
-    def push(self, request: QueuedRequest) -> None:
+    def push(self, request: GenerationRequest) -> None:
         """To the end of its tenant's queue. A tenant whose weight has changed has the new one from now on."""
         if not self._length:
             self._forget_balances()
         self._queue_of(request.tenant).put(request)
         self._length += 1
 
-    def head(self) -> QueuedRequest | None:
+    def head(self) -> GenerationRequest | None:
         """The next request. Stays the same until one is taken, one leaves, or a tenant comes that had none queued."""
         tenant = self._turn()
         return None if tenant is None else tenant.first()
 
-    def pop(self) -> QueuedRequest:
+    def pop(self) -> GenerationRequest:
         """Takes the head, of which there must be one."""
         tenant = self._turn()
         if tenant is None:
@@ -214,7 +186,7 @@ class FairQueue:
         self._length -= 1
         return request
 
-    def remove(self, request: QueuedRequest) -> None:
+    def remove(self, request: GenerationRequest) -> None:
         """Takes a request out, wherever it stands; at no cost to its tenant."""
         self._tenants[request.tenant.tenant_id].drop(request)
         self._length -= 1
@@ -350,10 +322,10 @@ class QueueCount:
     requests: int = 0
     prompt_tokens: int = 0
 
-    def add(self, request: QueuedRequest, sign: int) -> None:
+    def add(self, request: GenerationRequest, sign: int) -> None:
         """Counts one in (1) or out (-1)."""
         self.requests += sign
-        self.prompt_tokens += sign * request.prompt_tokens
+        self.prompt_tokens += sign * request.num_prompt_tokens
 
     def exceeded(self, requests: int, prompt_tokens: int, *, by: int) -> bool:
         """Whether one more request with a prompt of `by` tokens is too much beside those that wait."""
@@ -371,14 +343,14 @@ class AdmissionQueue:
     def __init__(self) -> None:
         self.total = QueueCount()
         self._levels: list[_Level] = []
-        self._requests: dict[RequestId, QueuedRequest] = {}
+        self._requests: dict[RequestId, GenerationRequest] = {}
         self._counts: dict[TenantId, QueueCount] = {}
         self._per_class: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def find(self, request_id: RequestId) -> QueuedRequest | None:
+    def find(self, request_id: RequestId) -> GenerationRequest | None:
         """The request of that name, while it waits."""
         return self._requests.get(request_id)
 
@@ -390,7 +362,7 @@ class AdmissionQueue:
         """How many requests wait, by the name of their class."""
         return dict(self._per_class)
 
-    def push(self, request: QueuedRequest) -> None:
+    def push(self, request: GenerationRequest) -> None:
         """To the end of its tenant's queue of its priority."""
         if request.request_id in self._requests:
             raise InvariantError(f"{request.request_id} is queued already")
@@ -398,12 +370,12 @@ class AdmissionQueue:
         self._requests[request.request_id] = request
         self._count(request, 1)
 
-    def head(self) -> QueuedRequest | None:
+    def head(self) -> GenerationRequest | None:
         """The next request."""
         level = self._next_level()
         return None if level is None else level.queue.head()
 
-    def pop(self) -> QueuedRequest:
+    def pop(self) -> GenerationRequest:
         """Takes the head, of which there must be one."""
         level = self._next_level()
         if level is None:
@@ -416,7 +388,7 @@ class AdmissionQueue:
         self._gone(request, level)
         return request
 
-    def remove(self, request_id: RequestId) -> QueuedRequest | None:
+    def remove(self, request_id: RequestId) -> GenerationRequest | None:
         """Takes a request out; None for one that is not queued."""
         request = self._requests.get(request_id)
         if request is not None:
@@ -431,16 +403,16 @@ class AdmissionQueue:
             if level.priority == charge.priority:
                 level.queue.charge(charge.tenant_id, charge.tokens)
 
-    def ahead(self, request: QueuedRequest, *, more: int = 0) -> float:
+    def ahead(self, tenant: Tenant, slo: Slo, *, more: int = 0) -> float:
         """Cost of what will be admitted before a request that came now, if no other came; or before one that came after its
         tenant had queued `more`.
         """
         cost = 0.0
         for level in self._levels:
-            if level.priority > request.slo.priority:
+            if level.priority > slo.priority:
                 cost += level.queue.cost
-            elif level.priority == request.slo.priority:
-                cost += level.queue.ahead(request.tenant, more=more)
+            elif level.priority == slo.priority:
+                cost += level.queue.ahead(tenant, more=more)
         return cost
 
     def check_integrity(self) -> None:
@@ -451,7 +423,7 @@ class AdmissionQueue:
                 raise InvariantError("a priority of which no request waits has earned something")
         if sum(len(level.queue) for level in self._levels) != len(self._requests):
             raise InvariantError("a request is queued and not known, or the other way round")
-        tokens = sum(one.prompt_tokens for one in self._requests.values())
+        tokens = sum(one.num_prompt_tokens for one in self._requests.values())
         if (self.total.requests, self.total.prompt_tokens) != (len(self), tokens):
             raise InvariantError("what waits is miscounted")
         if sum(held.requests for held in self._counts.values()) != len(self):
@@ -459,7 +431,7 @@ class AdmissionQueue:
         if sum(self._per_class.values()) != len(self):
             raise InvariantError("what waits per class is miscounted")
 
-    def _level(self, request: QueuedRequest) -> _Level:
+    def _level(self, request: GenerationRequest) -> _Level:
         priority = request.slo.priority
         for level in self._levels:
             if level.priority == priority:
@@ -478,13 +450,13 @@ class AdmissionQueue:
                 return level
         return busy[0] if busy else None
 
-    def _gone(self, request: QueuedRequest, level: _Level) -> None:
+    def _gone(self, request: GenerationRequest, level: _Level) -> None:
         del self._requests[request.request_id]
         self._count(request, -1)
         if not len(level.queue):
             level.earned = 0.0
 
-    def _count(self, request: QueuedRequest, sign: int) -> None:
+    def _count(self, request: GenerationRequest, sign: int) -> None:
         tenant = request.tenant.tenant_id
         of_tenant = self._counts.setdefault(tenant, QueueCount())
         for counted in (of_tenant, self.total):

@@ -9,7 +9,8 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from router.admission.queue import Charge, QueuedRequest
+from router.admission.queue import Charge
+from router.ports import GenerationRequest
 from router.tenants.tenant import TenantId
 
 MAX_ACCOUNTS = 4096
@@ -33,7 +34,7 @@ class AdmittedTotals:
         """This router's."""
         return self._totals
 
-    def add(self, request: QueuedRequest) -> None:
+    def add(self, request: GenerationRequest) -> None:
         """A request was admitted here."""
         account = f"{request.slo.priority}/{request.tenant.tenant_id}"
         self._totals[account] = self._totals.get(account, 0.0) + request.cost

@@ -14,7 +14,7 @@ from router.ports import Timing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendLeg:
-    """A worker is to run a leg.
+    """A worker is to run a leg. The router's `Leg` holds it for as long as the leg is open.
 
     Attributes:
         permit: For the hand-off; None for a leg of kind generate.

@@ -67,7 +67,6 @@ class Attempt:
         pinned: The worker that is to prefill and decode by itself.
         permit: What its legs are tied by.
         took_over: Whether a second P writes into the pages that D reserved for the first.
-        sent_prompt: The prompt that its pair was given.
         first_tokens: The first tokens, once the client has them.
         prefill: P's leg while it is open.
         decode: D's leg while it is open.
@@ -85,7 +84,6 @@ class Attempt:
     pinned: WorkerIdentity | None = None
     permit: Permit | None = None
     took_over: bool = False
-    sent_prompt: Prompt | None = None
     first_tokens: tuple[TokenSample, ...] | None = None
     state: AttemptState = AttemptState.WAITING
     prefill: "Leg | None" = None
@@ -131,13 +129,15 @@ class Leg:
     """One leg on one worker, and what it adds to the worker's counts while it is open.
 
     Attributes:
+        sent: What its worker was asked.
+        worker: Its worker, as this router sees it.
+        attempt: What it is a leg of.
         prompt_tokens: Tokens of the prompt that is computed there; 0 where none is.
         compute_s: Predicted time to compute it.
         computed_s: Time that computing it took, by the worker's own clock.
     """
 
-    leg_id: LegId
-    kind: LegKind
+    sent: SendLeg
     worker: WorkerView
     attempt: Attempt
     prefill_tokens: int = 0
@@ -147,6 +147,16 @@ class Leg:
     compute_s: float = 0.0
     computed_s: float = 0.0
     tbt_s: float | None = None
+
+    @property
+    def leg_id(self) -> LegId:
+        """Its name; unique in this router."""
+        return self.sent.leg_id
+
+    @property
+    def kind(self) -> LegKind:
+        """What its worker does."""
+        return self.sent.kind
 
     def open(self, now_s: float) -> None:
         """Counts it on its worker."""
@@ -165,7 +175,7 @@ class Leg:
             targets = worker.tbt_targets
             targets[self.tbt_s] = targets.get(self.tbt_s, 0) + 1
 
-    def computed(self, event: Prefilled | Prefilled, now_s: float) -> None:
+    def computed(self, event: Prefilled, now_s: float) -> None:
         """The prompt's KV is there, by the worker's own account."""
         self._count_prompt_out()
         self.computed_s = event.prefill_s
@@ -200,24 +210,9 @@ class Leg:
             if not worker.tbt_targets[self.tbt_s]:
                 del worker.tbt_targets[self.tbt_s]
 
-    def command(
-        self, prompt: Prompt, permit: Permit | None = None, transfer_address: str = ""
-    ) -> SendLeg:
-        """The command that starts it on its worker."""
-        return SendLeg(
-            worker=self.worker.identity,
-            leg_id=self.leg_id,
-            kind=self.kind,
-            request_id=self.attempt.request.request_id,
-            prompt=prompt,
-            permit=permit,
-            transfer_address=transfer_address,
-            trace_parent=self.attempt.request.trace_parent,
-        )
-
     def cancel(self) -> SendCancel:
         """The command that makes its worker forget it."""
-        return SendCancel(worker=self.worker.identity, leg_id=self.leg_id)
+        return SendCancel(worker=self.sent.worker, leg_id=self.sent.leg_id)
 
     def _count_prompt_out(self) -> None:
         self.worker.prefills -= self.prefill_tokens > 0
@@ -241,7 +236,7 @@ class LegTable:
         leg = self._legs.get(leg_id)
         if leg is None:
             return None
-        identity = leg.worker.hello.identity
+        identity = leg.sent.worker
         # Nearly always the same object, and this is asked for every token.
         return leg if identity is worker or identity == worker else None
 
@@ -252,38 +247,35 @@ class LegTable:
     def start_generate(self, attempt: Attempt, pair: Pair, now_s: float) -> SendLeg:
         """One leg that prefills and decodes."""
         prompt = attempt.prompt()
-        leg = self._new(LegKind.GENERATE, attempt, pair.decode)
+        leg = self._new(LegKind.GENERATE, attempt, pair.decode, prompt)
         leg.prefill_tokens = leg.context_tokens = leg.prompt_tokens = prompt.num_tokens
         leg.compute_s = pair.compute_s
         leg.sequences = len(prompt.samples)
         leg.tbt_s = attempt.request.slo.tbt_s
         leg.open(now_s)
         attempt.decode = leg
-        return leg.command(prompt)
+        return leg.sent
 
     def start_hand_off(
         self, attempt: Attempt, pair: Pair, permit: Permit, now_s: float
     ) -> tuple[SendLeg, SendLeg]:
         """A leg on each of two workers, tied by a transfer: D's, then P's."""
         prompt = attempt.prompt()
-        leg = self._new(LegKind.RECEIVE, attempt, pair.decode)
+        leg = self._new(LegKind.RECEIVE, attempt, pair.decode, prompt, permit)
         leg.context_tokens, leg.sequences = prompt.num_tokens, len(prompt.samples)
         leg.tbt_s = attempt.request.slo.tbt_s
         leg.open(now_s)
-        attempt.decode, attempt.sent_prompt = leg, prompt
-        receive = leg.command(prompt, permit)
-        return receive, self._start_prefill(attempt, pair, prompt, permit, now_s)
+        attempt.decode = leg
+        return leg.sent, self._start_prefill(attempt, pair, prompt, permit, now_s)
 
     def take_over(
         self, attempt: Attempt, pair: Pair, permit: Permit, now_s: float
     ) -> tuple[SendReassign, SendLeg]:
         """A new leg on another P for D's leg as it stands: the same prompt, the same pages."""
         assert attempt.decode is not None
-        assert attempt.sent_prompt is not None
-        reassign = SendReassign(
-            worker=pair.decode.identity, leg_id=attempt.decode.leg_id, permit=permit
-        )
-        return reassign, self._start_prefill(attempt, pair, attempt.sent_prompt, permit, now_s)
+        received = attempt.decode.sent
+        reassign = SendReassign(worker=received.worker, leg_id=received.leg_id, permit=permit)
+        return reassign, self._start_prefill(attempt, pair, received.prompt, permit, now_s)
 
     def close(self, leg: Leg) -> None:
         """The leg is over."""
@@ -309,14 +301,32 @@ class LegTable:
     def _start_prefill(
         self, attempt: Attempt, pair: Pair, prompt: Prompt, permit: Permit, now_s: float
     ) -> SendLeg:
-        leg = self._new(LegKind.PREFILL, attempt, pair.prefill)
+        address = pair.decode.hello.transfer_address
+        leg = self._new(LegKind.PREFILL, attempt, pair.prefill, prompt, permit, address)
         leg.prefill_tokens = leg.prompt_tokens = prompt.num_tokens
         leg.compute_s = pair.compute_s
         leg.open(now_s)
         attempt.prefill, attempt.permit = leg, permit
-        return leg.command(prompt, permit, pair.decode.hello.transfer_address)
+        return leg.sent
 
-    def _new(self, kind: LegKind, attempt: Attempt, worker: WorkerView) -> Leg:
-        leg = Leg(leg_id=LegId(next(self._ids)), kind=kind, worker=worker, attempt=attempt)
-        self._legs[leg.leg_id] = leg
+    def _new(
+        self,
+        kind: LegKind,
+        attempt: Attempt,
+        worker: WorkerView,
+        prompt: Prompt,
+        permit: Permit | None = None,
+        transfer_address: str = "",
+    ) -> Leg:
+        sent = SendLeg(
+            worker=worker.identity,
+            leg_id=LegId(next(self._ids)),
+            kind=kind,
+            request_id=attempt.request.request_id,
+            prompt=prompt,
+            permit=permit,
+            transfer_address=transfer_address,
+            trace_parent=attempt.request.trace_parent,
+        )
+        leg = self._legs[sent.leg_id] = Leg(sent=sent, worker=worker, attempt=attempt)
         return leg

@@ -2,7 +2,7 @@
 
 Reads from top to bottom: what clients and the clock say, what workers say of themselves, what they say of a leg, and what
 follows when a leg is lost. The states that an attempt goes through stand in `router.dispatch.attempt`; what is tried after a
-failure is decided in `router.dispatch.retry`.
+failure is decided in `router.dispatch.retry`. One file: whatever happens to a worker ends in what happens to its legs.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -255,7 +255,7 @@ class Dispatcher:
 
     def _submit(self, asked: GenerationRequest, now_s: float) -> list[Action]:
         actions = self._retry.begin(asked, now_s)
-        heappush(self._deadlines, (now_s + asked.remaining_s, asked.request_id))
+        heappush(self._deadlines, (asked.deadline_s, asked.request_id))
         return actions
 
     def _stop_sample(self, event: StopSample, now_s: float) -> list[Action]:
@@ -618,7 +618,7 @@ def _only_advances(leg: Leg, sample: int) -> bool:
     """Whether a plain token of `leg` does nothing but lengthen the log of `sample`. A request's first token does more."""
     attempt = leg.attempt
     return (
-        leg.kind in _DECODES
+        leg.sent.kind in _DECODES
         and attempt.state is not AttemptState.PREFILLING
         and sample in attempt.samples
         and attempt.request.watch.first_token_s is not None
@@ -627,7 +627,7 @@ def _only_advances(leg: Leg, sample: int) -> bool:
 
 def _single(leg: Leg, sample: int, token: int) -> DecodeTokens:
     drawn = (plain_token(sample, token),)
-    return DecodeTokens(worker=leg.worker.identity, leg_id=leg.leg_id, tokens=drawn)
+    return DecodeTokens(worker=leg.sent.worker, leg_id=leg.sent.leg_id, tokens=drawn)
 
 
 def _suspects(leg: Leg, error: BatonError) -> list[WorkerView]:

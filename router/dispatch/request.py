@@ -100,11 +100,11 @@ class RequestState:
 
     def __init__(self, asked: GenerationRequest, now_s: float) -> None:
         self.request_id = asked.request_id
-        self.prompt = replace(asked.prompt, slo=asked.slo.promise(asked.waited_s))
-        self.deadline_s = now_s + asked.remaining_s
+        self.waited_s = now_s - asked.arrived_s
+        self.prompt = replace(asked.prompt, slo=asked.slo.promise(self.waited_s))
+        self.deadline_s = asked.deadline_s
         self.session = f"{asked.tenant.tenant_id}/{asked.session}" if asked.session else ""
         self.slo = asked.slo
-        self.waited_s = asked.waited_s
         self.trace_parent = asked.trace_parent
         self.watch = Stopwatch(submitted_s=now_s)
         self.chains: dict[int, Fingerprints] = dict(asked.chains)

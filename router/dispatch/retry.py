@@ -168,10 +168,9 @@ class RetryController:
         computes the rest, if that is short; any other pair of workers; the error.
         """
         request, decode, permit = attempt.request, attempt.decode, attempt.permit
-        prompt = attempt.sent_prompt
         assert decode is not None
-        assert prompt is not None
         assert permit is not None
+        prompt = decode.sent.prompt
         attempt.avoid |= blamed
         may_take_over = not attempt.took_over and attempt.number < self._policy.max_attempts
         pair = self._placement.another_pair(request, prompt, decode.worker, attempt.avoid, now_s)

@@ -57,7 +57,8 @@ class ConversationEndpoint(Generic[_Body]):
         body = await self._bodies.read(request, self._schema)
         context = await self._planner.accept(request, body, self._id_prefix)
         prompt = await self._prompts.of_conversation(self._conversation_of(body), context)
-        (run,) = self._responder.runs(body, self._planner.plan(context, body, [prompt]))
+        bad_words = await self._prompts.of_bad_words(body.bad_words or ())
+        (run,) = self._responder.runs(body, self._planner.plan(context, body, [prompt], bad_words))
         writer = self._writer_of(context, body, run)
         return await self._responder.respond(
             request, context.account, [run], writer, stream=body.stream

@@ -105,7 +105,11 @@ class RequestPlanner:
         )
 
     def plan(
-        self, context: RequestContext, body: SamplingBody, prompts: Sequence[Sequence[int]]
+        self,
+        context: RequestContext,
+        body: SamplingBody,
+        prompts: Sequence[Sequence[int]],
+        bad_words: Sequence[tuple[int, ...]] = (),
     ) -> list[GenerationRequest]:
         """One generation request per prompt: the last place where a request can be refused cheaply.
 
@@ -113,11 +117,12 @@ class RequestPlanner:
             context: The request.
             body: Its body.
             prompts: Token ids.
+            bad_words: The body's, as tokens.
 
         Raises:
             InvalidRequestError: A prompt is empty, too long for what is asked, or not of this model's vocabulary.
         """
-        planned = [self._prompt(context, body, tokens) for tokens in prompts]
+        planned = [self._prompt(context, body, tokens, bad_words) for tokens in prompts]
         _check_scores(planned, body.num_prompt_logprobs)
         return [
             GenerationRequest(
@@ -134,12 +139,20 @@ class RequestPlanner:
             for number, prompt in enumerate(planned)
         ]
 
-    def _prompt(self, context: RequestContext, body: SamplingBody, tokens: Sequence[int]) -> Prompt:
+    def _prompt(
+        self,
+        context: RequestContext,
+        body: SamplingBody,
+        tokens: Sequence[int],
+        bad_words: Sequence[tuple[int, ...]],
+    ) -> Prompt:
         model, tenant = context.model, context.account.tenant
         tokens = _truncated(tokens, body, model)
         if not tokens:
             raise InvalidRequestError("The prompt has no tokens.", param=body.prompt_field)
-        sampling = sampling_params(body, self._defaults, model, prompt_tokens=len(tokens))
+        sampling = sampling_params(
+            body, self._defaults, model, prompt_tokens=len(tokens), bad_words=bad_words
+        )
         packed = PackedTokens.of(tokens)
         check_vocabulary(packed, model, body.prompt_field)
         return Prompt(

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.errors import UnsupportedParameterError
+from baton.errors import InvalidRequestError, UnsupportedParameterError
 from baton.tokens import PackedTokens
 from router.generation.guardrails import checked_messages, checked_prompts
 from router.generation.model_limits import check_messages, check_text, check_vocabulary
 from router.generation.planner import RequestContext
 from router.guardrails.chain import GuardChain
+from router.http.fields import MAX_BAD_WORD_TOKENS
 from router.ports import ServedModel
 from router.templates.renderer import Conversation
 from router.text.tokenizer import Tokenizer
@@ -110,6 +111,30 @@ class PromptEncoder:
         prefix, suffix_mark, middle = (PackedTokens.of((mark,)) for mark in marks)
         parts = (begin, prefix, before_ids, suffix_mark, after_ids, middle)
         return PackedTokens(b"".join(part.packed for part in parts))
+
+    async def of_bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Those that an answer must not hold: of each word at the beginning of a text, and of the word behind a space.
+
+        Raises:
+            InvalidRequestError: A word has no token, or there are too many in all.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for number, word in enumerate(words):
+            bare = word.lstrip()
+            first = await self._tokenizer.encode(bare, add_special_tokens=False)
+            if not first:
+                raise InvalidRequestError(
+                    f"bad_words: entry {number} has no tokens.", param="bad_words"
+                )
+            later = await self._tokenizer.encode(" " + bare, add_special_tokens=False)
+            found |= {tuple(tokens): None for tokens in (first, later) if tokens}
+        if (total := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words: with and without a space before them they have {total} tokens, at most {MAX_BAD_WORD_TOKENS}"
+                " are taken.",
+                param="bad_words",
+            )
+        return list(found)
 
     async def _guarded(
         self, prompts: Sequence[str | Sequence[int]], context: RequestContext

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
@@ -11,10 +12,13 @@ from pydantic import Field, model_validator
 
 from baton.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
 from baton.generation import SamplingParams
+from baton.tokens import PackedTokens
 from router.generation.model_limits import check_vocabulary
 from router.http.fields import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
+    BadWords,
     Body,
     Metadata,
     Name,
@@ -49,6 +53,8 @@ class SamplingBody(Body):
         None, max_length=MAX_LOGIT_BIAS
     )
     min_tokens: TokenCount | None = None
+    allowed_token_ids: Tokens | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: BadWords | None = None
     stop_token_ids: Tokens | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -152,21 +158,34 @@ def read_defaults(directory: Path) -> SamplingDefaults:
 
 
 def sampling_params(
-    body: SamplingBody, defaults: SamplingDefaults, model: ServedModel, *, prompt_tokens: int
+    body: SamplingBody,
+    defaults: SamplingDefaults,
+    model: ServedModel,
+    *,
+    prompt_tokens: int,
+    bad_words: Sequence[tuple[int, ...]] = (),
 ) -> SamplingParams:
     """The engine's parameters. A request without a seed gets one here, so that every retry draws the same tokens.
 
-    At least one token is drawn, also where none is wanted: a prompt's scores come with it.
+    At least one token is drawn, also where none is wanted: a prompt's scores come with it. `bad_words` are the body's, as tokens.
 
     Raises:
         PromptTooLongError: The prompt's tokens leave no room, or not as much as is asked for.
-        InvalidRequestError: A token id outside the vocabulary, or more tokens at least than at most.
+        InvalidRequestError: A token id outside the vocabulary, none left of those that are allowed, or more tokens at least than
+            at most.
     """
     max_tokens = _max_tokens(body, model, prompt_tokens)
     logit_bias = body.biases
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_vocabulary(logit_bias, model, "logit_bias")
     check_vocabulary(stop_token_ids, model, "stop_token_ids")
+    allowed = PackedTokens.of(sorted(set(body.allowed_token_ids or ())))
+    check_vocabulary(allowed, model, "allowed_token_ids")
+    banned = {last for *first, last in bad_words if not first}
+    if allowed and banned.issuperset(allowed):
+        raise InvalidRequestError(
+            "bad_words: none of allowed_token_ids is left.", param="bad_words"
+        )
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidRequestError(
@@ -190,6 +209,8 @@ def sampling_params(
         max_tokens=max(1, max_tokens),
         min_tokens=min_tokens,
         ignore_eos=bool(body.ignore_eos),
+        allowed_token_ids=allowed,
+        bad_words=tuple(bad_words),
     )
 
 

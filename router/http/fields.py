@@ -20,6 +20,11 @@ MAX_STOP_LENGTH = 512
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 8192
+"""Each costs something in every step of the engine."""
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_TOKENS = 1024
+"""Of all bad words together, each once without and once with a space before it; as many as vLLM takes."""
 MAX_PROMPT_TOKENS = 2**21
 """Ends the parsing of absurd prompts early; the model's own limit is checked after it."""
 MAX_PROMPT_LOGPROBS = 2**17
@@ -47,6 +52,7 @@ TOKEN_LISTS = ("prompt", "tokens")
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+BadWords = Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(max_length=MAX_NAME_LENGTH)]

@@ -83,6 +83,8 @@ _CALLS = "choices other than none and auto"
 FIELDS: Mapping[str, KnownField] = {
     "model": KnownField(obeyed=EVERYWHERE),
     # How tokens are drawn, and when that ends.
+    "allowed_token_ids": _about_output(GENERATING),
+    "bad_words": _about_output(GENERATING, []),
     "frequency_penalty": _about_output(GENERATING),
     "ignore_eos": _about_output(GENERATING),
     "include_stop_str_in_output": _about_output(GENERATING),
@@ -177,9 +179,7 @@ FIELDS: Mapping[str, KnownField] = {
     "web_search_options": _idle(),
     "workspace_id": _idle(),
     # What no endpoint serves.
-    "allowed_token_ids": _refused("Not served yet."),
     "background": _refused(NOT_STORED, False),
-    "bad_words": _refused("Not served yet.", []),
     "chat_template": _refused("Conversations are written by the template that the server was started with."),
     "compaction": _refused(NOT_STORED),
     "container": _refused("There are no containers here."),

@@ -81,7 +81,9 @@ class Completions:
             body = read_completion(raw)
         account_of(request).ignored_fields = body.ignored
         context = await self._planner.accept(request, body, "cmpl")
-        planned = self._planner.plan(context, body, await self._token_ids(body, context))
+        prompts = await self._token_ids(body, context)
+        bad_words = await self._prompts.of_bad_words(body.bad_words or ())
+        planned = self._planner.plan(context, body, prompts, bad_words)
         _check_repeated(body, planned)
         runs = self._responder.runs(body, planned)
         echoes = await self._echoes(body, planned)

@@ -22,6 +22,7 @@ from baton.rpc.generation import (
     sample_to_proto,
 )
 from baton.rpc.v1 import common_pb2 as pb
+from baton.tokens import PackedTokens
 
 COUNT = st.integers(0, 2**32 - 1)
 
@@ -39,6 +40,8 @@ SAMPLING = st.builds(
     max_tokens=COUNT,
     ignore_eos=st.booleans(),
     prompt_logprobs=st.none() | st.integers(0, 20),
+    allowed_token_ids=st.lists(COUNT, max_size=5).map(PackedTokens.of),
+    bad_words=st.lists(st.lists(COUNT, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
 )
 
 LOGPROBS = st.builds(

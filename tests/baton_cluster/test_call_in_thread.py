@@ -5,8 +5,6 @@ import pytest
 
 from baton_cluster.call_in_thread import call_in_thread
 
-pytestmark = pytest.mark.alone
-
 
 def test_the_thread_of_a_call_ends_with_it():
     def where(*, doubled: int) -> tuple[threading.Thread, int]:

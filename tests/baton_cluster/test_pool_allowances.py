@@ -11,8 +11,6 @@ from baton_cluster.pool_allowances import open_allowances
 from kvpool.messages import Allowance
 from tests.redis_servers import no_refusals
 
-pytestmark = pytest.mark.alone
-
 DOCUMENT = """
 tenants:
   - {id: anna, kv_bytes: 64MiB, weight: 2}

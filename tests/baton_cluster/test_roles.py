@@ -11,8 +11,6 @@ from baton.config.setting import Setting
 from baton.errors import ModelLoadError
 from baton_cluster.launch.launcher import LocalCluster
 
-pytestmark = pytest.mark.alone
-
 
 def cluster_of(home: Path, **values) -> LocalCluster:
     chosen = {"router.port": 0, "cluster.runtime_dir": str(home / "run"), "log.level": "error"}

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from baton.generation import Prompt, SamplingParams
-from baton.ids import BlockId, LegKind, SeqId
+from baton.ids import BlockId, SeqId
+from baton_engine.messages import Generate
 from baton_engine.scheduling.request import Request, Sequence
 
 
@@ -25,7 +26,7 @@ def sequence(
         samples=samples,
         sampling=params,
     )
-    request = Request(seq_id=SeqId(seq_id), kind=LegKind.GENERATE, prompt=prompt)
+    request = Request(asked=Generate(seq_id=SeqId(seq_id), prompt=prompt))
     made = request.first_sequence()
     made.blocks += [BlockId(block) for block in blocks]
     return made

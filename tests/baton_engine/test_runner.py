@@ -314,7 +314,8 @@ def test_scoring_one_text_changes_no_token_of_another(models):
     for params, drawn in zip(asked, (alone, beside), strict=True):
         texts, num_blocks = make_texts(prompts, params, block_tokens=16, chunks=(64,))
         request = texts[0].seq.request
-        request.prompt = replace(request.prompt, sampling=asked[0])
+        prompt = replace(request.prompt, sampling=asked[0])
+        request.asked = replace(request.asked, prompt=prompt)
         runner, _ = make_runner(decoder, block_tokens=16, num_blocks=num_blocks)
         run_all(runner, texts)
         drawn += [draw.token for draw in texts[0].drawn]

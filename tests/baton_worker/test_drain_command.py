@@ -20,7 +20,7 @@ from router.service import RouterParts, compose, running
 from tests.baton_worker.test_role_change import CLIENTS, Clients, two
 from tests.decode_worker.cluster import SECRET
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 @asynccontextmanager

@@ -16,7 +16,8 @@ def test_a_step_that_the_table_does_not_have_is_refused_with_the_legs_story(kind
         if end in TRANSITIONS[kind].get(begin, ()):
             continue
         legs = WorkerLegTable()
-        leg = legs.admit(asked(kind), 0.0)
+        leg = asked(kind)
+        legs.admit(leg, 0.0)
         legs.story.record(leg.key, 0.0, "it was asked for")
         leg.state = begin
         with pytest.raises(InvariantError) as refused:

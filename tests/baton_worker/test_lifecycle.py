@@ -18,16 +18,9 @@ from baton.ids import (
 )
 from baton.layout import KvLayout
 from baton_engine.messages import Abort, Generate, Prefill, PrefillStarted, Released, SampledTokens
-from baton_worker.legs import LegState, WorkerLegTable
+from baton_worker.legs import LegState, StreamId, WorkerLeg, WorkerLegTable
 from baton_worker.lifecycle import LegLifecycle
-from baton_worker.messages import (
-    KINDS_OF_ROLE,
-    FailedMessage,
-    LegAsked,
-    LegCancelled,
-    StreamGone,
-    StreamId,
-)
+from baton_worker.messages import KINDS_OF_ROLE, FailedMessage, LegCancelled, StreamGone
 from decode_worker.hand_offs import ReceivingHandOffs
 from kv_transfer.messages import AbortRequest
 from kv_transfer.messages import Reserve as AskPages
@@ -59,8 +52,8 @@ def new_core(role: Role = Role.HYBRID) -> LegLifecycle:
     )
 
 
-def asked(kind: LegKind, leg: int = 1) -> LegAsked:
-    return LegAsked(
+def asked(kind: LegKind, leg: int = 1) -> WorkerLeg:
+    return WorkerLeg(
         stream=STREAM,
         leg_id=LegId(leg),
         kind=kind,
@@ -134,6 +127,11 @@ def test_a_leg_has_a_story_of_all_that_changed_it_and_none_of_others():
         )
         core.handle(drawn, 3.0)
     told = [entry.event.partition("(")[0] for entry in core.story((STREAM, LegId(1)))]
-    assert told == ["LegAsked", "PrefillStarted", "first tokens", "every sample finished"]
+    assert told == [
+        "asked to generate for r",
+        "PrefillStarted",
+        "first tokens",
+        "every sample finished",
+    ]
     core.handle(LegCancelled(stream=STREAM, leg_id=LegId(1)), 4.0)
     assert len(core.story((STREAM, LegId(1)))) == 4

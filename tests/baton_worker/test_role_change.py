@@ -40,7 +40,7 @@ from tests.decode_worker.cluster import (
 )
 from tests.waits import WAIT_S
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 CLIENTS = 4
 
 

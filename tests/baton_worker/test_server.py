@@ -23,8 +23,6 @@ from baton.telemetry.scrape import ScrapeServer
 from baton_worker.metrics import WorkerMetrics
 from baton_worker.server import LIVE, WorkerServer
 
-pytestmark = pytest.mark.alone
-
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -244,7 +242,10 @@ async def test_a_worker_whose_checks_fail_ends_instead_of_going_on_without_them(
 async def test_the_story_of_a_requests_legs_is_told_by_command(tmp_path):
     async with serving(tmp_path) as world:
         entry = StoryEntry(
-            core="leg", at_s=1.5, event="LegAsked(leg_id=1)", actions=("Generate(seq_id=leg/1)",)
+            core="leg",
+            at_s=1.5,
+            event="asked to generate for r",
+            actions=("Generate(seq_id=leg/1)",),
         )
         world.service.stories[RequestId("r")] = (entry,)
         stub = control_pb2_grpc.ControlStub(world.channel)

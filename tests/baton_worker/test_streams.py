@@ -15,10 +15,9 @@ from baton.rpc.hello import WorkerHello, hello_from_proto
 from baton.rpc.reports import load_from_proto
 from baton.rpc.v1 import worker_pb2
 from baton_worker import streams as module
-from baton_worker.messages import StreamId, TokensMessage
+from baton_worker.legs import StreamId
+from baton_worker.messages import TokensMessage
 from baton_worker.streams import LOAD_INTERVAL_S, RouterStream, RouterStreams
-
-pytestmark = pytest.mark.alone
 
 HELLO = WorkerHello(
     identity=WorkerIdentity(worker_id=WorkerId("w"), incarnation=Incarnation(1)),

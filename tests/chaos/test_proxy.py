@@ -8,8 +8,6 @@ import pytest
 
 from tests.chaos.proxy import FaultProxy, fault_proxy
 
-pytestmark = pytest.mark.alone
-
 TIMEOUT_S = 10
 
 

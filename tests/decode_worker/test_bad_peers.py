@@ -18,8 +18,6 @@ from kv_transfer.ticket import TicketOffice
 from tests.decode_worker.cluster import LAYOUT, SECRET, Pair, oracle, pair, prompt
 from tests.decode_worker.raw_peer import PEER, RawPeer
 
-pytestmark = pytest.mark.alone
-
 OFFICE = TicketOffice(SECRET)
 TIMEOUT_S = 20
 ASKED = prompt(8)

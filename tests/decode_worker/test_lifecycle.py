@@ -37,16 +37,14 @@ from baton_engine.messages import (
     SampledTokens,
     Start,
 )
-from baton_worker.legs import WorkerLegTable
+from baton_worker.legs import StreamId, WorkerLeg, WorkerLegTable
 from baton_worker.lifecycle import LegLifecycle
 from baton_worker.messages import (
     FailedMessage,
-    LegAsked,
     LegBroken,
     LegCancelled,
     PrefilledMessage,
     StreamGone,
-    StreamId,
     TokensMessage,
     WorkerAction,
 )
@@ -85,8 +83,8 @@ STREAM = StreamId(1)
 FIRST = tuple(TokenSample(sample=i, token=9) for i in (0, 1))
 
 
-def expect(leg: int = 1, xfer: str = "x") -> LegAsked:
-    return LegAsked(
+def expect(leg: int = 1, xfer: str = "x") -> WorkerLeg:
+    return WorkerLeg(
         stream=STREAM,
         leg_id=LegId(leg),
         kind=LegKind.RECEIVE,
@@ -96,8 +94,8 @@ def expect(leg: int = 1, xfer: str = "x") -> LegAsked:
     )
 
 
-def generate(leg: int = 1) -> LegAsked:
-    return LegAsked(
+def generate(leg: int = 1) -> WorkerLeg:
+    return WorkerLeg(
         stream=STREAM,
         leg_id=LegId(leg),
         kind=LegKind.GENERATE,

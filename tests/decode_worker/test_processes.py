@@ -19,8 +19,6 @@ from baton.rpc.v1 import control_pb2, control_pb2_grpc
 from tests.decode_worker.cluster import TIMEOUT_S, Node, Pair, Router, node, oracle, prompt
 from tests.waits import soon
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

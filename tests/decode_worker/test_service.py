@@ -32,8 +32,6 @@ from tests.decode_worker.cluster import (
     prompt,
 )
 
-pytestmark = pytest.mark.alone
-
 FULL = LIMITS.num_blocks * LIMITS.block_tokens
 
 
@@ -65,7 +63,7 @@ async def test_the_story_of_a_request_has_its_legs_hand_off_and_sequences_in_ord
             assert times == sorted(times)
             assert times[-1] <= told.now_s
             told_by = {entry.core: entry.event for entry in reversed(told.entries)}
-            assert told_by["leg"].startswith("LegAsked(")
+            assert told_by["leg"].startswith("asked to ")
             assert told_by[hand_off].startswith(("Opened", "Expected", "Reserve"))
 
 

@@ -13,8 +13,6 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.e2e.served import Served, serve
 
-pytestmark = pytest.mark.alone
-
 QUESTION = "What does os.path.join do?"
 
 

@@ -11,8 +11,6 @@ from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, serve
 
-pytestmark = pytest.mark.alone
-
 DISAGGREGATED = ("--prefill-workers", "1", "--decode-workers", "1")
 HYBRID = ("--hybrid-workers", "1")
 COMMON = ("--dtype", "float32", "--kv-cache-memory", "64MiB", "--max-num-batched-tokens", "256")

@@ -24,8 +24,6 @@ from tests.baton_engine.sampled import Event, Sampled, all_events
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.reference import Reference
 
-pytestmark = pytest.mark.alone
-
 SEQ = SeqId("test/1")
 
 

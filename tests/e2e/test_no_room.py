@@ -15,8 +15,6 @@ from tests.baton_engine.tiny_models import make_model
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, assert_gone, eventually, maps_pool, serve
 
-pytestmark = pytest.mark.alone
-
 PROMPT_TOKENS = 320
 OUTPUT_TOKENS = 400
 NUM_STREAMS = 12

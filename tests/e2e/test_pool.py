@@ -13,8 +13,6 @@ from tests.baton_engine.tiny_models import make_model
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, assert_gone, eventually, maps_pool, serve
 
-pytestmark = pytest.mark.alone
-
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32MiB")
 PROMPT_TOKENS = 400
 

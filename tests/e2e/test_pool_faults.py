@@ -18,8 +18,6 @@ from tests.baton_engine.tiny_models import make_model
 from tests.e2e.reference import Reference
 from tests.e2e.served import Served, eventually, maps_pool, serve
 
-pytestmark = pytest.mark.alone
-
 PROMPT_TOKENS = 400
 NUM_PROMPTS = 8
 PAGE_BYTES = 8 << 10

@@ -19,8 +19,6 @@ from tests.e2e.reference import Reference
 from tests.e2e.served import Served, assert_gone, eventually, serve
 from tests.redis_servers import REDIS_SERVER, a_redis
 
-pytestmark = pytest.mark.alone
-
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32MiB")
 PROMPT_TOKENS = 400
 PROMPT_BLOCKS = PROMPT_TOKENS // 16

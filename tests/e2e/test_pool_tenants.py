@@ -15,8 +15,6 @@ from router.tenants.keys import hash_key
 from tests.baton_engine.tiny_models import make_model
 from tests.e2e.served import Served, eventually, maps_pool, serve
 
-pytestmark = pytest.mark.alone
-
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32MiB")
 PROMPT_TOKENS = 400
 BLOCKS = PROMPT_TOKENS // 16

@@ -44,6 +44,7 @@ SEEDED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "logprobs": 3},
     {"temperature": 1.0, "min_tokens": 120, "stop_token_ids": EARLY_ENDS},
     {"temperature": 1.0, "top_p": 0.7},
+    {"temperature": 1.0, "allowed_token_ids": [*range(30, 300)], "bad_words": ["e", "th", "a b"]},
 )
 """Draws with seeds, each by its own way of drawing."""
 

@@ -2,11 +2,7 @@
 
 import threading
 
-import pytest
-
 from tests.e2e.served import Served, eventually, serve
-
-pytestmark = pytest.mark.alone
 
 _BODY = {"model": "baton-demo", "prompt": list(range(5, 205)), "temperature": 0, "max_tokens": 24}
 

@@ -23,8 +23,6 @@ from router.service import compose, running
 from tests.decode_worker.cluster import SECRET, node
 from tests.router.served import tiny_tokenizer
 
-pytestmark = pytest.mark.alone
-
 CLIENT_TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"
 NOT_SAMPLED = f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-00"

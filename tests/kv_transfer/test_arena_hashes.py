@@ -12,8 +12,6 @@ from tests.kv_transfer.conformance import LAYOUT, fill
 from tests.kv_transfer.device_memory import DeviceMemory
 from tests.kv_transfer.fake_cuda import FakeCuda, FakeGpu
 
-pytestmark = pytest.mark.alone
-
 NUM_BLOCKS = 5
 BLOCKS = (BlockId(4), BlockId(1), BlockId(2))
 PARTS = (slice(0, 8), slice(16, 32))

@@ -10,7 +10,6 @@ from baton.errors import TransferError
 from kv_transfer.memory.cuda import IPC_HANDLE_BYTES, Cuda, Rows, Stream, devices
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.gpu,
     pytest.mark.skipif(not devices(), reason="no GPU"),
 ]

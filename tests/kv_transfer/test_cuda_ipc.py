@@ -39,8 +39,6 @@ from tests.kv_transfer.conformance import (
 from tests.kv_transfer.fake_cuda import FakeCuda, FakeGpu
 from tests.kv_transfer.remote import Remote, remote
 
-pytestmark = pytest.mark.alone
-
 PADDING = 512
 NUMBERS = itertools.count()
 

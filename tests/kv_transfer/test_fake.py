@@ -10,8 +10,6 @@ from tests.kv_transfer.conformance import (
     ShardedConformance,
 )
 
-pytestmark = pytest.mark.alone
-
 
 class TestFakeBackend(BackendConformance, ShardedConformance):
     @pytest.fixture

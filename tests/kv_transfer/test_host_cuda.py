@@ -21,7 +21,6 @@ NUMBER_OF_TESTS = 80
 
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.skipif(
         Path("/dev/nvidiactl").exists(), reason="there is a GPU: these tests run on it"
     ),

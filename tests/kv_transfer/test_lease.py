@@ -15,8 +15,6 @@ from kv_transfer.messages import SessionId
 from kv_transfer.session.connection import PageWriter
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, fill, page, push
 
-pytestmark = pytest.mark.alone
-
 TIMEOUT_S = 30
 S = SessionId(1)
 

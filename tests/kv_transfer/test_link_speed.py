@@ -16,8 +16,6 @@ from tests.kv_transfer.conformance import (
 )
 from tests.kv_transfer.conformance import Link as Both
 
-pytestmark = pytest.mark.alone
-
 
 class MeasuredSender:
     """Measures as a session does."""

@@ -25,8 +25,6 @@ from kv_transfer.memory.proof import (
 from kv_transfer.memory.region_server import Refused, RegionAccess, RegionServer
 from tests.kv_transfer.conformance import SECRET
 
-pytestmark = pytest.mark.alone
-
 TIMEOUT_S = 30
 PEER = """
 import socket, sys

@@ -53,8 +53,6 @@ from kv_transfer.ticket import TicketOffice, shown
 from tests.kv_transfer.conformance import LAYOUT, RECEIVER_BLOCKS, SENDER_BLOCKS, push
 from tests.kv_transfer.permits import OFFICE, D, P, permit
 
-pytestmark = pytest.mark.alone
-
 TIMEOUT_S = 20
 LEASE_S = 20.0
 NUMBERS = itertools.count(1)

@@ -31,8 +31,6 @@ from tests.kv_transfer.rank_process import UNTOUCHED, layout_of
 from tests.kv_transfer.sharding import WHOLE, truth
 from tests.waits import soon
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 X = XferId("x")
 LAYERS = list(WHOLE.layers)

@@ -16,8 +16,6 @@ from kv_transfer.heads import plan_sender
 from tests.kv_transfer.rank_process import UNTOUCHED, layout_of
 from tests.kv_transfer.sharding import WHOLE, truth
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 SENDER_BLOCKS, RECEIVER_BLOCKS = 7, 9
 SOURCE = [

@@ -23,8 +23,6 @@ from tests.kv_transfer.conformance import (
 )
 from tests.kv_transfer.remote import ROOT, Remote, remote
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(scope="module")
 def arena() -> Iterator[SharedRegion]:

@@ -17,7 +17,6 @@ from tests.kv_transfer.remote import Remote, remote
 BACKEND = BACKENDS["ucx"]
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {BACKEND.remedy}"),
 ]
 

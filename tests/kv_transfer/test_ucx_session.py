@@ -26,7 +26,6 @@ from kv_transfer.memory.pages import layer_pages
 BACKEND = BACKENDS["ucx"]
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.skipif(not BACKEND.installed, reason=f"not installed: {BACKEND.remedy}"),
 ]
 

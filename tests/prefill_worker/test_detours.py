@@ -19,17 +19,9 @@ from baton.ids import (
 from baton.layout import KvLayout
 from baton_engine.messages import Prefill, PrefillStarted, Release, Released
 from baton_engine.ports import LayerReady, PageExport
-from baton_worker.legs import WorkerLegTable
+from baton_worker.legs import StreamId, WorkerLeg, WorkerLegTable
 from baton_worker.lifecycle import LegLifecycle
-from baton_worker.messages import (
-    LegAsked,
-    LegCancelled,
-    PooledMessage,
-    PromptPut,
-    PutPrompt,
-    StreamGone,
-    StreamId,
-)
+from baton_worker.messages import LegCancelled, PooledMessage, PromptPut, PutPrompt, StreamGone
 from kv_transfer.ledger.outbox import FromDecode, PeerUp, Send, StartPush
 from kv_transfer.messages import PagesGranted, Quiesced
 from kv_transfer.plan import Grant
@@ -62,7 +54,7 @@ class Waiting:
 
     def __init__(self, after_s: float | None = AFTER_S) -> None:
         self.core = new_core(after_s)
-        submit = LegAsked(
+        submit = WorkerLeg(
             stream=STREAM,
             kind=LegKind.PREFILL,
             leg_id=LEG,

@@ -28,20 +28,18 @@ from baton.ids import (
 from baton.layout import KvLayout
 from baton_engine.messages import Abort, Failed, Prefill, PrefillStarted, Release, Released
 from baton_engine.ports import LayerReady, PageExport
-from baton_worker.legs import WorkerLegTable
+from baton_worker.legs import StreamId, WorkerLeg, WorkerLegTable
 from baton_worker.lifecycle import LegLifecycle
 from baton_worker.messages import (
     Connect,
     FailedMessage,
     HandedOffMessage,
-    LegAsked,
     LegCancelled,
     PooledMessage,
     PrefilledMessage,
     PromptPut,
     PutPrompt,
     StreamGone,
-    StreamId,
     WorkerAction,
 )
 from kv_transfer.ledger.outbox import FromDecode, PeerDown, PeerUp, PushDone, Send, StartPush
@@ -71,8 +69,8 @@ def new_core(pool_after_s: float | None = None) -> LegLifecycle:
     return LegLifecycle(legs, LAYOUT, Role.PREFILL, sending=sending)
 
 
-def submit(leg: int = 1, xfer: str = "x", prompt: Prompt = PROMPT) -> LegAsked:
-    return LegAsked(
+def submit(leg: int = 1, xfer: str = "x", prompt: Prompt = PROMPT) -> WorkerLeg:
+    return WorkerLeg(
         stream=STREAM,
         kind=LegKind.PREFILL,
         leg_id=LegId(leg),
@@ -147,7 +145,7 @@ def test_a_lost_peer_is_dialled_again_by_the_next_leg(lifecycle: LegLifecycle):
         submit(prompt=Prompt(prompt_tokens=(1,), samples=(), sampling=SamplingParams())),
     ],
 )
-def test_a_malformed_submit_fails_and_leaves_nothing(lifecycle: LegLifecycle, wrong: LegAsked):
+def test_a_malformed_submit_fails_and_leaves_nothing(lifecycle: LegLifecycle, wrong: WorkerLeg):
     (failed,) = lifecycle.handle(wrong, 0.0)
     assert isinstance(failed, FailedMessage)
     assert lifecycle.in_flight() == 0

@@ -78,6 +78,8 @@ _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 _TOOL = {"type": "function", "function": _FUNCTION}
 
 SAMPLING: dict[str, Disposition] = {
+    "allowed_token_ids": Obeyed([5, 7]),
+    "bad_words": Obeyed(["hello"]),
     "frequency_penalty": Obeyed(1.0),
     "ignore_eos": Obeyed(True),
     "include_stop_str_in_output": Obeyed(True, {"skip_special_tokens": False}),
@@ -107,8 +109,6 @@ SAMPLING: dict[str, Disposition] = {
 
 OF_VLLM: dict[str, Disposition] = {
     "add_special_tokens": Refused(True),
-    "allowed_token_ids": Refused([1]),
-    "bad_words": Refused(["x"]),
     "ec_transfer_params": Refused({"a": 1}),
     "early_stopping": Refused(True),
     "guided_decoding_backend": Refused("xgrammar"),

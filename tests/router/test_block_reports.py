@@ -133,5 +133,5 @@ async def test_the_story_of_a_request_has_the_parts_of_all_processes(tmp_path):
         }
         times = [entry.at_s for entry in told]
         assert times == sorted(times)
-        asked = [entry for entry in told if entry.event.startswith("LegAsked(")]
+        asked = [entry for entry in told if entry.event.startswith("asked to ")]
         assert {entry.process for entry in asked} == workers

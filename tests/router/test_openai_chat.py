@@ -7,6 +7,7 @@ import pytest
 from baton.clock import ManualClock
 from baton.errors import OverloadedError, WorkerLostError
 from baton.generation import SamplingParams
+from baton.tokens import PackedTokens
 from router.generation.sampling import SamplingDefaults
 from router.openai.replies import ChatCompletion, ChatCompletionChunk
 from router.ports import ServedModel, Timing
@@ -162,6 +163,7 @@ async def test_a_request_is_passed_on_as_sampling_parameters():
             logprobs=True,
             top_logprobs=4,
             stop_token_ids=[9],
+            allowed_token_ids=[8, 7, 8],
             max_completion_tokens=11,
             max_tokens=99,
             min_tokens=2,
@@ -179,10 +181,31 @@ async def test_a_request_is_passed_on_as_sampling_parameters():
             logit_bias={5: -100.0, 6: 1.5},
             logprobs=4,
             stop_token_ids=(9,),
+            allowed_token_ids=PackedTokens.of([7, 8]),
             max_tokens=11,
             min_tokens=2,
             ignore_eos=True,
         )
+
+
+async def test_bad_words_are_those_of_a_texts_beginning_and_those_behind_a_space():
+    async with serve() as served:
+        served.says("x")
+        encode = served.tokenizer.backend.encode
+        texts = ("hello", " hello", "world again", " world again")
+        tokens = tuple(tuple(encode(text, add_special_tokens=False).ids) for text in texts)
+        await served.chat(bad_words=["hello", " world again", "hello"])
+        assert served.generator.requests[0].prompt.sampling.bad_words == tokens
+        await served.complete(bad_words=[])
+        assert served.generator.requests[1].prompt.sampling.bad_words == ()
+
+
+async def test_bad_words_may_not_take_all_that_is_allowed():
+    async with serve() as served:
+        only = served.tokenizer.backend.token_to_id("x")
+        reply = await served.chat(allowed_token_ids=[only], bad_words=["x"])
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "bad_words")
+        assert served.generator.requests == []
 
 
 async def test_without_max_tokens_an_answer_may_use_what_the_context_leaves():

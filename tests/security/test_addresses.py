@@ -6,8 +6,6 @@ import pytest
 
 from tests.router.served import MODEL, serve
 
-pytestmark = pytest.mark.alone
-
 SAID = [{"role": "user", "content": "hi"}]
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": SAID},

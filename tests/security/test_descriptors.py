@@ -55,7 +55,6 @@ async def _asked(port: int, path: str) -> bytes:
         writer.close()
 
 
-@pytest.mark.alone
 async def test_a_full_router_with_64_descriptors_answers_probes(tmp_path: Path):
     async with _router(tmp_path, 64) as port:
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]

@@ -7,7 +7,7 @@ import pytest
 from router.http.protocol import MAX_HEAD_BYTES
 from tests.router.served import listening, serve
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(30)]
+pytestmark = pytest.mark.timeout(30)
 
 
 async def _send(url: str, parts: list[bytes]) -> bytes:

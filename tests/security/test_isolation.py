@@ -3,12 +3,8 @@
 import asyncio
 from typing import Any
 
-import pytest
-
 from tests.router.served import MODEL, events, serve
 from tests.waits import soon
-
-pytestmark = pytest.mark.alone
 
 SAID = [{"role": "user", "content": "hi"}]
 BAD: list[tuple[str, bytes | dict[str, Any]]] = [

@@ -8,8 +8,6 @@ from router.http.errors import ErrorReply
 from router.http.fields import MAX_CHOICES, MAX_METADATA, MAX_TEMPLATE_KWARGS
 from tests.router.served import MODEL, serve
 
-pytestmark = pytest.mark.alone
-
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SAID = {"role": "user", "content": "hi"}
 BOTH: list[tuple[dict[str, Any], str]] = [

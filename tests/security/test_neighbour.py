@@ -34,8 +34,6 @@ from baton.rpc.v1 import (
 )
 from router.workers.links import LinkState, WorkerLink
 
-pytestmark = pytest.mark.alone
-
 SECRET, OTHER = bytes(range(32)), bytes(range(1, 33))
 _BIG = 60 << 20
 

@@ -9,8 +9,6 @@ from router.http.errors import ErrorReply
 from router.ports import ServedModel
 from tests.router.served import MODEL, Served, serve
 
-pytestmark = pytest.mark.alone
-
 HOSTILE_SALTS = [5, 1.5, True, [], {}, ["x"], {"a": 1}, "", "x" * 100_000, "\x00", "💥" * 1000]
 
 

@@ -16,8 +16,6 @@ from tests.redis_servers import no_refusals
 from tests.router.served import serve
 from tests.router.test_http_account import parts
 
-pytestmark = pytest.mark.alone
-
 KEY = "k"
 WRONG = "wrong-but-secret-credential"
 PRIVATE = "a most private question"

@@ -11,8 +11,6 @@ from router.text.tokenizer import Tokenizer
 from tests.router.served import serve
 from tests.router.tiny_tokenizers import byte_level, save
 
-pytestmark = pytest.mark.alone
-
 ESCAPES = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ messages.append(messages) }}",

@@ -10,8 +10,6 @@ import pytest
 
 from tests.router.served import MODEL, serve
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 METADATA = "http://169.254.169.254/latest/meta-data"
 FETCHERS = {"aiohttp", "httpx", "requests", "urllib3", "urllib.request", "http.client"}

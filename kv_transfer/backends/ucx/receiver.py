@@ -105,7 +105,7 @@ class UcxSession:
                 self._worker.progress()
                 self._hear()
                 self._land()
-                self._settle()
+                self._answer_landed()
                 in_haste = bool(self._heads or self._bodies or self._arriving)
                 self._worker.wait([self._wake], _LOOK_AROUND_S, in_haste=in_haste)
         except TransferError as error:
@@ -141,7 +141,7 @@ class UcxSession:
             request = self._worker.receive(body, landing.places)
             self._arriving.append(_Arriving(number=landing.number, request=request))
 
-    def _settle(self) -> None:
+    def _answer_landed(self) -> None:
         """Answers the frames whose bodies are whole."""
         landed = [frame for frame in self._arriving if frame.request.done()]
         for frame in landed:

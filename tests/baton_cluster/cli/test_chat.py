@@ -18,8 +18,6 @@ from baton_cluster.cli.completions import (
 from baton_cluster.cli.main import main
 from tests.baton_cluster.cli.chat_server import DONE, ChatServer, chunk, serving
 
-pytestmark = pytest.mark.alone
-
 TIMING = ReportedTiming(
     prefill_worker="prefill-0",
     decode_worker="decode-0",

@@ -11,8 +11,6 @@ from baton_cluster.cli import doctor
 from baton_cluster.cli.main import main
 from baton_cluster.launch.runtime_dir import RuntimeDir
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture
 def free_port() -> int:

@@ -1,11 +1,8 @@
 import grpc
-import pytest
 
 from baton.rpc.v1 import control_pb2 as pb
 from baton_cluster.cli.main import main
 from tests.baton_cluster.cli.fake_control import FakeControl, answering
-
-pytestmark = pytest.mark.alone
 
 
 class Router(FakeControl):

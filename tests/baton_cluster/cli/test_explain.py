@@ -17,8 +17,6 @@ from baton_cluster.launch.child_stories import serve_stories
 from baton_cluster.launch.runtime_dir import RuntimeDir
 from tests.baton_cluster.cli.fake_control import FakeControl, answering
 
-pytestmark = pytest.mark.alone
-
 REPLY = pb.ExplainReply(
     known=True,
     policy="predictive",

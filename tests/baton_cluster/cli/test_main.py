@@ -22,8 +22,6 @@ from baton_cluster.launch.supervisor import (
 )
 from tests.baton_cluster.cli.test_chat import TIMING
 
-pytestmark = pytest.mark.alone
-
 
 def error_of(capsys, *argv: str) -> tuple[int, str]:
     try:

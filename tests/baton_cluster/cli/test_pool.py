@@ -14,8 +14,6 @@ from baton_cluster.cli.pool_usage import address_in, fetch
 from baton_cluster.launch.runtime_dir import RuntimeDir
 from tests.baton_cluster.cli.fake_pool import USAGE, FakePoolService, serving_pool
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture
 def runtime(home) -> Iterator[RuntimeDir]:

@@ -6,8 +6,6 @@ from baton_cluster.cli.main import main
 from baton_cluster.launch.runtime_dir import RuntimeDir
 from tests.baton_cluster.cli.fake_control import FakeControl, answering
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture
 def cluster(home) -> Iterator[RuntimeDir]:

@@ -24,8 +24,6 @@ from kvpool.messages import NodeState
 from tests.e2e.served import eventually
 from tests.redis_servers import fake_redis, no_refusals
 
-pytestmark = pytest.mark.alone
-
 SECRET = "5e" * 32
 GOOD = BatonConfig(
     cluster=ClusterConfig(secret=SECRET, workers=("p:7001", "d:7001")),

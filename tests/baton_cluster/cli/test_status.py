@@ -13,8 +13,6 @@ from baton_cluster.launch.runtime_dir import RuntimeDir, default_dir
 from tests.baton_cluster.cli.fake_control import FakeControl, answering
 from tests.baton_cluster.cli.fake_pool import USAGE, FakePoolService, serving_pool
 
-pytestmark = pytest.mark.alone
-
 REPLY = control_pb2.StatusReply(
     model="tiny",
     version="0.1.0",

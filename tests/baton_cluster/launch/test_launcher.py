@@ -27,8 +27,6 @@ from baton_cluster.launch.supervisor import (
     ChildState,
 )
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -6,8 +6,6 @@ import pytest
 from baton.errors import ConfigError
 from baton_cluster.launch.runtime_dir import RuntimeDir, is_alive, kv_socket, leave, pool_address
 
-pytestmark = pytest.mark.alone
-
 
 def leave_a_socket(path):
     with socket.socket(socket.AF_UNIX) as sock:

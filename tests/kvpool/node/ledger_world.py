@@ -164,17 +164,17 @@ class World:
         """The shell has copied, or could not."""
         action = self.moves.pop(index % len(self.moves))
         if fails:
-            self.ledger.io_failed(action, self.now_s)
+            self.ledger.tier_moves.io_failed(action, self.now_s)
             if isinstance(action, Promote):
                 self.pinned.discard(action.block.key)
         elif isinstance(action, Demote):
             assert self.slots[action.slot] == bytes_of(action.block.key)
             self.extents[action.block.extent] = self.slots[action.slot]
-            self.ledger.written(action, self.now_s)
+            self.ledger.tier_moves.written(action, self.now_s)
         else:
             assert self.extents[action.block.extent] == bytes_of(action.block.key)
             self.slots[action.slot] = self.extents[action.block.extent]
-            self.ledger.loaded(action)
+            self.ledger.tier_moves.loaded(action)
         self.run()
 
     def answer_all(self):

@@ -362,8 +362,8 @@ def test_an_answer_that_comes_twice_changes_nothing():
     assert isinstance(move, Demote)
     node.answer()
     before = node.ledger.usage()
-    node.ledger.written(move, node.now_s)
-    node.ledger.io_failed(move, node.now_s)
+    node.ledger.tier_moves.written(move, node.now_s)
+    node.ledger.tier_moves.io_failed(move, node.now_s)
     node.check()
     assert node.ledger.usage() == before
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from baton.generation import Prompt, SamplingParams
 from baton.ids import RequestId
-from router.admission.queue import QueuedRequest
+from router.ports import GenerationRequest
 from router.routing.view import WorkerView
 from router.slo import STANDARD, Slo
 from router.tenants.tenant import Tenant, TenantId
@@ -20,17 +21,20 @@ def queued(
     slo: Slo = STANDARD,
     arrived_s: float = 0.0,
     deadline_s: float = 1e9,
-) -> QueuedRequest:
+) -> GenerationRequest:
     """One that costs 100 tokens unless told otherwise."""
-    return QueuedRequest(
+    return GenerationRequest(
         request_id=RequestId(name),
         tenant=Tenant(tenant_id=TenantId(tenant), weight=weight),
+        prompt=Prompt(
+            prompt_tokens=(0,) * prompt_tokens,
+            samples=tuple(range(samples)),
+            sampling=SamplingParams(),
+        ),
+        timeout_s=deadline_s - arrived_s,
         slo=slo,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        samples=samples,
         arrived_s=arrived_s,
-        deadline_s=deadline_s,
+        expected_tokens=output_tokens,
     )
 
 
@@ -42,10 +46,10 @@ class FakeCapacity:
     first_s: float = 0.0
     taken: list[RequestId] = field(default_factory=list)
 
-    def has_room(self, queued: QueuedRequest, now_s: float) -> bool:
+    def has_room(self, queued: GenerationRequest, now_s: float) -> bool:
         return len(self.taken) < self.places
 
-    def first_token_s(self, queued: QueuedRequest, now_s: float) -> float:
+    def first_token_s(self, queued: GenerationRequest, now_s: float) -> float:
         return self.first_s
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.ids import RequestId
 from router.admission.controller import AdmissionController, QueueLimits, Refusal, RefusalReason
-from router.slo import Slo
+from router.slo import STANDARD, Slo
 from tests.router.admission.admitting import FakeCapacity, queued
 
 QUICK = Slo(name="interactive", ttft_s=2.0, priority=2)
@@ -67,21 +67,23 @@ def test_a_full_line_is_known_before_the_prompt_is_and_tells_the_same_time_to_co
     capacity = FakeCapacity(places=0)
     controller = AdmissionController(capacity=capacity, limits=limits(requests=2))
     other = queued("x")
-    assert controller.check_capacity(other, 0.0) is None
+    unknown = (other.tenant, other.slo, other.expected_tokens)
+    assert controller.check_capacity(*unknown, 0.0) is None
     controller.offer(queued("one"), 0.0)
     capacity.places = 1
     controller.next(0.0)
     controller.offer(queued("two"), 0.0)
-    assert controller.check_capacity(other, 0.0) is None
+    assert controller.check_capacity(*unknown, 0.0) is None
     controller.offer(queued("three"), 0.0)
     capacity.places = 2
     controller.next(10.0)
     controller.offer(queued("four"), 10.0)
     twin = copy.deepcopy(controller)
-    refused = twin.check_capacity(other, 10.0)
+    refused = twin.check_capacity(*unknown, 10.0)
     assert refused is not None
     assert refused == controller.offer(other, 10.0)
-    assert controller.check_capacity(queued("y", tenant="b"), 10.0) is not None
+    stranger = queued("y", tenant="b").tenant
+    assert controller.check_capacity(stranger, STANDARD, 10, 10.0) is not None
     controller.check_integrity()
 
 

@@ -4,7 +4,7 @@ import heapq
 from random import Random
 
 from router.admission.controller import AdmissionController
-from router.admission.queue import QueuedRequest
+from router.ports import GenerationRequest
 from router.slo import Slo
 from tests.router.admission.admitting import queued
 from tests.router.admission.test_controller import limits
@@ -23,10 +23,10 @@ class Prefiller:
         self.prompts = 0
         self.free_s = 0.0
 
-    def has_room(self, queued: QueuedRequest, now_s: float) -> bool:
+    def has_room(self, queued: GenerationRequest, now_s: float) -> bool:
         return self.prompts == 0 or self.free_s - now_s < LEAD_S
 
-    def first_token_s(self, queued: QueuedRequest, now_s: float) -> float:
+    def first_token_s(self, queued: GenerationRequest, now_s: float) -> float:
         return max(0.0, self.free_s - now_s) + self.prompt_s
 
     def take(self, now_s: float) -> float:

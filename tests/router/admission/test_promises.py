@@ -10,7 +10,6 @@ from baton.generation import Prompt, SamplingParams
 from baton.ids import RequestId, Role
 from router.admission.capacity import WorkerCapacity
 from router.admission.controller import AdmissionController
-from router.admission.queue import QueuedRequest
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import ClientGone, WorkerJoined
 from router.dispatch.placement import Placement
@@ -20,7 +19,6 @@ from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView, WorkerView
 from router.slo import STANDARD, Slo
-from router.tenants.tenant import ANONYMOUS
 from tests.router.admission.test_controller import limits
 from tests.router.workers import hello
 
@@ -58,7 +56,6 @@ class Door:
         )
         self.controller = AdmissionController(capacity=capacity, limits=limits())
         self.dispatcher = Dispatcher(view=self.view, placement=placement, policy=RetryPolicy())
-        self.jobs: dict[RequestId, GenerationRequest] = {}
         for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
             greeting = hello(name, role, max_num_seqs=32)
             self.dispatcher.handle(WorkerJoined(hello=greeting, address=name), 0.0)
@@ -69,19 +66,10 @@ class Door:
             samples=tuple(range(samples)),
             sampling=SamplingParams(max_tokens=4),
         )
-        job = GenerationRequest(request_id=RequestId(name), prompt=prompt, timeout_s=60.0, slo=slo)
-        self.jobs[job.request_id] = job
-        one = QueuedRequest(
-            request_id=job.request_id,
-            tenant=ANONYMOUS,
-            slo=slo,
-            prompt_tokens=10,
-            output_tokens=4,
-            samples=samples,
-            arrived_s=0.0,
-            deadline_s=60.0,
+        job = GenerationRequest(
+            request_id=RequestId(name), prompt=prompt, timeout_s=60.0, slo=slo, expected_tokens=4
         )
-        assert self.controller.offer(one, 0.0) is None
+        assert self.controller.offer(job, 0.0) is None
         self.let_in()
 
     def go(self, name: str) -> None:
@@ -92,7 +80,7 @@ class Door:
     def let_in(self) -> None:
         while (taken := self.controller.next(0.0)) is not None:
             before = {w.identity: w.sequences for w in self.view.workers}
-            self.dispatcher.handle(self.jobs[taken.request_id], 0.0)
+            self.dispatcher.handle(taken, 0.0)
             for worker in self.view.workers:
                 if 0 < before[worker.identity] < worker.sequences:
                     self.check(worker)

@@ -15,7 +15,7 @@ from router.admission.queue import (
     AdmissionQueue,
     FairQueue,
 )
-from router.slo import Slo
+from router.slo import STANDARD, Slo
 from router.tenants.tenant import TenantId
 from tests.router.admission.admitting import queued
 
@@ -206,13 +206,13 @@ def test_what_is_ahead_counts_others_only_as_far_as_they_take_turns():
     queue = AdmissionQueue()
     for n in range(100):
         queue.push(queued(f"b{n}", tenant="b"))
-    assert queue.ahead(queued("x", tenant="a")) == 0
+    assert queue.ahead(queued("x", tenant="a").tenant, STANDARD) == 0
     for n in range(5):
         queue.push(queued(f"a{n}", tenant="a"))
-    assert queue.ahead(queued("x", tenant="a")) == 1000
-    assert queue.ahead(queued("x", tenant="b")) == 10_500
-    assert queue.ahead(queued("x", tenant="a", slo=URGENT)) == 0
-    assert queue.ahead(queued("x", tenant="a", slo=BATCH)) == 10_500
+    assert queue.ahead(queued("x", tenant="a").tenant, STANDARD) == 1000
+    assert queue.ahead(queued("x", tenant="b").tenant, STANDARD) == 10_500
+    assert queue.ahead(queued("x", tenant="a").tenant, URGENT) == 0
+    assert queue.ahead(queued("x", tenant="a").tenant, BATCH) == 10_500
 
 
 def test_what_a_tenant_was_not_there_to_take_goes_before_a_flood():

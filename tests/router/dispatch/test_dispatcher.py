@@ -107,7 +107,9 @@ class Core:
             samples=samples,
             sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored),
         )
-        job = GenerationRequest(request_id=REQUEST, prompt=prompt, timeout_s=timeout_s)
+        job = GenerationRequest(
+            request_id=REQUEST, prompt=prompt, timeout_s=timeout_s, arrived_s=self.now_s
+        )
         return self(job)
 
     def pass_time(self, seconds: float):
@@ -204,8 +206,9 @@ def test_both_workers_are_told_what_the_request_was_promised(core):
     prompt = Prompt(prompt_tokens=(1, 2, 3), sampling=SamplingParams(max_tokens=4))
     slo = Slo(name="quick", ttft_s=2.0, tbt_s=0.1, priority=2)
     job = GenerationRequest(
-        request_id=REQUEST, prompt=prompt, timeout_s=60.0, slo=slo, waited_s=0.5
+        request_id=REQUEST, prompt=prompt, timeout_s=60.0, slo=slo, arrived_s=core.now_s
     )
+    core.now_s += 0.5
     actions = core(job)
     for told in (sent(actions, LegKind.PREFILL), sent(actions, LegKind.RECEIVE)):
         assert told.prompt.slo == slo.promise(0.5)
@@ -507,7 +510,10 @@ def test_while_a_pair_is_tried_again_other_requests_do_not_wait_for_it(core):
     p, _ = start_pair(core)
     other = RequestId("cmpl-2")
     job = GenerationRequest(
-        request_id=other, prompt=replace(p.prompt, samples=(0,)), timeout_s=60.0
+        request_id=other,
+        prompt=replace(p.prompt, samples=(0,)),
+        timeout_s=60.0,
+        arrived_s=core.now_s,
     )
     sent(core(job), LegKind.GENERATE)
 

@@ -202,7 +202,9 @@ class Interleavings(RuleBasedStateMachine):
             sampling=SamplingParams(max_tokens=max_tokens),
         )
         self.jobs[request_id] = Expected(prompt=prompt, seen=dict.fromkeys(range(samples), 0))
-        job = GenerationRequest(request_id=request_id, prompt=prompt, timeout_s=60.0)
+        job = GenerationRequest(
+            request_id=request_id, prompt=prompt, timeout_s=60.0, arrived_s=self.now_s
+        )
         self.feed(job)
 
     @precondition(lambda self: self.jobs)
