@@ -1,6 +1,6 @@
 """Text into token ids: the first thing that happens to a request, and the last place that sees its text as a whole.
 
-The tokenizer and its chat template come from the model's directory (`baton.pretrained`). Threads may share the Rust
+The tokenizer and its chat template come from the model's directory (`router.text.pretrained`). Threads may share the Rust
 tokenizer. Prompts take a while, so encoding and rendering run in a few threads of their own and never on the event loop. Chat
 templates are rendered in processes of their own (`router.templates.renderer`), long texts encoded in another (`router.text.long_texts`).
 """
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton.errors import InvalidRequestError
-from baton.pretrained import PretrainedTokenizer, read_tokenizer
 from baton.tokens import PackedTokens
 from router.templates.renderer import (
     MAX_RENDER_S,
@@ -23,6 +22,7 @@ from router.templates.renderer import (
 )
 from router.text.detokenizer import Detokenizer
 from router.text.long_texts import LONG_TEXT, LongTextEncoder
+from router.text.pretrained import PretrainedTokenizer, read_tokenizer
 from router.text.token_bytes import ByteDecoder, ByteTable, PieceTable, TokenDecoder, is_byte_level
 
 _SHORT_TEXT = 4096
