@@ -56,7 +56,7 @@ test-redis: native ## What needs a redis-server; each test starts its own on loo
 check: install ## Format, lint, types, import rows, fresh stubs, true README
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/mypy --num-workers auto $(PACKAGES)
 	$(BIN)/lint-imports
 	$(BIN)/python -m baton.rpc.regenerate --check
 	$(BIN)/python -m pytest --quiet tests/test_docs.py

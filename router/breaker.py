@@ -9,6 +9,7 @@ from enum import Enum
 
 from baton.backoff import Backoff
 from baton.errors import InvariantError
+from baton.story import StoryLog
 
 _FADED = 0.05
 """Of an outcome: less is nothing."""
@@ -99,13 +100,21 @@ class Breaker:
 
     Args:
         policy: When it opens; the usual if None.
+        name: Whom it is about in `story`.
+        story: What it does is logged there, by `name`: failures, and every change of its circuit.
         open_ones: Holds it while it is not closed, so that an owner of many need not ask each of them.
     """
 
     def __init__(
-        self, policy: BreakerPolicy | None = None, *, open_ones: "set[Breaker] | None" = None
+        self,
+        policy: BreakerPolicy | None = None,
+        *,
+        name: str,
+        story: StoryLog,
+        open_ones: "set[Breaker] | None" = None,
     ) -> None:
         self._policy = policy or BreakerPolicy()
+        self._name, self._story = name, story
         self._open_ones: set[Breaker] = set() if open_ones is None else open_ones
         self._recent = Outcomes(self._policy.half_life_s)
         self._opened = False
@@ -140,11 +149,13 @@ class Breaker:
         """Something began; while half open it is the trial."""
         if self.circuit(now_s) is Circuit.HALF_OPEN:
             self._trial_s = now_s
+            self._story.record(self._name, now_s, "trial began")
 
     def abandoned(self, now_s: float) -> None:
         """Something ended without saying anything about health, as when a client leaves."""
         if self.circuit(now_s) is Circuit.HALF_OPEN:
             self._trial_s = None
+            self._story.record(self._name, now_s, "trial ended without an outcome")
 
     def succeeded(self, now_s: float) -> None:
         """Something went well."""
@@ -156,16 +167,19 @@ class Breaker:
                 self._open_ones.discard(self)
                 self._recent.clear()
                 self._closed_s = now_s
+                self._story.record(self._name, now_s, "succeeded", ("closed",))
 
     def failed(self, now_s: float) -> None:
         """Something failed."""
         match self.circuit(now_s):
             case Circuit.CLOSED:
                 self._recent.add(now_s, failed=True)
-                if self._too_many():
-                    if self._forgiven(now_s):
-                        self._openings = 0
-                    self._open(now_s)
+                if not self._too_many():
+                    self._story.record(self._name, now_s, "failed")
+                    return
+                if self._forgiven(now_s):
+                    self._openings = 0
+                self._open(now_s)
             case Circuit.HALF_OPEN:
                 self._open(now_s)
 
@@ -178,11 +192,15 @@ class Breaker:
         """Raises `InvariantError` when the counts or times make no sense."""
         recent = self._recent
         if not 0 <= recent.failures <= recent.total + 1e-9:
-            raise InvariantError(f"{recent.failures} failures of {recent.total} outcomes")
+            raise self._broken(f"{recent.failures} failures of {recent.total} outcomes")
         if self._opened and not self._openings:
-            raise InvariantError("an open circuit that was never opened")
+            raise self._broken("is open and was never opened")
         if self._trial_s is not None and not self._opened:
-            raise InvariantError("a trial of a closed circuit")
+            raise self._broken("is closed and on trial")
+
+    def _broken(self, what: str) -> InvariantError:
+        message = f"circuit of {self._name}: {what}"
+        return InvariantError(message, story=self._story.story(self._name))
 
     def _on_trial(self, now_s: float) -> bool:
         return self._trial_s is not None and now_s - self._trial_s < self._policy.trial_timeout_s
@@ -200,4 +218,6 @@ class Breaker:
         self._opened, self._trial_s = True, None
         self._openings += 1
         self._open_ones.add(self)
-        self._until_s = now_s + self._backoff.wait_s(self._openings)
+        pause_s = self._backoff.wait_s(self._openings)
+        self._until_s = now_s + pause_s
+        self._story.record(self._name, now_s, "failed", (f"opened for {pause_s:.3g} s",))

@@ -16,7 +16,7 @@ from baton.rpc.v1 import common_pb2
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc as pb_grpc
 from baton.telemetry.logs import get_logger
-from router.admin.stories import RequestStories
+from router.admin.stories import OperatorStories
 from router.routing.explanation import DecisionLog
 from router.routing.view import ClusterView, WorkerView
 from router.telemetry.explain import explanation_to_proto
@@ -65,7 +65,7 @@ class RouterControl(pb_grpc.ControlServicer):
         links: Sequence[WorkerLink],
         requests: RequestDrain,
         credentials: ClusterCredentials | None = None,
-        stories: RequestStories,
+        stories: OperatorStories,
         decisions: DecisionLog,
         clock: Clock,
         version: str,
@@ -211,7 +211,7 @@ class RouterControl(pb_grpc.ControlServicer):
         context: grpc.aio.ServicerContext[pb.StoryRequest, common_pb2.StoryReply],  # noqa: ARG002
     ) -> common_pb2.StoryReply:
         """What happened to a request in this router and its workers."""
-        return await self._stories.tell(RequestId(request.request_id))
+        return await self._stories.tell(request.request_id)
 
     def _workers(self) -> Iterator[pb.WorkerStatus]:
         present = {worker.address: worker for worker in self._view.workers}

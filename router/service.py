@@ -32,7 +32,7 @@ from baton.telemetry.tracing import Tracer
 from baton.version import version
 from router.admin.app import create_admin_app
 from router.admin.pool_client import PoolAdminClient
-from router.admin.stories import RequestStories
+from router.admin.stories import OperatorStories
 from router.admission.admission import Admission, queue_limits
 from router.admission.capacity import MeasuredSpeed, WorkerCapacity
 from router.admission.share_exchange import sharing
@@ -125,7 +125,6 @@ async def run(
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     credentials = ClusterCredentials.from_config(config.cluster, PeerRole.ROUTER, "router")
     parts = compose(config.router, worker_addresses, secret, credentials=credentials)
-    stories = RequestStories(parts.generator.story, parts.view, MonotonicClock(), credentials)
     registry = new_registry()
     registry.register(credentials.counts)
     refused = RefusedValues(registry)
@@ -137,9 +136,15 @@ async def run(
             open_tenancy(config, registry, refused) as tenancy,
             sharing(config, parts.admission, refused),
             watching(pool_addresses, parts.view.pools, credentials=credentials),
-            _control(config, parts, stories, control_address, credentials),
+            _control(
+                config, parts, _stories(parts, tenancy, credentials), control_address, credentials
+            ),
             _admin(
-                config, tenancy, PoolAdminClient(pool_addresses, credentials), stories, refusals
+                config,
+                tenancy,
+                PoolAdminClient(pool_addresses, credentials),
+                _stories(parts, tenancy, credentials),
+                refusals,
             ),
             _http(
                 _app(config, parts, loaded, registry, tenancy, tracer),
@@ -351,12 +356,20 @@ def _http(
     )
 
 
+def _stories(
+    parts: RouterParts, tenancy: Tenancy, credentials: ClusterCredentials
+) -> OperatorStories:
+    return OperatorStories(
+        parts.generator.story, parts.view, MonotonicClock(), credentials, of_tenant=tenancy.story
+    )
+
+
 @asynccontextmanager
 async def _admin(
     config: BatonConfig,
     tenancy: Tenancy,
     pool: PoolAdminClient,
-    stories: RequestStories,
+    stories: OperatorStories,
     refusals: server.ConnectionRefusals,
 ) -> AsyncIterator[None]:
     """Serves operators inside, where there is a port for them."""
@@ -380,7 +393,7 @@ async def _admin(
 async def _control(
     config: BatonConfig,
     parts: RouterParts,
-    stories: RequestStories,
+    stories: OperatorStories,
     address: str,
     credentials: ClusterCredentials,
 ) -> AsyncIterator[None]:

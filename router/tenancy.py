@@ -18,18 +18,19 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.schema import BatonConfig, TenantsConfig
 from baton.errors import UnavailableError
 from baton.redis_link import RefusedValues, open_redis
+from baton.story import StoryEntry
 from baton.telemetry.logs import get_logger
 from router.guardrails.chain import GuardChain
 from router.guardrails.load import load_guardrails
 from router.http.audit import AuditLog
 from router.limits.degrading import DegradingLimiter, LimitMetrics
 from router.limits.local import LocalLimiter
-from router.limits.ports import Limiter
 from router.limits.shared import RedisLimiter
 from router.tenants.breakers import TenantBreakers
 from router.tenants.directory import TenantDirectory
 from router.tenants.reload import ReloadMetrics, TenantReloader
 from router.tenants.sources import FileSource, RedisSource, TenantSource
+from router.tenants.tenant import TenantId
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -53,13 +54,17 @@ class Tenancy:
     """
 
     directory: TenantDirectory
-    limiter: Limiter
+    limiter: LocalLimiter | DegradingLimiter
     clock: Clock
     breakers: TenantBreakers = field(default_factory=TenantBreakers)
     guards: GuardChain = field(default_factory=GuardChain)
     audit: AuditLog | None = None
     keep_content: bool = False
     reloader: TenantReloader | None = None
+
+    def story(self, about: str) -> tuple[StoryEntry, ...]:
+        """What limits and circuit did lately about a tenant of this id."""
+        return (*self.limiter.story(about), *self.breakers.story(TenantId(about)))
 
 
 def tenancy_of_keys(api_keys: Sequence[str], clock: Clock) -> Tenancy:
@@ -135,7 +140,7 @@ async def _limiter(
     registry: CollectorRegistry,
     refused: RefusedValues,
     stack: AsyncExitStack,
-) -> Limiter:
+) -> LocalLimiter | DegradingLimiter:
     if redis is None:
         return LocalLimiter(clock, share=1 / config.routers)
     shared = RedisLimiter(

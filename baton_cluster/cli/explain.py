@@ -1,5 +1,5 @@
 """`baton explain REQUEST_ID`: why a running cluster's router sent a request where it did, and how it went; with `--story`, what
-the router and its workers did about it, event by event, or what happened to a process of the cluster.
+the router and its workers did about it, event by event, or what happened to a process of the cluster or was decided about a tenant.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "request_id",
         metavar="REQUEST_ID",
-        help="the `id` of the reply; with --story also a process, such as decode-0",
+        help="the `id` of the reply; with --story also a process, such as decode-0, or a tenant's id",
     )
     parser.add_argument(
         "--story", action="store_true", help="what router and workers did about it, event by event"
@@ -85,7 +85,7 @@ async def fetch(address: str, request_id: str) -> ExplainReply:
 
 
 async def fetch_story(cluster: Path, name: str) -> StoryReply:
-    """Asks the launcher of the cluster at `cluster` about a process of that name, and its router about a request or worker.
+    """Asks the launcher of the cluster at `cluster` about a process of that name, and its router about a request, worker or tenant.
 
     Raises:
         UnavailableError: The router does not answer, and `name` is no process that the launcher knows.

@@ -12,7 +12,7 @@ from router import openapi
 from router.admin.pool_client import PoolAdminClient
 from router.admin.pool_routes import add_pool
 from router.admin.replies import Reloaded, TenantReply, TenantUsage, tenant_reply, usage_reply
-from router.admin.stories import RequestStories
+from router.admin.stories import OperatorStories
 from router.admin.story_routes import add_block_story, add_story
 from router.http import errors
 from router.http.auth import credential_of
@@ -50,7 +50,7 @@ def create_admin_app(
     tenancy: Tenancy,
     api_keys: tuple[str, ...],
     pool: PoolAdminClient | None = None,
-    stories: RequestStories | None = None,
+    stories: OperatorStories | None = None,
 ) -> FastAPI:
     """The application. It owns nothing.
 

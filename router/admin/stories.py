@@ -1,4 +1,6 @@
-"""Collects the story of a request for operators: this router's, and those of the workers that it is connected to."""
+"""Collects stories for operators: what this router remembers of a request, a worker or a tenant, and what the workers that it is
+connected to remember of a request.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -6,7 +8,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from baton.clock import Clock
-from baton.ids import RequestId
+from baton.ids import RequestId, WorkerId
 from baton.rpc.channel import open_channel
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.stories import story_to_proto
@@ -18,12 +20,13 @@ from router.routing.view import ClusterView
 _WORKER_WAIT_S = 1.0
 
 
-class RequestStories:
+class OperatorStories:
     """Asks all workers at once, each over a connection of its own: operators ask seldom.
 
     Args:
-        own: What this router remembers of a request.
-        view: The connected workers.
+        own: What this router remembers of a request, or of a worker of this name.
+        view: The connected workers, and the circuit of each.
+        of_tenant: What this router remembers of a tenant of this id.
         clock: Of what this router remembers.
         credentials: Of this process.
     """
@@ -34,18 +37,28 @@ class RequestStories:
         view: ClusterView,
         clock: Clock,
         credentials: ClusterCredentials | None = None,
+        *,
+        of_tenant: Callable[[str], Sequence[StoryEntry]] = lambda _: (),
     ) -> None:
         self._own = own
+        self._of_tenant = of_tenant
         self._view = view
         self._clock = clock
         self._credentials = credentials
 
-    async def tell(self, request_id: RequestId) -> common_pb2.StoryReply:
-        """What this router and the workers remember, in order of time on this router's clock; empty where none knows the request.
+    async def tell(self, name: str) -> common_pb2.StoryReply:
+        """What this router remembers of the request, worker or tenant of this name, and the workers of a request; in order of time on
+        this router's clock, empty where none knows it.
 
         A worker that does not answer is left out.
         """
-        told = story_to_proto("router", self._own(request_id), now_s=self._clock.now_s())
+        request_id = RequestId(name)
+        known = (
+            *self._own(request_id),
+            *self._view.story(WorkerId(name)),
+            *self._of_tenant(name),
+        )
+        told = story_to_proto("router", known, now_s=self._clock.now_s())
         asked = [self._ask(worker.address, request_id) for worker in self._view.workers]
         entries = list(told.entries)
         for of_worker in await asyncio.gather(*asked):

@@ -1,5 +1,5 @@
-"""Stories on the operators' surface: what the router's and the workers' cores did about a request, and the pool's nodes about a block,
-event by event.
+"""Stories on the operators' surface: what the router's and the workers' cores did about a request, a worker or a tenant, and the
+pool's nodes about a block, event by event.
 """
 
 from fastapi import FastAPI
@@ -7,11 +7,10 @@ from pydantic import BaseModel
 
 from baton.errors import InvalidRequestError, RouteNotFoundError
 from baton.hashing import parse_block_key
-from baton.ids import RequestId
 from baton.rpc.v1 import common_pb2
 from router import openapi
 from router.admin.pool_client import PoolAdminClient
-from router.admin.stories import RequestStories
+from router.admin.stories import OperatorStories
 
 
 class StoryEntryReply(BaseModel):
@@ -27,7 +26,7 @@ class StoryEntryReply(BaseModel):
 
 
 class StoryReply(BaseModel):
-    """What happened to a request, oldest first. Nothing of its prompt or its answer."""
+    """What happened to a request, oldest first, or to the worker or tenant that was named instead. Nothing of a prompt or an answer."""
 
     request_id: str
     entries: list[StoryEntryReply]
@@ -65,17 +64,17 @@ def add_block_story(app: FastAPI, pool: PoolAdminClient) -> None:
         return told
 
 
-def add_story(app: FastAPI, stories: RequestStories) -> None:
-    """Adds the route of a request's story to the operators' application."""
+def add_story(app: FastAPI, stories: OperatorStories) -> None:
+    """Adds the route of the story of a request, a worker or a tenant to the operators' application."""
 
-    @app.get("/debug/story/{request_id}", responses=openapi.ERRORS)
-    async def get_story(request_id: str) -> StoryReply:
-        told = await stories.tell(RequestId(request_id))
+    @app.get("/debug/story/{name}", responses=openapi.ERRORS)
+    async def get_story(name: str) -> StoryReply:
+        told = await stories.tell(name)
         if not told.entries:
             raise RouteNotFoundError(
-                f"No router or worker here knows {request_id[:64]!r}, or not any more."
+                f"No router or worker here knows {name[:64]!r}, or not any more."
             )
-        return StoryReply(request_id=request_id, entries=_entries(told))
+        return StoryReply(request_id=name, entries=_entries(told))
 
 
 def _entries(told: common_pb2.StoryReply) -> list[StoryEntryReply]:

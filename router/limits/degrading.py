@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from baton.clock import Clock
 from baton.errors import UnavailableError
+from baton.story import StoryEntry, StoryLog
 from baton.telemetry.logs import get_logger
 from router.breaker import Breaker, BreakerPolicy
 from router.limits.local import LocalLimiter
@@ -24,6 +25,8 @@ _ASK_AGAIN = BreakerPolicy(
     min_failures=1, failure_share=0.0, pause_s=1.0, max_pause_s=5.0, trial_timeout_s=5.0
 )
 _RENEWALS_PER_LEASE = 3
+_REDIS = "redis"
+"""What the circuit to Redis is called in a story."""
 _Answer = TypeVar("_Answer")
 _log = get_logger(__name__)
 
@@ -81,7 +84,8 @@ class DegradingLimiter:
         self._least_routers = routers
         self._pause_s = lease_s / _RENEWALS_PER_LEASE
         self._metrics = metrics
-        self._breaker = Breaker(_ASK_AGAIN)
+        self._story = StoryLog("shared limits")
+        self._breaker = Breaker(_ASK_AGAIN, name=_REDIS, story=self._story)
         self._answered = True
         self._held: dict[Tenant, set[GrantId]] = {}
 
@@ -99,7 +103,9 @@ class DegradingLimiter:
             self._metrics.decided_alone()
             decision = await self._local.enter(tenant, grant)
         elif isinstance(decision, LimitGranted):
-            self._local.ledger.hold(tenant, grant)
+            self._local.ledger.hold(tenant, grant, self._clock.now_s())
+        else:
+            self._log_refusal(tenant, decision)
         if isinstance(decision, LimitGranted):
             self._held.setdefault(tenant, set()).add(grant)
         return decision
@@ -114,6 +120,8 @@ class DegradingLimiter:
         if decision is None:
             self._metrics.decided_alone()
             return await self._local.charge(tenant, grant, tokens)
+        if isinstance(decision, LimitRefused):
+            self._log_refusal(tenant, decision)
         return decision
 
     async def leave(self, tenant: Tenant, grant: GrantId, used_tokens: int) -> None:
@@ -132,6 +140,11 @@ class DegradingLimiter:
         usage = await self._ask(lambda: self._shared.usage(tenant))
         return await self._local.usage(tenant) if usage is None else usage
 
+    def story(self, about: str) -> tuple[StoryEntry, ...]:
+        """What was decided lately about a tenant of this id; and of the circuit to Redis, which is called `redis`."""
+        told = (*self._local.story(about), *self._story.story(about))
+        return tuple(sorted(told, key=lambda entry: entry.at_s))
+
     async def run(self) -> None:
         """Renews what this router holds in Redis and counts the routers, until cancelled."""
         try:
@@ -148,6 +161,10 @@ class DegradingLimiter:
             self._local.ledger.share = 1 / max(routers, self._least_routers)
         for tenant, grants in list(self._held.items()):
             await self._ask(partial(self._shared.renew, tenant, tuple(grants)))
+
+    def _log_refusal(self, tenant: Tenant, refused: LimitRefused) -> None:
+        event = f"refused: {refused.kind.value}, for {refused.retry_after_s:.3g} s"
+        self._story.record(tenant.tenant_id, self._clock.now_s(), event)
 
     async def _ask(self, question: Callable[[], Awaitable[_Answer]]) -> _Answer | None:
         """Redis' answer, or None. After a fault it is left alone for a moment."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from baton.clock import Clock
 from baton.errors import InvariantError
+from baton.story import StoryEntry, StoryLog
 from router.limits.ports import (
     GrantId,
     Level,
@@ -111,6 +112,7 @@ class LimitLedger:
     def __init__(self, share: float = 1.0) -> None:
         self.share = share
         self._accounts: dict[TenantId, _Account] = {}
+        self._story = StoryLog("limits")
 
     def enter(self, tenant: Tenant, grant: GrantId, now_s: float) -> LimitGranted | LimitRefused:
         """See `Limiter.enter`."""
@@ -118,19 +120,19 @@ class LimitLedger:
         if grant in account.in_flight:
             return LimitGranted(levels=self._levels(account, tenant.limits, now_s))
         if len(account.in_flight) >= self._max_concurrency(tenant.limits):
-            return self._refused(
-                account, tenant.limits, LimitKind.CONCURRENCY, CONCURRENCY_RETRY_S, now_s
-            )
+            return self._refused(account, tenant, LimitKind.CONCURRENCY, CONCURRENCY_RETRY_S, now_s)
         size = self._requests(tenant.limits)
         wait_s = 0.0 if size is None else account.requests.take(1.0, size, now_s)
         if wait_s > 0:
-            return self._refused(account, tenant.limits, LimitKind.REQUESTS, wait_s, now_s)
+            return self._refused(account, tenant, LimitKind.REQUESTS, wait_s, now_s)
         account.in_flight[grant] = 0
+        self._story.record(tenant.tenant_id, now_s, f"{grant} entered")
         return LimitGranted(levels=self._levels(account, tenant.limits, now_s))
 
-    def hold(self, tenant: Tenant, grant: GrantId) -> None:
+    def hold(self, tenant: Tenant, grant: GrantId, now_s: float) -> None:
         """Counts a request as in flight here too that another ledger let in and charges."""
         self._accounts.setdefault(tenant.tenant_id, _Account()).in_flight[grant] = None
+        self._story.record(tenant.tenant_id, now_s, f"{grant} entered, charged elsewhere")
 
     def charge(
         self, tenant: Tenant, grant: GrantId, tokens: int, now_s: float
@@ -140,8 +142,9 @@ class LimitLedger:
         size = self._tokens(tenant.limits)
         wait_s = 0.0 if size is None else account.tokens.take(tokens, size, now_s)
         if wait_s > 0:
-            return self._refused(account, tenant.limits, LimitKind.TOKENS, wait_s, now_s)
+            return self._refused(account, tenant, LimitKind.TOKENS, wait_s, now_s)
         account.in_flight[grant] = (account.in_flight[grant] or 0) + tokens
+        self._story.record(tenant.tenant_id, now_s, f"{grant} charged {tokens} tokens")
         return LimitGranted(levels=self._levels(account, tenant.limits, now_s))
 
     def leave(self, tenant: Tenant, grant: GrantId, used_tokens: int, now_s: float) -> None:
@@ -150,6 +153,7 @@ class LimitLedger:
         if account is None or grant not in account.in_flight:
             return
         charged = account.in_flight.pop(grant)
+        self._story.record(tenant.tenant_id, now_s, f"{grant} left, used {used_tokens} tokens")
         size = self._tokens(tenant.limits)
         if size is not None and charged is not None:
             account.tokens.give_back(charged - used_tokens, size, now_s)
@@ -162,11 +166,19 @@ class LimitLedger:
         levels = self._levels(account, tenant.limits, now_s)
         return LimitUsage(in_flight=len(account.in_flight), levels=levels)
 
+    def story(self, tenant_id: TenantId) -> tuple[StoryEntry, ...]:
+        """This tenant's requests as they came and went, and refusals, as far as they are remembered."""
+        return self._story.story(tenant_id)
+
     def check_integrity(self) -> None:
         """Raises `InvariantError` when one request is in flight for two tenants."""
-        grants = [grant for account in self._accounts.values() for grant in account.in_flight]
-        if len(grants) != len(set(grants)):
-            raise InvariantError("a request is in flight twice")
+        owners: dict[GrantId, TenantId] = {}
+        for tenant_id, account in self._accounts.items():
+            for grant in account.in_flight:
+                if (other := owners.setdefault(grant, tenant_id)) != tenant_id:
+                    story = (*self.story(other), *self.story(tenant_id))
+                    message = f"{grant} is in flight for {other} and for {tenant_id}"
+                    raise InvariantError(message, story=story)
 
     def _max_concurrency(self, limits: TenantLimits) -> float:
         if limits.max_concurrency is None:
@@ -187,9 +199,10 @@ class LimitLedger:
         )
 
     def _refused(
-        self, account: _Account, limits: TenantLimits, kind: LimitKind, wait_s: float, now_s: float
+        self, account: _Account, tenant: Tenant, kind: LimitKind, wait_s: float, now_s: float
     ) -> LimitRefused:
-        levels = self._levels(account, limits, now_s)
+        levels = self._levels(account, tenant.limits, now_s)
+        self._story.record(tenant.tenant_id, now_s, f"refused: {kind.value}, for {wait_s:.3g} s")
         return LimitRefused(kind=kind, retry_after_s=wait_s, levels=levels)
 
     def _idle(self, account: _Account, limits: TenantLimits, now_s: float) -> bool:
@@ -230,3 +243,7 @@ class LocalLimiter:
     async def usage(self, tenant: Tenant) -> LimitUsage:
         """See `Limiter`."""
         return self.ledger.usage(tenant, self._clock.now_s())
+
+    def story(self, about: str) -> tuple[StoryEntry, ...]:
+        """What was decided lately about a tenant of this id."""
+        return self.ledger.story(TenantId(about))

@@ -10,6 +10,7 @@ from baton.generation import WorkerLoad
 from baton.ids import Role, WorkerId, WorkerIdentity
 from baton.layout import KvLayout
 from baton.rpc.hello import WorkerHello
+from baton.story import StoryEntry, StoryLog
 from router.breaker import Breaker
 from router.routing.forecast import Fleet, Forecast
 from router.routing.index import PrefixIndex, ReportOutcome
@@ -105,8 +106,8 @@ class WorkerView(WorkerRecord):
     layout_group: int
     progress_s: float = field()  # in the record
     heard_s: float = field()  # in the record
+    breaker: Breaker
     load: WorkerLoad = field(default_factory=WorkerLoad)
-    breaker: Breaker = field(default_factory=Breaker)
     prefill_tokens: int = 0
     prefills: int = 0
     tbt_targets: dict[float, int] = field(default_factory=dict)
@@ -221,6 +222,7 @@ class ClusterView:
         self._leaving: set[WorkerView] = set()
         self._breakers: dict[WorkerId, Breaker] = {}
         self._open: set[Breaker] = set()
+        self._story = StoryLog("circuit")
         self._groups: dict[KvLayout, int] = {}
         self._layouts: dict[int, KvLayout] | None = None
         self._fleet = Fleet()
@@ -263,7 +265,7 @@ class ClusterView:
             heard_s=now_s,
             forecast=self._fleet.newcomer(),
             # Kept over restarts: a worker that dies of every request comes back with its record.
-            breaker=self._breakers.setdefault(identity.worker_id, Breaker(open_ones=self._open)),
+            breaker=self._breaker_of(identity.worker_id),
             leaving=self._leaving,
         )
         self._workers[identity.worker_id] = worker
@@ -337,6 +339,10 @@ class ClusterView:
             return "stalled"
         return _READY if worker.breaker.allows(now_s) else _LEFT_OUT
 
+    def story(self, worker_id: WorkerId) -> tuple[StoryEntry, ...]:
+        """Failures of this worker's legs that counted, and changes of its circuit, as far as they are remembered."""
+        return self._story.story(worker_id)
+
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a count is negative or left over without a leg."""
         for worker in self.workers:
@@ -353,6 +359,14 @@ class ClusterView:
                 raise InvariantError(f"{worker.identity}: no leg, but counts {counts}")
             worker.forecast.check_integrity()
         self.pools.check_integrity()
+
+    def _breaker_of(self, worker_id: WorkerId) -> Breaker:
+        """The circuit of a worker by its name, whatever its incarnation."""
+        known = self._breakers.get(worker_id)
+        if known is None:
+            known = Breaker(name=worker_id, story=self._story, open_ones=self._open)
+            self._breakers[worker_id] = known
+        return known
 
     def _all_ready_until_s(self) -> float:
         """The time until which no worker is silent or stalled, whatever comes: to hear of a worker or see it move can

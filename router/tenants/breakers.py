@@ -6,6 +6,7 @@ loses workers gets the error of each failed request, but is not slowed: there is
 """
 
 from baton.errors import BatonError, EngineError, WorkerLostError
+from baton.story import StoryEntry, StoryLog
 from router.breaker import Breaker, BreakerPolicy, Circuit, Outcomes
 from router.tenants.tenant import TenantId
 
@@ -34,6 +35,7 @@ class TenantBreakers:
         self._everybody = Outcomes(policy.half_life_s)
         self._tenants: dict[TenantId, tuple[Breaker, Outcomes]] = {}
         self._sweep_at = _SWEEP_AT
+        self._story = StoryLog("circuit")
 
     def wait_s(self, tenant_id: TenantId, now_s: float) -> float:
         """How long this tenant has to wait before it may try again; 0 for all but a few."""
@@ -63,6 +65,10 @@ class TenantBreakers:
         else:
             breaker.abandoned(now_s)
 
+    def story(self, tenant_id: TenantId) -> tuple[StoryEntry, ...]:
+        """Failures of this tenant that counted, and changes of its circuit, as far as they are remembered."""
+        return self._story.story(tenant_id)
+
     def check_integrity(self) -> None:
         """Raises `InvariantError` when a circuit is in no possible state."""
         for breaker, _ in self._tenants.values():
@@ -72,7 +78,8 @@ class TenantBreakers:
         """A tenant's record, from its first request on: what went well before the first failure would else count for the others."""
         if len(self._tenants) >= self._sweep_at:
             self._forget_old(now_s)
-        met = (Breaker(self._policy), Outcomes(self._policy.half_life_s))
+        breaker = Breaker(self._policy, name=tenant_id, story=self._story)
+        met = (breaker, Outcomes(self._policy.half_life_s))
         self._tenants[tenant_id] = met
         return met
 

@@ -14,7 +14,7 @@ from baton.rpc.channel import bind, new_server, open_channel
 from baton.rpc.hello import role_to_proto
 from baton.rpc.v1 import control_pb2 as pb
 from baton.rpc.v1 import control_pb2_grpc
-from router.admin.stories import RequestStories
+from router.admin.stories import OperatorStories
 from router.control import RouterControl
 from router.service import RouterParts, compose, running
 from tests.baton_worker.test_role_change import CLIENTS, Clients, two
@@ -32,7 +32,7 @@ async def routed(folder: Path, workers: list[str]) -> AsyncIterator[tuple[Router
         view=parts.view,
         links=parts.membership.links,
         requests=parts.generator,
-        stories=RequestStories(parts.generator.story, parts.view, parts.clock),
+        stories=OperatorStories(parts.generator.story, parts.view, parts.clock),
         decisions=parts.decisions,
         clock=parts.clock,
         version="",

@@ -8,10 +8,11 @@ import httpx
 import pytest
 
 from baton.clock import ManualClock
+from baton.errors import WorkerLostError
 from baton.story import StoryLog
 from baton.telemetry.metrics import new_registry
 from router.admin.app import create_admin_app
-from router.admin.stories import RequestStories
+from router.admin.stories import OperatorStories
 from router.limits.local import LocalLimiter
 from router.limits.ports import GrantId
 from router.routing.index import PrefixIndex
@@ -21,6 +22,7 @@ from router.tenants.directory import TenantDirectory
 from router.tenants.keys import hash_key
 from router.tenants.reload import ReloadMetrics, TenantReloader
 from router.tenants.sources import FileSource
+from router.tenants.tenant import TenantId
 
 OPERATOR = {"Authorization": "Bearer operator"}
 DOCUMENT = f"""
@@ -31,7 +33,7 @@ tenants:
 
 @contextlib.asynccontextmanager
 async def client_of(
-    tenancy: Tenancy, stories: RequestStories | None = None
+    tenancy: Tenancy, stories: OperatorStories | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
     app = create_admin_app(tenancy, ("operator",), stories=stories)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -113,7 +115,7 @@ async def test_without_a_document_there_is_one_tenant_and_nothing_to_reload():
 async def test_the_story_of_a_request_is_told_to_operators_alone(tmp_path):
     log = StoryLog("dispatch")
     log.record("cmpl-1", 2.5, "placed", ("SendLeg(leg_id=1)",))
-    stories = RequestStories(log.story, ClusterView(PrefixIndex()), ManualClock())
+    stories = OperatorStories(log.story, ClusterView(PrefixIndex()), ManualClock())
     async with client_of(await described(tmp_path / "t.yaml"), stories) as client:
         assert (await client.get("/debug/story/cmpl-1")).status_code == 401
         told = (await client.get("/debug/story/cmpl-1", headers=OPERATOR)).json()
@@ -130,3 +132,20 @@ async def test_the_story_of_a_request_is_told_to_operators_alone(tmp_path):
         unknown = await client.get("/debug/story/cmpl-2", headers=OPERATOR)
         assert unknown.status_code == 404
         assert "knows 'cmpl-2'" in unknown.json()["error"]["message"]
+
+
+async def test_what_was_decided_about_a_tenant_is_told_to_operators(tmp_path):
+    tenancy = await described(tmp_path / "t.yaml")
+    (acme,) = tenancy.directory.tenants
+    await tenancy.limiter.enter(acme, GrantId("r1"))
+    tenancy.breakers.finished(TenantId("other"), None, 0.0)
+    for _ in range(9):
+        tenancy.breakers.finished(TenantId("other"), None, 0.0)
+        tenancy.breakers.finished(acme.tenant_id, WorkerLostError("lost"), 1.0)
+    view = ClusterView(PrefixIndex())
+    stories = OperatorStories(lambda _: (), view, ManualClock(), of_tenant=tenancy.story)
+    async with client_of(tenancy, stories) as client:
+        reply = await client.get(f"/debug/story/{acme.tenant_id}", headers=OPERATOR)
+    told = [(entry["core"], entry["event"], entry["actions"]) for entry in reply.json()["entries"]]
+    assert ("limits", "r1 entered", []) in told
+    assert ("circuit", "failed", ["opened for 5 s"]) in told

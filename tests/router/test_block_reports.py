@@ -14,7 +14,7 @@ from baton.generation import Prompt, SamplingParams
 from baton.hashing import chain_keys, root_key
 from baton.ids import RequestId, Role
 from baton_engine.messages import FlushCache
-from router.admin.stories import RequestStories
+from router.admin.stories import OperatorStories
 from router.ports import GenerationRequest
 from router.routing.table import fingerprints_of
 from router.service import RouterParts, compose, running
@@ -120,8 +120,8 @@ async def test_the_story_of_a_request_has_the_parts_of_all_processes(tmp_path):
         router(p, d) as parts,
     ):
         await ask(parts, 1)
-        stories = RequestStories(parts.generator.story, parts.view, MonotonicClock())
-        told = (await stories.tell(RequestId("r1"))).entries
+        stories = OperatorStories(parts.generator.story, parts.view, MonotonicClock())
+        told = (await stories.tell("r1")).entries
         by_process = {entry.process for entry in told}
         workers = {str(each.identity.worker_id) for each in (p, d)}
         assert by_process == {"router", *workers}

@@ -1,8 +1,11 @@
 """A circuit opens when too much fails, is tried once after a pause, and closes when that went well."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.errors import InvariantError
+from baton.story import StoryLog
 from router.breaker import Breaker, BreakerPolicy, Circuit
 
 POLICY = BreakerPolicy(
@@ -16,14 +19,14 @@ POLICY = BreakerPolicy(
 
 
 def opened(now_s: float = 0.0) -> Breaker:
-    breaker = Breaker(POLICY)
+    breaker = Breaker(POLICY, name="x", story=StoryLog("circuit"))
     for _ in range(3):
         breaker.failed(now_s)
     return breaker
 
 
 def test_it_stays_closed_while_few_fail():
-    breaker = Breaker(POLICY)
+    breaker = Breaker(POLICY, name="x", story=StoryLog("circuit"))
     for step in range(50):
         breaker.succeeded(step)
         breaker.succeeded(step)
@@ -32,7 +35,7 @@ def test_it_stays_closed_while_few_fail():
 
 
 def test_failures_long_ago_do_not_count():
-    breaker = Breaker(POLICY)
+    breaker = Breaker(POLICY, name="x", story=StoryLog("circuit"))
     for step in range(50):
         breaker.failed(step * 100.0)
     assert breaker.circuit(5000) is Circuit.CLOSED
@@ -113,7 +116,7 @@ def test_what_began_before_it_opened_changes_nothing():
     )
 )
 def test_whatever_happens_it_lets_something_through_again(events: list[tuple[str, float]]):
-    breaker, now_s = Breaker(POLICY), 0.0
+    breaker, now_s = Breaker(POLICY, name="x", story=StoryLog("circuit")), 0.0
     for name, pause_s in events:
         now_s += pause_s
         getattr(breaker, name)(now_s)
@@ -122,3 +125,26 @@ def test_whatever_happens_it_lets_something_through_again(events: list[tuple[str
         longest_s = max(POLICY.max_pause_s, POLICY.trial_timeout_s)
         assert breaker.wait_s(now_s) <= longest_s + 1e-6
     assert breaker.allows(now_s + breaker.wait_s(now_s) + 1e-6)
+
+
+def test_its_story_tells_failures_and_every_change_and_an_invariant_error_carries_it():
+    story = StoryLog("circuit")
+    breaker = Breaker(POLICY, name="acme", story=story)
+    for now_s in (1.0, 1.0, 1.0):
+        breaker.failed(now_s)
+    breaker.started(7.0)
+    breaker.abandoned(8.0)
+    breaker.succeeded(9.0)
+    breaker.succeeded(10.0)
+    assert [str(entry) for entry in story.story("acme")] == [
+        "1.000000 failed",
+        "1.000000 failed",
+        "1.000000 failed -> opened for 5 s",
+        "7.000000 trial began",
+        "8.000000 trial ended without an outcome",
+        "9.000000 succeeded -> closed",
+    ]
+    breaker._trial_s = 11.0
+    with pytest.raises(InvariantError, match="acme: is closed and on trial") as broken:
+        breaker.check_integrity()
+    assert "opened for 5 s" in broken.value.story_text
