@@ -10,8 +10,6 @@ import pytest
 from tests.baton_engine.tiny_models import make_model, random_prompts
 from tests.e2e.served import serve
 
-pytestmark = pytest.mark.alone
-
 PAIR = ("--prefill-workers", "1", "--decode-workers", "1")
 HYBRID = ("--hybrid-workers", "1")
 COMMON = ("--dtype", "float32", "--kv-cache-memory", "32MiB")
