@@ -280,7 +280,7 @@ DISPOSITIONS: dict[type[BatonError], Disposition] = {
     UnsupportedParameterError: _row(400, "UNIMPLEMENTED", "invalid_request_error"),
     PromptTooLongError: _row(400, "INVALID_ARGUMENT", "invalid_request_error"),
     PayloadTooLargeError: _row(413, "INVALID_ARGUMENT", "invalid_request_error"),
-    RequestTimeoutError: _row(408, "DEADLINE_EXCEEDED", "timeout_error", retryable=True),
+    RequestTimeoutError: _row(408, "DEADLINE_EXCEEDED", "timeout_error"),
     AuthenticationError: _row(401, "UNAUTHENTICATED", "authentication_error"),
     ModelNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),
     ResourceNotFoundError: _row(404, "NOT_FOUND", "invalid_request_error"),
