@@ -3,7 +3,7 @@ choices.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -131,6 +131,14 @@ class Choice:
 def token_ids(deltas: Sequence[Delta]) -> list[int]:
     """Ids of all tokens of one choice, those without visible text included."""
     return [token for delta in deltas for token in delta.tokens]
+
+
+def take_logged(deltas: Sequence[Delta]) -> Iterator[LoggedToken]:
+    """The tokens with log-probabilities of one choice; the deltas give them up one after the other, so that they are not all freed at
+    once at the end."""
+    for delta in deltas:
+        logged, delta.logged = delta.logged, []
+        yield from logged
 
 
 class GenerationRun:

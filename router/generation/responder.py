@@ -19,7 +19,13 @@ from router.generation.guardrails import checked_deltas
 from router.generation.sampling import SamplingBody
 from router.guardrails.chain import GuardChain
 from router.http.account import RequestAccount
-from router.http.streaming import ClientGoneError, EventStream, while_connected
+from router.http.streaming import (
+    ClientGoneError,
+    EventStream,
+    json_reply,
+    portions,
+    while_connected,
+)
 from router.ports import GenerationRequest, Generator, Timing
 from router.routing.explanation import DecisionLog
 from router.telemetry.explain import EXPLAIN_HEADER, EXPLANATION_HEADER, explanations_json
@@ -51,14 +57,18 @@ class ReplyWriter(Protocol):
     def piece(self, delta: Delta) -> bytes:
         """The event or events for one delta."""
 
-    async def closing(self, timings: Sequence[Timing]) -> bytes:
-        """What a stream ends with; there are timings only where the client asked for them."""
+    async def closing(self, timings: Sequence[Timing]) -> list[bytes]:
+        """What a stream ends with, in pieces; there are timings only where the client asked for them."""
 
     def fault(self, error: BatonError) -> bytes:
         """What a stream ends with that has begun and cannot go on."""
 
-    async def whole(self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]) -> bytes:
-        """The JSON of the reply that is not streamed, written with turns for others; `choices` holds the deltas of each, in order."""
+    async def whole(
+        self, choices: Sequence[Sequence[Delta]], timings: Sequence[Timing]
+    ) -> list[bytes]:
+        """The JSON of the reply that is not streamed, in pieces, written with turns for others; `choices` holds the deltas of each,
+        in order, and their log-probabilities only until they are written.
+        """
 
 
 class Responder:
@@ -166,7 +176,7 @@ class Responder:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         reply = await writer.whole(choices, _timings(runs) if with_timing else [])
         headers = {} if explain is None else {EXPLANATION_HEADER: explain().decode()}
-        return Response(reply, headers=headers, media_type="application/json")
+        return json_reply(reply, headers)
 
     def _span(self, request: Request, account: RequestAccount) -> RequestSpan:
         return RequestSpan(
@@ -211,7 +221,10 @@ async def _pieces(
                 if len(parts) > 1:
                     await asyncio.sleep(0)
     comment = b"" if explain is None else b": baton-explain " + explain() + b"\n\n"
-    yield comment + await writer.closing(_timings(runs) if with_timing else [])
+    closing = await writer.closing(_timings(runs) if with_timing else [])
+    for portion in portions([comment, *closing]):
+        yield portion
+        await asyncio.sleep(0)
 
 
 def _parts(batch: list[Delta]) -> list[list[Delta]]:

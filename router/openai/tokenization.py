@@ -14,7 +14,7 @@ from router.http.account import account_of
 from router.http.body import BodyReader
 from router.http.fields import MAX_PROMPT_TOKENS, Body, Tokens, refusal
 from router.http.known_fields import Api
-from router.http.streaming import json_array
+from router.http.streaming import json_array, json_reply, json_text
 from router.openai.conversation import (
     Messages,
     TemplateArguments,
@@ -121,16 +121,16 @@ class Tokenization:
         spelt = b"null"
         if body.return_token_strs:
             spelt = await json_array(map(self._tokenizer.token_text, tokens), _NAMES_AT_ONCE)
-        reply = b'%b,"tokens":%b,"token_strs":%b}' % (head, listed, spelt)
-        return Response(reply, media_type="application/json")
+        return json_reply([head, b',"tokens":', listed, b',"token_strs":', spelt, b"}"])
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         body = await self._bodies.read(request, DetokenizeRequest)
         self._catalog.require_name(body.model, account_of(request))
         check_vocabulary(body.tokens, await self._catalog.require_model(), "tokens")
-        reply = Detokenized(prompt=await self._tokenizer.decode(body.tokens))
-        return Response(reply.model_dump_json(), media_type="application/json")
+        texts = self._tokenizer.decode_pieces(body.tokens)
+        written = [json_text(text)[1:-1] async for text in texts]
+        return json_reply([b'{"prompt":"', *written, b'"}'])
 
     async def _token_ids(self, body: TokenizeRequest, model: ServedModel) -> PackedTokens:
         if body.prompt is not None:

@@ -6,7 +6,7 @@ templates are rendered in processes of their own (`router.templates.renderer`), 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -151,14 +151,18 @@ class Tokenizer:
         return [*steps[:-1], steps[-1] + decoder.finish()] if steps else []
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included. Some are decoded at a time: the Rust decoder keeps every thread of
-        this process waiting."""
-        decoder, texts = Detokenizer(self.backend, frozenset()), []
+        """The text of `token_ids`, special tokens included."""
+        return "".join([text async for text in self.decode_pieces(token_ids)])
+
+    async def decode_pieces(self, token_ids: Sequence[int]) -> AsyncGenerator[str, None]:
+        """The same in pieces, each of whole characters. Some tokens are decoded at a time: the Rust decoder keeps every thread of this
+        process waiting."""
+        decoder = Detokenizer(self.backend, frozenset())
         async with self._decoding:
             for begin in range(0, len(token_ids), _DECODED_AT_ONCE):
-                texts.append(decoder.push_all(token_ids[begin : begin + _DECODED_AT_ONCE]))
+                yield decoder.push_all(token_ids[begin : begin + _DECODED_AT_ONCE])
                 await asyncio.sleep(0)
-        return "".join([*texts, decoder.finish()])
+        yield decoder.finish()
 
     def decoder(self, *, skip_special: bool = True) -> TokenDecoder:
         """Turns the tokens of one sample into text while they come; special tokens have none unless they are wanted."""

@@ -25,6 +25,27 @@ async def test_an_array_is_written_with_turns_for_others():
     assert await streaming.json_array([], 10) == b"[]"
 
 
+async def test_a_large_reply_is_sent_some_at_a_time_and_a_small_one_at_once():
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    values = streaming.Filling()
+    text = {"a": values.place(b'"' + b"x" * 300_000 + b'"'), "b": 1, "c": values.place(b"[2]")}
+    large = streaming.json_reply(values.filled(msgspec.json.encode(text)))
+    await large({"type": "http"}, None, send)  # type: ignore[arg-type]  # it reads nothing
+    bodies = [message["body"] for message in sent[1:]]
+    whole = b"".join(bodies)
+    assert msgspec.json.decode(whole) == {"a": "x" * 300_000, "b": 1, "c": [2]}
+    assert max(map(len, bodies)) <= 2 * 64 * 1024
+    assert dict(sent[0]["headers"])[b"content-length"] == str(len(whole)).encode()
+    assert [message["more_body"] for message in sent[1:]] == [True] * (len(bodies) - 1) + [False]
+    sent.clear()
+    await streaming.json_reply([b"[1,", b"2]"])({"type": "http"}, None, send)  # type: ignore[arg-type]
+    assert [message["body"] for message in sent[1:]] == [b"[1,2]"]
+
+
 @pytest.fixture
 def most_at_once(monkeypatch):
     """The largest number of log-probabilities' entries that were written in one go."""
