@@ -132,7 +132,8 @@ class SendingHandOffs:
             case Released() | Failed():
                 return self._cancel(leg.xfer_id, now_s)
             case Reserved():
-                raise InvariantError(f"{leg.seq_id} was reserved to be prefilled")
+                message = f"{leg.seq_id} was reserved to be prefilled"
+                raise InvariantError(message, story=self.story(leg.xfer_id))
 
     def withdraw(self, xfer_id: XferId, error: BatonError, now_s: float) -> list[WorkerAction]:  # noqa: ARG002
         """See `HandOffs`; the receiving worker is told only that no write is under way any more."""

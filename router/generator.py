@@ -140,7 +140,8 @@ class ClusterGenerator:
         if self._draining:
             raise DrainingError("the router is stopping")
         if request.request_id in self._inboxes:
-            raise InvariantError(f"{request.request_id} is in flight already")
+            story = self.story(request.request_id)
+            raise InvariantError(f"{request.request_id} is in flight already", story=story)
         inbox = self._inboxes.open(request.request_id)
         self._idle.clear()
         try:

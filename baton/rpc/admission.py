@@ -35,10 +35,12 @@ class RoleAdmission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no
     """Checks each call once, before its handler; nothing is done per message.
 
     Args:
+        own: The role of this process.
         counts: Told of calls and of those that are denied.
     """
 
-    def __init__(self, counts: ConnectionCounts) -> None:
+    def __init__(self, own: PeerRole, counts: ConnectionCounts) -> None:
+        self._own = own
         self._counts = counts
         self._told: set[tuple[str, frozenset[PeerRole]]] = set()
 
@@ -80,7 +82,7 @@ class RoleAdmission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no
         self._counts.called(context.peer())
         named = map(ProcessIdentity.from_uri, (uri.decode() for uri in proof.get("peer_uri", ())))
         roles = frozenset(one.role for one in named if one is not None)
-        if roles & may_call(method):
+        if roles & may_call(method, self._own):
             return
         self._counts.denied += 1
         shown = " and ".join(sorted(role.value for role in roles)) or "process without a role"

@@ -90,7 +90,11 @@ def new_server(
     credentials: ClusterCredentials | None = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Server:
     """A server without services or ports yet. `max_message_bytes`: of a message that it takes."""
-    interceptors = [] if credentials is None else [RoleAdmission(credentials.counts)]
+    interceptors = (
+        []
+        if credentials is None
+        else [RoleAdmission(credentials.identity.role, credentials.counts)]
+    )
     options = [*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
     return grpc.aio.server(interceptors=interceptors, options=options)
 

@@ -50,6 +50,7 @@ class ClusterCredentials:
         self._files = files
         self._certificates: Certificates | None = None
         self._changed_ns: tuple[int, ...] = ()
+        self._version = 0
         if files is not None:
             self._load()
 
@@ -67,6 +68,13 @@ class ClusterCredentials:
             )
         identity = ProcessIdentity(role=role, name=name)
         return cls(identity, bytes.fromhex(cluster.secret), files)
+
+    @property
+    def version(self) -> int:
+        """Another one once an operator's files have changed: a channel keeps showing the certificate that it was opened with."""
+        if self._files is not None:
+            self._current()
+        return self._version
 
     def for_channel(self) -> grpc.ChannelCredentials:
         """For a new connection."""
@@ -113,6 +121,7 @@ class ClusterCredentials:
             return
         self._changed_ns = self._modified_ns()
         self._certificates = certificates.read(self._files, self.identity.role)
+        self._version += 1
 
     def _modified_ns(self) -> tuple[int, ...]:
         assert self._files is not None

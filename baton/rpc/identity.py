@@ -68,8 +68,15 @@ _MAY_CALL: Mapping[str, frozenset[PeerRole]] = {
 }
 """Roles by method, or by service where its methods do not differ. What does not stand here nobody may call."""
 
+_ONLY_ROUTERS_TELL_WORKERS = frozenset(
+    f"{_SERVICE}Control/{method}" for method in ("Drain", "Undrain", "SetRole")
+)
+"""An operator asks a router, which knows the other workers and spares the last one of a kind."""
 
-def may_call(method: str) -> frozenset[PeerRole]:
-    """The roles that may call `method`, such as `/baton.rpc.v1.Control/Drain`."""
+
+def may_call(method: str, at: PeerRole) -> frozenset[PeerRole]:
+    """The roles that may call `method`, such as `/baton.rpc.v1.Control/Drain`, of a process with the role `at`."""
+    if at is PeerRole.WORKER and method in _ONLY_ROUTERS_TELL_WORKERS:
+        return frozenset({PeerRole.ROUTER})
     service = method[: method.rfind("/") + 1]
     return _MAY_CALL.get(method) or _MAY_CALL.get(service, frozenset())

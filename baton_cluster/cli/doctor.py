@@ -4,6 +4,7 @@ Each check is one function, which tries what it checks where trying is harmless.
 """
 
 import argparse
+import asyncio
 import fcntl
 import mmap
 import os
@@ -30,10 +31,18 @@ from baton.config.load import load
 from baton.config.setting import Setting
 from baton.config.sizes import format_size
 from baton.cpu_features import cpu_flags
-from baton.errors import ConfigError
+from baton.errors import ConfigError, UnavailableError
+from baton_cluster.cli import status
 from baton_cluster.launch import listener
 from baton_cluster.launch.machine import huge_pages, memory_limit_bytes, usable_cores
-from baton_cluster.launch.runtime_dir import RuntimeDir, default_dir, is_alive, parent_dir
+from baton_cluster.launch.runtime_dir import (
+    ROUTER_SOCKET,
+    RuntimeDir,
+    default_dir,
+    is_alive,
+    parent_dir,
+    running_clusters,
+)
 from kv_transfer.backends.registry import BACKENDS
 from kv_transfer.memory.shared_region import available_bytes
 
@@ -317,6 +326,27 @@ def check_runtime_dir() -> Finding:
     return _ok("runtime directory", str(parent_dir()))
 
 
+def check_drained_workers() -> Finding:
+    """A drained worker of a cluster that runs here takes nothing new until an operator takes it back, or it starts again."""
+    name, drained = "drained workers", []
+    for cluster in running_clusters():
+        if not (cluster / ROUTER_SOCKET).exists():
+            continue
+        try:
+            told = asyncio.run(status.fetch(f"unix:{cluster / ROUTER_SOCKET}"))
+        except UnavailableError as error:
+            return _warn(name, f"{cluster.name}: {error.message}", "")
+        drained += [
+            f"{worker.worker_id} of {cluster.name}, by {worker.drained_by}"
+            for worker in told.workers
+            if worker.drained_by
+        ]
+    if not drained:
+        return _ok(name, "none")
+    advice = "baton undrain NAME takes one back; baton explain NAME --story says since when"
+    return _warn(name, "; ".join(drained), advice)
+
+
 def all_checks(host: str, port: int) -> list[Callable[[], Finding]]:
     """Every check, in the order in which they are shown."""
     return [
@@ -335,4 +365,5 @@ def all_checks(host: str, port: int) -> list[Callable[[], Finding]]:
         check_loopback,
         lambda: check_port(host, port),
         check_runtime_dir,
+        check_drained_workers,
     ]

@@ -7,7 +7,6 @@ from collections.abc import Sequence as SequenceOf
 from math import ceil
 
 from baton.block_ids import BlockIds
-from baton.errors import InvariantError
 from baton.ids import LegKind
 from baton.pages import PageFetch
 from baton_engine.messages import PrefillStarted, Reserved, SeqEvent
@@ -90,13 +89,13 @@ class StepPlanner:
         needy = filter(self._cache.needs_slot, self._queues.running)
         for sequence in sorted(needy, key=self._preemption_order):
             while sequence.state is State.RUNNING and not self._cache.append_slot(sequence, copies):
-                self._preempt_last()
+                self._preempt_last(for_=sequence)
         return copies
 
-    def _preempt_last(self) -> None:
+    def _preempt_last(self, *, for_: Sequence) -> None:
         victim = self._queues.preemption_victim(self._preemption_order)
         if victim is None:
-            raise InvariantError("a running sequence found no page and none to preempt")
+            raise self._queues.broken(for_, "runs, finds no page, and none can be preempted")
         self._cache.preempt(victim)
         self._queues.move(victim, State.WAITING)
         self.preemptions += 1

@@ -114,6 +114,11 @@ class SequenceQueues:
         begun = [sequence for sequence in self.prefilling if sequence.is_preemptible]
         return max(self.running + begun, key=order, default=None)
 
+    def broken(self, sequence: Sequence, what: str) -> InvariantError:
+        """An error with the story of `sequence`."""
+        story = self._stories.story(sequence.seq_id)
+        return InvariantError(f"{sequence.seq_id} {what}", story=story)
+
     def add(self, sequence: Sequence, state: State) -> None:
         """A new sequence joins."""
         sequence.state = state
@@ -131,10 +136,7 @@ class SequenceQueues:
         """
         before = sequence.state
         if state not in TRANSITIONS[before]:
-            raise InvariantError(
-                f"{sequence.seq_id} cannot go from {before.name} to {state.name}",
-                story=self._stories.story(sequence.seq_id),
-            )
+            raise self.broken(sequence, f"cannot go from {before.name} to {state.name}")
         self._dequeue(sequence)
         sequence.state = state
         if samples is not None:

@@ -268,7 +268,9 @@ class Outbox:
         known = self._transfers.get(permit.xfer_id)
         if known is not None:
             raise known.broken("opened twice")
-        shipment = Shipment(permit, num_layers=self._num_layers, push_ids=self._push_ids)
+        shipment = Shipment(
+            permit, num_layers=self._num_layers, push_ids=self._push_ids, log=self._log
+        )
         transfer = OutgoingTransfer(permit=permit, shipment=shipment, log=self._log)
         self._transfers[permit.xfer_id] = transfer
         return self._kept(transfer, event, [], now_s)

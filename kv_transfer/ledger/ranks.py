@@ -236,7 +236,10 @@ class FanOut:
         for xfer_id, joint in self._joint.items():
             there = {n for n, box in enumerate(self._outboxes) if box.state(xfer_id) is not None}
             if there | joint.done.keys() != set(range(len(self._outboxes))) or not there:
-                raise InvariantError(f"a rank has lost hand-off {xfer_id}: {joint!r}")
+                told = [entry for outbox in self._outboxes for entry in outbox.story(xfer_id)]
+                told.sort(key=lambda entry: entry.at_s)
+                message = f"a rank has lost hand-off {xfer_id}: {joint!r}"
+                raise InvariantError(message, story=told)
 
     def _to_ranks(
         self, ranks: range | list[int], event: OutboxEvent, now_s: float

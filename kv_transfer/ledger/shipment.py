@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from baton.errors import InvariantError
 from baton.pages import PageWrite
+from baton.story import StoryLog
 from kv_transfer.heads import LinkPlan
 from kv_transfer.memory.checksum import fold
 from kv_transfer.memory.page_hash import Hashes
@@ -28,15 +29,19 @@ _LANDED = -1
 class Shipment:
     """Pure. Pushes begin once it is known which of the peer's pages they go to (`grant`)."""
 
-    def __init__(self, permit: Permit, *, num_layers: int, push_ids: Iterator[int]) -> None:
+    def __init__(
+        self, permit: Permit, *, num_layers: int, push_ids: Iterator[int], log: StoryLog
+    ) -> None:
         """Nothing is exported yet.
 
         Args:
             permit: Of the transfer.
             num_layers: Of the local arena.
             push_ids: Above 0; no other shipment of this worker gets the same.
+            log: Has the transfer's story.
         """
         self._permit = permit
+        self._log = log
         self._push_ids = push_ids
         # [num_layers, num_blocks]: 0 where not exported, `_LANDED`, or the number of the latest export: its push id, counted from
         # this prompt's first, for a worker's pushes outgrow 32 bits within weeks.
@@ -135,7 +140,7 @@ class Shipment:
         if self._hashes is None:
             return
         if hashes is None:
-            raise InvariantError(f"push {push_id} of {self._permit.xfer_id} was not hashed")
+            raise self._broken(f"push {push_id} was not hashed")
         blank = np.zeros(self._latest.shape[1], dtype=np.uint64)
         layer = self._hashes.setdefault(write.layer_index, blank)
         layer[write.first_block : write.end_block][ours] = hashes[ours]
@@ -163,10 +168,14 @@ class Shipment:
         held = self._grant.held_blocks if self._grant is not None else 0
         landed = int(np.count_nonzero(self._latest[:, held:] == _LANDED))
         if landed != self._landed or (self._outstanding and self._grant is None):
-            raise InvariantError(
-                f"of {self._permit.xfer_id} {landed} pages have landed, {self._landed} were counted, "
+            raise self._broken(
+                f"{landed} pages have landed, {self._landed} were counted, "
                 f"{len(self._outstanding)} pushes are on their way to {self._grant!r}"
             )
+
+    def _broken(self, what: str) -> InvariantError:
+        xfer_id = self._permit.xfer_id
+        return InvariantError(f"transfer {xfer_id}: {what}", story=self._log.story(xfer_id))
 
     def _row(self, write: PageWrite) -> npt.NDArray[np.int32]:
         """What is known of the pages that it names."""

@@ -69,13 +69,10 @@ class GrpcPoolClient:
         self._credentials = credentials
         self._node: pb.AttachPoolReply | None = None
         self._slab: list[Pages] | None = None
-        self._channel: grpc.aio.Channel | None = None
         self._attaching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begins to look for the node; returns at once."""
-        self._channel = open_channel(self._address, self._credentials, PeerRole.POOL)
-        self._stub = pool_pb2_grpc.PoolStub(self._channel)
         self._attaching = asyncio.create_task(self._stay_attached(), name="pool-client")
 
     async def close(self) -> None:
@@ -83,8 +80,6 @@ class GrpcPoolClient:
         if self._attaching is not None:
             self._attaching.cancel()
             await asyncio.wait([self._attaching])
-        if self._channel is not None:
-            await self._channel.close(None)
 
     def slab(self) -> list[Pages] | None:
         """See `PoolClient`."""
@@ -166,7 +161,10 @@ class GrpcPoolClient:
         failures = 0
         while True:
             try:
-                await self._attach_once()
+                # A channel of its own each time: it shows the certificate that this process had when it was opened.
+                async with open_channel(self._address, self._credentials, PeerRole.POOL) as channel:
+                    self._stub = pool_pb2_grpc.PoolStub(channel)
+                    await self._attach_once()
                 failures = 0
             except (BatonError, grpc.aio.AioRpcError) as error:
                 _log.debug("no pool node yet", address=self._address, reason=str(error))

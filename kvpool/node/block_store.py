@@ -103,12 +103,12 @@ class Slot:
         """Whether its block is to be found here, now or soon."""
         return self.state in _NAMED
 
-    def check_integrity(self) -> None:
-        """Raises InvariantError if it contradicts itself."""
+    @property
+    def consistent(self) -> bool:
+        """Whether its users agree with its state."""
         unused = self.state in (_S.FREE, _S.RESERVED, _S.QUARANTINED)
         busy = self.state in (_S.DEMOTING, _S.FILLING, _S.CONDEMNED)
-        if self.users < 0 or (self.users and unused) or (busy and not self.users):
-            raise InvariantError(f"{self.tier} {self.index} is inconsistent: {self!r}")
+        return self.users >= 0 and not (self.users and unused) and not (busy and not self.users)
 
 
 class BlockStory:
@@ -200,10 +200,8 @@ class SlotAllocator:
             InvariantError: The table has no such transition.
         """
         if state not in TRANSITIONS[slot.state]:
-            raise InvariantError(
-                f"{slot.tier} {slot.index}: {slot.state.name} to {state.name}",
-                story=self._story.story(slot.key.hex()),
-            )
+            what = f"{slot.tier} {slot.index}: {slot.state.name} to {state.name}"
+            raise self._broken(slot.key, what)
         slot.state = state
 
     def take(self, key: BlockKey, billing: Billing, position: int, state: SlotState) -> Slot:
@@ -234,9 +232,8 @@ class SlotAllocator:
             self._made.append(self._free[made])
         slot = self._free.pop(block.extent, None)
         if slot is None or block.key in self.named:
-            raise InvariantError(
-                f"{self.tier} {block.extent} does not exist or is in use, or its block is"
-            )
+            what = f"{self.tier} {block.extent} does not exist or is in use, or its block is"
+            raise self._broken(block.key, what)
         slot.epoch, slot.key, slot.position = block.epoch, block.key, block.position
         slot.billing, slot.usage = billing, usage
         self.move(slot, _FILLING)
@@ -289,14 +286,18 @@ class SlotAllocator:
         """Raises InvariantError unless each slot is either free or taken, and found by its block's key."""
         named = 0
         for index, slot in enumerate(self._made):
-            slot.check_integrity()
+            if not slot.consistent:
+                raise self._broken(slot.key, f"{slot!r} is inconsistent")
             if (slot.state is _FREE) != (self._free.get(index) is slot) or slot.index != index:
-                raise InvariantError(f"{slot!r} is free and taken")
+                raise self._broken(slot.key, f"{slot!r} is free and taken")
             if slot.named and self.named.get(slot.key) is not slot:
-                raise InvariantError(f"{slot!r} is not found by its key")
+                raise self._broken(slot.key, f"{slot!r} is not found by its key")
             named += slot.named
         if named != len(self.named) or len(self._made) > self.num_slots:
             raise InvariantError(f"keys of {self.tier} name slots that they are not in")
+
+    def _broken(self, key: BlockKey, what: str) -> InvariantError:
+        return InvariantError(what, story=self._story.story(key.hex()))
 
     def _admit_run(self, slots: Sequence[Slot]) -> None:
         if slots:

@@ -109,6 +109,7 @@ class PeerClient:
         self._seal = seal
         self._credentials = credentials
         self._max_channels = max_channels
+        self._certificates = 0 if credentials is None else credentials.version
         self._channels: OrderedDict[str, _Channel] = OrderedDict()
 
     async def ask(self, address: str, request: pb.PeerRequest, timeout_s: float) -> pb.PeerReply:
@@ -135,6 +136,7 @@ class PeerClient:
     async def _ask(
         self, address: str, signed: common_pb2.Signed, timeout_s: float
     ) -> common_pb2.Signed:
+        await self._forget_old_certificates()
         line = self._channel(address)
         line.asking += 1
         try:
@@ -146,7 +148,19 @@ class PeerClient:
             ) from error
         finally:
             line.asking -= 1
+            if not line.asking and line is not self._channels.get(address):
+                await line.channel.close(None)
             await self._close_idle()
+
+    async def _forget_old_certificates(self) -> None:
+        """Channels that were opened with another certificate than the present one are not used any more."""
+        if self._credentials is None or self._credentials.version == self._certificates:
+            return
+        self._certificates = self._credentials.version
+        lines, self._channels = list(self._channels.values()), OrderedDict()
+        for line in lines:
+            if not line.asking:
+                await line.channel.close(None)
 
     def _channel(self, address: str) -> _Channel:
         line = self._channels.get(address)

@@ -49,6 +49,11 @@ class Message(BaseModel):
                 )
         return self
 
+    @property
+    def ignored(self) -> list[str]:
+        """What it has besides that says something; templates are not given it."""
+        return [name for name, value in (self.model_extra or {}).items() if value]
+
     def for_template(self) -> dict[str, str]:
         """What the chat template sees; parts of the content are joined."""
         content = self.content or ""

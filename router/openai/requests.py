@@ -135,6 +135,12 @@ class ChatCompletionRequest(GenerationBody):
     prompt_cache_retention: Name | None = None
 
     @property
+    def ignored(self) -> list[str]:
+        """The fields that were sent and have no effect, those of messages included."""
+        in_messages = {name for message in self.messages for name in message.ignored}
+        return [*super().ignored, *(f"messages.{name}" for name in sorted(in_messages))]
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many likeliest tokens are listed beside each; None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -354,9 +354,11 @@ class ClusterView:
                 worker.decode_tokens,
             )
             if worker.legs < 0 or min(counts) < 0:
-                raise InvariantError(f"{worker.identity}: {worker.legs} legs, counts {counts}")
+                message = f"{worker.identity}: {worker.legs} legs, counts {counts}"
+                raise InvariantError(message, story=self.story(worker.identity.worker_id))
             if worker.legs == 0 and (any(counts) or worker.tbt_targets):
-                raise InvariantError(f"{worker.identity}: no leg, but counts {counts}")
+                message = f"{worker.identity}: no leg, but counts {counts}"
+                raise InvariantError(message, story=self.story(worker.identity.worker_id))
             worker.forecast.check_integrity()
         self.pools.check_integrity()
 

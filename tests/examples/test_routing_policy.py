@@ -12,7 +12,7 @@ from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.policy import Demand, Pair, Policy
 from router.routing.view import ClusterView
-from tests.router.workers import hello
+from tests.router.known_workers import hello
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAME = "routing_policy:SpotLast"

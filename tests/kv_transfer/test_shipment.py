@@ -5,6 +5,7 @@ import itertools
 from baton.ids import BlockId, LayerName, XferId
 from baton.layout import KvLayout
 from baton.pages import PageWrite
+from baton.story import StoryLog
 from kv_transfer.heads import plan_link
 from kv_transfer.ledger.shipment import Shipment
 from kv_transfer.plan import Grant
@@ -22,7 +23,9 @@ LAYOUT = KvLayout(
 
 def test_a_worker_that_has_pushed_for_weeks_still_knows_its_exports_apart():
     """Ids of pushes grow over a worker's whole life, past what 32 bits hold."""
-    shipment = Shipment(permit(num_blocks=1), num_layers=1, push_ids=itertools.count(2**31))
+    shipment = Shipment(
+        permit(num_blocks=1), num_layers=1, push_ids=itertools.count(2**31), log=StoryLog("outbox")
+    )
     grant = Grant(held_blocks=0, blocks=(BlockId(7),))
     shipment.grant(grant, plan_link(LAYOUT, LAYOUT), checksums=False)
     for source in (3, 5):
@@ -46,7 +49,9 @@ class Written:
 
 
 def test_a_push_knows_when_a_gpu_has_written_its_pages():
-    shipment = Shipment(permit(num_blocks=1), num_layers=1, push_ids=itertools.count(1))
+    shipment = Shipment(
+        permit(num_blocks=1), num_layers=1, push_ids=itertools.count(1), log=StoryLog("outbox")
+    )
     grant = Grant(held_blocks=0, blocks=(BlockId(7),))
     shipment.grant(grant, plan_link(LAYOUT, LAYOUT), checksums=False)
     ready = Written()

@@ -17,7 +17,7 @@ from baton.rpc.generation import finish_to_proto, prompt_from_proto, sample_to_p
 from baton.rpc.hello import hello_to_proto
 from baton.rpc.reports import failure_to_proto, load_to_proto
 from baton.rpc.v1 import common_pb2, transfer_pb2, worker_pb2, worker_pb2_grpc
-from tests.router.workers import drawn, hello
+from tests.router.known_workers import drawn, hello
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from router.tenants.directory import TenantDirectory
 from router.tenants.tenant import ANONYMOUS
 from router.text.pretrained import PretrainedTokenizer
 from router.text.tokenizer import Tokenizer
-from tests.router.tiny_tokenizers import CHAT_TEMPLATE, byte_level, token_id
+from tests.router.text.tiny_tokenizers import CHAT_TEMPLATE, byte_level, token_id
 
 MODEL = "tiny"
 

@@ -24,7 +24,7 @@ from router.slo import STANDARD
 from router.tenants.tenant import ANONYMOUS
 from router.workers.links import LinkTiming
 from tests.router.grpc_workers import FakeWorker, running
-from tests.router.workers import drawn
+from tests.router.known_workers import drawn
 from tests.waits import soon
 
 pytestmark = pytest.mark.timeout(30)

@@ -19,7 +19,7 @@ from router.pool_watch import PoolWatch, WatchTiming, watching
 from router.routing.index import PrefixIndex
 from router.routing.table import fingerprints_of
 from router.routing.view import ClusterView
-from tests.router.workers import hello
+from tests.router.known_workers import hello
 
 KEYS = [BlockKey(bytes([number]) * 16) for number in range(1, 6)]
 CHAIN = fingerprints_of(joined(KEYS))

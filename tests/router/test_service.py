@@ -19,7 +19,7 @@ from baton.rpc.v1 import control_pb2
 from baton.rpc.v1.control_pb2_grpc import ControlStub
 from router import service
 from tests.router.grpc_workers import FakeWorker, running
-from tests.router.tiny_tokenizers import byte_level
+from tests.router.text.tiny_tokenizers import byte_level
 from tests.waits import soon
 
 pytestmark = pytest.mark.timeout(60)

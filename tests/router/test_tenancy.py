@@ -27,7 +27,7 @@ tenants:
 def configured(path: Path, **tenants: Any) -> BatonConfig:
     path.write_text(DOCUMENT)
     return BatonConfig(
-        router=RouterConfig(guardrails=("tests.router.test_guardrails:Censor",)),
+        router=RouterConfig(guardrails=("tests.router.guardrails.test_guardrails:Censor",)),
         tenants=TenantsConfig(file=str(path), reload_s=0.01, **tenants),
         audit=AuditConfig(file=str(path.parent / "audit.log")),
     )

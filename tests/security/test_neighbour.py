@@ -24,7 +24,7 @@ from baton.rpc.certificates import CertificateFiles, issue
 from baton.rpc.channel import bind, new_server, open_channel, stranger
 from baton.rpc.connections import HANDSHAKE_S
 from baton.rpc.credentials import ClusterCredentials
-from baton.rpc.identity import PeerRole, ProcessIdentity
+from baton.rpc.identity import PeerRole, ProcessIdentity, may_call
 from baton.rpc.v1 import (
     control_pb2,
     control_pb2_grpc,
@@ -32,6 +32,7 @@ from baton.rpc.v1 import (
     pool_pb2_grpc,
     worker_pb2_grpc,
 )
+from kvpool.peers.client import PeerClient, PeerSeal
 from router.workers.links import LinkState, WorkerLink
 
 SECRET, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -156,6 +157,25 @@ async def test_a_role_that_may_not_call_is_denied_and_counted(role: PeerRole) ->
         assert await everything_asked(line) == {grpc.StatusCode.PERMISSION_DENIED}
         assert services.heard == []
         assert own.counts.denied == 4
+
+
+@pytest.mark.parametrize("method", ["Drain", "Undrain", "SetRole"])
+def test_an_operator_asks_a_router_which_spares_the_last_worker(method: str) -> None:
+    called = f"/baton.rpc.v1.Control/{method}"
+    assert may_call(called, PeerRole.WORKER) == {PeerRole.ROUTER}
+    assert PeerRole.OPERATOR in may_call(called, PeerRole.ROUTER)
+
+
+async def test_a_worker_takes_a_drain_from_a_router_only() -> None:
+    async with serving() as (address, services, own):
+        async with open_channel(address, process(PeerRole.OPERATOR)) as channel:
+            stub = control_pb2_grpc.ControlStub(channel)
+            drain = stub.Drain(control_pb2.DrainRequest(), timeout=5)
+            assert await outcome(drain) is grpc.StatusCode.PERMISSION_DENIED
+            status = stub.Status(control_pb2.StatusRequest(), timeout=5)
+            assert await outcome(status) is grpc.StatusCode.OK
+        assert services.heard == ["Status"]
+        assert own.counts.denied == 1
 
 
 async def test_the_reason_is_the_secret_and_not_that_nobody_is_there() -> None:
@@ -402,3 +422,45 @@ async def test_a_router_with_another_secret_says_so_once_and_its_link_is_refused
         assert services.heard == []
     said = [one for one in caplog.records if "worker cannot be used" in one.getMessage()]
     assert len(said) == 1
+
+
+class Answering(pool_pb2_grpc.PoolPeersServicer):
+    """Answers other pool nodes, and notes by which connection they asked."""
+
+    def __init__(self, seal: PeerSeal) -> None:
+        self._seal = seal
+        self.asked_by: list[str] = []
+
+    async def Ask(self, request, context):  # noqa: N802
+        self.asked_by.append(context.peer())
+        return self._seal.seal_reply(pool_pb2.PeerReply(), request)
+
+
+async def test_a_pool_node_asks_others_with_its_new_certificate_once_the_files_have_changed(
+    tmp_path: Path,
+) -> None:
+    signer, identity = (
+        ec.generate_private_key(ec.SECP256R1()),
+        ProcessIdentity(role=PeerRole.POOL, name="n"),
+    )
+
+    def files() -> CertificateFiles:
+        host = PeerRole.POOL.host_name
+        return _files(tmp_path, until=LONG, name=host, uri=identity.uri, signer=signer)
+
+    own, seal = ClusterCredentials(identity, SECRET, files()), PeerSeal(SECRET)
+    server, answering = new_server(own), Answering(seal)
+    pool_pb2_grpc.add_PoolPeersServicer_to_server(answering, server)
+    address = bind(server, "127.0.0.1:0", own)
+    await server.start()
+    client = PeerClient(seal, own)
+    try:
+        for _ in range(2):
+            await client.ask(address, pool_pb2.PeerRequest(), 5.0)
+        files()
+        await client.ask(address, pool_pb2.PeerRequest(), 5.0)
+    finally:
+        await client.close()
+        await server.stop(None)
+    first, second, third = answering.asked_by
+    assert first == second != third

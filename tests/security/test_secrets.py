@@ -13,8 +13,8 @@ from baton.telemetry.metrics import new_registry
 from router.http.audit import AuditLog
 from router.tenancy import open_tenancy
 from tests.redis_servers import no_refusals
+from tests.router.http.test_account import parts
 from tests.router.served import serve
-from tests.router.test_http_account import parts
 
 KEY = "k"
 WRONG = "wrong-but-secret-credential"

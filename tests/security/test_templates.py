@@ -9,7 +9,7 @@ from baton.errors import InvalidRequestError
 from router.templates.renderer import Conversation, TemplateRenderer
 from router.text.tokenizer import Tokenizer
 from tests.router.served import serve
-from tests.router.tiny_tokenizers import byte_level, save
+from tests.router.text.tiny_tokenizers import byte_level, save
 
 ESCAPES = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",

@@ -7,9 +7,12 @@ import pytest
 
 from baton import native
 from baton.errors import ConfigError
+from baton.rpc.v1.common_pb2 import WorkerIdentity
+from baton.rpc.v1.control_pb2 import StatusReply, WorkerStatus
 from baton_cluster.cli import doctor
 from baton_cluster.cli.main import main
 from baton_cluster.launch.runtime_dir import RuntimeDir
+from tests.baton_cluster.cli.fake_control import FakeControl, answering
 
 
 @pytest.fixture
@@ -92,6 +95,22 @@ def test_a_runtime_directory_that_cannot_be_made_would_stop_a_cluster(monkeypatc
 
     monkeypatch.setattr(RuntimeDir, "claim", refuse)
     assert doctor.check_runtime_dir().verdict is doctor.Verdict.FAIL
+
+
+def test_it_says_which_workers_are_drained_and_who_asked(monkeypatch, home):
+    workers = [
+        WorkerStatus(identity=WorkerIdentity(worker_id="decode-0"), drained_by="uid 0, new disk"),
+        WorkerStatus(identity=WorkerIdentity(worker_id="decode-1")),
+    ]
+    told = StatusReply(workers=workers)
+    monkeypatch.setattr(doctor, "running_clusters", lambda: [home / "8000"])
+    with answering(FakeControl(status=told), home / "8000"):
+        found = doctor.check_drained_workers()
+        assert found.verdict is doctor.Verdict.WARN
+        assert found.found == "decode-0 of 8000, by uid 0, new disk"
+        assert "baton undrain" in found.advice
+        del told.workers[0]
+        assert doctor.check_drained_workers().verdict is doctor.Verdict.OK
 
 
 def test_the_command_line_never_imports_torch():

@@ -1,7 +1,7 @@
 """A node's ledger with a shell around it that has real bytes: what is in each slot and extent, who reads it, who writes it."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.ids import BlockKey, Incarnation, WorkerId, WorkerIdentity
 from baton.rpc.block_feed import HeldBlocks
@@ -298,3 +298,24 @@ class World:
 def bytes_of(block: BlockKey) -> bytes:
     """What a block's bytes are; its checksum too."""
     return b"bytes of " + block
+
+
+def limits(num_slots: int = 8, num_extents: int = 0, **others) -> NodeLimits:
+    small = NodeLimits(
+        num_slots=num_slots,
+        num_extents=num_extents,
+        slot_bytes=SLOT_BYTES,
+        eviction="lru",
+        ssd_eviction="lru",
+        put_timeout_s=10.0,
+    )
+    return replace(small, **others)
+
+
+def world(num_slots: int = 8, num_extents: int = 0, **others) -> World:
+    return World(limits(num_slots, num_extents, **others))
+
+
+def two_tiers(**others) -> World:
+    """Four slots, of which two are to be free, and a disk."""
+    return world(4, 8, high_watermark=0.5, low_watermark=0.5, **others)

@@ -11,7 +11,7 @@ from router.routing.index import PrefixIndex
 from router.routing.view import ClusterView, WorkerView
 from router.slo import STANDARD, Slo
 from tests.router.admission.admitting import UnknownSpeed, queued
-from tests.router.workers import hello
+from tests.router.known_workers import hello
 
 PROMISED = Slo(name="interactive", tbt_s=0.1, priority=2)
 

@@ -20,7 +20,7 @@ from router.routing.policies import policy_named
 from router.routing.view import ClusterView, WorkerView
 from router.slo import STANDARD, Slo
 from tests.router.admission.test_controller import limits
-from tests.router.workers import hello
+from tests.router.known_workers import hello
 
 STEP_S = 0.01
 SLOS = [Slo(name="tight", tbt_s=0.035), Slo(name="loose", tbt_s=0.085), STANDARD]

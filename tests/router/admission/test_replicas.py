@@ -17,7 +17,7 @@ from router.slo import Slo
 from router.tenants.tenant import TenantId
 from tests.router.admission.admitting import queued
 from tests.router.admission.test_controller import limits
-from tests.router.workers import hello
+from tests.router.known_workers import hello
 
 PROMPT_S = 0.16
 TOKENS = 2048

@@ -65,7 +65,7 @@ from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
 from router.slo import Slo
-from tests.router.workers import drawn, hello, layout
+from tests.router.known_workers import drawn, hello, layout
 
 REQUEST = RequestId("cmpl-1")
 

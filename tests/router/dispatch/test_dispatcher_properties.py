@@ -41,7 +41,7 @@ from router.ports import GenerationRequest
 from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.view import ClusterView
-from tests.router.workers import drawn, hello
+from tests.router.known_workers import drawn, hello
 
 ROLES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
 ROLES["h0"] = Role.HYBRID

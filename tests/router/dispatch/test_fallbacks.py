@@ -19,7 +19,7 @@ from tests.router.dispatch.test_dispatcher import (
     start_pair,
     tokens_in,
 )
-from tests.router.workers import drawn
+from tests.router.known_workers import drawn
 
 
 def _put_in_pool(to: SendLeg) -> Pooled:

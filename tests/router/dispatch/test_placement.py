@@ -11,7 +11,7 @@ from router.routing.index import PrefixIndex
 from router.routing.policies import policy_named
 from router.routing.policy import Pair, RouteKind
 from router.routing.view import ClusterView
-from tests.router.workers import hello
+from tests.router.known_workers import hello
 
 
 class Place:

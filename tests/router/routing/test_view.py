@@ -1,0 +1,186 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import IncompatibleError, InvariantError
+from baton.generation import WorkerLoad
+from baton.ids import LayerName, Role
+from router.routing.index import PrefixIndex
+from router.routing.view import ClusterView
+from tests.router.known_workers import hello, layout
+
+
+@pytest.fixture
+def view() -> ClusterView:
+    return ClusterView(PrefixIndex(max_blocks=100), stall_timeout_s=60.0, silence_timeout_s=600.0)
+
+
+def test_workers_with_equal_layouts_form_a_group(view):
+    a = view.join(hello("a", Role.PREFILL), "unix:a", 0.0)
+    b = view.join(hello("b", Role.DECODE), "unix:b", 0.0)
+    longer = layout(layers=(LayerName("layers.0"), LayerName("layers.1")))
+    c = view.join(hello("c", Role.DECODE, layout=longer), "unix:c", 0.0)
+    assert a.layout_group == b.layout_group
+    assert a.layout_group != c.layout_group
+
+
+def test_two_workers_cannot_have_one_name(view):
+    view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    with pytest.raises(IncompatibleError, match="unix:a has this name"):
+        view.join(hello("a", Role.DECODE), "unix:b", 0.0)
+
+
+def test_losing_an_incarnation_that_is_not_here_changes_nothing(view):
+    view.join(hello("a", Role.DECODE, incarnation=2), "unix:a", 0.0)
+    assert view.lose(hello("a", Role.DECODE, incarnation=1).identity) is None
+    assert len(view.workers) == 1
+
+
+def test_a_draining_worker_gets_nothing_new(view):
+    worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    worker.report(WorkerLoad(draining=True), 1.0)
+    assert view.usable(1.0) == ()
+    assert view.state(worker, 1.0) == "draining"
+
+
+def test_a_worker_that_changes_its_role_is_weighed_anew_for_what_it_takes_now(view):
+    worker = view.join(hello("a", Role.HYBRID), "unix:a", 0.0)
+    before = view.usable(1.0)
+    view.change_role(worker.identity, Role.DECODE)
+    assert (worker.can_prefill, worker.can_decode, worker.kind[0]) == (False, True, Role.DECODE)
+    assert view.usable(1.0) == before
+    assert view.usable(1.0) is not before, "what policies have prepared for a tuple is void"
+
+
+def test_the_role_of_an_incarnation_that_is_gone_changes_nothing(view):
+    worker = view.join(hello("a", Role.HYBRID, incarnation=2), "unix:a", 0.0)
+    view.change_role(hello("a", Role.HYBRID, incarnation=1).identity, Role.DECODE)
+    assert worker.can_prefill
+
+
+def test_a_worker_with_work_and_no_progress_is_stalled_until_it_moves(view):
+    worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    worker.legs = 1
+    assert view.usable(59.0) == (worker,)
+    assert view.usable(61.0) == ()
+    worker.report(WorkerLoad(steps=1), 62.0)
+    assert view.usable(63.0) == (worker,)
+
+
+def test_a_worker_that_says_nothing_is_suspected_until_it_is_heard(view):
+    worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    assert view.usable(600.0) == (worker,)
+    assert view.usable(601.0) == ()
+    assert view.state(worker, 601.0) == "suspected"
+    worker.report(WorkerLoad(), 602.0)
+    assert view.usable(602.0) == (worker,)
+
+
+def test_an_idle_worker_is_never_stalled(view):
+    worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    assert view.state(worker, 500.0) == "ready"
+
+
+def test_a_report_adds_only_the_work_of_others(view):
+    worker = view.join(hello("a", Role.HYBRID), "unix:a", 0.0)
+    worker.legs, worker.prefill_tokens, worker.decode_sequences = 3, 100, 3
+    worker.report(WorkerLoad(running=4, waiting=1, prefill_tokens_pending=150), 1.0)
+    assert worker.queued_prefill_tokens == 150
+    assert worker.sequences == 5
+    worker.report(WorkerLoad(running=1, prefill_tokens_pending=20), 2.0)
+    assert worker.queued_prefill_tokens == 100
+    assert worker.sequences == 3
+
+
+def test_counts_without_a_leg_are_a_broken_invariant(view):
+    worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    view.check_integrity()
+    worker.decode_tokens = 5
+    with pytest.raises(InvariantError):
+        view.check_integrity()
+
+
+def _fail(worker, now_s: float, times: int = 3) -> None:
+    for _ in range(times):
+        worker.breaker.failed(now_s)
+
+
+def test_a_worker_whose_legs_keep_failing_is_left_out_for_a_while(view):
+    sick, well = (view.join(hello(name, Role.DECODE), f"unix:{name}", 0.0) for name in "ab")
+    _fail(sick, 1.0)
+    assert view.usable(1.0) == (well,)
+    assert view.state(sick, 1.0) == "left out"
+    assert view.usable(7.0) == (sick, well), "one leg may try it"
+    sick.breaker.started(7.0)
+    assert view.usable(7.0) == (well,)
+    sick.breaker.succeeded(8.0)
+    assert view.usable(8.0) == (sick, well)
+
+
+def test_where_all_of_a_kind_fail_they_are_tried_all_the_same(view):
+    sick = view.join(hello("p", Role.PREFILL), "unix:p", 0.0)
+    others = [view.join(hello(name, Role.DECODE), f"unix:{name}", 0.0) for name in "ab"]
+    _fail(sick, 1.0)
+    assert view.usable(1.0) == (sick, *others)
+
+
+def test_a_worker_that_is_started_anew_keeps_its_record_until_it_has_faded(view):
+    greeting, restarted = hello("a", Role.DECODE), hello("a", Role.DECODE, incarnation=2)
+    well = view.join(hello("b", Role.DECODE), "unix:b", 0.0)
+    _fail(view.join(greeting, "unix:a", 0.0), 1.0)
+    view.lose(greeting.identity)
+    view.join(restarted, "unix:a", 2.0)
+    assert view.usable(2.0) == (well,)
+    view.lose(restarted.identity)
+    again = view.join(hello("a", Role.DECODE, incarnation=3), "unix:a", 1000.0)
+    assert again in view.usable(1000.0), "there was time enough for a trial"
+
+
+def test_while_all_are_well_the_same_tuple_is_given_again(view):
+    worker = view.join(hello("a", Role.DECODE), "unix:a", 0.0)
+    first = view.usable(1.0)
+    assert view.usable(2.0) is first
+    worker.draining = True
+    assert view.usable(3.0) == ()
+
+
+_EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(("join", "lose", "report", "drain", "open", "close", "step", "wait")),
+        st.sampled_from("abc"),
+        st.floats(0.0, 40.0),
+    ),
+    max_size=40,
+)
+
+
+@given(_EVENTS)
+def test_whatever_happens_exactly_those_that_are_ready_may_be_used(events):
+    view = ClusterView(PrefixIndex(max_blocks=100), stall_timeout_s=30.0, silence_timeout_s=20.0)
+    now_s = 0.0
+    for what, name, passed_s in events:
+        now_s += passed_s
+        happen(view, what, name, now_s)
+        ready = [w.identity for w in view.workers if view.state(w, now_s) == "ready"]
+        assert [w.identity for w in view.usable(now_s)] == ready
+    view.check_integrity()
+
+
+def happen(view: ClusterView, what: str, name: str, now_s: float) -> None:
+    greeting = hello(name, Role.DECODE)
+    worker = view.find(greeting.identity.worker_id)
+    if worker is None:
+        if what == "join":
+            view.join(greeting, f"unix:{name}", now_s)
+    elif what == "lose":
+        view.lose(greeting.identity)
+    elif what in ("report", "drain"):
+        steps = worker.load.steps + (worker.legs == 0)
+        worker.report(WorkerLoad(steps=steps, draining=what == "drain"), now_s)
+    elif what == "open":
+        worker.progress_s = worker.progress_s if worker.legs else now_s
+        worker.legs += 1
+    elif what == "close":
+        worker.legs = max(0, worker.legs - 1)
+    elif what == "step" and worker.legs:
+        worker.progress_s = worker.heard_s = now_s

@@ -1,0 +1,108 @@
+"""Rendering against `transformers`, which is how models' authors wrote their templates to be read."""
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from router.templates.sandbox import ChatTemplate
+from tests.router.text.tiny_tokenizers import byte_level
+
+TEMPLATES = {
+    "llama": "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set told = messages[0]['content'] %}"
+    "{% set messages = messages[1:] %}{% else %}{% set told = false %}{% endif %}"
+    "{% for m in messages %}{% if loop.index0 == 0 and told != false %}"
+    "{% set content = '<<SYS>>\\n' + told + '\\n<</SYS>>\\n\\n' + m['content'] %}{% else %}"
+    "{% set content = m['content'] %}{% endif %}{{ '[INST] ' + content.strip() + ' [/INST]' }}{% endfor %}",
+    "trimmed": "{%- for m in messages %}\n    {%- if m.role == 'user' -%}\n    <|{{ m.role }}|>"
+    "{{ m.content | trim }}<|end|>\n    {% else %}\n{{ m.content }}\n{% endif %}\n{%- endfor %}",
+    "namespaces": "{% set ns = namespace(last='', n=0) %}{% for m in messages %}"
+    "{% set ns.last = ns.last ~ m.content ~ loop.index %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.last }}{{ ns.n }}",
+    "json": "{# content #}{{ messages | tojson }}{{ dict(a=1, b=messages) | tojson(indent=2) }}{{ {'<': 'ü'} | tojson }}",
+    "loops": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}"
+    "{% if loop.last %}{% break %}{% endif %}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "macros": "{% macro turn(role, text) %}{{ '<' + role + '>' + text }}{% endmacro %}"
+    "{% for m in messages %}{{ turn(m['role'], m['content']) }}{% endfor %}",
+    "methods": "{% for m in messages %}{{ m.content.split(' ')[-1].upper() }}{{ m.content.replace('a', 'b') }}"
+    "{{ '{}: {:>4}'.format(m.role, loop.index) }}{{ '%s=%3d' % (m.role, loop.index) }}{% endfor %}",
+    "filters": "{{ messages | map(attribute='content') | join('|') | indent(2) }}{{ messages | length }}"
+    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ '-' * 5 }}{{ 7 % 4 }}{{ 2 ** 3 }}",
+    "arguments": "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{{ tools is none }}{{ documents }}{{ add_generation_prompt }}{{ messages[-1].content }}",
+}
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " What is a \U0001f600?\n"},
+    {"role": "assistant", "content": "a face <&> "},
+]
+
+
+@pytest.mark.parametrize("continue_last", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_text_is_that_of_transformers(name: str, continue_last: bool):
+    oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<|system|>")
+    oracle.chat_template = TEMPLATES[name]
+    told: dict[str, Any] = {"enable_thinking": False}
+    template = ChatTemplate(TEMPLATES[name], oracle.special_tokens_map, 100_000)
+    how: dict[str, Any] = {
+        "continue_last": continue_last,
+        "add_generation_prompt": not continue_last,
+        "arguments": told,
+    }
+    try:
+        expected = oracle.apply_chat_template(
+            TALK,
+            tokenize=False,
+            add_generation_prompt=not continue_last,
+            continue_final_message=continue_last,
+            **told,
+        )
+    except ValueError:
+        with pytest.raises(ValueError, match="does not show the last message"):
+            template.render(TALK, **how)
+        return
+    assert template.render(TALK, **how) == expected
+
+
+PARTS = (
+    "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
+)
+NAMED = PARTS.replace(
+    "{% for part in m.content", "{% set content = m['content'] %}{% for part in content"
+)
+EITHER = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}" + (
+    "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+TEXT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "content_format", "expected"),
+    [
+        (PARTS, "auto", "[hello]"),
+        (NAMED, "auto", "[hello]"),
+        (EITHER, "auto", "hello"),
+        (EITHER, "openai", "[hello]"),
+        (TEXT, "auto", "hello"),
+        (TEXT, "openai", "[{'type': 'text', 'text': 'hello'}]"),
+        (PARTS, "string", "[][][][][]"),
+    ],
+)
+def test_contents_are_given_as_the_template_asks_or_as_the_operator_says(
+    source: str, content_format: str, expected: str
+):
+    template = ChatTemplate(source, {}, 1000, content_format)
+    assert template.render([{"role": "user", "content": "hello"}]) == expected
+
+
+def test_a_message_in_parts_can_be_gone_on_with():
+    template = ChatTemplate(PARTS, {}, 1000)
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+    assert template.render(said, continue_last=True) == "[hi][Well"
+
+
+@pytest.mark.parametrize("content", ["plain", 'with "quotes"\nand lines', "", "  "])
+def test_a_role_that_shows_is_known_whether_as_text_or_as_json(content: str):
+    source = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+    assert ChatTemplate(source, {}, 1000).render([{"role": "ipython", "content": content}])

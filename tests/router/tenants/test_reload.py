@@ -1,0 +1,192 @@
+"""The tenants document is followed while serving; a bad one changes nothing and is counted."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.errors import AuthenticationError, ConfigError, UnavailableError
+from baton.redis_link import RefusedValues, open_redis
+from baton.telemetry.metrics import new_registry
+from router.tenants.directory import TenantDirectory
+from router.tenants.keys import hash_key
+from router.tenants.reload import ReloadMetrics, TenantReloader
+from router.tenants.sources import FileSource, RedisSource, TenantSource, publish
+from tests.redis_servers import KINDS, a_redis, no_refusals
+from tests.router.tenants.test_web_tokens import jwks, token
+
+
+def document(*keys: str) -> str:
+    return f"tenants: [{{id: acme, keys: [{', '.join(repr(hash_key(key)) for key in keys)}]}}]"
+
+
+SECRET = b"s" * 32
+
+
+class World:
+    """A directory that follows a source."""
+
+    def __init__(self, source: TenantSource) -> None:
+        self.registry = new_registry()
+        self.directory = TenantDirectory(described=True)
+        self.reloader = TenantReloader(
+            source,
+            self.directory,
+            ReloadMetrics(self.registry),
+            pause_s=1.0,
+            slo_classes=("standard",),
+        )
+
+    def lets_in(self, credential: str) -> bool:
+        try:
+            return self.directory.identify(credential).tenant.tenant_id == "acme"
+        except AuthenticationError:
+            return False
+
+    def failures(self) -> float | None:
+        return self.registry.get_sample_value("baton_tenants_reload_failures_total")
+
+
+def _write(path: Path, text: str, number: int) -> None:
+    """A new file with a time of its own, however coarse the file system's clock is."""
+    path.write_text(text)
+    os.utime(path, ns=(number, number))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tenants.yaml"
+
+
+async def test_a_file_that_changes_is_followed(path):
+    _write(path, document("one"), 1)
+    world = World(FileSource(path))
+    assert await world.reloader.look()
+    assert not await world.reloader.look(), "nothing new"
+    _write(path, document("two"), 2)
+    assert await world.reloader.look()
+    assert [world.lets_in(key) for key in ("one", "two")] == [False, True]
+
+
+async def test_a_file_that_was_only_touched_is_not_taken_over_again(path):
+    _write(path, document("one"), 1)
+    world = World(FileSource(path))
+    await world.reloader.look()
+    os.utime(path, ns=(5, 5))
+    assert not await world.reloader.look()
+    assert world.registry.get_sample_value("baton_tenants_reloads_total") == 1
+
+
+@pytest.mark.parametrize("bad", ["tenants: {", "tenants: [{id: a, weight: -1}]", None])
+async def test_a_bad_file_keeps_what_was_and_is_counted_once(path, bad, caplog):
+    _write(path, document("one"), 1)
+    world = World(FileSource(path))
+    await world.reloader.look()
+    path.unlink() if bad is None else _write(path, bad, 2)
+    for _ in range(3):
+        assert not await world.reloader.look()
+    assert world.lets_in("one")
+    assert world.failures() == 1
+    assert "the last good one holds" in caplog.text
+    _write(path, document("two"), 3)
+    assert await world.reloader.look()
+    assert world.lets_in("two")
+
+
+async def test_a_first_document_that_is_wrong_ends_the_start(path):
+    _write(path, "tenants: 5", 1)
+    with pytest.raises(ConfigError, match=str(path)):
+        await World(FileSource(path)).reloader.load()
+
+
+async def test_a_key_file_beside_it_is_followed_as_well(path):
+    issuer = "{issuer: 'https://login.example', audience: baton, algorithms: [ES256], jwks_file: j}"
+    _write(path, f"{{tenants: [{{id: acme}}], jwt: [{issuer}]}}", 1)
+    _write(path.parent / "j", jwks("k1"), 1)
+    world = World(FileSource(path))
+    await world.reloader.look()
+    assert [world.lets_in(token(name)) for name in ("k1", "k2")] == [True, False]
+    _write(path.parent / "j", jwks("k2"), 2)
+    assert await world.reloader.look()
+    assert [world.lets_in(token(name)) for name in ("k1", "k2")] == [False, True]
+
+
+async def test_a_class_that_nobody_configured_is_said(path, caplog):
+    _write(path, "tenants: [{id: a, slo_class: interactiv}]", 1)
+    await World(FileSource(path)).reloader.look()
+    assert "SLO class is not configured" in caplog.text
+
+
+@pytest.fixture(params=KINDS)
+async def redis_client(request, tmp_path) -> AsyncIterator[Any]:
+    async with a_redis(request.param, tmp_path) as url:
+        client = open_redis(url, 30.0)
+        yield client
+        await client.aclose()
+
+
+async def test_a_document_in_redis_is_followed_by_its_version(redis_client):
+    world = World(RedisSource(redis_client, "b", SECRET, no_refusals()))
+    await world.reloader.look()
+    assert not world.lets_in("one")
+    first = await publish(redis_client, "b", SECRET, document("one"))
+    assert await world.reloader.look()
+    assert not await world.reloader.look()
+    assert await publish(redis_client, "b", SECRET, document("two")) > first
+    assert await world.reloader.look()
+    assert [world.lets_in(key) for key in ("one", "two")] == [False, True]
+
+
+async def test_a_wrong_document_is_not_published(redis_client):
+    with pytest.raises(ConfigError, match=r"tenants\[0\]\.id"):
+        await publish(redis_client, "b", SECRET, "tenants: [{id: ''}]")
+    assert await redis_client.keys("*") == []
+
+
+async def test_without_redis_the_last_document_holds():
+    class Away:
+        async def next_edition(self) -> None:
+            raise UnavailableError("away")
+
+    world = World(Away())
+    assert not await world.reloader.look()
+    assert world.failures() == 1
+    with pytest.raises(AuthenticationError):
+        world.directory.identify(None)
+
+
+async def test_a_document_that_the_cluster_did_not_seal_is_refused_once_and_counted(redis_client):
+    registry = CollectorRegistry()
+    source = RedisSource(redis_client, "b", SECRET, RefusedValues(registry))
+    world = World(source)
+    await publish(redis_client, "b", SECRET, document("one"))
+    assert await world.reloader.look()
+    for false in (document("two").encode(), b"", b"\xff" * 50, b"x" * 1000):
+        await redis_client.set("b:tenants:document", false)
+        assert not await world.reloader.look()
+        assert not await world.reloader.look()
+    await publish(redis_client, "b", b"t" * 32, document("two"))
+    assert not await world.reloader.look()
+    await redis_client.delete("b:tenants:document")
+    await redis_client.zadd("b:tenants:document", {"x": 1})
+    assert not await world.reloader.look()
+    assert [world.lets_in(key) for key in ("one", "two")] == [True, False]
+    labels = {"reader": "tenants"}
+    assert registry.get_sample_value("baton_redis_refused_values_total", labels) == 6
+    await publish(redis_client, "b", SECRET, document("two"))
+    assert await world.reloader.look()
+    assert world.lets_in("two")
+
+
+async def test_an_older_document_does_not_come_back(redis_client):
+    world = World(RedisSource(redis_client, "b", SECRET, no_refusals()))
+    await publish(redis_client, "b", SECRET, document("one"))
+    old = await redis_client.get("b:tenants:document")
+    await publish(redis_client, "b", SECRET, document("two"))
+    assert await world.reloader.look()
+    await redis_client.set("b:tenants:document", old)
+    assert not await world.reloader.look()
+    assert [world.lets_in(key) for key in ("one", "two")] == [False, True]

@@ -1,0 +1,195 @@
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from baton.backoff import Backoff
+from baton.generation import Prompt, SamplingParams
+from baton.ids import LegId, LegKind, RequestId, Role
+from router.dispatch.actions import SendCancel, SendLeg
+from router.dispatch.events import (
+    DecodeTokens,
+    HandedOff,
+    LoadReported,
+    Prefilled,
+    RoleChanged,
+    StepTokens,
+    WorkerJoined,
+    WorkerLost,
+)
+from router.workers.links import LinkState, LinkTiming, WorkerLink
+from tests.kv_transfer.permits import permit
+from tests.router.grpc_workers import FakeWorker, running
+from tests.router.known_workers import drawn
+from tests.waits import WAIT_S, soon
+
+pytestmark = pytest.mark.timeout(30)
+
+FAST = LinkTiming(backoff=Backoff(first_s=0.01, max_s=0.05))
+
+
+@asynccontextmanager
+async def linked(worker, timing=FAST):
+    """A link to `worker` and the queue of its events."""
+    events: asyncio.Queue[Any] = asyncio.Queue()
+    link = WorkerLink(worker.address, events.put_nowait, timing=timing)
+    task = asyncio.create_task(link.run())
+    try:
+        yield link, events
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def prompt(max_tokens: int) -> Prompt:
+    return Prompt(prompt_tokens=(1, 2, 3), sampling=SamplingParams(max_tokens=max_tokens))
+
+
+def generate(link, max_tokens=2) -> SendLeg:
+    return SendLeg(
+        kind=LegKind.GENERATE,
+        worker=link.hello.identity,
+        leg_id=LegId(7),
+        request_id=RequestId("cmpl-1"),
+        prompt=prompt(max_tokens),
+    )
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_the_greeting_tells_what_a_worker_is(tmp_path, role):
+    async with running(tmp_path, w=role) as workers, linked(workers["w"]) as (link, events):
+        joined = await soon(events.get())
+        assert joined == WorkerJoined(hello=workers["w"].hello, address=workers["w"].address)
+        assert link.state is LinkState.READY
+
+
+async def test_a_local_leg_streams_its_tokens_with_the_end_on_the_last(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
+        await soon(events.get())
+        link.send(generate(link))
+        assert isinstance(await soon(events.get()), Prefilled)
+        first, last = await soon(events.get()), await soon(events.get())
+        assert isinstance(first, StepTokens)
+        assert (first.leg_ids, first.samples, first.tokens) == (
+            [7],
+            [0],
+            [drawn(0, 0, 2).token],
+        )
+        assert isinstance(last, DecodeTokens)
+        assert last.tokens == (drawn(0, 1, 2),)
+
+
+async def test_a_prefill_leg_brings_first_tokens_then_the_hand_off_then_the_load(tmp_path):
+    async with (
+        running(tmp_path, p=Role.PREFILL, d=Role.DECODE) as workers,
+        linked(workers["p"]) as (link, events),
+    ):
+        await soon(events.get())
+        link.send(
+            SendLeg(
+                kind=LegKind.PREFILL,
+                worker=link.hello.identity,
+                leg_id=LegId(7),
+                request_id=RequestId("cmpl-1"),
+                prompt=prompt(2),
+                permit=permit(source=link.hello.identity, target=workers["d"].hello.identity),
+                transfer_address=workers["d"].hello.transfer_address,
+            )
+        )
+        first, done, load = [await events.get() for _ in range(3)]
+        assert isinstance(first, Prefilled)
+        assert (first.first_tokens, first.cached_tokens) == ((drawn(0, 0, 2),), 3)
+        assert isinstance(done, HandedOff)
+        assert isinstance(load, LoadReported)
+
+
+async def test_a_cancel_reaches_the_worker(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
+        await soon(events.get())
+        link.send(SendCancel(worker=link.hello.identity, leg_id=LegId(9)))
+        assert await workers["w"].cancelled.get() == 9
+
+
+async def test_a_killed_worker_is_lost_and_its_next_start_is_another_worker(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (_, events):
+        before = (await soon(events.get())).hello.identity
+        await workers["w"].restart()
+        lost, joined = await soon(events.get()), await soon(events.get())
+        assert isinstance(lost, WorkerLost)
+        assert lost.worker == before
+        assert joined.hello.identity.incarnation == 2
+
+
+async def test_commands_for_an_incarnation_that_is_gone_are_dropped(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
+        await soon(events.get())
+        command = generate(link)
+        await workers["w"].restart()
+        await soon(events.get())
+        await soon(events.get())
+        link.send(command)
+        link.send(generate(link))
+        await soon(events.get())
+        assert len(workers["w"].started) == 1
+
+
+async def test_a_worker_of_another_protocol_is_not_taken_until_it_speaks_ours(tmp_path):
+    async with running(tmp_path) as workers:
+        changes = {"protocol_version": 99}
+        await FakeWorker("w", Role.DECODE, tmp_path, workers, changes=changes).start()
+        async with linked(workers["w"]) as (_, events):
+            await soon(workers["w"].hung_up.wait())
+            assert events.empty()
+            workers["w"].changes = {}
+            assert isinstance(await soon(events.get()), WorkerJoined)
+
+
+async def test_a_worker_that_changes_its_role_stays_the_worker_that_it_is(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (link, events):
+        identity = (await events.get()).hello.identity
+        workers["w"].greet_again(role=Role.DECODE)
+        assert await events.get() == RoleChanged(worker=identity, role=Role.DECODE)
+        assert link.hello.role is Role.DECODE
+        link.send(generate(link))
+        assert isinstance(await events.get(), Prefilled)
+
+
+async def test_a_worker_that_becomes_another_one_in_mid_stream_is_hung_up_on(tmp_path):
+    async with running(tmp_path, w=Role.HYBRID) as workers, linked(workers["w"]) as (_, events):
+        await soon(events.get())
+        workers["w"].greet_again(vocab_size=7)
+        assert isinstance(await soon(events.get()), WorkerLost)
+        assert isinstance(await soon(events.get()), WorkerJoined)
+
+
+async def test_failed_attempts_leave_no_task_behind(tmp_path, caplog):
+    caplog.set_level(logging.DEBUG, logger="router.workers.links")
+    absent = FakeWorker("w", Role.DECODE, tmp_path, {})
+    async with linked(absent):
+        async with asyncio.timeout(WAIT_S):
+            while sum(record.message == "no worker" for record in caplog.records) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # the log has no event to wait for
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_worker_that_does_not_read_its_commands_is_hung_up_on(tmp_path):
+    timing = LinkTiming(backoff=Backoff(first_s=0.01, max_s=0.05), max_queued_commands=2)
+    async with (
+        running(tmp_path, w=Role.HYBRID) as workers,
+        linked(workers["w"], timing) as (link, events),
+    ):
+        await soon(events.get())
+        command = generate(link)
+        for _ in range(3):
+            link.send(command)  # nothing is written before the loop runs
+        assert isinstance(await _first(events, WorkerLost), WorkerLost)
+        assert isinstance(await _first(events, WorkerJoined), WorkerJoined)
+
+
+async def _first(events, kind):
+    while True:
+        event = await soon(events.get())
+        if isinstance(event, kind):
+            return event
