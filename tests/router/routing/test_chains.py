@@ -9,7 +9,7 @@ from router.routing.chains import PromptHasher, chain_of
 from router.routing.index import PrefixIndex
 from router.routing.table import fingerprints_of
 from router.routing.view import ClusterView
-from tests.router.workers import hello
+from tests.router.known_workers import hello
 
 SECRET = b"s" * 32
 

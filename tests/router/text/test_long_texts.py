@@ -7,7 +7,7 @@ import pytest
 from baton.errors import InvalidRequestError
 from router.text.long_texts import LongTextEncoder
 from tests.router.served import tiny_tokenizer
-from tests.router.tiny_tokenizers import byte_level
+from tests.router.text.tiny_tokenizers import byte_level
 
 TEXT = "Schöne Grüße <|end|> 東京 🗼\n" * 1000
 
