@@ -42,6 +42,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.events import Heard
 from router.dispatch.placement import Placement
 from router.dispatch.retry import RetryPolicy
+from router.generation.grammars import GrammarChecker
 from router.generation.sampling import SamplingDefaults, read_defaults
 from router.generator import ClusterGenerator
 from router.http import server
@@ -130,6 +131,7 @@ async def run(
     refused = RefusedValues(registry)
     refusals = server.ConnectionRefusals(registry)
     tracer = open_tracer(config.trace, "router", MonotonicClock())
+    grammars = GrammarChecker(config.grammar, loaded.tokenizer.special_texts, registry)
     try:
         async with (
             running(parts),
@@ -147,7 +149,7 @@ async def run(
                 refusals,
             ),
             _http(
-                _app(config, parts, loaded, registry, tenancy, tracer),
+                _app(config, parts, loaded, registry, tenancy, tracer, grammars),
                 config,
                 sockets,
                 config.router.max_connections or connections_that_fit(len(worker_addresses)),
@@ -161,6 +163,7 @@ async def run(
                 _log.warning("requests cut off by the stop", in_flight=generator.in_flight())
                 generator.end_requests()
     finally:
+        grammars.close()
         loaded.tokenizer.close()
         await asyncio.to_thread(tracer.close)
 
@@ -312,6 +315,7 @@ def _app(
     registry: CollectorRegistry,
     tenancy: Tenancy,
     tracer: Tracer,
+    grammars: GrammarChecker,
 ) -> FastAPI:
     settings = AppSettings(
         model_names=_names(config),
@@ -332,6 +336,7 @@ def _app(
         tenancy=tenancy,
         tracer=tracer,
         decisions=parts.decisions,
+        grammars=grammars,
     )
 
 

@@ -88,6 +88,34 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarConfig:
+    """What the form that a client wants an answer in (`response_format`, `structured_outputs`) may cost. Checked by routers, and again
+    by workers; give all of them the same.
+
+    Attributes:
+        max_bytes: Longest schema, regular expression or grammar, as JSON or text.
+        max_depth: Levels of a schema.
+        max_symbols: Symbols in the productions of a compiled grammar.
+        max_states: States of its lexer; each takes one or two kilobytes of a worker's memory.
+        compile_fuel: Work to compile one, in llguidance's units: about 50,000 take a millisecond.
+        step_fuel: Work to find which tokens may come next, once per token: about 70,000 take a millisecond.
+        max_compiled: Compiled grammars that a process keeps, those used last.
+        max_compiling_per_tenant: Grammars of one tenant that a router checks or has waiting for it; beyond that, 429.
+        threads: Threads that check or compile, per process.
+    """
+
+    max_bytes: int = 64 * 1024
+    max_depth: int = 32
+    max_symbols: int = 200_000
+    max_states: int = 20_000
+    compile_fuel: int = 500_000
+    step_fuel: int = 100_000
+    max_compiled: int = 128
+    max_compiling_per_tenant: int = 16
+    threads: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SloClass:
     """One class of service: what is promised to the requests in it. None promises nothing, so that none is refused for it.
 
@@ -453,6 +481,7 @@ class BatonConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    grammar: GrammarConfig = field(default_factory=GrammarConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     tenants: TenantsConfig = field(default_factory=TenantsConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)

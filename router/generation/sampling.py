@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
 from baton.generation import SamplingParams
 from baton.tokens import PackedTokens
+from router.generation.answer_form import AnswerForm, Choices, StructuredOutputs
 from router.generation.model_limits import check_vocabulary
 from router.http.fields import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -20,6 +21,7 @@ from router.http.fields import (
     MAX_STOP_TOKEN_IDS,
     BadWords,
     Body,
+    JsonObject,
     Metadata,
     Name,
     StopString,
@@ -67,6 +69,32 @@ class SamplingBody(Body):
     session_id: Name | None = None
     metadata: Metadata | None = None
     service_tier: str | None = Field(None, min_length=1, max_length=64)
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def form_asked(self) -> AnswerForm | None:
+        """The form that the answer is to have by the field of this API; None for plain text."""
+        return None
+
+    @property
+    def answer_form(self) -> AnswerForm | None:
+        """The form that the answer is to have, by whichever field."""
+        forms = self._forms()
+        return forms[0] if forms else None
+
+    def _forms(self) -> list[AnswerForm]:
+        forms = [] if self.form_asked is None else [self.form_asked]
+        if self.structured_outputs is not None:
+            forms += self.structured_outputs.forms()
+        for kind in ("json", "regex", "choice", "grammar"):
+            value = getattr(self, f"guided_{kind}")
+            if value is not None:
+                forms.append(AnswerForm(kind=kind, value=value, param=f"guided_{kind}"))
+        return forms
 
     @property
     def prompt_field(self) -> str:
@@ -123,6 +151,11 @@ class SamplingBody(Body):
         for token, bias in (self.logit_bias or {}).items():
             if bias and not (token.isascii() and token.isdecimal() and len(token) < 11):
                 raise refusal("logit_bias", f"{token[:20]!r} is not a token id.")
+        forms = self._forms()
+        if len(forms) > 1:
+            raise refusal(forms[1].param, f"Not together with {forms[0].param}.")
+        if forms and self.allowed_token_ids:
+            raise refusal("allowed_token_ids", f"Not together with {forms[0].param}.")
         if self.truncate_prompt_tokens == 0:
             raise refusal("truncate_prompt_tokens", "Leaves nothing of the prompt.")
         return self
@@ -164,6 +197,7 @@ def sampling_params(
     *,
     prompt_tokens: int,
     bad_words: Sequence[tuple[int, ...]] = (),
+    grammar: str = "",
 ) -> SamplingParams:
     """The engine's parameters. A request without a seed gets one here, so that every retry draws the same tokens.
 
@@ -211,6 +245,7 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         allowed_token_ids=allowed,
         bad_words=tuple(bad_words),
+        grammar=grammar,
     )
 
 

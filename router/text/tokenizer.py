@@ -1,6 +1,6 @@
 """Text into token ids: the first thing that happens to a request, and the last place that sees its text as a whole.
 
-The tokenizer and its chat template come from the model's directory (`router.text.pretrained`). Threads may share the Rust
+The tokenizer and its chat template come from the model's directory (`baton.pretrained`). Threads may share the Rust
 tokenizer. Prompts take a while, so encoding and rendering run in a few threads of their own and never on the event loop. Chat
 templates are rendered in processes of their own (`router.templates.renderer`), long texts encoded in another (`router.text.long_texts`).
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton.errors import InvalidRequestError
+from baton.pretrained import PretrainedTokenizer, read_tokenizer
 from baton.tokens import PackedTokens
 from router.templates.renderer import (
     MAX_RENDER_S,
@@ -22,7 +23,6 @@ from router.templates.renderer import (
 )
 from router.text.detokenizer import Detokenizer
 from router.text.long_texts import LONG_TEXT, LongTextEncoder
-from router.text.pretrained import PretrainedTokenizer, read_tokenizer
 from router.text.token_bytes import ByteDecoder, ByteTable, PieceTable, TokenDecoder, is_byte_level
 
 _SHORT_TEXT = 4096
@@ -39,6 +39,7 @@ class Tokenizer:
     Attributes:
         backend: The Rust tokenizer; `router.text.detokenizer` decodes with it.
         special_ids: Ids whose text is not shown to clients.
+        special_texts: How their tokens are written.
         pieces: The bytes that each single token stands for.
         longest_token: Characters of the longest token as the vocabulary spells it; none stands for more.
     """
@@ -58,6 +59,7 @@ class Tokenizer:
         self.backend = backend
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = frozenset(added[i].content for i in self.special_ids)
         self.pieces = PieceTable(backend, added)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self._renderer = (

@@ -152,12 +152,16 @@ _FUNCTION = {"name": "f", "parameters": {"type": "object"}}
             "tools",
         ),
         ({"functions": [_FUNCTION]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"not": {}}},
+                }
+            },
             "response_format",
         ),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"moderation": {"model": "m", "policy": {"input": {"mode": "block"}}}}, "moderation"),

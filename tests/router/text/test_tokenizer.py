@@ -11,8 +11,8 @@ import pytest
 from tokenizers import processors
 
 from baton.errors import InvalidRequestError, ModelLoadError
+from baton.pretrained import PretrainedTokenizer
 from router.templates.renderer import Conversation
-from router.text.pretrained import PretrainedTokenizer
 from router.text.tokenizer import Tokenizer
 from tests.router.served import tiny_tokenizer
 from tests.router.text.tiny_tokenizers import byte_fallback, byte_level, save, token_id
