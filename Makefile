@@ -10,7 +10,7 @@ PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine ex
 # `make test REDIS=1` has what needs a redis-server in the same run.
 DEFAULT := 'not gpu and not slow and not chaos and not ray'$(if $(REDIS),,' and not redis')
 # In the order of their names: files of few tests, which come last otherwise, take the longest.
-TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
+TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --timeout=120
 
 .PHONY: help install native transports triton demo serve test test-redis test-slow check format chaos chaos-long bench proto clean
 

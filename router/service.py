@@ -21,7 +21,8 @@ from baton.clock import Clock, MonotonicClock
 from baton.config.schema import BatonConfig, RouterConfig
 from baton.errors import ConfigError
 from baton.redis_link import RefusedValues
-from baton.rpc.channel import CONTROL_MESSAGE_BYTES, bind, new_server
+from baton.rpc.bounds import CONTROL
+from baton.rpc.channel import bind, new_server
 from baton.rpc.credentials import ClusterCredentials
 from baton.rpc.identity import PeerRole
 from baton.rpc.v1 import control_pb2_grpc
@@ -402,7 +403,7 @@ async def _control(
     address: str,
     credentials: ClusterCredentials,
 ) -> AsyncIterator[None]:
-    rpc = new_server(credentials, max_message_bytes=CONTROL_MESSAGE_BYTES)
+    rpc = new_server(credentials, CONTROL)
     control = RouterControl(
         view=parts.view,
         links=parts.membership.links,

@@ -37,7 +37,7 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
     except asyncio.IncompleteReadError as cut:
         return cut.partial
     length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
-    return head + await reader.readexactly(int(length.split(b":")[1]))
+    return head + await soon(reader.readexactly(int(length.split(b":")[1])))
 
 
 async def test_a_connection_is_kept_for_the_next_request_and_closed_after_a_while():
