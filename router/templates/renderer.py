@@ -18,8 +18,8 @@ import msgspec
 
 from baton.errors import ConfigError, InvalidRequestError
 from baton.telemetry.logs import get_logger
-from router.child import ChildEndedError, ChildProcess
 from router.templates import sandbox
+from router.templates.child import ChildEndedError, ChildProcess
 
 ChatMessage = Mapping[str, str]
 """What a template sees of one message: `role`, `content` and, where given, `name` and `tool_call_id`."""

@@ -14,7 +14,7 @@ import tokenizers
 from baton.errors import InvalidRequestError
 from baton.telemetry.logs import get_logger
 from baton.tokens import PackedTokens
-from router.child import ChildEndedError, ChildProcess
+from router.templates.child import ChildEndedError, ChildProcess
 from router.text import encoding_child
 
 LONG_TEXT = 256 * 1024
