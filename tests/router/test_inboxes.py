@@ -131,3 +131,26 @@ def test_the_gap_stays_within_its_bounds(turns):
         gap.worked(now_s + idle_s, now_s + idle_s + busy_s)
         now_s += idle_s + busy_s
         assert 0.004 <= gap.gap_s <= 0.05
+
+
+async def test_of_many_tokens_that_wait_some_are_taken_and_the_loop_runs_before_the_rest():
+    inboxes = Inboxes(max_bytes=1 << 30, clock=ManualClock())
+    inbox = inboxes.open(A)
+    inboxes.put_step(_step(*((A, token) for token in range(2000))), 0.0)
+    taken: list[int] = []
+    turns: list[int] = []
+
+    async def others() -> None:
+        while True:
+            turns.append(len(taken))
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(others())
+    while len(taken) < 2000:
+        event = await inbox.next()
+        assert isinstance(event, Tokens)
+        assert len(event.samples) <= 256
+        taken += [sample.token for sample in event.samples]
+    running.cancel()
+    assert taken == list(range(2000))
+    assert len(set(turns)) >= 2000 // 256
