@@ -277,7 +277,8 @@ class EngineLoop:
         """The command waits until its grammar is compiled, and comes again."""
         seq_id = command.seq_id
         if self._compiling.pop(seq_id, None) is not None:
-            error = InvariantError(f"sequence {seq_id} was submitted twice")
+            story = self._scheduler.story(seq_id)
+            error = InvariantError(f"sequence {seq_id} was submitted twice", story=story)
             return [Failed(seq_id=seq_id, error=error)]
         if self._grammars is None:
             refusal = UnsupportedParameterError("this worker's model cannot be held to a grammar")

@@ -104,7 +104,9 @@ def create_app(
     metrics = RouterMetrics(registry, settings.model_names[0])
     metrics.watch(status, slo_classes.names)
     registry.register(RouteDecisions(decisions))
-    bodies = BodyReader(settings.router.max_body_bytes)
+    bodies = BodyReader(
+        settings.router.max_body_bytes, timeout_s=settings.router.http_body_timeout_s
+    )
     catalog = ModelCatalog(settings.model_names, generator)
     planner = RequestPlanner(
         catalog,

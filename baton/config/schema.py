@@ -158,6 +158,7 @@ class RouterConfig:
             difference.
         max_body_bytes: Larger bodies get 413. Those of more than 32 KiB are parsed in pieces, one body at a time.
         request_timeout_s: Deadline of one request, queueing included.
+        http_body_timeout_s: How long a request's body may take to come; then 408.
         http_keep_alive_s: How long a client's connection may be open without a request. A load balancer in front that keeps idle
             connections longer sends requests into ones that were just closed (deploy/README.md, "Behind a load balancer").
         max_connections: HTTP connections on which requests are answered. Where there are as many, one without a request gives way to a
@@ -189,6 +190,7 @@ class RouterConfig:
     root_path: str = ""
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float = 600.0
+    http_body_timeout_s: float = 60.0
     http_keep_alive_s: float = 75.0
     max_connections: int | None = None
     max_attempts: int = 3

@@ -4,6 +4,7 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
@@ -19,6 +20,7 @@ from router.http.fields import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
+    MAX_STREAM_INTERVAL,
     BadWords,
     Body,
     JsonObject,
@@ -41,7 +43,7 @@ class SamplingBody(Body):
 
     model: str | None = None
     stream: bool | None = None
-    stream_interval: int | None = Field(None, ge=1, lt=2**31)
+    stream_interval: int | None = Field(None, ge=1, le=MAX_STREAM_INTERVAL)
     stop: StopString | StopStrings | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -141,6 +143,11 @@ class SamplingBody(Body):
         """The tier that the reply names; `auto` leaves the choice to the server and gets the default."""
         return "default" if self.service_tier == "auto" else self.service_tier
 
+    @cached_property
+    def allowed(self) -> PackedTokens:
+        """`allowed_token_ids`, each once and ascending; empty for all."""
+        return PackedTokens.of(sorted(set(self.allowed_token_ids or ())))
+
     @property
     def biases(self) -> dict[int, float]:
         """`logit_bias` by token id. A bias of 0 has no effect, on any token."""
@@ -213,10 +220,9 @@ def sampling_params(
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_vocabulary(logit_bias, model, "logit_bias")
     check_vocabulary(stop_token_ids, model, "stop_token_ids")
-    allowed = PackedTokens.of(sorted(set(body.allowed_token_ids or ())))
-    check_vocabulary(allowed, model, "allowed_token_ids")
-    banned = {last for *first, last in bad_words if not first}
-    if allowed and banned.issuperset(allowed):
+    check_vocabulary(body.allowed, model, "allowed_token_ids")
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    if 0 < len(body.allowed) <= len(banned) and banned.issuperset(body.allowed):
         raise InvalidRequestError(
             "bad_words: none of allowed_token_ids is left.", param="bad_words"
         )
@@ -243,7 +249,7 @@ def sampling_params(
         max_tokens=max(1, max_tokens),
         min_tokens=min_tokens,
         ignore_eos=bool(body.ignore_eos),
-        allowed_token_ids=allowed,
+        allowed_token_ids=body.allowed,
         bad_words=tuple(bad_words),
         grammar=grammar,
     )
