@@ -148,9 +148,11 @@ async def test_a_path_that_only_looks_like_an_open_one_needs_the_key():
 
 
 async def test_fields_that_look_like_routing_are_not_passed_on():
-    hostile: dict[str, Any] = {
+    refused: dict[str, Any] = {
         "request_id": "mine",
         "kv_transfer_params": {"remote_host": "10.0.0.1", "remote_block_ids": [1]},
+    }
+    hostile: dict[str, Any] = {
         "bootstrap_host": "10.0.0.1",
         "priority": -(10**9),
         "cache_scope": "other",
@@ -159,6 +161,10 @@ async def test_fields_that_look_like_routing_are_not_passed_on():
     async with serve() as served:
         assert (await served.chat(seed=1)).status_code == 200
         assert (await served.chat(seed=1, **hostile)).status_code == 200
+        for name, value in refused.items():
+            reply = await served.chat(seed=1, **{name: value})
+            assert reply.status_code == 400
+            assert json.loads(reply.content)["error"]["param"] == name
         plain, attacked = [job.prompt for job in served.generator.requests]
         assert plain == attacked
 
