@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 # Where torch comes from; `https://download.pytorch.org/whl/cpu` avoids the CUDA libraries on a machine without a GPU.
 TORCH_INDEX ?=
 TORCH_ARGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
-PACKAGES := baton bench baton_cluster baton_worker decode_worker baton_engine examples kv_transfer kvpool prefill_worker router tests
+PACKAGES := baton bench baton_cluster baton_vllm baton_worker decode_worker baton_engine examples kv_transfer kvpool prefill_worker router tests
 
 # `make test REDIS=1` has what needs a redis-server in the same run.
-DEFAULT := 'not gpu and not slow and not chaos and not ray'$(if $(REDIS),,' and not redis')
+DEFAULT := 'not gpu and not slow and not chaos and not ray and not vllm'$(if $(REDIS),,' and not redis')
 # In the order of their names: files of few tests, which come last otherwise, take the longest.
 TOGETHER := --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 
